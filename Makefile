@@ -1,0 +1,63 @@
+# Two commands are enough: `make run` opens the page, `make test` proves the program.
+# ARGS goes through to the program: make run ARGS="--port 8000", make test ARGS="-k greedy -x".
+
+VENV ?= .venv
+# The first interpreter on the path that will do; choose another with PYTHON=...
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.10; do \
+	$$python -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null \
+	&& { echo $$python; break; }; done)
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+READY_DEV := $(VENV)/.ready-dev
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test lint format bench clean
+
+help: ## list the commands
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 16
+
+setup: $(READY) ## create .venv and install what the program needs; done once, and again when requirements change
+
+run: $(READY) ## open the page
+	@$(BIN)/python app.py $(ARGS)
+
+test: $(READY_DEV) ## run every test, in a real browser too
+	@$(BIN)/python tests/browser.py
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} $(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY_DEV) ## check style and formatting
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@if command -v shellcheck >/dev/null; then shellcheck .ci/run; else echo "shellcheck is not installed: .ci/run not checked"; fi
+	@if command -v hadolint >/dev/null; then hadolint Dockerfile; else echo "hadolint is not installed: Dockerfile not checked"; fi
+
+format: $(READY_DEV) ## put imports and formatting right
+	@$(BIN)/ruff check --select I --fix .
+	@$(BIN)/ruff format .
+
+bench: $(READY) ## measure methods against plain decoding
+	@$(BIN)/python -m specdemo bench $(ARGS)
+
+clean: ## remove .venv and caches
+	rm -rf $(VENV) .pytest_cache .ruff_cache .gradio
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): requirements.txt | $(VENV)/.python
+	@echo "Installing the requirements into $(VENV); the first time takes a few minutes."
+	@$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+$(READY_DEV): requirements-dev.txt requirements.txt | $(VENV)/.python
+	@echo "Installing the requirements into $(VENV); the first time takes a few minutes."
+	@$(BIN)/python -m pip install --disable-pip-version-check -r requirements-dev.txt
+	@touch $@ $(READY)
+
+# Debian and Ubuntu ship Python without ensurepip; then the system's pip, if there is one, puts pip into the environment.
+$(VENV)/.python:
+	@$(or $(PYTHON),false) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null || { \
+		echo "specdemo needs Python 3.10 to 3.13: install one, or name it with make PYTHON=/path/to/python3." >&2; exit 1; }
+	@$(PYTHON) -m venv --clear $(VENV) >/dev/null 2>&1 || { \
+		$(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip install --quiet --disable-pip-version-check \
+		--target "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" pip; } >/dev/null 2>&1 || { \
+		echo "$(PYTHON) cannot create an environment with pip: run 'apt install python3-venv' and try again." >&2; exit 1; }
+	@touch $@

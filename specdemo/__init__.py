@@ -1,0 +1,1 @@
+"""See, measure and trust speculative decoding of language models."""

@@ -1,0 +1,116 @@
+"""The roles and the one loop. No torch, no text, no printing, no callbacks.
+
+Every way of decoding is this loop with other parts; plain decoding is the loop with empty drafts, so the baseline is
+measured by the same code (Leviathan et al. 2211.17192, Algorithm 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Any, Protocol
+
+from specdemo.core.step import Draft, Step, Verdict
+
+More = Callable[[int, Any], bool]
+
+
+class Drafter(Protocol):
+    """Proposes tokens."""
+
+    def propose(self, tokens: Sequence[int], more: More) -> Draft:
+        """A draft that continues `tokens`.
+
+        `more(n, logits)` says whether a draft of n tokens may grow; `logits` are the drafter's raw ones for the next
+        token, or None where it has none (yet). It must be asked before a token is drawn: dropping a drawn token
+        because it turned out improbable would bias the output.
+        """
+
+    def observe(self, step: Step) -> None:
+        """Learn from a finished round."""
+
+
+class Judge(Protocol):
+    """Decides what of a draft is kept, and adds one token of its own."""
+
+    def judge(self, tokens: Sequence[int], draft: Draft) -> Verdict:
+        """The verdict on `draft` as a continuation of `tokens`, in one pass of the target."""
+
+
+class Gamma(Protocol):
+    """A draft-length policy."""
+
+    @property
+    def gamma(self) -> int:
+        """The longest draft that it would allow now."""
+
+    def more(self, n: int, logits: Any) -> bool:
+        """May a draft of n tokens grow?"""
+
+    def observe(self, step: Step) -> None:
+        """Learn from a finished round."""
+
+
+class Plain:
+    """The drafter that never drafts: autoregressive decoding."""
+
+    def propose(self, tokens: Sequence[int], more: More) -> Draft:
+        """The empty draft."""
+        return Draft()
+
+    def observe(self, step: Step) -> None:
+        """Nothing to learn."""
+
+
+def decode(
+    prompt: Sequence[int],
+    judge: Judge,
+    drafter: Drafter,
+    gamma: Gamma,
+    *,
+    max_tokens: int,
+    stop: Collection[int],
+    clock: Callable[[], float],
+    start: float | None = None,
+) -> Iterator[Step]:
+    """Continue `prompt` by up to `max_tokens` tokens, or through the first one in `stop`, a step per round.
+
+    Round 0 drafts nothing: it is the prefill, so time to first token and decoding speed are apart by construction.
+    `start` is the clock's reading when the request began. May be closed at any step; there is nothing to clean up.
+    The time a caller takes between steps is in `t` and in no other figure.
+    """
+    tokens = list(prompt)
+    end = len(tokens) + max_tokens
+    start = clock() if start is None else start
+    for i in count():
+        began = clock()
+        room = end - len(tokens) - 1  # the target's own token takes one place
+        limit = min(gamma.gamma, room) if i else 0
+        draft = drafter.propose(tokens, lambda n, logits: n < limit and gamma.more(n, logits)) if limit else Draft()
+        drafted = clock()
+        verdict = judge.judge(tokens, draft)
+        judged = clock()
+        new = [draft.tokens[node] for node in verdict.accepted] + [verdict.token]
+        keep = next((n for n, token in enumerate(new) if token in stop), len(new) - 1) + 1
+        if keep <= len(verdict.accepted):
+            verdict = verdict.cut(draft, keep)
+        tokens += new[:keep]
+        finished = clock()
+        step = Step(
+            i,
+            tuple(new[:keep]),
+            replace(draft, law=None),
+            verdict,
+            gamma=limit,
+            draft_s=drafted - began,
+            verify_s=judged - drafted,
+            host_s=finished - judged,
+            t=finished - start,
+        )
+        gamma.observe(step)
+        drafter.observe(step)
+        step = replace(step, host_s=clock() - judged)
+        yield step
+        if tokens[-1] in stop or len(tokens) >= end:
+            return

@@ -1,0 +1,165 @@
+"""Acceptance rules, and the `Target` that applies one.
+
+A rule turns a draft and the target's laws into a verdict. Knows laws, never models. Each rule says when it is exact,
+that is when the text has the target's own law.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from specdemo.core.sampling import Warp
+from specdemo.core.step import Draft, Verdict
+
+
+class Source(Protocol):
+    """Where random choices come from: a `Noise`, or a test that explores them all."""
+
+    def test(self, probability: float) -> tuple[bool, float]:
+        """Whether an event of this probability happens, and the number that decided it."""
+
+    def draw(self, law: Tensor) -> int:
+        """A token from a law `[vocab]`."""
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """norm(max(p - q, 0)), `[vocab]`: where a correction comes from (2211.17192, section 2.3).
+
+    Where rounding leaves nothing, p and q were equal and p itself is right.
+    """
+    left = (p - q).clamp_(min=0)
+    total = left.sum()
+    return left / total if total > 0 else p
+
+
+def without(p: Tensor, token: int) -> Tensor:
+    """The residual of a point mass: p given that it is not `token`."""
+    left = p.clone()
+    left[token] = 0
+    total = left.sum()
+    return left / total if total > 0 else p
+
+
+def rejection(draft: Draft, p: Tensor, accept: Source, correct: Source, *, adjust: bool = True) -> Verdict:
+    """Speculative sampling for chains and forests, sampled or point-mass drafts; exact.
+
+    `p` is `[n + 1, vocab]`: row 0 after the last committed token, row i + 1 after node i. A child y drawn from q is
+    accepted with min(1, p(y) / q(y)); if not, its siblings are tested against the residual (2211.17192 Algorithm 1;
+    SpecInfer 2305.09781 Algorithm 3 for siblings). `adjust=False` draws corrections from p: lossy.
+    """
+    probability = _at_nodes(draft, p)
+    draws: list[float | None] = [None] * len(draft)
+    betas: list[float | None] = [None] * len(draft)
+    overlap = _overlaps(draft, p, probability)
+    kids = draft.children()
+    accepted: list[int] = []
+    node, row = -1, p[0]
+    while node in kids:
+        untouched = True
+        for child in kids[node]:
+            token = draft.tokens[child]
+            chance = probability[child] if untouched else float(row[token])
+            q = 1.0 if draft.q is None else draft.q[child]
+            kept, draws[child] = accept.test(min(1.0, chance / q) if q > 0 else 0.0)
+            betas[child] = overlap[child]
+            if kept:
+                accepted.append(child)
+                node, row = child, p[child + 1]
+                break
+            if adjust:
+                row = without(row, token) if draft.law is None else residual(row, draft.law[child])
+                untouched = False
+        else:
+            break
+    return Verdict(tuple(accepted), correct.draw(row), tuple(probability), tuple(draws), tuple(betas))
+
+
+def top1(draft: Draft, p: Tensor, accept: Source, correct: Source) -> Verdict:
+    """Accept while the draft is the target's first choice; on a mismatch draw from p (NASD's verification).
+
+    Exact at temperature 0 only: above it the first choice is taken too often.
+    """
+    first = p.argmax(-1).tolist()
+    probability = _at_nodes(draft, p)
+    overlap = _overlaps(draft, p, probability)
+    betas: list[float | None] = [None] * len(draft)
+    kids = draft.children()
+    accepted: list[int] = []
+    node = -1
+    while node in kids:
+        for child in kids[node]:
+            betas[child] = overlap[child]
+            if draft.tokens[child] == first[node + 1]:
+                accepted.append(child)
+                node = child
+                break
+        else:
+            break
+    draws = (None,) * len(draft)
+    return Verdict(tuple(accepted), correct.draw(p[node + 1]), tuple(probability), draws, tuple(betas))
+
+
+def _at_nodes(draft: Draft, p: Tensor) -> list[float]:
+    """The target's probability of each drafted token, `[n]`."""
+    if not draft.tokens:
+        return []
+    rows = torch.tensor(draft.parents, device=p.device) + 1
+    return p[rows, torch.tensor(draft.tokens, device=p.device)].tolist()
+
+
+def _overlaps(draft: Draft, p: Tensor, probability: list[float]) -> list[float]:
+    """beta = sum min(p, q) where each node stands, `[n]`; for a point mass that is p of its token."""
+    if draft.law is None:
+        return probability
+    rows = p[torch.tensor(draft.parents, device=p.device) + 1]
+    return torch.minimum(rows, draft.law).sum(-1).tolist()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A named rule: how it decides, one line for people, and when the text keeps the target's law."""
+
+    apply: Callable[..., Verdict]
+    title: str
+    exact: Callable[[Warp], bool]
+
+
+RULES = {
+    "rejection": Rule(rejection, "accept with min(1, p/q), correct from the residual: exact", lambda warp: True),
+    "top1": Rule(
+        top1, "accept the target's first choice only: exact at temperature 0, lossy above", lambda warp: warp.temperature == 0
+    ),
+}
+
+
+class Target:
+    """A judge: the target's laws under a rule."""
+
+    def __init__(
+        self,
+        score: Callable[[Sequence[int], Draft], Tensor],
+        warp: Warp,
+        rule: Callable[[Draft, Tensor, Any, Any], Verdict],
+        accept: Source,
+        correct: Source,
+        candidates: int = 1,
+    ) -> None:
+        self._score, self._warp, self._rule = score, warp, rule
+        self._accept, self._correct, self._candidates = accept, correct, candidates
+
+    def judge(self, tokens: Sequence[int], draft: Draft) -> Verdict:
+        """One pass of the target over `tokens` and `draft`, and the rule's verdict."""
+        logits = self._score(tokens, draft)  # [n + 1, vocab]
+        nodes = range(-1, len(draft)) if self._warp.needs_paths else ()
+        logits = self._warp.adjust(
+            logits, [[*tokens, *(draft.tokens[i] for i in draft.path(node))] for node in nodes]
+        )
+        p = self._warp.law(logits)
+        verdict = self._rule(draft, p, self._accept, self._correct)
+        choices = logits.topk(self._candidates).indices.tolist()
+        return replace(verdict, choices=tuple(map(tuple, choices)))

@@ -1,0 +1,109 @@
+"""Logits to laws, and draws from laws.
+
+A law is a probability distribution over the vocabulary; greedy decoding is a law too, a point mass. The same `Warp`
+serves target and drafter, so that p and q differ by the models alone. Knows tensors and token ids.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdemo.core.errors import Refused
+
+
+@dataclass(frozen=True)
+class Warp:
+    """What is done to logits before they are a law, in the order of transformers.
+
+    Repetition penalty, bad words, temperature, top-k, top-p. Temperature 0 is the point mass on the largest logit.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
+
+    @property
+    def needs_paths(self) -> bool:
+        """Whether a row's law depends on the tokens before it."""
+        return self.repetition_penalty != 1.0 or bool(self.bad_words)
+
+    def __call__(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+        """Laws `[rows, vocab]` from raw logits: `law(adjust(logits, paths))`."""
+        return self.law(self.adjust(logits, paths))
+
+    def adjust(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+        """Float32 logits `[rows, vocab]` after the steps that look back: penalty, then bad words.
+
+        `paths[r]` holds all tokens before row r (prompt included); it is read only if `needs_paths`. Raises `Refused`
+        where a row has no largest finite logit: a model that has gone wrong must never emit a token.
+        """
+        logits = logits.float()
+        if not torch.isfinite(logits.amax(-1)).all():
+            raise Refused("the model gave NaN or infinite logits: try dtype float32, or another checkpoint")
+        if not self.needs_paths:
+            return logits
+        return torch.stack([self._before(row, path) for row, path in zip(logits, paths, strict=True)])
+
+    def law(self, logits: Tensor) -> Tensor:
+        """Laws `[rows, vocab]` from adjusted logits: temperature, top-k, top-p, softmax."""
+        if self.temperature == 0:
+            return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        logits = logits / self.temperature
+        if 0 < self.top_k < logits.shape[-1]:
+            least = logits.topk(self.top_k).values[..., -1:]
+            logits = logits.masked_fill(logits < least, -torch.inf)
+        if self.top_p < 1.0:
+            ordered, order = logits.sort(descending=True)
+            law = ordered.softmax(-1)
+            outside = law.cumsum(-1) - law >= self.top_p  # the token that crosses top_p stays, the first always does
+            outside[..., 0] = False
+            logits = logits.masked_fill(outside.gather(-1, order.argsort(-1)), -torch.inf)
+        return logits.softmax(-1)
+
+    def _before(self, logits: Tensor, path: Sequence[int]) -> Tensor:
+        """The steps that look at the tokens before: repetition penalty (CTRL, 1909.05858), then bad words."""
+        if self.repetition_penalty != 1.0 and len(path):
+            seen = torch.tensor(sorted(set(path)), device=logits.device)
+            old = logits[seen]
+            new = torch.where(old < 0, old * self.repetition_penalty, old / self.repetition_penalty)
+            logits = logits.index_put((seen,), new)
+        banned = [
+            word[-1] for word in self.bad_words if len(word) == 1 or tuple(path[1 - len(word) :]) == tuple(word[:-1])
+        ]
+        if banned:
+            logits = logits.index_fill(0, torch.tensor(banned, device=logits.device), -torch.inf)
+            if not torch.isfinite(logits.amax()):
+                raise Refused("bad words leave no token to choose from: ban fewer")
+        return logits
+
+
+class Noise:
+    """One stream of random numbers, reproducible from a seed and the stream's name.
+
+    Draft, acceptance and correction draws must be independent, so each takes a stream of its own name.
+    """
+
+    def __init__(self, seed: int, stream: str) -> None:
+        self._seed = random.Random(f"{seed}/{stream}").getrandbits(63)
+        self._uniform = random.Random(self._seed)
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def test(self, probability: float) -> tuple[bool, float]:
+        """Whether an event of this probability happens, and the uniform number in [0, 1) that decided it."""
+        u = self._uniform.random()
+        return u < probability, u
+
+    def draw(self, law: Tensor) -> int:
+        """A token from `law` `[vocab]`: the largest of p / Exp(1), which needs no cumulative sum."""
+        device = law.device
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+        waiting = torch.empty_like(law).exponential_(generator=self._generators[device])
+        return int((law / waiting).argmax())

@@ -1,0 +1,155 @@
+"""Drafts, verdicts and steps: the values that everything else reads.
+
+Plain values only (ints, floats, tuples), but for a draft's `law`, which stays on the device between drafter and rule
+and never leaves a round. Knows nothing of models, text or devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A forest of proposed tokens. `parents[i] < i`; -1 is the last committed token; siblings stand in drawing order.
+
+    `law` holds, per node, the law `[vocab]` that the token was *actually* drawn from (`[n, vocab]`); for a sibling
+    that is the law given that the earlier siblings were not chosen. `None` means point masses.
+    """
+
+    tokens: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    q: tuple[float, ...] | None = None  # each token's probability under its law
+    law: Any = None
+
+    @classmethod
+    def chain(cls, tokens: tuple[int, ...], q: tuple[float, ...] | None = None, law: Any = None) -> Draft:
+        """The forest in which every node has one child."""
+        return cls(tokens, tuple(range(-1, len(tokens) - 1)), q, law)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether each node hangs on the one before it."""
+        return all(parent == i - 1 for i, parent in enumerate(self.parents))
+
+    def children(self) -> dict[int, list[int]]:
+        """Nodes by parent, siblings in drawing order."""
+        kids: dict[int, list[int]] = {}
+        for node, parent in enumerate(self.parents):
+            kids.setdefault(parent, []).append(node)
+        return kids
+
+    def path(self, node: int) -> list[int]:
+        """Nodes from the root down to `node`, which may be -1."""
+        nodes = []
+        while node >= 0:
+            nodes.append(node)
+            node = self.parents[node]
+        return nodes[::-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the target made of a draft.
+
+    `choices[r]` are the target's most probable tokens, best first, after row r: row 0 follows the last committed
+    token, row i + 1 follows node i. Per node, `draw` is the uniform number it was tested with, `beta` is
+    sum min(p, q) where it stood (Leviathan et al. 2211.17192, Def. 3.3); both `None` where it was never tested.
+    """
+
+    accepted: tuple[int, ...]  # nodes, root to leaf
+    token: int | None  # correction, bonus or plain token; None where a stop token cut the round before it
+    p: tuple[float, ...] = ()  # the target's probability of each node
+    draw: tuple[float | None, ...] = ()
+    beta: tuple[float | None, ...] = ()
+    choices: tuple[tuple[int, ...], ...] = ()
+
+    def cut(self, draft: Draft, keep: int) -> Verdict:
+        """The verdict of a round of which only `keep` accepted tokens count: nothing past them was tested."""
+
+        def shown(values: tuple[float | None, ...]) -> tuple[float | None, ...]:
+            return tuple(v if len(draft.path(i)) <= keep else None for i, v in enumerate(values))
+
+        return replace(
+            self, accepted=self.accepted[:keep], token=None, draw=shown(self.draw), beta=shown(self.beta)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One round of the loop: what was drafted, what the target said, what was committed, and how long it took."""
+
+    i: int
+    tokens: tuple[int, ...]  # committed in this round
+    draft: Draft
+    verdict: Verdict
+    gamma: int  # the longest draft that this round allowed
+    draft_s: float
+    verify_s: float
+    host_s: float  # the rest of the round
+    t: float  # seconds since the request began
+
+    @property
+    def kind(self) -> str:
+        """What the round's last token is: `plain` (nothing drafted), `bonus` (a leaf was reached) or `correction`."""
+        if not self.draft.tokens:
+            return "plain"
+        last = self.verdict.accepted[-1] if self.verdict.accepted else -1
+        return "correction" if last in self.draft.parents else "bonus"
+
+    @property
+    def tested(self) -> int:
+        """How many nodes the rule looked at."""
+        return sum(beta is not None for beta in self.verdict.beta)
+
+    def to_json(self) -> dict[str, Any]:
+        """The trace's line for this step, but for its texts."""
+        draft, verdict = self.draft, self.verdict
+        return {
+            "i": self.i,
+            "tokens": list(self.tokens),
+            "draft": list(draft.tokens),
+            "parents": list(draft.parents),
+            "accepted": list(verdict.accepted),
+            "token": verdict.token,
+            "kind": self.kind,
+            "p": list(verdict.p),
+            "q": None if draft.q is None else list(draft.q),
+            "top": [verdict.choices[parent + 1][0] for parent in draft.parents],
+            "choices": [list(row) for row in verdict.choices],
+            "draw": list(verdict.draw),
+            "beta": list(verdict.beta),
+            "gamma": self.gamma,
+            "draft_s": self.draft_s,
+            "verify_s": self.verify_s,
+            "host_s": self.host_s,
+            "t": self.t,
+        }
+
+    @classmethod
+    def from_json(cls, line: Mapping[str, Any]) -> Step:
+        """The step that a trace's line tells of."""
+        q = line["q"]
+        return cls(
+            i=line["i"],
+            tokens=tuple(line["tokens"]),
+            draft=Draft(tuple(line["draft"]), tuple(line["parents"]), None if q is None else tuple(q)),
+            verdict=Verdict(
+                accepted=tuple(line["accepted"]),
+                token=line["token"],
+                p=tuple(line["p"]),
+                draw=tuple(line["draw"]),
+                beta=tuple(line["beta"]),
+                choices=tuple(tuple(row) for row in line["choices"]),
+            ),
+            gamma=line["gamma"],
+            draft_s=line["draft_s"],
+            verify_s=line["verify_s"],
+            host_s=line["host_s"],
+            t=line["t"],
+        )

@@ -1,0 +1,22 @@
+"""The closed forms of speculative decoding.
+
+`alpha` is Leviathan's: E[beta], the chance that one tested token is accepted (2211.17192, section 3.1). `c` is the
+drafter's time for a token over the target's.
+"""
+
+from __future__ import annotations
+
+
+def expected_tokens(alpha: float, gamma: int) -> float:
+    """Tokens per target pass, (1 - alpha^(gamma+1)) / (1 - alpha) (2211.17192, eq. 1)."""
+    return float(gamma + 1) if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
+
+
+def walltime_improvement(alpha: float, gamma: int, c: float) -> float:
+    """Speed-up over plain decoding where verification costs one step (2211.17192, Theorem 3.8)."""
+    return expected_tokens(alpha, gamma) / (gamma * c + 1)
+
+
+def best_gamma(alpha: float, c: float, longest: int = 64) -> int:
+    """The draft length with the largest walltime improvement; 0 where none improves (Corollary 3.9)."""
+    return max(range(longest + 1), key=lambda gamma: walltime_improvement(alpha, gamma, c))

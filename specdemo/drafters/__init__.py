@@ -1,0 +1,1 @@
+"""Ways to draft, one file each. They know core and nothing else."""

@@ -1,0 +1,55 @@
+"""Draft with a smaller model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdemo.core.decode import More
+from specdemo.core.sampling import Warp
+from specdemo.core.step import Draft, Step
+
+
+class ModelDrafter:
+    """Draws a chain from a model's own law, warped exactly as the target's (2211.17192, Algorithm 1).
+
+    `score(tokens, draft)` gives raw logits `[1, its vocab]`. Laws are `[vocab_size]` wide, the target's width: ids
+    that only the drafter has are masked before the softmax, ids that only the target has get no mass.
+    """
+
+    def __init__(
+        self, score: Callable[[Sequence[int], Draft], Tensor], warp: Warp, noise: Any, vocab_size: int
+    ) -> None:
+        self._score, self._warp, self._noise, self._vocab_size = score, warp, noise, vocab_size
+
+    def propose(self, tokens: Sequence[int], more: More) -> Draft:
+        """Ask before drawing, so that stopping never depends on the token drawn."""
+        path, laws, q = list(tokens), [], []
+        while more(len(path) - len(tokens), None):
+            logits = self._fit(self._score(path, Draft()))
+            if not more(len(path) - len(tokens), logits[0]):
+                break
+            law = self._warp(logits, [path])[0]
+            token = self._noise.draw(law)
+            path.append(token)
+            laws.append(law)
+            q.append(law[token])
+        new = tuple(path[len(tokens) :])
+        if not new or self._warp.temperature == 0:  # greedy laws are point masses: nothing to carry
+            return Draft.chain(new)
+        return Draft.chain(new, tuple(torch.stack(q).tolist()), torch.stack(laws))
+
+    def _fit(self, logits: Tensor) -> Tensor:
+        """Logits `[1, vocab_size]`."""
+        missing = self._vocab_size - logits.shape[-1]
+        if missing == 0:
+            return logits
+        if missing < 0:
+            return logits[:, : self._vocab_size]
+        return torch.cat([logits, logits.new_full((1, missing), -torch.inf)], dim=-1)
+
+    def observe(self, step: Step) -> None:
+        """Nothing to learn: the cache follows content."""

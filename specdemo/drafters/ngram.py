@@ -1,0 +1,103 @@
+"""NASD: draft from counts of what followed what in the prompt and the output so far.
+
+N-gram Assisted Speculative Decoding (ANPD, 2404.08698, with its multi-level storage and a top-k filler). Drafts are
+point masses, so any rule for point masses verifies them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specdemo.core.decode import More
+from specdemo.core.errors import Refused
+from specdemo.core.step import Draft, Step
+
+Context = tuple[int, ...]
+Weight = tuple[float, float]  # times seen, then filler: what was emitted always outweighs what might have been
+
+
+class NGramStore:
+    """Counts of next tokens per context, with the best one kept at hand: looking up and adding take constant time."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        """`lengths`: numbers of tokens in a context, the longest tried first."""
+        self.lengths = sorted(lengths, reverse=True)
+        self._weights: dict[Context, dict[int, Weight]] = {}
+        self._best: dict[Context, int] = {}
+
+    def add(self, before: Sequence[int], token: int, seen: float = 1.0, filler: float = 0.0) -> None:
+        """Count `token` after the contexts that end `before`; among equals the latest wins."""
+        for length in self.lengths:
+            if length > len(before):
+                continue
+            context = tuple(before[len(before) - length :])
+            weights = self._weights.setdefault(context, {})
+            old = weights.get(token, (0.0, 0.0))
+            weights[token] = (old[0] + seen, old[1] + filler)
+            best = self._best.setdefault(context, token)
+            if weights[token] >= weights[best]:
+                self._best[context] = token
+
+    def predict(self, before: Sequence[int]) -> int | None:
+        """The likeliest token after the longest known context that ends `before`; None where none is known."""
+        for length in self.lengths:
+            if length <= len(before):
+                token = self._best.get(tuple(before[len(before) - length :]))
+                if token is not None:
+                    return token
+        return None
+
+
+class NGramDrafter:
+    """Chains of predictions from an `NGramStore` that learns prompt and output as they come.
+
+    `n` is the order: contexts have up to n - 1 tokens; `levels` "multi" backs off to shorter ones, "one" does not.
+    `filler_top_k` above 1 also counts, more lightly, the target's runners-up at each committed position; 1 is NAPD.
+    Give an earlier `store` to keep what former generations taught.
+    """
+
+    def __init__(self, n: int = 3, levels: str = "multi", filler_top_k: int = 1, store: NGramStore | None = None) -> None:
+        if n < 2:
+            raise Refused(f"an n-gram needs n of at least 2, not {n}")
+        lengths = range(1, n) if levels == "multi" else (n - 1,)
+        self.store = store or NGramStore(lengths)
+        self._filler_top_k = filler_top_k
+        self._longest = n - 1
+        self._seen = 0  # tokens counted so far
+        self._unread: list[Step] = []
+
+    def propose(self, tokens: Sequence[int], more: More) -> Draft:
+        """Predictions as long as the context is known."""
+        self._learn(tokens)
+        tail, drafted = list(tokens[-self._longest :]), []
+        while more(len(drafted), None):
+            token = self.store.predict(tail)
+            if token is None:
+                break
+            drafted.append(token)
+            tail = [*tail, token][-self._longest :]
+        return Draft.chain(tuple(drafted))
+
+    def observe(self, step: Step) -> None:
+        """Keep the round for its runners-up; its place in the text is known when the next draft is asked for."""
+        if self._filler_top_k > 1:
+            self._unread.append(step)
+
+    def _learn(self, tokens: Sequence[int]) -> None:
+        for end in range(max(self._seen, 1), len(tokens)):
+            self.store.add(tokens[max(0, end - self._longest) : end], tokens[end])
+        self._seen = len(tokens)
+        end = len(tokens)
+        for step in reversed(self._unread):
+            end -= len(step.tokens)
+            self._fill(tokens, end, step)
+        self._unread.clear()
+
+    def _fill(self, tokens: Sequence[int], start: int, step: Step) -> None:
+        rows = [0, *(node + 1 for node in step.verdict.accepted)]
+        for offset, row in zip(range(len(step.tokens)), rows, strict=False):
+            at = start + offset
+            before = tokens[max(0, at - self._longest) : at]
+            for rank, token in reversed(list(enumerate(step.verdict.choices[row][: self._filler_top_k]))):
+                if token != tokens[at]:
+                    self.store.add(before, token, seen=0.0, filler=1.0 / (rank + 1))

@@ -1,0 +1,142 @@
+"""Train the bundled pair: ``python -m specdemo.train --preset cpu``."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from specdemo.train import corpus, objectives
+from specdemo.train.fit import Schedule, fit
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Layers and widths of a Llama; every input of a linear layer is a multiple of 64, which 4-bit needs."""
+
+    layers: int
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+
+
+@dataclass(frozen=True)
+class Preset:
+    """What to train and for how long."""
+
+    target: Shape
+    drafter: Shape
+    target_schedule: Schedule
+    drafter_schedule: Schedule
+
+
+PRESETS = {
+    "cpu": Preset(
+        target=Shape(8, 256, 704, 4, 2),
+        drafter=Shape(1, 192, 576, 3, 1),
+        target_schedule=Schedule(steps=3200),
+        drafter_schedule=Schedule(steps=1600, long_part=0.1),
+    ),
+    "gpu": Preset(
+        target=Shape(12, 384, 1024, 6, 2),
+        drafter=Shape(1, 256, 704, 4, 2),
+        target_schedule=Schedule(steps=6000, tokens=16384),
+        drafter_schedule=Schedule(steps=4000, tokens=16384, long_part=0.1),
+    ),
+    "smoke": Preset(
+        target=Shape(2, 64, 128, 1, 1),
+        drafter=Shape(1, 64, 128, 1, 1),
+        target_schedule=Schedule(steps=4, tokens=1024, long=512, warmup=2, save_every=2),
+        drafter_schedule=Schedule(steps=4, tokens=1024, long=512, warmup=2, save_every=2),
+    ),
+}
+
+
+def build(shape: Shape, tokenizer: corpus.PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """A fresh Llama of this shape with tied embeddings and a context of 2,048."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=shape.hidden,
+        intermediate_size=shape.inner,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.eos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    return LlamaForCausalLM(config)
+
+
+def save(model: LlamaForCausalLM, folder: Path) -> None:
+    """Write float16 safetensors without touching the model in memory."""
+    copy = LlamaForCausalLM(model.config)
+    copy.load_state_dict(model.state_dict())
+    end = model.config.eos_token_id
+    copy.generation_config = GenerationConfig(bos_token_id=end, eos_token_id=end, pad_token_id=end)
+    copy.half().save_pretrained(folder)
+
+
+def main() -> None:
+    """Corpus, target, drafter; each stage goes on where an earlier run stopped."""
+    parser = argparse.ArgumentParser(prog="python -m specdemo.train", description=__doc__)
+    parser.add_argument("--preset", choices=PRESETS, default="cpu")
+    parser.add_argument("--stage", choices=("target", "drafter", "all"), default="all")
+    parser.add_argument("--out", type=Path, default=Path("assets/pair"))
+    parser.add_argument("--work", type=Path, default=Path("build/train"), help="checkpoints, to resume from")
+    parser.add_argument("--steps", type=int, help="override the preset's number of steps")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args()
+
+    preset = PRESETS[options.preset]
+    text = corpus.load(options.out, options.seed)
+    print(f"{len(text.train):,} training tokens, {len(text.held_out):,} held out in {len(text.held_out_files)} files")
+
+    def batches(step: int, size: int, length: int) -> torch.Tensor:
+        return torch.from_numpy(corpus.batch(text.train, step, size, length, options.seed))
+
+    def schedule(one: Schedule) -> Schedule:
+        return Schedule(**{**vars(one), "steps": options.steps}) if options.steps else one
+
+    torch.manual_seed(options.seed)
+    if options.stage in ("target", "all"):
+        target = build(preset.target, text.tokenizer).to(options.device)
+        check = partial(objectives.held_out_loss, target, text.held_out, 1024, 24)
+        value = fit(
+            target,
+            partial(objectives.prediction, target),
+            batches,
+            schedule(preset.target_schedule),
+            options.work / "target.pt",
+            check,
+            "target",
+        )
+        print(f"target: {value:.4f} nats per held-out token")
+        save(target, options.out / "target")
+    if options.stage in ("drafter", "all"):
+        target = LlamaForCausalLM.from_pretrained(options.out / "target", dtype=torch.float32).to(options.device)
+        target.eval().requires_grad_(False)
+        drafter = build(preset.drafter, text.tokenizer).to(options.device)
+        check = partial(objectives.held_out_agreement, drafter, target, text.held_out, 1024, 24)
+        alpha = fit(
+            drafter,
+            partial(objectives.agreement, drafter, target),
+            batches,
+            schedule(preset.drafter_schedule),
+            options.work / "drafter.pt",
+            lambda: check()[0],
+            "drafter",
+        )
+        print(f"drafter: mean sum min(p, q) = {alpha:.4f}, first choices agree {check()[1]:.4f}")
+        save(drafter, options.out / "drafter")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,355 @@
+"""The page and the API: the only room that knows gradio.
+
+`build` lays out the page and makes the worker; `launch_options` says how to serve it; nothing happens at import.
+Tokens are decoded in the worker's thread. A handler here only drains a stream, 25 times a second at most, and leaving
+it (end, Stop, a closed tab, an error) asks the stream to stop. Everything on the device goes through the one worker,
+so gradio's own concurrency limits, which let go of a slot before its work has ended, are not relied on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import html
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import aclosing
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+
+from specdemo.core.errors import Refused
+from specdemo.generate import generate
+from specdemo.models.load import Shelf
+from specdemo.models.pairs import ASSETS, PAIRS
+from specdemo.recipe import METHODS, QUANTIZATIONS, RULES, Recipe
+from specdemo.ui.frames import PLAIN, SPEC, Run, Runs
+from specdemo.worker import Stream, Worker, WorkerBusy
+
+HERE = Path(__file__).parent
+TICK = 1 / 25  # seconds between frames: as good as immediate to the eye, and no load on the decoding thread
+EXAMPLES = ASSETS / "examples.json"
+log = logging.getLogger(__name__)
+
+HEADER = """<header><h1>specdemo</h1><p>Speculative decoding, token by token: what was drafted, what the target kept,
+and what it bought.</p></header>"""
+
+Engine = Callable[[Recipe, str, Shelf], Iterator[dict[str, Any]]]
+
+
+class Cockpit(gr.HTML):
+    """Lanes, tiles and status, drawn in the browser from JSON strings."""
+
+    def __init__(self, server_functions: list[Callable]) -> None:
+        super().__init__(
+            value="",
+            html_template=(HERE / "cockpit.html").read_text(encoding="utf-8"),
+            js_on_load=(HERE / "cockpit.js").read_text(encoding="utf-8"),
+            apply_default_css=False,
+            server_functions=server_functions,
+            elem_id="cockpit",
+        )
+
+    def get_block_name(self) -> str:
+        return "html"
+
+
+async def drain(stream: Stream) -> AsyncIterator[list]:
+    """Whatever is new, again and again until the job is over. Leaving early asks the job to stop."""
+    read = 0
+    try:
+        while True:
+            last = stream.done  # before draining, or the tail is lost
+            fresh = stream.items[read:]
+            read += len(fresh)
+            yield fresh
+            if last:
+                return
+            await asyncio.sleep(TICK)
+    finally:
+        stream.stop()
+
+
+def reason(error: BaseException) -> str:
+    """One sentence about what went wrong, for whoever asked for the run."""
+    if isinstance(error, (Refused, WorkerBusy)):
+        return str(error)
+    log.error("a run failed", exc_info=error)
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def recipe_of(settings: dict[str, Any], device: str) -> Recipe:
+    """The recipe that raw settings from a browser or a client mean; `Refused` if they cannot mean one."""
+    clean = {}
+    for field in fields(Recipe):
+        if field.name not in settings:
+            continue
+        value, usual = settings[field.name], field.default
+        if isinstance(usual, (int, float)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise Refused(f"{field.name} must be a number, not {'empty' if value is None else repr(value)}")
+            if isinstance(usual, int):
+                if value != value or value % 1:
+                    raise Refused(f"{field.name} must be a whole number, not {value}")
+                value = int(value)
+        elif not isinstance(value, str):
+            raise Refused(f"{field.name} must be a name, not {value!r}")
+        clean[field.name] = value
+    return Recipe(device=device, **clean)
+
+
+def sidebar(usual: Recipe) -> dict[str, gr.components.Component]:
+    """The controls, by the name of the recipe's field that each one sets."""
+
+    def choice(label: str, name: str, known: dict[str, Any], **more: Any) -> gr.Dropdown:
+        return gr.Dropdown(list(known), value=getattr(usual, name), label=label, **more)
+
+    with gr.Sidebar(width=300, elem_id="settings"):
+        pairs = [(pair.title, name) for name, pair in PAIRS.items()]
+        c: dict[str, gr.components.Component] = {
+            "pair": gr.Dropdown(pairs, value=usual.pair, label="Drafter and target", elem_id="pair"),
+            "method": gr.Dropdown(
+                [(f"{name}: {about}", name) for name, about in METHODS.items()],
+                value=usual.method,
+                label="Method",
+                elem_id="method",
+            ),
+            "gamma": gr.Slider(1, 16, usual.gamma, step=1, label="Draft length γ", elem_id="gamma"),
+            "temperature": gr.Slider(0, 2, usual.temperature, step=0.05, label="Temperature", elem_id="temperature"),
+            "top_p": gr.Slider(0.05, 1, usual.top_p, step=0.05, label="Top-p", elem_id="top-p"),
+            "max_tokens": gr.Slider(1, 1024, usual.max_tokens, step=1, label="Most tokens", elem_id="max-tokens"),
+            "seed": gr.Number(usual.seed, precision=0, label="Seed", elem_id="seed"),
+        }
+        with gr.Accordion("Quantisation", open=False):
+            c["quantization"] = choice("Target", "quantization", QUANTIZATIONS, elem_id="quantization")
+            c["drafter_quantization"] = choice(
+                "Drafter", "drafter_quantization", QUANTIZATIONS, elem_id="drafter-quantization"
+            )
+        with gr.Accordion("NASD", open=False):
+            c["ngram"] = gr.Slider(2, 8, usual.ngram, step=1, label="Order n", elem_id="ngram")
+            c["filler_top_k"] = gr.Slider(
+                1, 8, usual.filler_top_k, step=1, label="Fillers per row (1 is NAPD)", elem_id="filler-top-k"
+            )
+        with gr.Accordion("Rule", open=False):
+            c["rule"] = choice("Acceptance rule", "rule", RULES, elem_id="rule")
+            c["top_k"] = gr.Slider(0, 100, usual.top_k, step=1, label="Top-k (0 is off)", elem_id="top-k")
+    return c
+
+
+def launch_options() -> dict[str, Any]:
+    """How the page is to be served: look, and nothing that leaves the machine."""
+    return {
+        "theme": theme(),
+        "css": (HERE / "cockpit.css").read_text(encoding="utf-8"),
+        "footer_links": ["api", "settings"],
+        "run_history": False,
+        "enable_monitoring": False,
+        "max_file_size": "1mb",
+        "quiet": True,
+    }
+
+
+def theme() -> gr.themes.Base:
+    """Ink on paper: the only colours on the page are the verdicts. System fonts, so that nothing is fetched."""
+    return gr.themes.Base(
+        primary_hue="slate",
+        secondary_hue="slate",
+        neutral_hue="slate",
+        radius_size="md",
+        font=["ui-sans-serif", "system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"],
+        font_mono=["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"],
+    ).set(
+        body_background_fill="#f6f7f9",
+        body_background_fill_dark="#0d1117",
+        body_text_color="#1c2430",
+        body_text_color_dark="#e4e8ee",
+        body_text_color_subdued="#566173",
+        body_text_color_subdued_dark="#9aa6b6",
+        background_fill_primary="#ffffff",
+        background_fill_primary_dark="#151b23",
+        background_fill_secondary="#f6f7f9",
+        background_fill_secondary_dark="#0d1117",
+        block_background_fill="#ffffff",
+        block_background_fill_dark="#151b23",
+        block_border_color="#dfe3e9",
+        block_border_color_dark="#2a3340",
+        border_color_primary="#dfe3e9",
+        border_color_primary_dark="#2a3340",
+        block_label_text_color="#3c4757",
+        block_label_text_color_dark="#b9c3d0",
+        block_title_text_color="#3c4757",
+        block_title_text_color_dark="#b9c3d0",
+        block_title_text_weight="600",
+        input_background_fill="#ffffff",
+        input_background_fill_dark="#0d1117",
+        input_border_color="#c9d0da",
+        input_border_color_dark="#3a4553",
+        slider_color="#3c4757",
+        slider_color_dark="#b9c3d0",
+        button_primary_background_fill="#1c2430",
+        button_primary_background_fill_hover="#323d4d",
+        button_primary_text_color="#ffffff",
+        button_primary_background_fill_dark="#e4e8ee",
+        button_primary_background_fill_hover_dark="#ffffff",
+        button_primary_text_color_dark="#10151c",
+        button_secondary_background_fill="#ffffff",
+        button_secondary_background_fill_hover="#eef1f5",
+        button_secondary_text_color="#1c2430",
+        button_secondary_background_fill_dark="#1d2530",
+        button_secondary_background_fill_hover_dark="#2a3340",
+        button_secondary_text_color_dark="#e4e8ee",
+        button_secondary_border_color="#c9d0da",
+        button_secondary_border_color_dark="#3a4553",
+    )
+
+
+def build(
+    shelf: Shelf | None = None,
+    pair: str = "bundled",
+    device: str = "auto",
+    examples: Path | None = EXAMPLES,
+    engine: Engine = generate,
+) -> gr.Blocks:
+    """The page, ready to launch. `.worker` on it is the thread that decodes, to be watched or closed."""
+    models = shelf if shelf is not None else Shelf()
+    worker, runs = Worker(), Runs()
+    usual = Recipe(pair=pair, device=device, gamma=PAIRS[pair].gamma)
+
+    def start(jobs: list[tuple[str, Recipe]], prompt: str) -> Stream[tuple[str, dict[str, Any]]]:
+        def steps() -> Iterator[tuple[str, dict[str, Any]]]:
+            for lane, recipe in jobs:
+                event: dict[str, Any] = {}
+                for event in engine(recipe, prompt, models):
+                    yield lane, event
+                if event.get("end") == "error":
+                    return
+
+        return worker.submit(steps)
+
+    async def show(prompt: str, compare: bool, *values: Any, request: gr.Request) -> AsyncIterator[str]:
+        settings = dict(zip(controls, values, strict=True))
+        plan = (PLAIN,) if settings["method"] == "ar" else (SPEC, PLAIN) if compare else (SPEC,)
+        run = runs.new(request.session_hash or "", plan)
+        shown = run.frame(0)
+        yield shown
+        try:
+            recipe = recipe_of(settings, device)
+            lanes = [(lane, replace(recipe, method="ar") if lane == PLAIN else recipe) for lane in plan]
+            stream = start(lanes, prompt)
+        except (Refused, WorkerBusy) as error:
+            run.finish(reason(error))
+            gr.Warning(html.escape(reason(error)), title="Not run")
+            yield run.frame(0)
+            return
+        run.stop = stream.stop
+        at = 0
+        try:
+            async with aclosing(drain(stream)) as batches:
+                async for batch in batches:
+                    at = len(run.records)
+                    for lane, event in batch:
+                        run.absorb(lane, event)
+                    if not stream.started and (ahead := worker.ahead(stream)):
+                        run.phase = ("queued", f"{ahead} ahead")
+                    now = run.frame(at)
+                    if now != shown:
+                        yield now
+                        shown = now
+            run.finish(reason(stream.error) if stream.error else None, stopped=stream.stopping)
+            if run.phase[0] == "failed":
+                gr.Warning(html.escape(run.phase[1]), title="The run failed")
+            yield run.frame(len(run.records))
+        finally:
+            run.finish(stopped=True)  # the tab has gone
+
+    async def api(
+        prompt: str,
+        pair: str = usual.pair or pair,
+        method: str = usual.method,
+        gamma: int = usual.gamma,
+        temperature: float = usual.temperature,
+        top_p: float = usual.top_p,
+        top_k: int = usual.top_k,
+        seed: int = usual.seed,
+        max_tokens: int = usual.max_tokens,
+        rule: str = usual.rule,
+        quantization: str = usual.quantization,
+        drafter_quantization: str = usual.drafter_quantization,
+        ngram: int = usual.ngram,
+        filler_top_k: int = usual.filler_top_k,
+    ) -> AsyncIterator[str]:
+        """Decode a prompt. Streams the trace: one JSON line per item, the header first, then the steps, then the end."""
+        asked = {name: value for name, value in locals().items() if name in Recipe.__dataclass_fields__}
+        lane = Run((SPEC,))
+        try:
+            stream = start([(SPEC, recipe_of(asked, device))], prompt)
+        except (Refused, WorkerBusy) as error:
+            raise gr.Error(reason(error), print_exception=False) from None
+        async with aclosing(drain(stream)) as batches:
+            async for batch in batches:
+                for _, event in batch:
+                    if "phase" not in event:
+                        yield json.dumps(event)
+        if stream.error:
+            raise gr.Error(reason(stream.error), print_exception=False)
+
+    def trace_since(asked: Any) -> str | None:
+        """For a browser that missed frames: `[run id, how many records it has]`."""
+        run_id, have = asked if isinstance(asked, list) and len(asked) == 2 else (None, 0)
+        run = runs.get(run_id)
+        return run.frame(have) if run and isinstance(have, int) and have >= 0 else None
+
+    def trace(asked: Any) -> str | None:
+        """The trace to save: `[run id, lane]`."""
+        run_id, lane = asked if isinstance(asked, list) and len(asked) == 2 else (None, "")
+        run = runs.get(run_id)
+        return run.trace(lane) if run and isinstance(lane, str) else None
+
+    def stop_run(run_id: Any) -> None:
+        """Stop, which knows the run by its unguessable id. The frames go on to the end, so the tail is not lost."""
+        if run := runs.get(run_id):
+            run.stop()
+
+    def leave(request: gr.Request) -> None:
+        runs.leave(request.session_hash or "")
+
+    with gr.Blocks(title="specdemo", analytics_enabled=False, fill_width=True) as demo:
+        controls = sidebar(usual)
+        gr.HTML(HEADER, elem_id="masthead")
+        prompt = gr.Textbox(
+            label="Prompt",
+            lines=5,
+            max_lines=14,
+            elem_id="prompt",
+            placeholder="The beginning of a Python file, a class, a function…",
+            autofocus=True,
+        )
+        with gr.Row(elem_id="examples"):
+            for example in json.loads(examples.read_text(encoding="utf-8")) if examples else []:
+                chip = gr.Button(example["title"], size="sm", elem_classes="chip")
+                choice = json.dumps([example["prompt"], example["method"]])
+                chip.click(None, None, [prompt, controls["method"]], js=f"() => {choice}", api_visibility="private")
+        with gr.Row(elem_id="actions"):
+            go = gr.Button("Run", variant="primary", elem_id="run", scale=0)
+            gr.Button("Stop", variant="secondary", elem_id="stop", scale=0)
+            compare = gr.Checkbox(
+                label="Then measure plain decoding too", elem_id="compare", container=False, scale=1, min_width=240
+            )
+        cockpit = Cockpit([trace_since, trace, stop_run])
+        go.click(
+            show,
+            [prompt, compare, *controls.values()],
+            cockpit,
+            preprocess=False,  # the recipe judges raw values, in its own words
+            show_progress="hidden",
+            concurrency_limit=None,  # the worker queues
+            trigger_mode="multiple",  # the cockpit lets one press at a time through
+            api_visibility="private",
+        )
+        gr.api(api, api_name="generate", concurrency_limit=None)
+        demo.unload(leave)
+    demo.queue(max_size=64)
+    demo.worker = worker
+    return demo

@@ -1,0 +1,150 @@
+"""One thread owns the device. It advances the jobs given to it one step at a time, in turn.
+
+A job is a function that returns an iterator; both run in the worker's thread only, from the first line to the last
+`finally`. Whoever submitted it holds a `Stream`: an append-only list that can be read at any time from any thread.
+At most `at_once` jobs are open at a time; the rest wait in the order in which they came. Imports nothing of ours and
+knows nothing of models, traces or pages.
+
+A reader that must not lose the tail looks at `done` *before* it drains `items`: `done` is set after the last item.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class WorkerBusy(RuntimeError):
+    """So many jobs wait already that one more would only be a disappointment."""
+
+
+class Stream(Generic[T]):
+    """What one job has handed out so far. The worker writes; everybody else reads, or asks it to stop."""
+
+    def __init__(self, job: Callable[[], Iterator[T]]) -> None:
+        self.items: list[T] = []
+        self.error: BaseException | None = None
+        self.started = False
+        self.shared = False  # whether another job was open during any of its steps: its clock ran for both
+        self._job: Callable[[], Iterator[T]] | None = job
+        self._steps: Iterator[T] | None = None
+        self._stop = threading.Event()
+        self._done = threading.Event()
+
+    @property
+    def done(self) -> bool:
+        """Whether the job is over, its `finally` blocks included; no item follows."""
+        return self._done.is_set()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether it was asked to stop, by anyone."""
+        return self._stop.is_set()
+
+    def stop(self) -> None:
+        """End the job before its next step. Returns at once; harmless when it is over."""
+        self._stop.set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block until the job is over, or for `timeout` seconds; whether it is over."""
+        return self._done.wait(timeout)
+
+
+class Worker:
+    """The daemon thread. `close()` it, or let it end with the process."""
+
+    def __init__(self, at_once: int = 4, waiting: int = 32) -> None:
+        self._at_once = at_once
+        self._room = waiting
+        self._waiting: deque[Stream] = deque()
+        self._open: deque[Stream] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="device", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], Iterator[T]]) -> Stream[T]:
+        """Queue a job; `WorkerBusy` when too many wait, `RuntimeError` after `close`."""
+        stream: Stream[T] = Stream(job)
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("The worker is closed.")
+            if len(self._waiting) >= self._room:
+                raise WorkerBusy(f"{len(self._waiting)} runs are waiting already: try again in a minute.")
+            self._waiting.append(stream)
+            self._changed.notify()
+        return stream
+
+    def ahead(self, stream: Stream) -> int:
+        """How many jobs must end or start before this one starts; 0 once it has started."""
+        with self._changed:
+            if stream not in self._waiting:
+                return 0
+            before = self._waiting.index(stream)
+            return before + 1 if len(self._open) >= self._at_once else before
+
+    @property
+    def active(self) -> int:
+        """How many jobs are open or waiting."""
+        with self._changed:
+            return len(self._open) + len(self._waiting)
+
+    def close(self, timeout: float | None = 10.0) -> None:
+        """Stop every job, run their `finally` blocks in the worker's thread, and end the thread."""
+        with self._changed:
+            self._closed = True
+            for stream in (*self._open, *self._waiting):
+                stream.stop()
+            self._changed.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+
+    def _run(self) -> None:
+        while (stream := self._next()) is not None:
+            over = not self._advance(stream)
+            with self._changed:
+                self._open.popleft()
+                if not over:
+                    self._open.append(stream)  # back to the end of the line
+            if over:
+                stream._job = stream._steps = None  # whatever they hold is free before anyone hears of the end
+                stream._done.set()
+
+    def _next(self) -> Stream | None:
+        """The stream whose turn it is; blocks while there is none; None when closed and all have ended."""
+        with self._changed:
+            while not self._open and not self._waiting and not self._closed:
+                self._changed.wait()
+            given_up = [stream for stream in self._waiting if stream.stopping]
+            for stream in given_up:
+                self._waiting.remove(stream)
+            while self._waiting and len(self._open) < self._at_once:
+                self._open.append(self._waiting.popleft())
+            if len(self._open) > 1:
+                for stream in self._open:
+                    stream.shared = True
+            self._open.extendleft(given_up)  # they never started: ending them takes no step from anyone
+            return self._open[0] if self._open else None
+
+    def _advance(self, stream: Stream) -> bool:
+        """One step of one job; whether there may be another. What the job raises stays in its own stream."""
+        try:
+            if stream.stopping:
+                close = getattr(stream._steps, "close", None)
+                if close is not None:
+                    close()
+                return False
+            if stream._steps is None:
+                stream.started = True
+                stream._steps = iter(stream._job())
+            stream.items.append(next(stream._steps))
+            return True
+        except StopIteration:
+            return False
+        except BaseException as error:  # kept for whoever reads the stream: the thread serves the others
+            stream.error = error
+            return False

@@ -1,0 +1,33 @@
+"""The browser that drives the page in the tests: a system Chromium, else the one playwright downloads.
+
+Run as a script it fetches playwright's where neither is there; it never fails, the tests that need a browser do.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+from playwright.sync_api import sync_playwright
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+MISSING = (
+    "The page's tests need Chromium: install it (on Debian and Ubuntu: apt install chromium), "
+    "or run .venv/bin/playwright install --with-deps chromium."
+)
+
+
+def executable() -> str | None:
+    """Where Chromium is, or None."""
+    system = next(filter(None, map(shutil.which, NAMES)), None)
+    if system:
+        return system
+    with sync_playwright() as playwright:
+        return shutil.which(playwright.chromium.executable_path)
+
+
+if __name__ == "__main__" and not executable():
+    subprocess.run([sys.executable, "-m", "playwright", "install", "chromium"], check=False)
+    if not executable():
+        print(MISSING, file=sys.stderr)

@@ -1,0 +1,324 @@
+"""Laws by enumeration: every draw is explored, so an exact rule's error is rounding and a lossy one's is seen.
+
+The vocabulary has three or four tokens, texts have up to three: joint laws, not marginals.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tiny import Explorer, GuessDrafter, SiblingDrafter, TableModel, committed, run
+from torch import Tensor
+
+from specdemo.core.decode import Plain
+from specdemo.core.gamma import Fixed
+from specdemo.core.rules import Target, rejection, residual, top1
+from specdemo.core.sampling import Noise, Warp
+from specdemo.core.step import Draft, Verdict
+from specdemo.drafters.model import ModelDrafter
+from specdemo.drafters.ngram import NGramDrafter
+
+VOCAB = 4
+PROMPT = (2, 0, 2, 0)
+TARGET = TableModel(VOCAB, seed=1)
+SMALL = TableModel(VOCAB, seed=2)
+STOP = (3,)
+WARPS = {
+    "plain": Warp(),
+    "warm": Warp(temperature=0.6),
+    "top-k": Warp(temperature=1.4, top_k=2),
+    "top-p": Warp(top_p=0.7),
+    "top-k and top-p": Warp(temperature=0.9, top_k=3, top_p=0.8),
+    "penalty": Warp(repetition_penalty=1.5),
+    "bad words": Warp(bad_words=((1,), (2, 0))),
+    "greedy": Warp(temperature=0),
+}
+ROUNDING = 1e-5  # laws are float32
+
+
+def law_of(logits: list[float], warp: Warp, prefix: Sequence[int]) -> list[float]:
+    """The oracle: one law by the book, in plain Python."""
+    logits = list(logits)
+    for token in set(prefix):
+        if warp.repetition_penalty != 1:
+            logits[token] *= warp.repetition_penalty if logits[token] < 0 else 1 / warp.repetition_penalty
+    for *before, last in warp.bad_words:
+        if not before or list(prefix[-len(before) :]) == before:
+            logits[last] = -math.inf
+    if warp.temperature == 0:
+        return [float(i == logits.index(max(logits))) for i in range(len(logits))]
+    weights = [math.exp(x / warp.temperature) for x in logits]
+    order = sorted(range(len(weights)), key=lambda i: -weights[i])
+    kept = order[: warp.top_k or len(order)]
+    total = sum(weights[i] for i in kept)
+    mass, nucleus = 0.0, []
+    for i in kept:
+        if mass < warp.top_p or not nucleus:
+            nucleus.append(i)
+        mass += weights[i] / total
+    total = sum(weights[i] for i in nucleus)
+    return [weights[i] / total if i in nucleus else 0.0 for i in range(len(weights))]
+
+
+def true_law(warp: Warp, length: int, stop: Sequence[int]) -> dict[tuple[int, ...], float]:
+    """What plain sampling from the target gives, multiplied out."""
+    done: dict[tuple[int, ...], float] = {}
+    texts = {(): 1.0}
+    for _ in range(length):
+        longer: dict[tuple[int, ...], float] = {}
+        for text, weight in texts.items():
+            prefix = (*PROMPT, *text)
+            for token, chance in enumerate(law_of(TARGET.logits(prefix).tolist(), warp, prefix)):
+                if chance:
+                    (done if token in stop else longer)[(*text, token)] = weight * chance
+        texts = longer
+    return done | texts
+
+
+def distance(a: dict[Any, float], b: dict[Any, float]) -> float:
+    """Total variation."""
+    return sum(abs(a.get(key, 0.0) - b.get(key, 0.0)) for key in a.keys() | b.keys()) / 2
+
+
+Make = Callable[[Warp, Explorer], Any]
+DRAFTERS: dict[str, Make] = {
+    "none": lambda warp, source: Plain(),
+    "model": lambda warp, source: ModelDrafter(SMALL.score, warp, source, VOCAB),
+    "siblings": lambda warp, source: SiblingDrafter(SMALL, warp, source),
+    "n-grams": lambda warp, source: NGramDrafter(3, "multi", 2),
+    "guesses": lambda warp, source: GuessDrafter(VOCAB),
+    "guessed forest": lambda warp, source: GuessDrafter(VOCAB, width=2),
+}
+
+
+def enumerate_law(
+    warp: Warp,
+    make: Make,
+    rule: Any = rejection,
+    length: int = 3,
+    gamma: int = 2,
+    stop: Sequence[int] = (),
+    candidates: int = 2,
+) -> tuple[dict[tuple[int, ...], float], int, int]:
+    """The law of the texts that the loop gives, and how much was drafted and accepted over all branches."""
+    explorer = Explorer()
+    drafted = accepted = 0
+
+    def once() -> tuple[int, ...]:
+        nonlocal drafted, accepted
+        judge = Target(TARGET.score, warp, rule, explorer, explorer, candidates)
+        steps = run(PROMPT, judge, make(warp, explorer), Fixed(gamma), length, stop)
+        drafted += sum(len(step.draft) for step in steps)
+        accepted += sum(len(step.verdict.accepted) for step in steps)
+        return tuple(committed(steps))
+
+    return explorer.law(once), drafted, accepted
+
+
+@pytest.mark.parametrize("stop", [(), STOP], ids=["no stop", "stop"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("warp", WARPS)
+def test_rejection_keeps_the_law(warp: str, drafter: str, stop: tuple[int, ...]) -> None:
+    law, drafted, accepted = enumerate_law(WARPS[warp], DRAFTERS[drafter], stop=stop)
+    assert distance(law, true_law(WARPS[warp], 3, stop)) < ROUNDING
+    if drafter != "none":
+        assert drafted > 0
+    if drafter not in ("none", "n-grams") and warp in ("plain", "warm"):
+        assert accepted > 0
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 3])
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_every_length_and_gamma(length: int, gamma: int) -> None:
+    law, _, _ = enumerate_law(Warp(), DRAFTERS["model"], length=length, gamma=gamma)
+    assert distance(law, true_law(Warp(), length, ())) < ROUNDING
+
+
+@pytest.mark.parametrize("drafter", ["model", "siblings", "n-grams", "guessed forest"])
+def test_top1_is_exact_when_greedy_and_lossy_above(drafter: str) -> None:
+    greedy = Warp(temperature=0)
+    law, _, _ = enumerate_law(greedy, DRAFTERS[drafter], top1)
+    assert distance(law, true_law(greedy, 3, ())) < ROUNDING
+    law, drafted, accepted = enumerate_law(Warp(), DRAFTERS[drafter], top1)
+    assert drafted > accepted > 0
+    assert distance(law, true_law(Warp(), 3, ())) > 0.02
+
+
+def test_corrections_from_p_are_lossy() -> None:
+    """Skipping the adjustment adds the rejected mass to p: the law is off by sum max(q-p,0) * TV(p, residual)."""
+    explorer = Explorer()
+    p, q = torch.tensor([0.6, 0.3, 0.1]), torch.tensor([0.2, 0.3, 0.5])
+
+    def once() -> int:
+        token = explorer.draw(q)
+        verdict = rejection(
+            Draft.chain((token,), (float(q[token]),), q[None]), torch.stack([p, p]), explorer, explorer, adjust=False
+        )
+        return token if verdict.accepted else verdict.token
+
+    law = explorer.law(once)
+    rejected = (q - p).clamp(min=0).sum()
+    expected = torch.minimum(p, q) + rejected * p
+    assert torch.tensor([law[i] for i in range(3)]).tolist() == pytest.approx(expected.tolist(), abs=1e-6)
+    assert distance(law, dict(enumerate(p.tolist()))) == pytest.approx(0.16, abs=1e-6)
+
+
+# --- mutants: bugs that well-known projects shipped; each must be seen by the test above it ----------------------
+
+
+def mutant_law(make: Make, rule: Any = rejection, warp: Warp = WARPS["top-k"]) -> float:
+    return distance(enumerate_law(warp, make, rule)[0], true_law(warp, 3, ()))
+
+
+def test_mutant_greedy_draft_judged_by_softmax() -> None:
+    """Argmax drafted, softmax compared: greedy in name only."""
+
+    class Softmax(Warp):
+        def law(self, logits: Tensor) -> Tensor:
+            return logits.softmax(-1)
+
+    loose = Softmax(temperature=0)
+    law, _, _ = enumerate_law(loose, lambda warp, source: ModelDrafter(SMALL.score, Warp(temperature=0), source, VOCAB))
+    assert distance(law, true_law(Warp(temperature=0), 3, ())) > 0.02
+
+
+def test_mutant_match_that_draws_again() -> None:
+    """A sample that misses the draft is the correction; drawing anew gives the drafted token 2p - p^2."""
+
+    def match(draft: Draft, p: Tensor, accept: Any, correct: Any, again: bool) -> Verdict:
+        accepted = []
+        for node, token in enumerate(draft.tokens):
+            drawn = accept.draw(p[node])
+            if drawn != token:
+                return Verdict(tuple(accepted), correct.draw(p[node]) if again else drawn)
+            accepted.append(node)
+        return Verdict(tuple(accepted), correct.draw(p[len(draft)]))
+
+    def of(again: bool) -> float:
+        return mutant_law(DRAFTERS["guesses"], lambda *args: match(*args, again=again), Warp())
+
+    assert of(again=False) < ROUNDING
+    assert of(again=True) > 0.02
+    p = torch.tensor([[0.3, 0.7], [0.3, 0.7]])
+    explorer = Explorer()
+
+    def once() -> int:
+        verdict = match(Draft.chain((0,)), p, explorer, explorer, again=True)
+        return 0 if verdict.accepted else verdict.token
+
+    assert explorer.law(once)[0] == pytest.approx(2 * 0.3 - 0.09)
+
+
+def test_mutant_raw_q() -> None:
+    """q must be the law sampled from, not the softmax of the raw logits."""
+
+    class Raw(ModelDrafter):
+        def propose(self, tokens: Sequence[int], more: Any) -> Draft:
+            draft = super().propose(tokens, more)
+            if not draft.tokens:
+                return draft
+            law = torch.stack([SMALL.logits([*tokens, *draft.tokens[:i]]) for i in range(len(draft))]).softmax(-1)
+            q = tuple(float(row[token]) for row, token in zip(law, draft.tokens, strict=True))
+            return replace(draft, q=q, law=law)
+
+    assert mutant_law(lambda warp, source: Raw(SMALL.score, warp, source, VOCAB)) > 0.02
+
+
+def test_mutant_dropping_what_was_drawn() -> None:
+    """A sampled token dropped for being improbable biases the text; deciding before the draw does not."""
+
+    class Dropping(ModelDrafter):
+        def propose(self, tokens: Sequence[int], more: Any) -> Draft:
+            draft = super().propose(tokens, more)
+            keep = next((i for i, q in enumerate(draft.q or ()) if q < 0.4), len(draft))
+            if keep == 0:
+                return Draft()
+            return Draft.chain(draft.tokens[:keep], draft.q[:keep], draft.law[:keep])
+
+    class Deciding(Fixed):
+        def more(self, n: int, logits: Any) -> bool:
+            return n < self.gamma and (logits is None or float(logits.softmax(-1).max()) > 0.4)
+
+    assert mutant_law(lambda warp, source: Dropping(SMALL.score, warp, source, VOCAB), warp=Warp()) > 0.02
+    explorer = Explorer()
+    judge = Target(TARGET.score, Warp(), rejection, explorer, explorer)
+
+    def once() -> tuple[int, ...]:
+        drafter = ModelDrafter(SMALL.score, Warp(), explorer, VOCAB)
+        return tuple(committed(run(PROMPT, judge, drafter, Deciding(2), 3)))
+
+    assert distance(explorer.law(once), true_law(Warp(), 3, ())) < ROUNDING
+
+
+@pytest.mark.parametrize("lenience", [1.05])
+def test_mutant_lenient_acceptance(lenience: float) -> None:
+    """Even five per cent too much acceptance shows."""
+
+    class Lenient:
+        def __init__(self, source: Explorer) -> None:
+            self.source = source
+
+        def test(self, probability: float) -> tuple[bool, float]:
+            return self.source.test(min(1.0, lenience * probability))
+
+    def rule(draft: Draft, p: Tensor, accept: Explorer, correct: Explorer) -> Verdict:
+        return rejection(draft, p, Lenient(accept), correct)
+
+    assert mutant_law(DRAFTERS["model"], rule, Warp()) > 100 * ROUNDING
+
+
+def chi_square(shared: bool) -> float:
+    """Of 12,000 texts of one drafted token against their law, with the program's own noise."""
+    p = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    q = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    streams = ["draft", "draft", "draft"] if shared else ["draft", "accept", "correct"]
+    counts = [0] * 4
+    for seed in range(12_000):
+        draw, accept, correct = (Noise(seed, stream) for stream in streams)
+        token = draw.draw(q)
+        verdict = rejection(Draft.chain((token,), (float(q[token]),), q[None]), torch.stack([p, p]), accept, correct)
+        counts[token if verdict.accepted else verdict.token] += 1
+    return sum((n - 12_000 * x) ** 2 / (12_000 * x) for n, x in zip(counts, p.tolist(), strict=True))
+
+
+def test_noise_streams_are_independent_and_a_shared_one_is_seen() -> None:
+    """Fixed seeds, so it never flickers; by chance alone one such choice in 10^5 would exceed 26 (3 degrees)."""
+    assert chi_square(shared=False) < 26
+    assert chi_square(shared=True) > 100
+
+
+# --- corners -----------------------------------------------------------------------------------------------------
+
+
+def test_residual_of_equal_laws_is_p() -> None:
+    p = torch.tensor([0.25, 0.75])
+    assert residual(p, p).tolist() == p.tolist()
+    assert residual(p, torch.tensor([0.5, 0.5])).tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("q", [0.0, 0.5])
+def test_what_p_forbids_is_rejected_even_by_a_draw_of_zero(q: float) -> None:
+    class Zero:
+        def test(self, probability: float) -> tuple[bool, float]:
+            return 0.0 < probability, 0.0
+
+        def draw(self, law: Tensor) -> int:
+            return int(law.argmax())
+
+    p = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
+    law = torch.tensor([[q, 1 - q]])
+    verdict = rejection(Draft.chain((0,), (q,), law), p, Zero(), Zero())
+    assert verdict.accepted == () and verdict.token == 1
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_broken_logits_raise(bad: float) -> None:
+    for warp in (Warp(), Warp(temperature=0), Warp(top_k=2, top_p=0.5)):
+        with pytest.raises(ValueError, match="NaN or infinite"):
+            warp(torch.full((1, 5), bad), [[0]])
+    assert Warp()(torch.tensor([[0.0, -math.inf]]), [[0]]).tolist() == [[1.0, 0.0]]

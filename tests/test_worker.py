@@ -1,0 +1,223 @@
+"""The worker: order, fairness, stopping, errors, and that nothing is lost. Every wait is for an event, never for time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from specdemo.worker import Stream, Worker, WorkerBusy
+
+PATIENCE = 20.0  # seconds until a wait counts as a failure; a passing test never waits that long
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    worker = Worker(at_once=3, waiting=4)
+    yield worker
+    worker.close()
+
+
+class Gate:
+    """A job that yields 0, 1, 2, ... and takes each step only when the test opens the gate once."""
+
+    def __init__(self, log: list | None = None, name: str = "") -> None:
+        self.turns = threading.Semaphore(0)
+        self.inside = threading.Event()
+        self.ended_in: str | None = None
+        self.log, self.name = log, name
+
+    def __call__(self) -> Iterator[int]:
+        try:
+            n = 0
+            while True:
+                self.inside.set()
+                assert self.turns.acquire(timeout=PATIENCE)
+                if self.log is not None:
+                    self.log.append(self.name)
+                yield n
+                n += 1
+        finally:
+            self.ended_in = threading.current_thread().name
+
+    def open(self, times: int = 1) -> None:
+        self.turns.release(times)
+
+
+def finished(stream: Stream) -> Stream:
+    assert stream.wait(PATIENCE)
+    return stream
+
+
+def test_items_come_in_order_and_all_of_them(worker: Worker) -> None:
+    streams = [worker.submit(lambda n=n: iter(range(n))) for n in (0, 1, 500)]
+    assert [finished(s).items for s in streams] == [[], [0], list(range(500))]
+    assert all(s.error is None and s.started for s in streams)
+    assert worker.active == 0
+
+
+def test_job_and_its_generator_run_in_the_worker_thread_only(worker: Worker) -> None:
+    seen = []
+
+    def job() -> Iterator[None]:
+        seen.append(threading.current_thread().name)
+
+        def steps() -> Iterator[None]:
+            seen.append(threading.current_thread().name)
+            yield
+
+        return steps()
+
+    finished(worker.submit(job))
+    assert seen == ["device", "device"]
+
+
+def test_open_jobs_take_turns(worker: Worker) -> None:
+    log: list[str] = []
+    hold = Gate()
+    first = worker.submit(hold)  # keeps the thread busy until both others are queued
+    assert hold.inside.wait(PATIENCE)
+
+    def job(name: str) -> Iterator[None]:
+        for _ in range(50):
+            log.append(name)
+            yield
+
+    a, b = worker.submit(lambda: job("a")), worker.submit(lambda: job("b"))
+    first.stop()
+    hold.open()
+    finished(a), finished(b)
+    assert log == ["a", "b"] * 50
+    assert a.shared and b.shared
+
+
+def test_a_run_alone_is_not_shared(worker: Worker) -> None:
+    assert not finished(worker.submit(lambda: iter(range(10)))).shared
+    assert not finished(worker.submit(lambda: iter(range(10)))).shared
+
+
+def test_stop_ends_the_job_within_one_step_and_in_the_worker_thread(worker: Worker) -> None:
+    gate = Gate()
+    stream = worker.submit(gate)
+    assert gate.inside.wait(PATIENCE)  # inside step 0
+    stream.stop()
+    assert not stream.done  # a step is never torn apart
+    gate.open(5)
+    finished(stream)
+    assert stream.items == [0]
+    assert gate.ended_in == "device"
+    assert stream.error is None
+
+
+def test_stop_before_the_start_never_starts_it() -> None:
+    worker = Worker(at_once=1)
+    gate = Gate()
+    busy, waiting, last = worker.submit(gate), worker.submit(lambda: iter("never")), worker.submit(lambda: iter("yes"))
+    assert gate.inside.wait(PATIENCE)
+    assert [worker.ahead(s) for s in (busy, waiting, last)] == [0, 1, 2]
+    waiting.stop()
+    gate.open()
+    finished(waiting)  # although the job before it is still open
+    assert not waiting.started and waiting.items == [] and not busy.done
+    busy.stop()
+    gate.open()
+    assert finished(last).items == list("yes")
+    worker.close()
+
+
+def test_an_error_stays_in_its_own_stream(worker: Worker) -> None:
+    gate = Gate()
+    other = worker.submit(gate)
+
+    def bad() -> Iterator[int]:
+        yield 1
+        raise SystemExit("out of memory")  # not even an Exception
+
+    def worse() -> Iterator[int]:
+        raise KeyError("no generator at all")
+
+    streams = [worker.submit(bad), worker.submit(worse)]
+    gate.open(20)
+    assert [type(finished(s).error) for s in streams] == [SystemExit, KeyError]
+    assert streams[0].items == [1]
+    other.stop()
+    gate.open()
+    assert finished(other).error is None
+    assert finished(worker.submit(lambda: iter([7]))).items == [7]
+
+
+def test_an_error_while_closing_is_kept_too(worker: Worker) -> None:
+    inside = threading.Event()
+
+    def job() -> Iterator[int]:
+        try:
+            while True:
+                inside.set()
+                yield 0
+        finally:
+            raise OSError("could not free")
+
+    stream = worker.submit(job)
+    assert inside.wait(PATIENCE)
+    stream.stop()
+    assert isinstance(finished(stream).error, OSError)
+
+
+def test_a_reader_that_looks_at_done_first_never_loses_the_tail(worker: Worker) -> None:
+    for _ in range(50):
+        stream = worker.submit(lambda: iter(range(100)))
+        read: list[int] = []
+        while True:
+            last = stream.done
+            read += stream.items[len(read) :]
+            if last:
+                break
+        assert read == list(range(100))
+
+
+def test_no_more_than_at_once_are_open() -> None:
+    worker = Worker(at_once=2)
+    gates = [Gate() for _ in range(3)]
+    streams = [worker.submit(gate) for gate in gates]
+    gates[0].open()
+    assert gates[1].inside.wait(PATIENCE)  # one full turn has passed
+    assert not streams[2].started and worker.ahead(streams[2]) == 1
+    streams[0].stop(), streams[1].stop()
+    gates[1].open()
+    assert gates[2].inside.wait(PATIENCE)
+    streams[2].stop()
+    gates[2].open()
+    assert all(finished(s) for s in streams)
+    worker.close()
+
+
+def test_too_many_waiting_are_refused_in_words() -> None:
+    worker = Worker(at_once=1, waiting=1)
+    gate = Gate()
+    running = worker.submit(gate)
+    assert gate.inside.wait(PATIENCE)
+    worker.submit(lambda: iter(()))
+    with pytest.raises(WorkerBusy, match="1 runs are waiting"):
+        worker.submit(lambda: iter(()))
+    running.stop()
+    gate.open()
+    worker.close()
+
+
+def test_close_ends_every_job_and_the_thread() -> None:
+    worker = Worker(at_once=2)
+    gates = [Gate() for _ in range(3)]
+    streams = [worker.submit(gate) for gate in gates]
+    assert gates[0].inside.wait(PATIENCE)
+    closing = threading.Thread(target=worker.close)
+    closing.start()
+    for gate in gates:
+        gate.open(5)
+    closing.join(PATIENCE)
+    assert not closing.is_alive()
+    assert all(s.done for s in streams)
+    assert gates[0].ended_in == "device"
+    assert not worker._thread.is_alive()
+    with pytest.raises(RuntimeError, match="closed"):
+        worker.submit(lambda: iter(()))

@@ -1,0 +1,210 @@
+"""The fakes: table models, a source that explores every draw, drafters of odd shapes, tiny real models."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    AutoModelForCausalLM,
+)
+
+from specdemo.core.decode import Drafter, Gamma, Judge, More, decode
+from specdemo.core.sampling import Warp
+from specdemo.core.step import Draft, Step
+
+
+class TableModel:
+    """A language model whose logits are random numbers keyed by the whole prefix."""
+
+    def __init__(self, vocab: int, seed: int, spread: float = 1.5) -> None:
+        self.vocab, self.seed, self.spread = vocab, seed, spread
+
+    def logits(self, prefix: Sequence[int]) -> Tensor:
+        """`[vocab]`."""
+        rng = random.Random(f"{self.seed}/{tuple(prefix)}")
+        return torch.tensor([rng.gauss(0, self.spread) for _ in range(self.vocab)])
+
+    def score(self, tokens: Sequence[int], draft: Draft) -> Tensor:
+        """`[n + 1, vocab]`, each row from its own path: no cache to get wrong."""
+        rows = [[*tokens, *(draft.tokens[i] for i in draft.path(node))] for node in range(-1, len(draft))]
+        return torch.stack([self.logits(row) for row in rows])
+
+
+class Explorer:
+    """A source of randomness that takes every branch once, with its probability."""
+
+    def __init__(self) -> None:
+        self.script: list[int] = []
+        self.depth = 0
+        self.weight = 1.0
+        self.open: list[tuple[int, ...]] = [()]
+
+    def choose(self, chances: Sequence[float]) -> int:
+        if self.depth == len(self.script):
+            possible = [i for i, chance in enumerate(chances) if chance > 0]
+            self.open += [(*self.script, i) for i in possible[1:]]
+            self.script.append(possible[0])
+        pick = self.script[self.depth]
+        self.depth += 1
+        self.weight *= chances[pick]
+        return pick
+
+    def test(self, probability: float) -> tuple[bool, float]:
+        return not self.choose((probability, 1 - probability)), probability
+
+    def draw(self, law: Tensor) -> int:
+        return self.choose(law.tolist())
+
+    def law(self, run: Callable[[], Any]) -> dict[Any, float]:
+        """The exact law of what `run` returns."""
+        outcomes: dict[Any, float] = {}
+        while self.open:
+            self.script, self.depth, self.weight = list(self.open.pop()), 0, 1.0
+            outcome = run()
+            outcomes[outcome] = outcomes.get(outcome, 0.0) + self.weight
+        return outcomes
+
+
+class GuessDrafter:
+    """Point masses: a few tokens guessed from the prefix; as a forest when `width` is above one."""
+
+    def __init__(self, vocab: int, width: int = 1) -> None:
+        self.vocab, self.width = vocab, width
+
+    def propose(self, tokens: Sequence[int], more: More) -> Draft:
+        drafted: list[int] = []
+        parents: list[int] = []
+        leaf = -1
+        while more(len(drafted), None):
+            first = (sum(tokens) + 2 * len(tokens) + len(drafted)) % self.vocab
+            siblings = [(first + k) % self.vocab for k in range(self.width)]
+            parents += [leaf] * len(siblings)
+            drafted += siblings
+            leaf = len(drafted) - 1
+        return Draft(tuple(drafted), tuple(parents))
+
+    def observe(self, step: Step) -> None: ...
+
+
+class SiblingDrafter:
+    """Two siblings drawn without replacement, each with a child drawn in turn; laws as actually drawn from."""
+
+    def __init__(self, model: TableModel, warp: Warp, source: Any) -> None:
+        self.model, self.warp, self.source = model, warp, source
+
+    def propose(self, tokens: Sequence[int], more: More) -> Draft:
+        drafted: list[int] = []
+        parents: list[int] = []
+        laws: list[Tensor] = []
+
+        def add(parent: int, law: Tensor) -> None:
+            drafted.append(self.source.draw(law))
+            parents.append(parent)
+            laws.append(law)
+
+        first = self.warp(self.model.logits(tokens)[None], [tokens])[0]
+        add(-1, first)
+        second = first.clone()
+        second[drafted[0]] = 0
+        if more(1, None) and second.sum() > 0:
+            add(-1, second / second.sum())
+        for parent in range(len(drafted)):
+            if more(len(drafted), None):
+                path = [*tokens, drafted[parent]]
+                add(parent, self.warp(self.model.logits(path)[None], [path])[0])
+        q = tuple(float(law[token]) for law, token in zip(laws, drafted, strict=True))
+        return Draft(tuple(drafted), tuple(parents), q, torch.stack(laws))
+
+    def observe(self, step: Step) -> None: ...
+
+
+class ForestDrafter:
+    """Chains of a model's greedy tokens with wrong siblings strewn in: forests that a cache must survive."""
+
+    def __init__(self, inner: Drafter, vocab: int, seed: int = 0) -> None:
+        self.inner, self.vocab, self.rng = inner, vocab, random.Random(seed)
+
+    def propose(self, tokens: Sequence[int], more: More) -> Draft:
+        drafted: list[int] = []
+        parents: list[int] = []
+        leaf = -1
+        for token in self.inner.propose(tokens, more).tokens:
+            siblings = [token, *(self.rng.randrange(self.vocab) for _ in range(self.rng.randrange(3)))]
+            self.rng.shuffle(siblings)
+            first = len(drafted)
+            parents += [leaf] * len(siblings)
+            drafted += siblings
+            leaf = first + siblings.index(token)
+        return Draft(tuple(drafted), tuple(parents))
+
+    def observe(self, step: Step) -> None:
+        self.inner.observe(step)
+
+
+def run(
+    prompt: Sequence[int],
+    judge: Judge,
+    drafter: Drafter,
+    gamma: Gamma,
+    max_tokens: int,
+    stop: Sequence[int] = (),
+) -> list[Step]:
+    """All steps of a run under a clock that counts its readings."""
+    ticks = count()
+    return list(
+        decode(prompt, judge, drafter, gamma, max_tokens=max_tokens, stop=set(stop), clock=lambda: float(next(ticks)))
+    )
+
+
+def committed(steps: Iterator[Step] | list[Step]) -> list[int]:
+    """The text of a run, as ids."""
+    return [token for step in steps for token in step.tokens]
+
+
+CONTEXT = 64
+SIZES = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA = {**SIZES, "intermediate_size": 64, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT}
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**LLAMA),
+    "qwen2": Qwen2Config(**LLAMA),
+    "qwen3": Qwen3Config(**LLAMA, head_dim=8),
+    "mistral-sliding": MistralConfig(**LLAMA, sliding_window=8),
+    "gpt-neox": GPTNeoXConfig(**SIZES, intermediate_size=64, max_position_embeddings=CONTEXT),
+    "gpt2": GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=CONTEXT),
+}
+
+
+def tiny_model(kind: str, seed: int = 0) -> PreTrainedModel:
+    """A random model of this architecture with laws worth telling apart."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIGS[kind])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(4.0)
+    model.generation_config.eos_token_id = None
+    return model.eval().requires_grad_(False)
+
+
+def blurred(model: PreTrainedModel, kind: str, noise: float = 0.03, seed: int = 1) -> PreTrainedModel:
+    """A drafter that agrees with `model` often but not always."""
+    copy = AutoModelForCausalLM.from_config(CONFIGS[kind])
+    copy.load_state_dict(model.state_dict())
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in copy.parameters():
+            parameter.add_(noise * parameter.std(correction=0) * torch.randn_like(parameter))
+    return copy.eval().requires_grad_(False)
