@@ -18,6 +18,8 @@ RUN pip install --no-cache-dir --user -r requirements.txt
 COPY --chown=user . .
 
 EXPOSE 7860
+# The first process of a container ignores SIGTERM; Python ends in good order on this one.
+STOPSIGNAL SIGINT
 HEALTHCHECK --interval=30s --timeout=5s --start-period=60s \
     CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:7860/config', timeout=4).close()"]
 CMD ["python", "app.py", "--host", "0.0.0.0", "--port", "7860"]

@@ -180,7 +180,7 @@ def build(recipe: Recipe, target: Loaded, drafter: Loaded | None, stores: dict[A
     theirs = CachedModel(drafter.model)
     return Parts(
         judge,
-        ModelDrafter(theirs.score, warp, Noise(recipe.seed, "draft"), ours.vocab_size),
+        ModelDrafter(theirs.score, warp, Noise(recipe.seed, "draft"), ours.vocab_size, theirs.vocab_size),
         gamma,
         (ours, theirs),
     )

@@ -29,7 +29,6 @@ class Stream(Generic[T]):
         self.items: list[T] = []
         self.error: BaseException | None = None
         self.started = False
-        self.shared = False  # whether another job was open during any of its steps: its clock ran for both
         self._job: Callable[[], Iterator[T]] | None = job
         self._steps: Iterator[T] | None = None
         self._stop = threading.Event()
@@ -124,9 +123,6 @@ class Worker:
                 self._waiting.remove(stream)
             while self._waiting and len(self._open) < self._at_once:
                 self._open.append(self._waiting.popleft())
-            if len(self._open) > 1:
-                for stream in self._open:
-                    stream.shared = True
             self._open.extendleft(given_up)  # they never started: ending them takes no step from anyone
             return self._open[0] if self._open else None
 

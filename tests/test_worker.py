@@ -1,4 +1,4 @@
-"""The worker: order, fairness, stopping, errors, and that nothing is lost. Every wait is for an event, never for time."""
+"""The worker: order, turns, stopping, errors, and that nothing is lost. Every wait is for an event, never for time."""
 
 from __future__ import annotations
 
@@ -89,12 +89,6 @@ def test_open_jobs_take_turns(worker: Worker) -> None:
     hold.open()
     finished(a), finished(b)
     assert log == ["a", "b"] * 50
-    assert a.shared and b.shared
-
-
-def test_a_run_alone_is_not_shared(worker: Worker) -> None:
-    assert not finished(worker.submit(lambda: iter(range(10)))).shared
-    assert not finished(worker.submit(lambda: iter(range(10)))).shared
 
 
 def test_stop_ends_the_job_within_one_step_and_in_the_worker_thread(worker: Worker) -> None:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import (
+    AutoModelForCausalLM,
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
+    LlamaForCausalLM,
     MistralConfig,
     PretrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
-    AutoModelForCausalLM,
 )
 
 from specdemo.core.decode import Drafter, Gamma, Judge, More, decode
@@ -208,3 +213,53 @@ def blurred(model: PreTrainedModel, kind: str, noise: float = 0.03, seed: int = 
         for parameter in copy.parameters():
             parameter.add_(noise * parameter.std(correction=0) * torch.randn_like(parameter))
     return copy.eval().requires_grad_(False)
+
+
+TEXTS = [
+    "def add(a, b):\n    return a + b\n\n\nclass Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n",
+    "for i in range(10):\n    print(i, 'naïve café', '東京', '🙂🙃')\n",
+]
+
+
+def byte_level_tokenizer() -> PreTrainedTokenizerFast:
+    """As GPT-2 and Llama 3 have: characters may be split over tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXTS[:1], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+
+
+def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
+    """As Llama 2 and Mistral have: leading spaces by convention, bytes as a fallback."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXTS[:1], trainer)
+    state = json.loads(tokenizer.to_str())  # bytes are ordinary tokens, not special ones that decoding skips
+    state["added_tokens"] = [token for token in state["added_tokens"] if not token["content"].startswith("<0x")]
+    tokenizer = Tokenizer.from_str(json.dumps(state))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+def save_model(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int = 0, **changes: Any) -> Path:
+    """A random Llama with this tokenizer, on disk as any checkpoint."""
+    torch.manual_seed(seed)
+    sizes = {**LLAMA, "hidden_size": 64, "max_position_embeddings": 128, "vocab_size": len(tokenizer)}
+    model = LlamaForCausalLM(LlamaConfig(**{**sizes, "eos_token_id": tokenizer.eos_token_id, **changes}))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -16,17 +16,26 @@ from specdemo.core.step import Draft, Step
 class ModelDrafter:
     """Draws a chain from a model's own law, warped exactly as the target's (2211.17192, Algorithm 1).
 
-    `score(tokens, draft)` gives raw logits `[1, its vocab]`. Laws are `[vocab_size]` wide, the target's width: ids
-    that only the drafter has are masked before the softmax, ids that only the target has get no mass.
+    `score(tokens, draft)` gives raw logits `[1, own_size]`. Laws are `[vocab_size]` wide, the target's width: ids that
+    only the drafter has are masked before the softmax, ids that only the target has get no mass. A text that holds an
+    id the drafter lacks (an embedding's padding) cannot be read by it, so nothing is proposed.
     """
 
     def __init__(
-        self, score: Callable[[Sequence[int], Draft], Tensor], warp: Warp, noise: Any, vocab_size: int
+        self,
+        score: Callable[[Sequence[int], Draft], Tensor],
+        warp: Warp,
+        noise: Any,
+        vocab_size: int,
+        own_size: int | None = None,
     ) -> None:
         self._score, self._warp, self._noise, self._vocab_size = score, warp, noise, vocab_size
+        self._own_size = vocab_size if own_size is None else own_size
 
     def propose(self, tokens: Sequence[int], more: More) -> Draft:
         """Ask before drawing, so that stopping never depends on the token drawn."""
+        if self._own_size < self._vocab_size and max(tokens) >= self._own_size:
+            return Draft()
         path, laws, q = list(tokens), [], []
         while more(len(path) - len(tokens), None):
             logits = self._fit(self._score(path, Draft()))

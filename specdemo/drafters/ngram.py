@@ -38,6 +38,10 @@ class NGramStore:
             if weights[token] >= weights[best]:
                 self._best[context] = token
 
+    def __len__(self) -> int:
+        """Distinct pairs of a context and a token after it."""
+        return sum(map(len, self._weights.values()))
+
     def predict(self, before: Sequence[int]) -> int | None:
         """The likeliest token after the longest known context that ends `before`; None where none is known."""
         for length in self.lengths:

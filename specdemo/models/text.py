@@ -7,6 +7,7 @@ decoded as the difference that it makes behind the tokens before it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 
 from transformers import PreTrainedTokenizerBase
 
@@ -23,23 +24,38 @@ class TextStream:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, context: Sequence[int] = ()) -> None:
         """`context`: the tokens before the first piece (the prompt)."""
         self._tokenizer = tokenizer
-        self._window = list(context[-WINDOW:])
+        vocabulary = tokenizer.get_vocab() if tokenizer.convert_tokens_to_ids("<0x00>") is not None else {}
+        self._bytes = {vocabulary[name] for i in range(256) if (name := f"<0x{i:02X}>") in vocabulary}
+        if self._bytes:
+            self._bytes.update(tokenizer.all_special_ids)  # they are skipped, so a run of bytes goes on across them
+        self._window = self._tail(context)
         self._shown = len(self._decode(self._window))
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
+    def _tail(self, tokens: Sequence[int]) -> list[int]:
+        """The last tokens, as many as it takes to have some text: at the start of a text spaces are lost."""
+        size = WINDOW
+        while size < len(tokens) and not self._decode(tokens[-size:]):
+            size *= 2
+        return list(tokens[-size:])
+
     def push(self, token: int) -> str:
         """The text that is certain now and was not before `token`."""
         self._window.append(token)
         text = self._decode(self._window)
-        certain = len(text) - text.endswith(UNFINISHED)
+        if token in self._bytes:  # sentencepiece judges a run of bytes as a whole, so it stays open to its end
+            run = next((i for i, one in enumerate(reversed(self._window)) if one not in self._bytes), len(self._window))
+            certain = len(self._decode(self._window[: len(self._window) - run]))
+        else:
+            certain = len(text) - text.endswith(UNFINISHED)
         if certain < self._shown:  # a special token, or bytes still open
             return ""
         piece = text[self._shown : certain]
         self._shown = certain
         if len(self._window) > 4 * WINDOW and certain == len(text):
-            self._window = self._window[-WINDOW:]
+            self._window = self._tail(self._window)
             self._shown = len(self._decode(self._window))
         return piece
 
@@ -51,9 +67,9 @@ class TextStream:
 
     def fork(self) -> TextStream:
         """An independent copy, to spell out tokens that may not be kept."""
-        copy = object.__new__(TextStream)
-        copy._tokenizer, copy._window, copy._shown = self._tokenizer, list(self._window), self._shown
-        return copy
+        twin = copy(self)
+        twin._window = list(self._window)
+        return twin
 
     def peek(self, tokens: Iterable[int], parents: Iterable[int]) -> list[str]:
         """The piece of each node of a forest behind this text, in the context it was proposed in."""

@@ -20,7 +20,7 @@ from specdemo.generate import ending
 
 SPEC, PLAIN = "spec", "ar"
 NOTHING = "–"
-ENDS = {"stop": ("done", "the text ended"), "length": ("done", "limit reached"), "cancelled": ("stopped", "as asked")}
+ENDS = {"stop": ("done", "the text ended"), "length": ("done", "limit reached"), "cancelled": ("stopped", "")}
 
 Cell = list  # [kind, text, token id, p, q, draw]: positional, for there are thousands of them
 
@@ -36,7 +36,7 @@ def cells(step: Mapping[str, Any]) -> list[Cell]:
     def node(i: int, kind: str, text: str) -> Cell:
         return [kind, text, step["draft"][i], _short(step["p"][i]), _short(q[i]), _short(step["draw"][i])]
 
-    shown = [node(i, "accepted", piece) for i, piece in zip(accepted, step["pieces"])]
+    shown = [node(i, "accepted", piece) for i, piece in zip(accepted, step["pieces"], strict=False)]
     for i, text in enumerate(step["draft_text"]):
         if i not in accepted:
             shown.append(node(i, "ignored" if step["beta"][i] is None else "rejected", text))
@@ -64,6 +64,12 @@ class Lane:
     def tokens(self) -> list[int]:
         """Everything committed so far."""
         return [token for line in self.lines if "i" in line for token in line["tokens"]]
+
+    @property
+    def rate(self) -> str:
+        """Its speed, for its heading."""
+        speed = self.metrics.as_dict()["tokens_per_second"]
+        return "" if speed is None else f"{speed:.1f} tok/s"
 
 
 @dataclass
@@ -106,28 +112,27 @@ class Run:
             self.phase = ("decoding", doing)
             self.records.append({"l": name, "i": event["i"], "t": round(event["t"], 4), "c": cells(event)})
 
-    def finish(self, error: str | None = None, *, stopped: bool = False) -> None:
+    def finish(self, error: str | None = None) -> None:
         """Nothing follows. A lane that was cut off gets its last line here, so that no trace ends without one."""
         if self.over:
             return
-        for lane in self.lanes.values():
-            if lane.lines and not lane.ended:
-                lane.ended = True
-                end = "error" if error else "cancelled"
-                lane.lines.append(ending(end, lane.metrics, error))
+        self.over = True
         if error:
             self.phase = ("failed", error)
-        elif stopped:
+        elif self.phase[0] != "failed" and not all(lane.ended for lane in self.lanes.values()):
             self.phase = self._ending("cancelled")
-        self.over = True
+        for lane in self.lanes.values():
+            if lane.lines and not lane.ended:
+                lane.lines.append(ending("error" if error else "cancelled", lane.metrics, error))
+                lane.ended = True
 
     def _ending(self, end: str) -> tuple[str, str]:
         phase, why = ENDS[end]
-        return phase, f"{self.lanes[self.plan[0]].metrics.tokens} tokens, {why}"
+        return phase, ", ".join(filter(None, (f"{self.lanes[self.plan[0]].metrics.tokens} tokens", why)))
 
     def frame(self, at: int) -> str:
         """The state now and the records from `at` on, as one JSON string (strings survive gradio's wire best)."""
-        return json.dumps(
+        text = json.dumps(
             {
                 "run": self.id,
                 "plan": self.plan,
@@ -135,11 +140,13 @@ class Run:
                 "r": self.records[at:],
                 "phase": self.phase,
                 "tiles": tiles(self),
+                "rates": {name: lane.rate for name, lane in self.lanes.items()},
                 "verdict": verdict(self) if self.over else "",
                 "over": self.over,
             },
             separators=(",", ":"),
         )
+        return text.replace("<", "\\u003c")  # so that nothing on the way takes a model's text for markup
 
     def trace(self, name: str) -> str | None:
         """A lane's trace as JSON Lines; None if it never began."""
@@ -165,7 +172,10 @@ def tiles(run: Run) -> dict[str, tuple[str, str]]:
             _percent(m["acceptance_rate"]),
             f"{m['accepted']} of {drafted} drafted · α {_number(m['alpha'], 2)}" if drafted else "nothing drafted",
         ),
-        "tokens_per_pass": (_number(m["tokens_per_target_pass"], 2), f"{max(m['steps'] - 1, 0)} target passes"),
+        "tokens_per_pass": (
+            _number(m["tokens_per_target_pass"] if m["steps"] > 1 else None, 2),
+            f"{max(m['steps'] - 1, 0)} target passes",
+        ),
         "tokens_per_second": (_number(m["tokens_per_second"], 1), f"{m['tokens']} tokens, prefill apart"),
         "ttft": (_milliseconds(m["ttft_s"]), "from the worker's start"),
         "memory": (
@@ -174,7 +184,7 @@ def tiles(run: Run) -> dict[str, tuple[str, str]]:
         ),
         "speedup": (
             NOTHING if compared is None else f"{compared:.2f}×",
-            "not compared" if compared is None else "against plain decoding",
+            "plain run not measured" if compared is None else "against plain decoding",
         ),
     }
 
@@ -231,7 +241,8 @@ def _advice(spec: Mapping[str, Any], draft: float, verify: float, host: float) -
 def _sameness(ours: list[int], theirs: list[int]) -> str:
     if ours == theirs:
         return "Both runs wrote the same text."
-    first = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    first = next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
     return f"The texts part at token {first + 1}: a near-tie that rounding decided, or a fault."
 
 

@@ -25,11 +25,12 @@ from specdemo.generate import generate
 from specdemo.models.load import Shelf
 from specdemo.models.pairs import ASSETS, PAIRS
 from specdemo.recipe import METHODS, QUANTIZATIONS, RULES, Recipe
-from specdemo.ui.frames import PLAIN, SPEC, Run, Runs
+from specdemo.ui.frames import PLAIN, SPEC, Runs
 from specdemo.worker import Stream, Worker, WorkerBusy
 
 HERE = Path(__file__).parent
 TICK = 1 / 25  # seconds between frames: as good as immediate to the eye, and no load on the decoding thread
+LONGEST_PROMPT = 100_000  # characters; tokenising more than any context holds would only take the worker's time
 EXAMPLES = ASSETS / "examples.json"
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class Cockpit(gr.HTML):
         )
 
     def get_block_name(self) -> str:
+        """The front end draws it as what it is."""
         return "html"
 
 
@@ -106,7 +108,7 @@ def sidebar(usual: Recipe) -> dict[str, gr.components.Component]:
     def choice(label: str, name: str, known: dict[str, Any], **more: Any) -> gr.Dropdown:
         return gr.Dropdown(list(known), value=getattr(usual, name), label=label, **more)
 
-    with gr.Sidebar(width=300, elem_id="settings"):
+    with gr.Sidebar(width=310, elem_id="settings"):
         pairs = [(pair.title, name) for name, pair in PAIRS.items()]
         c: dict[str, gr.components.Component] = {
             "pair": gr.Dropdown(pairs, value=usual.pair, label="Drafter and target", elem_id="pair"),
@@ -200,6 +202,17 @@ def theme() -> gr.themes.Base:
         button_secondary_background_fill_dark="#1d2530",
         button_secondary_background_fill_hover_dark="#2a3340",
         button_secondary_text_color_dark="#e4e8ee",
+        input_border_width="1px",
+        input_shadow="none",
+        button_border_width="1px",
+        button_primary_border_color="#1c2430",
+        button_primary_border_color_dark="#e4e8ee",
+        checkbox_background_color_selected="#1c2430",
+        checkbox_background_color_selected_dark="#3a4553",
+        checkbox_border_color="#7a8698",
+        checkbox_border_color_dark="#7a8698",
+        checkbox_border_color_selected="#1c2430",
+        checkbox_border_color_selected_dark="#9aa6b6",
         button_secondary_border_color="#c9d0da",
         button_secondary_border_color_dark="#3a4553",
     )
@@ -215,9 +228,15 @@ def build(
     """The page, ready to launch. `.worker` on it is the thread that decodes, to be watched or closed."""
     models = shelf if shelf is not None else Shelf()
     worker, runs = Worker(), Runs()
-    usual = Recipe(pair=pair, device=device, gamma=PAIRS[pair].gamma)
+    usual = Recipe(pair=pair, device=device)
+    usual = replace(usual, gamma=PAIRS[pair].gamma)
 
-    def start(jobs: list[tuple[str, Recipe]], prompt: str) -> Stream[tuple[str, dict[str, Any]]]:
+    def start(jobs: list[tuple[str, Recipe]], prompt: Any) -> Stream[tuple[str, dict[str, Any]]]:
+        if not isinstance(prompt, str):
+            raise Refused(f"the prompt must be a text, not {type(prompt).__name__}")
+        if len(prompt) > LONGEST_PROMPT:
+            raise Refused(f"the prompt has {len(prompt):,} characters: shorten it to {LONGEST_PROMPT:,} at most")
+
         def steps() -> Iterator[tuple[str, dict[str, Any]]]:
             for lane, recipe in jobs:
                 event: dict[str, Any] = {}
@@ -228,7 +247,7 @@ def build(
 
         return worker.submit(steps)
 
-    async def show(prompt: str, compare: bool, *values: Any, request: gr.Request) -> AsyncIterator[str]:
+    async def show(request: gr.Request, prompt: str, compare: bool, *values: Any) -> AsyncIterator[str]:
         settings = dict(zip(controls, values, strict=True))
         plan = (PLAIN,) if settings["method"] == "ar" else (SPEC, PLAIN) if compare else (SPEC,)
         run = runs.new(request.session_hash or "", plan)
@@ -257,12 +276,12 @@ def build(
                     if now != shown:
                         yield now
                         shown = now
-            run.finish(reason(stream.error) if stream.error else None, stopped=stream.stopping)
+            run.finish(reason(stream.error) if stream.error else None)
             if run.phase[0] == "failed":
                 gr.Warning(html.escape(run.phase[1]), title="The run failed")
             yield run.frame(len(run.records))
         finally:
-            run.finish(stopped=True)  # the tab has gone
+            run.finish()  # a tab that has gone leaves its run unfinished
 
     async def api(
         prompt: str,
@@ -280,9 +299,22 @@ def build(
         ngram: int = usual.ngram,
         filler_top_k: int = usual.filler_top_k,
     ) -> AsyncIterator[str]:
-        """Decode a prompt. Streams the trace: one JSON line per item, the header first, then the steps, then the end."""
-        asked = {name: value for name, value in locals().items() if name in Recipe.__dataclass_fields__}
-        lane = Run((SPEC,))
+        """Decode a prompt. Streams the trace, a JSON line per item: a header, the steps, an end."""
+        asked = {
+            "pair": pair,
+            "method": method,
+            "gamma": gamma,
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "seed": seed,
+            "max_tokens": max_tokens,
+            "rule": rule,
+            "quantization": quantization,
+            "drafter_quantization": drafter_quantization,
+            "ngram": ngram,
+            "filler_top_k": filler_top_k,
+        }
         try:
             stream = start([(SPEC, recipe_of(asked, device))], prompt)
         except (Refused, WorkerBusy) as error:
@@ -317,10 +349,10 @@ def build(
 
     with gr.Blocks(title="specdemo", analytics_enabled=False, fill_width=True) as demo:
         controls = sidebar(usual)
-        gr.HTML(HEADER, elem_id="masthead")
+        gr.HTML(HEADER, elem_id="masthead", apply_default_css=False)
         prompt = gr.Textbox(
             label="Prompt",
-            lines=5,
+            lines=4,
             max_lines=14,
             elem_id="prompt",
             placeholder="The beginning of a Python file, a class, a function…",
@@ -334,11 +366,9 @@ def build(
         with gr.Row(elem_id="actions"):
             go = gr.Button("Run", variant="primary", elem_id="run", scale=0)
             gr.Button("Stop", variant="secondary", elem_id="stop", scale=0)
-            compare = gr.Checkbox(
-                label="Then measure plain decoding too", elem_id="compare", container=False, scale=1, min_width=240
-            )
+            compare = gr.Checkbox(label="Compare: run plain decoding afterwards", elem_id="compare", container=False)
         cockpit = Cockpit([trace_since, trace, stop_run])
-        go.click(
+        pressed = go.click(
             show,
             [prompt, compare, *controls.values()],
             cockpit,
@@ -348,6 +378,8 @@ def build(
             trigger_mode="multiple",  # the cockpit lets one press at a time through
             api_visibility="private",
         )
+        failed = "() => { window.dispatchEvent(new Event('specdemo:failed')) }"  # a full queue, a lost server
+        pressed.failure(None, None, None, js=failed, api_visibility="private")
         gr.api(api, api_name="generate", concurrency_limit=None)
         demo.unload(leave)
     demo.queue(max_size=64)

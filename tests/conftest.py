@@ -1,0 +1,5 @@
+"""One thread for torch: the models here are tiny, and the suite shares two cores with a browser."""
+
+import torch
+
+torch.set_num_threads(1)

@@ -1,0 +1,257 @@
+"""What the page is told equals what the trace says. No browser, no gradio, no model."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from specdemo.ui.frames import PLAIN, SPEC, Run, Runs, cells, speedup, tiles, verdict
+
+
+def step(i: int, *, pieces: list[str], draft: tuple = (), accepted: tuple = (), tested: int = 0, **more: Any) -> dict:
+    """A chain's step: `draft` as texts, of which the first `tested` were tested. Token ids are made up."""
+    n = len(draft)
+    extra = len(pieces) > len(accepted)
+    kind = "plain" if not n else "bonus" if len(accepted) == n else "correction"
+    return {
+        "i": i,
+        "tokens": [100 * i + k for k in range(len(pieces))],
+        "text": "".join(pieces),
+        "pieces": pieces,
+        "draft": [1000 + k for k in range(n)],
+        "draft_text": list(draft),
+        "parents": list(range(-1, n - 1)),
+        "accepted": list(accepted),
+        "token": 100 * i + len(pieces) - 1 if extra else None,
+        "kind": kind,
+        "p": [0.5] * n,
+        "q": [0.25] * n if n else None,
+        "top": [1] * n,
+        "choices": [[1]] * (n + 1),
+        "draw": [0.125 if k < tested else None for k in range(n)],
+        "beta": [0.75 if k < tested else None for k in range(n)],
+        "gamma": 3,
+        "draft_s": 0.01,
+        "verify_s": 0.02,
+        "host_s": 0.0,
+        "t": 0.05 * (i + 1),
+        "memory": {"rss_bytes": 5e8, "device_bytes": None, "kv_bytes": 1e6},
+    } | more
+
+
+def header(method: str = "draft", **more: Any) -> dict:
+    recipe = {"method": method, "gamma": 3, "temperature": 0.0}
+    return {"specdemo": 1, "recipe": recipe, "prompt": "def", "prompt_tokens": [5, 6], "exact": True} | more
+
+
+def end(how: str = "length", error: str | None = None) -> dict:
+    return {"end": how, "error": error, "metrics": {}}
+
+
+PREFILL = step(0, pieces=["a"])
+REJECTION = step(1, pieces=["b", "X"], draft=("b", "c", "d"), accepted=(0,), tested=2)
+ALL_KEPT = step(2, pieces=["e", "f", "g"], draft=("e", "f"), accepted=(0, 1), tested=2)
+CUT = step(3, pieces=["h"], draft=("h", "i"), accepted=(0,), tested=1)  # a stop token: nothing follows it
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        (PREFILL, [("plain", "a")]),
+        (REJECTION, [("accepted", "b"), ("rejected", "c"), ("ignored", "d"), ("correction", "X")]),
+        (ALL_KEPT, [("accepted", "e"), ("accepted", "f"), ("bonus", "g")]),
+        (CUT, [("accepted", "h"), ("ignored", "i")]),
+    ],
+)
+def test_every_token_has_its_kind_and_its_place(line: dict, shown: list) -> None:
+    assert [(kind, text) for kind, text, *_ in cells(line)] == shown
+
+
+def test_kept_cells_spell_the_committed_text() -> None:
+    for line in (PREFILL, REJECTION, ALL_KEPT, CUT):
+        kept = [text for kind, text, *_ in cells(line) if kind not in ("rejected", "ignored")]
+        assert "".join(kept) == line["text"] and len(kept) == len(line["tokens"])
+
+
+def test_in_a_forest_the_accepted_path_comes_first() -> None:
+    line = step(1, pieces=["b", "d", "X"], draft=("a", "b", "c", "d"), accepted=(1, 3), tested=4)
+    line |= {"parents": [-1, -1, 0, 1], "beta": [0.5, 0.5, None, 0.5], "kind": "bonus"}
+    assert [(kind, text) for kind, text, *_ in cells(line)] == [
+        ("accepted", "b"),
+        ("accepted", "d"),
+        ("rejected", "a"),
+        ("ignored", "c"),
+        ("bonus", "X"),
+    ]
+
+
+def test_a_point_mass_has_no_q() -> None:
+    line = REJECTION | {"q": None}
+    assert [cell[4] for cell in cells(line)] == [None] * 4
+    assert [cell[4] for cell in cells(REJECTION)] == [0.25, 0.25, 0.25, None]
+
+
+def whole(run: Run, lane: str = SPEC, lines: tuple = (PREFILL, REJECTION, ALL_KEPT)) -> Run:
+    run.absorb(lane, {"phase": "loading", "text": "loading the target"})
+    run.absorb(lane, header("ar" if lane == PLAIN else "draft"))
+    for line in lines:
+        run.absorb(lane, line)
+    run.absorb(lane, end())
+    return run
+
+
+def test_frames_from_any_index_join_to_all_records() -> None:
+    run = whole(Run())
+    run.finish()
+    records = json.loads(run.frame(0))["r"]
+    assert len(records) == 4 and "head" in records[0]
+    for at in range(5):
+        frame = json.loads(run.frame(at))
+        assert frame["at"] == at and frame["r"] == records[at:]
+
+
+def test_the_trace_holds_every_line_and_no_phase() -> None:
+    run = whole(Run())
+    run.finish()
+    assert [json.loads(line) for line in run.trace(SPEC).splitlines()] == [
+        header(),
+        PREFILL,
+        REJECTION,
+        ALL_KEPT,
+        end(),
+    ]
+    assert run.trace(PLAIN) is None
+
+
+def test_what_is_drawn_counts_the_same_as_the_trace() -> None:
+    run = whole(Run())
+    drawn = Counter(cell[0] for record in run.records if "c" in record for cell in record["c"])
+    m = run.lanes[SPEC].metrics.as_dict()
+    assert drawn["accepted"] == m["accepted"] == 3
+    assert drawn["accepted"] + drawn["rejected"] == m["tested"] == 4
+    assert drawn["accepted"] + drawn["rejected"] + drawn["ignored"] == m["drafted"] == 5
+    assert drawn["accepted"] + drawn["correction"] + drawn["bonus"] + drawn["plain"] == m["tokens"] == 6
+
+
+def test_phases_in_their_order() -> None:
+    run, seen = Run((SPEC, PLAIN)), []
+    for lane in run.plan:
+        for event in ({"phase": "loading", "text": "…"}, header(), PREFILL, end()):
+            run.absorb(lane, event)
+            seen.append(run.phase[0])
+    assert seen == ["loading", "prefill", "decoding", "decoding"] + ["loading", "prefill", "decoding", "done"]
+
+
+def test_a_run_that_is_cut_off_ends_its_trace_as_cancelled() -> None:
+    run = Run((SPEC, PLAIN))
+    for event in (header(), PREFILL, REJECTION):
+        run.absorb(SPEC, event)
+    run.finish()
+    last = json.loads(run.trace(SPEC).splitlines()[-1])
+    assert last["end"] == "cancelled" and last["metrics"]["tokens"] == 3
+    assert run.phase == ("stopped", "3 tokens") and run.trace(PLAIN) is None
+    before = run.trace(SPEC)
+    run.finish("too late")
+    assert run.trace(SPEC) == before and run.phase[0] == "stopped"
+
+
+@pytest.mark.parametrize("events", [(), (header(), PREFILL)])
+def test_a_failure_is_said_and_closes_the_trace(events: tuple) -> None:
+    run = Run()
+    for event in events:
+        run.absorb(SPEC, event)
+    run.finish("out of memory")
+    assert run.phase == ("failed", "out of memory") and json.loads(run.frame(0))["over"]
+    if events:
+        assert json.loads(run.trace(SPEC).splitlines()[-1])["error"] == "out of memory"
+
+
+def test_an_error_that_the_engine_reports_is_a_failure_too() -> None:
+    run = Run()
+    for event in (header(), PREFILL, end("error", "NaN in the logits")):
+        run.absorb(SPEC, event)
+    run.finish()
+    assert run.phase == ("failed", "NaN in the logits")
+
+
+def test_tiles_are_dashes_until_there_is_something_to_say() -> None:
+    empty = tiles(Run())
+    assert {value for value, _ in empty.values()} == {"–"}
+    shown = tiles(whole(Run()))
+    assert shown["acceptance"] == ("60 %", "3 of 5 drafted · α 0.75")
+    assert shown["tokens_per_pass"] == ("2.50", "2 target passes")
+    assert shown["tokens_per_second"][0] == "83.3"  # 5 tokens in 2 x 0.03 s
+    assert shown["ttft"][0] == "50 ms"
+    assert shown["memory"] == ("500 MB", "device – · KV 1 MB")
+    assert shown["speedup"][0] == "–"
+
+
+def plain_steps(seconds: float) -> tuple:
+    tokens = [0, 100, 101, 200, 201, 202]
+    return tuple(
+        step(i, pieces=["x"], tokens=[token], token=token, draft_s=0.0, verify_s=seconds)
+        for i, token in enumerate(tokens)
+    )
+
+
+def compared(seconds: float) -> Run:
+    run = whole(whole(Run((SPEC, PLAIN))), PLAIN, plain_steps(seconds))
+    run.finish()
+    return run
+
+
+def test_speed_up_is_the_ratio_of_the_two_measured_speeds() -> None:
+    run = compared(0.024)
+    assert speedup(run) == pytest.approx((5 / 0.06) / (1 / 0.024))
+    assert tiles(run)["speedup"][0] == "2.00×"
+    words = verdict(run)
+    assert words.startswith("Speculation was 2.00× as fast: 83.3 against 41.7 tokens per second.")
+    assert "won 2.50 tokens" in words and "as long as 1.25 plain steps" in words
+    assert words.endswith("Both runs wrote the same text.")
+
+
+def test_a_loss_is_called_a_loss() -> None:
+    words = verdict(compared(0.006))
+    assert words.startswith("Speculation lost: 0.50× the speed of plain decoding")
+    assert "try" in words
+
+
+def test_a_different_greedy_text_is_not_passed_over() -> None:
+    run = whole(whole(Run((SPEC, PLAIN))), PLAIN, plain_steps(0.01)[:3])
+    run.finish()
+    assert "The texts part at token 4" in verdict(run)
+
+
+def test_no_verdict_without_both_runs() -> None:
+    run = whole(Run((SPEC, PLAIN)))
+    run.finish()
+    assert speedup(run) is None and verdict(run) == ""
+
+
+def test_the_registry_is_bounded_and_drops_the_one_longest_unused() -> None:
+    runs = Runs(capacity=3)
+    first, second, third = (runs.new(f"visitor {i}", (SPEC,)) for i in range(3))
+    assert runs.get(first.id) is first
+    fourth = runs.new("visitor 3", (SPEC,))
+    assert len(runs) == 3 and runs.get(second.id) is None
+    assert all(runs.get(run.id) is run for run in (first, third, fourth))
+    assert len({run.id for run in (first, second, third, fourth)}) == 4
+
+
+@pytest.mark.parametrize("nonsense", [None, 7, [], {}, "no such run"])
+def test_nonsense_asked_of_the_registry_finds_nothing(nonsense: Any) -> None:
+    assert Runs().get(nonsense) is None
+
+
+def test_one_run_per_visitor_and_leaving_stops_it() -> None:
+    runs, stopped = Runs(), []
+    for name in ("a", "b"):
+        runs.new("one", (SPEC,)).stop = lambda name=name: stopped.append(name)
+    assert stopped == ["a"]
+    runs.leave("one")
+    runs.leave("one")
+    runs.leave("nobody")
+    assert stopped == ["a", "b"]

@@ -1,0 +1,217 @@
+"""Real architectures: greedy text equals transformers' own, and the cache equals no cache."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tiny import CONFIGS, CONTEXT, ForestDrafter, blurred, committed, run, tiny_model
+from transformers import MambaConfig, MambaForCausalLM, PreTrainedModel
+
+from specdemo.core.decode import Drafter, Plain
+from specdemo.core.errors import Refused
+from specdemo.core.gamma import Fixed
+from specdemo.core.metrics import Metrics
+from specdemo.core.rules import Target, rejection, top1
+from specdemo.core.sampling import Noise, Warp
+from specdemo.core.step import Draft
+from specdemo.drafters.model import ModelDrafter
+from specdemo.drafters.ngram import NGramDrafter
+from specdemo.models.cached import CachedModel
+
+GREEDY = Warp(temperature=0)
+NOISE = Noise(0, "unused when greedy")
+VOCAB = 61
+
+
+def prompts(kind: str) -> Iterator[tuple[list[int], int]]:
+    """Fifty prompts with lengths of text: one token, repetitive, up to the context's last position, the rest random."""
+    rng = random.Random(kind)
+    for i in range(50):
+        if i < 5:
+            yield [rng.randrange(VOCAB)], 12
+        elif i < 10:
+            length = rng.choice((CONTEXT - 1, CONTEXT - 2, CONTEXT - 9))
+            yield [rng.randrange(VOCAB) for _ in range(length)], CONTEXT - length
+        elif i < 20:
+            yield [rng.randrange(VOCAB) for _ in range(3)] * rng.randrange(2, 6), 16
+        else:
+            yield [rng.randrange(VOCAB) for _ in range(rng.randrange(2, 24))], rng.randrange(1, 20)
+
+
+def generated(model: PreTrainedModel, prompt: list[int], length: int) -> list[int]:
+    """The oracle: transformers' greedy search."""
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=length, pad_token_id=0
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_greedy_text_is_that_of_transformers(kind: str) -> None:
+    model = tiny_model(kind)
+    small = blurred(model, kind)
+    totals = {name: Metrics() for name in ("model", "n-grams", "forest", "top1")}
+    forests = "sliding" not in kind
+    for i, (prompt, length) in enumerate(prompts(kind)):
+        expected = generated(model, prompt, length)
+        for gamma in (1, 2, 4, 8):
+
+            def drafts() -> ModelDrafter:
+                return ModelDrafter(CachedModel(small).score, GREEDY, NOISE, VOCAB)
+
+            cases: dict[str, Drafter] = {"model": drafts()}
+            if gamma == (1, 2, 4, 8)[i % 4]:
+                cases |= {"n-grams": NGramDrafter(4, "multi", 3), "top1": drafts()}
+                if forests:
+                    cases["forest"] = ForestDrafter(drafts(), VOCAB, seed=i)
+            for name, drafter in cases.items():
+                rule = top1 if name == "top1" else rejection
+                judge = Target(CachedModel(model).score, GREEDY, rule, NOISE, NOISE, candidates=3)
+                steps = run(prompt, judge, drafter, Fixed(gamma), length)
+                assert committed(steps) == expected, (name, gamma, prompt)
+                for step in steps:
+                    totals[name].add(step)
+    for name, metrics in totals.items():
+        if name != "forest" or forests:
+            assert metrics.drafted > metrics.accepted > 0, name
+
+
+@pytest.mark.parametrize("kind", [kind for kind in CONFIGS if "sliding" not in kind])
+def test_forest_rows_equal_their_own_paths(kind: str) -> None:
+    """Each node's logits are those of its path fed alone, also after a path of the last forest was kept."""
+    model = tiny_model(kind)
+    cached = CachedModel(model)
+    rng = random.Random(0)
+    tokens = [5, 9, 5]
+    for _ in range(8):
+        size = rng.randrange(1, 7)
+        draft = Draft(tuple(rng.randrange(VOCAB) for _ in range(size)), tuple(rng.randrange(-1, i) for i in range(size)))
+        rows = cached.score(tokens, draft)
+        for node in range(-1, size):
+            path = tokens + [draft.tokens[i] for i in draft.path(node)]
+            alone = model(torch.tensor([path])).logits[0, -1]
+            assert torch.allclose(rows[node + 1], alone, rtol=1e-3, atol=1e-4)
+        tokens = tokens + [draft.tokens[i] for i in draft.path(size - 1)] + [rng.randrange(VOCAB)]
+
+
+def test_forests_on_a_sliding_window_are_refused_in_words() -> None:
+    cached = CachedModel(tiny_model("mistral-sliding"))
+    with pytest.raises(Refused, match="sliding window"):
+        cached.score([1, 2], Draft((3, 4), (-1, -1)))
+
+
+def test_recurrent_models_are_refused_in_words() -> None:
+    model = MambaForCausalLM(MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1, state_size=4))
+    with pytest.raises(Refused, match="cannot take back"):
+        CachedModel(model)
+
+
+class Counting:
+    """Counts the rows a model is fed."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.rows: list[int] = []
+        model.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def _count(self, module: object, args: object, kwargs: dict[str, torch.Tensor]) -> None:
+        self.rows.append(kwargs["input_ids"].shape[1])
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_the_cache_feeds_only_what_is_new(kind: str) -> None:
+    model = tiny_model(kind)
+    count, cached = Counting(model), CachedModel(model)
+    cached.score([1, 2, 3], Draft())
+    cached.score([1, 2, 3, 4], Draft.chain((5, 6)))  # drafts 5, 6
+    cached.score([1, 2, 3, 4, 5, 6, 7], Draft())  # all kept, 7 the bonus
+    cached.score([1, 2, 3, 4, 5, 8], Draft())  # 6 taken back
+    cached.score([1, 2, 3, 4, 5, 8], Draft())  # the same again: its last logits
+    cached.score([9], Draft())  # another text
+    assert count.rows == [3, 3, 1, 1, 1, 1]
+    assert cached.kv_bytes > 0
+
+
+def test_mutant_cache_that_forgets_to_roll_back() -> None:
+    """Keeping rejected positions changes the text, which the greedy test above would see."""
+
+    class Stale(CachedModel):
+        def _keep(self, tokens: list[int]) -> int:
+            kept = super()._keep(tokens)
+            extra = len(self._held) + len(self._draft) - kept if self._held else 0
+            if extra > 1:
+                for layer in self._layers:
+                    layer.length = kept + 1  # one rejected position survives
+            return kept
+
+    model = tiny_model("llama")
+    small = blurred(model, "llama", noise=0.3)
+    different = 0
+    for prompt, length in list(prompts("llama"))[20:35]:
+        drafter = ModelDrafter(CachedModel(small).score, GREEDY, NOISE, VOCAB)
+        judge = Target(Stale(model).score, GREEDY, rejection, NOISE, NOISE)
+        different += committed(run(prompt, judge, drafter, Fixed(4), length)) != generated(model, prompt, length)
+    assert different > 0
+
+
+def test_mutant_drafter_that_forgets_its_last_draft() -> None:
+    """After a full accept the drafter has not yet seen its last draft; if nobody feeds it, acceptance falls silently."""
+    model = tiny_model("llama")
+
+    def accepted(skip: bool) -> int:
+        cached = CachedModel(model)
+
+        class Forgetful:
+            def __init__(self) -> None:
+                self.seen: list[int] = []
+
+            def score(self, tokens: list[int], draft: Draft) -> torch.Tensor:
+                if skip and len(tokens) == len(self.seen) + 2:
+                    tokens = [*self.seen, tokens[-1]]  # the last draft never reaches the cache
+                self.seen = list(tokens)
+                return cached.score(tokens, draft)
+
+        drafter = ModelDrafter(Forgetful().score, GREEDY, NOISE, VOCAB)
+        judge = Target(CachedModel(model).score, GREEDY, rejection, NOISE, NOISE)
+        return sum(len(step.verdict.accepted) for step in run([3, 1, 4], judge, drafter, Fixed(3), 24))
+
+    assert accepted(skip=True) < accepted(skip=False)
+
+
+def test_a_pass_that_broke_leaves_a_usable_cache() -> None:
+    model = tiny_model("llama")
+    cached = CachedModel(model)
+    expected = cached.score([1, 2, 3, 4], Draft())
+    hook = model.model.layers[1].register_forward_pre_hook(lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cached.score([1, 2, 3, 4, 5, 6], Draft())
+    hook.remove()
+    assert torch.allclose(cached.score([1, 2, 3, 4], Draft()), expected, atol=1e-5)
+
+
+def test_padded_vocabularies_of_one_tokenizer() -> None:
+    """A drafter with more or fewer ids than the target never proposes one the target lacks, and stays exact."""
+    target = tiny_model("llama")
+    for width in (VOCAB - 8, VOCAB + 8):
+        small = tiny_model("llama", seed=3)
+        small.resize_token_embeddings(width, mean_resizing=False)
+        small.lm_head.weight[VOCAB:] += 5.0  # the extra ids would win if they were let
+        drafted: list[int] = []
+        for prompt in ([7, 8, 9], [1], [20, 30], [40, 2, 3]):
+            drafter = ModelDrafter(CachedModel(small).score, GREEDY, NOISE, VOCAB, width)
+            judge = Target(CachedModel(target).score, GREEDY, rejection, NOISE, NOISE)
+            steps = run(prompt, judge, drafter, Fixed(4), 16)
+            assert committed(steps) == generated(target, prompt, 16)
+            drafted += [token for step in steps for token in step.draft.tokens]
+        assert drafted and max(drafted) < min(width, VOCAB)
+
+
+def test_plain_decoding_is_the_same_loop() -> None:
+    model = tiny_model("qwen3")
+    judge = Target(CachedModel(model).score, GREEDY, rejection, NOISE, NOISE)
+    steps = run([1, 2], judge, Plain(), Fixed(4), 10)
+    assert committed(steps) == generated(model, [1, 2], 10)
+    assert {step.kind for step in steps} == {"plain"}

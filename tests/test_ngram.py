@@ -1,0 +1,115 @@
+"""NASD's store and drafter."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from specdemo.core.errors import Refused
+from specdemo.core.step import Draft, Step, Verdict
+from specdemo.drafters.ngram import NGramDrafter, NGramStore
+
+
+def upto(n: int):
+    return lambda drafted, logits: drafted < n
+
+
+def propose(tokens: list[int], n: int = 4, levels: str = "multi", gamma: int = 5, **more: int) -> tuple[int, ...]:
+    return NGramDrafter(n, levels, **more).propose(tokens, upto(gamma)).tokens
+
+
+def test_repetition_is_continued() -> None:
+    assert propose([1, 2, 3, 4, 1, 2, 3]) == (4, 1, 2, 3, 4)
+
+
+def test_an_unknown_context_proposes_nothing() -> None:
+    assert propose([1, 2, 3, 4]) == ()
+    assert propose([1]) == ()
+
+
+def test_backoff_finds_what_one_level_misses() -> None:
+    tokens = [1, 2, 3, 9, 9, 2]  # "x x 2" was never seen, "2" was
+    assert propose(tokens, gamma=1) == (3,)
+    assert propose(tokens, levels="one", gamma=1) == ()
+
+
+def test_the_longest_match_wins() -> None:
+    tokens = [5, 2, 7, 6, 2, 8, 6, 2, 8, 5, 2]  # 8 follows 2 twice, but 7 followed (5, 2)
+    assert propose(tokens, gamma=1) == (7,)
+    assert propose(tokens, n=2, gamma=1) == (8,)
+
+
+def test_more_often_wins_and_ties_go_to_the_latest() -> None:
+    assert propose([1, 5, 1, 6, 1], n=2, gamma=1) == (6,)
+    assert propose([1, 5, 1, 5, 1, 6, 1], n=2, gamma=1) == (5,)
+
+
+@pytest.mark.parametrize("levels", ["multi", "one"])
+def test_predictions_equal_counting_from_scratch(levels: str) -> None:
+    """An independent count over the whole history, after every token."""
+    rng = random.Random(3)
+    text = [rng.randrange(3) for _ in range(150)]
+    drafter = NGramDrafter(4, levels)
+    lengths = (3, 2, 1) if levels == "multi" else (3,)
+    known = 0
+    for end in range(1, len(text)):
+        tokens = text[:end]
+        expected = None
+        for length in lengths:
+            seen = [i for i in range(length, end) if tokens[i - length : i] == tokens[end - length :]]
+            if length <= end and seen:
+                counts = Counter(tokens[i] for i in seen)
+                latest = {tokens[i]: i for i in seen}
+                expected = max(counts, key=lambda token: (counts[token], latest[token]))
+                break
+        drafted = drafter.propose(tokens, upto(1)).tokens
+        assert drafted == (() if expected is None else (expected,))
+        known += expected is not None
+    assert known > 100
+
+
+def step(tokens: tuple[int, ...], choices: tuple[tuple[int, ...], ...]) -> Step:
+    return Step(0, tokens, Draft(), Verdict((), tokens[-1], choices=choices), 0, 0, 0, 0, 0)
+
+
+def test_filler_proposes_runners_up_but_never_outweighs_what_was_emitted() -> None:
+    drafter = NGramDrafter(2, filler_top_k=3)
+    drafter.propose([1], upto(1))
+    drafter.observe(step((4,), ((4, 5, 6),)))  # after 1 came 4; 5 and 6 were next best
+    assert drafter.propose([1, 4], upto(1)).tokens == ()
+    drafter.observe(step((1,), ((7, 1, 8),)))  # after 4 came 1, though 7 was the first choice
+    assert drafter.propose([1, 4, 1], upto(2)).tokens == (4, 1)
+    for _ in range(50):
+        drafter.store.add([1], 5, seen=0.0, filler=1.0)
+    assert drafter.propose([1, 4, 1], upto(1)).tokens == (4,)
+
+
+def test_filler_fills_contexts_that_the_text_never_continued() -> None:
+    drafter = NGramDrafter(3, filler_top_k=2)
+    drafter.propose([1, 2], upto(1))
+    verdict = Verdict((0,), 6, choices=((3, 4), (6, 7)))
+    drafter.observe(Step(1, (3, 6), Draft.chain((3,)), verdict, 1, 0, 0, 0, 0))
+    assert drafter.propose([1, 2, 3, 6], upto(1)).tokens == ()
+    assert drafter.store.predict([2, 3]) == 6
+    napd = NGramDrafter(3, filler_top_k=1)
+    napd.observe(Step(1, (3, 6), Draft.chain((3,)), verdict, 1, 0, 0, 0, 0))
+    napd.propose([1, 2, 3, 6], upto(1))
+    assert len(napd.store) < len(drafter.store)
+
+
+def test_a_store_kept_from_an_earlier_text_drafts_at_once() -> None:
+    first = NGramDrafter(3)
+    first.propose([1, 2, 3, 4, 5], upto(0))
+    assert NGramDrafter(3, store=first.store).propose([2, 3], upto(2)).tokens == (4, 5)
+    assert NGramDrafter(3).propose([2, 3], upto(2)).tokens == ()
+
+
+def test_n_below_two_is_refused() -> None:
+    with pytest.raises(Refused, match="at least 2"):
+        NGramDrafter(1)
+
+
+def test_longer_contexts_first() -> None:
+    assert NGramStore([1, 3, 2]).lengths == [3, 2, 1]

@@ -1,0 +1,78 @@
+"""Laws against transformers' own logits processors, and draws against their law."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from transformers import (
+    LogitsProcessorList,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from specdemo.core.errors import Refused
+from specdemo.core.sampling import Noise, Warp
+
+VOCAB = 50
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "penalty", "words"),
+    list(itertools.product((0.5, 1.0, 1.7), (0, 5), (0.6, 1.0), (1.0, 1.3), ((), ((3,), (1, 2))))),
+)
+def test_laws_equal_those_of_transformers(
+    temperature: float, top_k: int, top_p: float, penalty: float, words: tuple[tuple[int, ...], ...]
+) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(4, VOCAB) * 3
+    paths = [[1], [5, 1], [2, 2, 9, 30], list(range(20))]
+    oracle = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(penalty)])
+    if words:
+        oracle.append(NoBadWordsLogitsProcessor([list(word) for word in words]))
+    oracle.append(TemperatureLogitsWarper(temperature))
+    if top_k:
+        oracle.append(TopKLogitsWarper(top_k))
+    if top_p < 1:
+        oracle.append(TopPLogitsWarper(top_p))
+    before = logits.clone()
+    laws = Warp(temperature, top_k, top_p, penalty, words)(logits, paths)
+    assert torch.equal(logits, before)  # nothing is edited in place
+    for row, path, law in zip(logits, paths, laws, strict=True):
+        expected = oracle(torch.tensor([path]), row[None].clone())[0].softmax(-1)
+        assert torch.allclose(law, expected, atol=1e-6)
+
+
+def test_temperature_zero_is_a_point_mass() -> None:
+    law = Warp(temperature=0)(torch.tensor([[0.1, 3.0, 2.9]]), [[0]])
+    assert law.tolist() == [[0.0, 1.0, 0.0]]
+
+
+def test_bad_words_that_ban_everything_are_refused() -> None:
+    with pytest.raises(Refused, match="ban fewer"):
+        Warp(bad_words=((0,), (1,)))(torch.zeros(1, 2), [[0]])
+
+
+def test_draws_follow_their_law() -> None:
+    """20,000 draws; by chance alone one seed in 10^5 would exceed 26 (3 degrees of freedom), and the seed is fixed."""
+    law = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0])
+    noise, n = Noise(7, "draw"), 20_000
+    counts = torch.bincount(torch.tensor([noise.draw(law) for _ in range(n)]), minlength=5)
+    assert counts[4] == 0
+    assert float(((counts[:4] - n * law[:4]) ** 2 / (n * law[:4])).sum()) < 26
+
+
+def test_noise_repeats_from_its_seed_and_differs_by_stream() -> None:
+    law = torch.full((100,), 0.01)
+
+    def series(seed: int, stream: str) -> list[object]:
+        noise = Noise(seed, stream)
+        return [value for _ in range(5) for value in (noise.test(0.5), noise.draw(law))]
+
+    assert series(1, "accept") == series(1, "accept")
+    assert series(1, "accept") != series(2, "accept")
+    assert series(1, "accept") != series(1, "correct")
