@@ -1,4 +1,4 @@
-"""The terminal: ``python -m specdemo run PROMPT``."""
+"""The terminal: ``python -m specdemo run PROMPT``, ``python -m specdemo bench``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
+from specdemo import bench
 from specdemo.core.errors import Refused
 from specdemo.core.metrics import Metrics
 from specdemo.generate import Record, ending, generate
@@ -75,21 +76,28 @@ def parser() -> Parser:
     out.add_argument("--json", action="store_true", help="the trace on standard output, nothing else")
     out.add_argument("--steps", action="store_true", help="each round in words instead of the text")
     run.add_argument("--trace", type=Path, metavar="FILE", help="also write the trace to a file")
+    race = commands.add_parser("bench", help="recipes x prompts against plain decoding, paired and alternating")
+    race.add_argument("--pair", help=f"a ready pair: {names(PAIRS)} (default: bundled)")
+    race.add_argument("--target", metavar="M", help="Hugging Face id or local directory")
+    race.add_argument("--drafter", metavar="M", help="Hugging Face id or local directory")
+    race.add_argument("--method", nargs="+", default=["draft", "nasd"], help=names(METHODS))
+    race.add_argument("--gamma", nargs="+", type=int, default=[2, 3, 4], help="draft lengths")
+    race.add_argument("--temperature", nargs="+", type=float, default=[0.0])
+    race.add_argument("--kind", nargs="+", default=[], help="classes of prompts (default: all)")
+    race.add_argument("--max-tokens", type=int, default=128)
+    race.add_argument("--dtype", help=names(DTYPES))
+    race.add_argument("--device", help="auto, cpu, cuda, cuda:N or mps")
+    race.add_argument("--output", type=Path, metavar="FILE", help="also write the table to a Markdown file")
     return top
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; the exit code: 0, 1 for a run that failed, 2 for bad input, 130 for Ctrl-C."""
     options = parser().parse_args(arguments)
-    given = vars(options)
     try:
-        recipe = Recipe(
-            **{
-                f.name: tuple(value) if isinstance(value, list) else value
-                for f in fields(Recipe)
-                if (value := given.get(f.name)) is not None
-            }
-        )
+        if options.command == "bench":
+            return _bench(options)
+        recipe = Recipe(**_given(options))
         prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
         with _open(options.trace) as trace:
             return _run(generate(recipe, prompt, Shelf()), options, trace)
@@ -99,6 +107,39 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # whoever was reading has had enough
         sys.stderr.close()
         return 0
+
+
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    """The options that were given, by the recipe's names."""
+    values = {field.name: getattr(options, field.name, None) for field in fields(Recipe)}
+    return {
+        name: tuple(value) if isinstance(value, list) else value for name, value in values.items() if value is not None
+    }
+
+
+def _bench(options: argparse.Namespace) -> int:
+    common = _given(options)
+    recipes = []
+    for temperature in options.temperature:
+        varied = [{"method": "ar"}] + [
+            {"method": method, "gamma": gamma} for method in options.method if method != "ar" for gamma in options.gamma
+        ]
+        recipes += [Recipe(**{**common, **one, "temperature": temperature}) for one in varied]
+    prompts = bench.load_prompts(kinds=options.kind)
+    records = []
+    for record in bench.measure(recipes, prompts, Shelf()):
+        records.append(record)
+        print(f"\r{len(records)} of {len(prompts)} prompts", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    rows = bench.table(recipes, records)
+    print(bench.markdown(rows))
+    for row in rows:
+        if row.slower:
+            print(f"slower than plain: {row.recipe} on {', '.join(row.slower)}")
+    print(bench.as_json(rows))
+    if options.output:
+        options.output.write_text(bench.markdown(rows) + "\n", encoding="utf-8")
+    return 0
 
 
 def _open(path: Path | None) -> AbstractContextManager[TextIO | None]:

@@ -43,7 +43,12 @@ class Script:
     def judge(self, tokens: Sequence[int], draft: Draft) -> Verdict:
         n = len(draft)
         return Verdict(
-            tuple(range(n)), self.text[len(tokens) - self.prompt + n], (1.0,) * n, (0.5,) * n, (1.0,) * n, ((0,),) * (n + 1)
+            tuple(range(n)),
+            self.text[len(tokens) - self.prompt + n],
+            (1.0,) * n,
+            (0.5,) * n,
+            (1.0,) * n,
+            ((0,),) * (n + 1),
         )
 
 
@@ -121,9 +126,19 @@ def test_metrics_by_hand() -> None:
     """Two rounds told in numbers: accepted 2 of 3, then 0 of 2 of which one was never tested."""
     prefill = Step(0, (9,), Draft(), Verdict((), 9), 0, 0.0, 0.5, 0.0, t=0.6)
     first = Step(
-        1, (1, 2, 7), Draft.chain((1, 2, 3)), Verdict((0, 1), 7, (0.9, 0.8, 0.1), (0.1, 0.2, 0.9), (0.9, 0.8, 0.1)), 3, 0.1, 0.2, 0.1, t=1.0
+        1,
+        (1, 2, 7),
+        Draft.chain((1, 2, 3)),
+        Verdict((0, 1), 7, (0.9, 0.8, 0.1), (0.1, 0.2, 0.9), (0.9, 0.8, 0.1)),
+        3,
+        0.1,
+        0.2,
+        0.1,
+        t=1.0,
     )
-    second = Step(2, (8,), Draft.chain((5, 6)), Verdict((), 8, (0.2, 0.3), (0.7, None), (0.2, None)), 3, 0.1, 0.2, 0.1, t=2.0)
+    second = Step(
+        2, (8,), Draft.chain((5, 6)), Verdict((), 8, (0.2, 0.3), (0.7, None), (0.2, None)), 3, 0.1, 0.2, 0.1, t=2.0
+    )
     metrics = Metrics()
     for step in (prefill, first, second):
         metrics.add(step)

@@ -89,7 +89,9 @@ def test_forest_rows_equal_their_own_paths(kind: str) -> None:
     tokens = [5, 9, 5]
     for _ in range(8):
         size = rng.randrange(1, 7)
-        draft = Draft(tuple(rng.randrange(VOCAB) for _ in range(size)), tuple(rng.randrange(-1, i) for i in range(size)))
+        draft = Draft(
+            tuple(rng.randrange(VOCAB) for _ in range(size)), tuple(rng.randrange(-1, i) for i in range(size))
+        )
         rows = cached.score(tokens, draft)
         for node in range(-1, size):
             path = tokens + [draft.tokens[i] for i in draft.path(node)]
@@ -158,7 +160,7 @@ def test_mutant_cache_that_forgets_to_roll_back() -> None:
 
 
 def test_mutant_drafter_that_forgets_its_last_draft() -> None:
-    """After a full accept the drafter has not yet seen its last draft; if nobody feeds it, acceptance falls silently."""
+    """After a full accept the drafter has not seen its last draft; if nobody feeds it, acceptance falls silently."""
     model = tiny_model("llama")
 
     def accepted(skip: bool) -> int:

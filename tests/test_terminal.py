@@ -51,7 +51,9 @@ def test_json_is_the_trace(models: dict[str, str], method: str, capsys: pytest.C
     assert (end["metrics"]["drafted"] > 0) == (method == "draft") or method == "nasd"
 
 
-def test_coloured_text_loses_no_character(models: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_coloured_text_loses_no_character(
+    models: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     trace = tmp_path / "trace.jsonl"
     assert main(["run", PROMPT, *pair(models), "--trace", str(trace)]) == 0
     shown = capsys.readouterr().out
@@ -129,7 +131,9 @@ def test_bad_input_gets_one_sentence(case: str, models: dict[str, str], capsys: 
     assert all(line.endswith("...") for line in error[:-1])  # nothing before it but "loading ..."
 
 
-def test_names_and_models_that_do_not_fit(models: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_names_and_models_that_do_not_fit(
+    models: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     target, stranger = models["target"], models["stranger"]
     for arguments, sentence in (
         (["--pair", "magic"], "unknown pair 'magic': known are bundled"),
@@ -143,7 +147,9 @@ def test_names_and_models_that_do_not_fit(models: dict[str, str], capsys: pytest
         assert sentence in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_ctrl_c_ends_the_trace(models: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_ends_the_trace(
+    models: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from specdemo import __main__
 
     real = __main__.generate

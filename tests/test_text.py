@@ -25,7 +25,9 @@ def whole(tokenizer: PreTrainedTokenizerFast, context: list[int], tokens: list[i
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_pieces_of_real_text_join_up(name: str) -> None:
     tokenizer = TOKENIZERS[name]()
-    text = "".join(TEXTS) + " trailing  spaces \n\n\t tabs, emoji \U0001f468\u200d\U0001f469\u200d\U0001f467 and e\u0301"
+    text = (
+        "".join(TEXTS) + " trailing  spaces \n\n\t tabs, emoji \U0001f468\u200d\U0001f469\u200d\U0001f467 and e\u0301"
+    )
     tokens = tokenizer.encode(text, add_special_tokens=False)
     for cut in (0, 1, 7, len(tokens) // 2):
         context, rest = tokens[:cut], tokens[cut:]

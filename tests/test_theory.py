@@ -8,7 +8,8 @@ from specdemo.core.theory import best_gamma, expected_tokens, walltime_improveme
 
 
 @pytest.mark.parametrize(
-    ("alpha", "gamma", "speed"), [(0.6, 2, 1.96), (0.7, 3, 2.53), (0.8, 2, 2.44), (0.8, 5, 3.69), (0.9, 2, 2.71), (0.9, 10, 6.86)]
+    ("alpha", "gamma", "speed"),
+    [(0.6, 2, 1.96), (0.7, 3, 2.53), (0.8, 2, 2.44), (0.8, 5, 3.69), (0.9, 2, 2.71), (0.9, 10, 6.86)],
 )
 def test_leviathan_table_1(alpha: float, gamma: int, speed: float) -> None:
     assert walltime_improvement(alpha, gamma, c=0) == pytest.approx(speed, abs=0.005)

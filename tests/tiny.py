@@ -216,7 +216,8 @@ def blurred(model: PreTrainedModel, kind: str, noise: float = 0.03, seed: int = 
 
 
 TEXTS = [
-    "def add(a, b):\n    return a + b\n\n\nclass Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n",
+    "def add(a, b):\n    return a + b\n\n\n"
+    "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n",
     "for i in range(10):\n    print(i, 'naïve café', '東京', '🙂🙃')\n",
 ]
 

@@ -132,7 +132,9 @@ class Rule:
 RULES = {
     "rejection": Rule(rejection, "accept with min(1, p/q), correct from the residual: exact", lambda warp: True),
     "top1": Rule(
-        top1, "accept the target's first choice only: exact at temperature 0, lossy above", lambda warp: warp.temperature == 0
+        top1,
+        "accept the target's first choice only: exact at temperature 0, lossy above",
+        lambda warp: warp.temperature == 0,
     ),
 }
 
@@ -156,9 +158,7 @@ class Target:
         """One pass of the target over `tokens` and `draft`, and the rule's verdict."""
         logits = self._score(tokens, draft)  # [n + 1, vocab]
         nodes = range(-1, len(draft)) if self._warp.needs_paths else ()
-        logits = self._warp.adjust(
-            logits, [[*tokens, *(draft.tokens[i] for i in draft.path(node))] for node in nodes]
-        )
+        logits = self._warp.adjust(logits, [[*tokens, *(draft.tokens[i] for i in draft.path(node))] for node in nodes])
         p = self._warp.law(logits)
         verdict = self._rule(draft, p, self._accept, self._correct)
         choices = logits.topk(self._candidates).indices.tolist()

@@ -75,9 +75,7 @@ class Verdict:
         def shown(values: tuple[float | None, ...]) -> tuple[float | None, ...]:
             return tuple(v if len(draft.path(i)) <= keep else None for i, v in enumerate(values))
 
-        return replace(
-            self, accepted=self.accepted[:keep], token=None, draw=shown(self.draw), beta=shown(self.beta)
-        )
+        return replace(self, accepted=self.accepted[:keep], token=None, draw=shown(self.draw), beta=shown(self.beta))
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,9 @@ class NGramDrafter:
     Give an earlier `store` to keep what former generations taught.
     """
 
-    def __init__(self, n: int = 3, levels: str = "multi", filler_top_k: int = 1, store: NGramStore | None = None) -> None:
+    def __init__(
+        self, n: int = 3, levels: str = "multi", filler_top_k: int = 1, store: NGramStore | None = None
+    ) -> None:
         if n < 2:
             raise Refused(f"an n-gram needs n of at least 2, not {n}")
         lengths = range(1, n) if levels == "multi" else (n - 1,)

@@ -36,7 +36,9 @@ class Slots(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Append `[1, heads, n, dim]` states; views of all states so far."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

@@ -126,7 +126,9 @@ def _config(name: str) -> PretrainedConfig:
     """The model's configuration, which is small: most of what can be wrong shows here, before any weights."""
     path = Path(name).expanduser()
     if path.is_dir() and not (path / "config.json").exists():
-        raise Refused(f"{name} is a directory but not a model (it has no config.json): give one saved by save_pretrained")
+        raise Refused(
+            f"{name} is a directory but not a model (it has no config.json): give one saved by save_pretrained"
+        )
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except HFValidationError:
@@ -137,10 +139,12 @@ def _config(name: str) -> PretrainedConfig:
             f"({_first_line(error)})"
         ) from error
     except ValueError as error:
-        raise Refused(f"{name} is a kind of model that this transformers does not know: {_first_line(error)}") from error
+        raise Refused(
+            f"{name} is a kind of model that this transformers does not know: {_first_line(error)}"
+        ) from error
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise Refused(
-            f"{name} is not a causal language model ({config.model_type}): choose one that continues text from left to right"
+            f"{name} is not a causal language model ({config.model_type}): choose one that continues text"
         )
     return config
 

@@ -20,7 +20,14 @@ END = "<|endoftext|>"
 VOCABULARY = 4096
 LARGEST_FILE = 400_000
 # Generated tables and data in disguise: they teach a code model nothing and would dominate its vocabulary.
-GENERATED = ("encodings/", "lib2to3/tests/data/", "pydoc_data/", "test/encoded_modules/", "idlelib/Icons/", "__pycache__/")
+GENERATED = (
+    "encodings/",
+    "lib2to3/tests/data/",
+    "pydoc_data/",
+    "test/encoded_modules/",
+    "idlelib/Icons/",
+    "__pycache__/",
+)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ function take(frame) {
   if (frame.run !== run) reset(frame.run, frame.plan);
   heard = performance.now();
   if (stopWanted) { stopWanted = false; server.stop_run(run); }
-  
+  if (frame.at > have) return catchUp();
   const fresh = frame.r.slice(have - frame.at);
   have += fresh.length;
   pending.push(...fresh);
