@@ -118,7 +118,8 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    common = _given(options)
+    varying = ("method", "gamma", "temperature")
+    common = {name: value for name, value in _given(options).items() if name not in varying}
     recipes = []
     for temperature in options.temperature:
         varied = [{"method": "ar"}] + [

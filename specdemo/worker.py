@@ -129,7 +129,7 @@ class Worker:
     def _advance(self, stream: Stream) -> bool:
         """One step of one job; whether there may be another. What the job raises stays in its own stream."""
         try:
-            if False:
+            if stream.stopping:
                 close = getattr(stream._steps, "close", None)
                 if close is not None:
                     close()

@@ -24,7 +24,7 @@ HILL = (
 MAY = {room: set().union(*HILL[:level]) for level, rooms in enumerate(HILL) for room in rooms}
 MAY["drafters"] = {"core"}
 MAY["models"] = {"core"}
-MAY["train"] = {"core", "models"}  # and nobody imports train: it stands in no line above
+MAY["train"] = MAY["bench"]  # it measures what it made; and nobody imports it: it stands in no line above
 
 # What is heavy or fast-moving stays behind one door.
 DOORS = {
@@ -166,8 +166,8 @@ def test_a_good_house_passes():
         ("specdemo/ui/page.py", "import app", "specdemo/ui/page.py: imports app"),
         (
             "specdemo/train/__main__.py",
-            "from specdemo.recipe import build",
-            "specdemo/train/__main__.py: imports specdemo.recipe",
+            "from specdemo.ui.page import build",
+            "specdemo/train/__main__.py: imports specdemo.ui.page",
         ),
         ("app.py", "import bitsandbytes", "app.py: imports bitsandbytes"),
         ("specdemo/helpers.py", "", "specdemo/helpers.py: the room 'helpers' is not in the table"),

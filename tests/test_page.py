@@ -28,7 +28,7 @@ from specdemo.models.pairs import PAIRS
 from specdemo.recipe import Recipe
 from specdemo.ui.page import build, launch_options
 
-PATIENCE = 8.0
+PATIENCE = 30.0
 ARGS = [
     "--no-sandbox",
     "--disable-gpu",
@@ -461,6 +461,15 @@ def test_the_api_streams_the_trace(served: Any) -> None:
         client.predict(CODE, gamma=0, api_name="/generate")
     with pytest.raises(Exception, match="prompt is empty"):
         client.predict("", api_name="/generate")
+
+
+def test_a_client_that_goes_away_frees_the_worker(served: Any, scripts: Scripts) -> None:
+    scripts.reset()
+    client = gradio_client.Client(served.url, verbose=False)
+    job = client.submit("endless", api_name="/generate")
+    assert "specdemo" in json.loads(next(job))
+    assert job.cancel()
+    assert scripts.closed.wait(PATIENCE) and scripts.closed_in == "device"
 
 
 def test_the_page_begins_with_a_known_pair() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from specdemo.train import corpus, objectives
+from specdemo.train import card, corpus, objectives
 from specdemo.train.fit import Schedule, fit
 
 
@@ -39,7 +39,7 @@ PRESETS = {
     "cpu": Preset(
         target=Shape(8, 256, 704, 4, 2),
         drafter=Shape(1, 192, 576, 3, 1),
-        target_schedule=Schedule(steps=3200),
+        target_schedule=Schedule(steps=2000),
         drafter_schedule=Schedule(steps=1600, long_part=0.1),
     ),
     "gpu": Preset(
@@ -84,10 +84,10 @@ def save(model: LlamaForCausalLM, folder: Path) -> None:
 
 
 def main() -> None:
-    """Corpus, target, drafter; each stage goes on where an earlier run stopped."""
+    """Corpus, target, drafter, card; training goes on where an earlier run stopped."""
     parser = argparse.ArgumentParser(prog="python -m specdemo.train", description=__doc__)
     parser.add_argument("--preset", choices=PRESETS, default="cpu")
-    parser.add_argument("--stage", choices=("target", "drafter", "all"), default="all")
+    parser.add_argument("--stage", choices=("target", "drafter", "card", "all"), default="all")
     parser.add_argument("--out", type=Path, default=Path("assets/pair"))
     parser.add_argument("--work", type=Path, default=Path("build/train"), help="checkpoints, to resume from")
     parser.add_argument("--steps", type=int, help="override the preset's number of steps")
@@ -136,6 +136,8 @@ def main() -> None:
         )
         print(f"drafter: mean sum min(p, q) = {alpha:.4f}, first choices agree {check()[1]:.4f}")
         save(drafter, options.out / "drafter")
+    if options.stage in ("card", "all"):
+        print(card.write(options.out, text, f"python -m specdemo.train --preset {options.preset}"))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from specdemo.generate import generate
 from specdemo.models.load import Shelf
 from specdemo.models.pairs import ASSETS, PAIRS
 from specdemo.recipe import METHODS, QUANTIZATIONS, RULES, Recipe
-from specdemo.ui.frames import PLAIN, SPEC, Runs
+from specdemo.ui.frames import PLAIN, SPEC, Run, Runs
 from specdemo.worker import Stream, Worker, WorkerBusy
 
 HERE = Path(__file__).parent
@@ -80,6 +80,11 @@ def reason(error: BaseException) -> str:
         return str(error)
     log.error("a run failed", exc_info=error)
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def toast(title: str, run: Run) -> None:
+    """Say what the status line says where it cannot be missed. gradio takes toasts for markup, visitors write text."""
+    gr.Warning(html.escape(run.phase[1]), title=title)
 
 
 def recipe_of(settings: dict[str, Any], device: str) -> Recipe:
@@ -259,7 +264,7 @@ def build(
             stream = start(lanes, prompt)
         except (Refused, WorkerBusy) as error:
             run.finish(reason(error))
-            gr.Warning(html.escape(reason(error)), title="Not run")
+            toast("Not run", run)
             yield run.frame(0)
             return
         run.stop = stream.stop
@@ -278,7 +283,7 @@ def build(
                         shown = now
             run.finish(reason(stream.error) if stream.error else None)
             if run.phase[0] == "failed":
-                gr.Warning(html.escape(run.phase[1]), title="The run failed")
+                toast("The run failed", run)
             yield run.frame(len(run.records))
         finally:
             run.finish()  # a tab that has gone leaves its run unfinished
