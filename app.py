@@ -80,7 +80,10 @@ def main(argv: list[str] | None = None) -> int:
         **launch_options(),
     )
     print(f"specdemo is ready: {public or local}  (Ctrl+C ends it)", flush=True)
-    page.block_thread()
+    try:
+        page.block_thread()
+    finally:
+        page.worker.close()
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The page in a real browser, served by the real program; two servers' worth of behaviour from one.
+"""The page in a real browser, served by the real program.
 
 A prompt that names a script below is decoded by that script, under the test's control; any other prompt is decoded by
 the real engine. Every wait is for a condition; `PATIENCE` only says when a wait counts as a failure.
@@ -29,6 +29,7 @@ from specdemo.recipe import Recipe
 from specdemo.ui.page import build, launch_options
 
 PATIENCE = 30.0
+SOON = 5.0  # a second on a machine that has one to spare
 ARGS = [
     "--no-sandbox",
     "--disable-gpu",
@@ -203,8 +204,8 @@ def test_a_real_run_streams_and_what_is_shown_equals_the_trace(tab: Any) -> None
         new MutationObserver(look).observe(lane, {childList: true});
     }""")
     page.locator("#compare input").check()
-    run(page, CODE, tokens=200)
-    status(page, "done: 200 tokens")
+    run(page, CODE, tokens=120)
+    status(page, "done: 120 tokens")
     trace, plain = saved(page), saved(page, "ar")
     assert drawn(page) == counted(trace) and drawn(page, "ar") == counted(plain)
     assert set(drawn(page)) >= {"accepted", "correction", "plain"} and set(drawn(page, "ar")) == {"plain"}
@@ -238,12 +239,28 @@ def test_the_other_methods_run_on_the_page(tab: Any, method: str) -> None:
     expect(page.locator(f"#lane-{lane}")).to_be_visible()
 
 
+def test_a_lossy_rule_wears_a_badge(tab: Any) -> None:
+    page = tab()
+    page.get_by_role("button", name="Rule").click()
+    page.locator("#rule input").click()
+    page.get_by_role("option", name="top1").click()
+    badge = page.locator("[data-lane=spec] .badge")
+    for temperature, word in (("0.8", "lossy"), ("0", "exact")):
+        page.locator("#temperature input[type=number]").fill(temperature)
+        page.locator("#temperature input[type=number]").blur()
+        run(page, CODE, tokens=8)
+        status(page, "done")
+        expect(badge).to_have_text(word)
+        trace = saved(page)
+        assert trace[0]["exact"] == (word == "exact") and drawn(page) == counted(trace)
+
+
 def test_stop_stops_the_worker_and_keeps_all_that_was_done(tab: Any, scripts: Scripts, served: Any) -> None:
     page = tab()
     run(page, "endless")
     spans(page, 20)
     page.locator("#stop").click()
-    assert scripts.closed.wait(1.0)  # within a second the generator has been closed
+    assert scripts.closed.wait(SOON)  # the generator itself, not only its printing
     assert scripts.closed_in == "device"
     steps = scripts.steps
     status(page, "stopped")
@@ -259,7 +276,7 @@ def test_stop_frees_the_worker_of_a_real_run(tab: Any, scripts: Scripts, served:
     run(page, CODE, tokens=1024)
     spans(page, 10)
     page.keyboard.press("Escape")
-    assert scripts.closed.wait(1.0)
+    assert scripts.closed.wait(SOON)
     status(page, "stopped")
     assert served.worker.active == 0
     trace = saved(page)
@@ -409,6 +426,9 @@ def test_keyboard_alone_is_enough(tab: Any, scripts: Scripts) -> None:
     page.keyboard.press("Control+Enter")
     spans(page, 12)
     expect(page.locator("#run")).to_have_attribute("aria-disabled", "true")
+    page.locator("#compare input").check()
+    page.locator("#compare input").press("Control+Enter")  # already running, and no way to flip a box
+    expect(page.locator("#compare input")).to_be_checked()
     page.keyboard.press("Escape")
     status(page, "stopped")
     assert scripts.closed.is_set()

@@ -71,7 +71,7 @@ class Metrics:
         def ratio(part: float, whole: float) -> float | None:
             return part / whole if whole else None
 
-        passes = self.steps - 1  # the prefill has no round to win
+        passes = max(self.steps - 1, 0)  # the prefill has no round to win
         return {
             "tokens": self.tokens,
             "steps": self.steps,

@@ -36,18 +36,23 @@ class ModelDrafter:
         """Ask before drawing, so that stopping never depends on the token drawn."""
         if self._own_size < self._vocab_size and max(tokens) >= self._own_size:
             return Draft()
+        greedy = self._warp.temperature == 0  # then laws are point masses: nothing to carry
         path, laws, q = list(tokens), [], []
         while more(len(path) - len(tokens), None):
             logits = self._fit(self._score(path, Draft()))
             if not more(len(path) - len(tokens), logits[0]):
                 break
-            law = self._warp(logits, [path])[0]
+            logits = self._warp.adjust(logits, [path])
+            if greedy:
+                path.append(int(logits[0].argmax()))
+                continue
+            law = self._warp.law(logits)[0]
             token = self._noise.draw(law)
             path.append(token)
             laws.append(law)
             q.append(law[token])
         new = tuple(path[len(tokens) :])
-        if not new or self._warp.temperature == 0:  # greedy laws are point masses: nothing to carry
+        if not laws:
             return Draft.chain(new)
         return Draft.chain(new, tuple(torch.stack(q).tolist()), torch.stack(laws))
 

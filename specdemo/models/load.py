@@ -143,9 +143,7 @@ def _config(name: str) -> PretrainedConfig:
             f"{name} is a kind of model that this transformers does not know: {_first_line(error)}"
         ) from error
     if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise Refused(
-            f"{name} is not a causal language model ({config.model_type}): choose one that continues text"
-        )
+        raise Refused(f"{name} is not a causal language model ({config.model_type}): choose one that continues text")
     return config
 
 

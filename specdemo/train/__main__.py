@@ -32,6 +32,7 @@ class Preset:
     target: Shape
     drafter: Shape
     target_schedule: Schedule
+    polish_schedule: Schedule
     drafter_schedule: Schedule
 
 
@@ -40,18 +41,21 @@ PRESETS = {
         target=Shape(8, 256, 704, 4, 2),
         drafter=Shape(1, 192, 576, 3, 1),
         target_schedule=Schedule(steps=2000),
+        polish_schedule=Schedule(steps=150, lr=1e-3, warmup=10, decay_part=0.8, save_every=25),
         drafter_schedule=Schedule(steps=1600, long_part=0.1),
     ),
     "gpu": Preset(
         target=Shape(12, 384, 1024, 6, 2),
         drafter=Shape(1, 256, 704, 4, 2),
         target_schedule=Schedule(steps=6000, tokens=16384),
+        polish_schedule=Schedule(steps=300, tokens=16384, lr=1e-3, warmup=10, decay_part=0.8),
         drafter_schedule=Schedule(steps=4000, tokens=16384, long_part=0.1),
     ),
     "smoke": Preset(
         target=Shape(2, 64, 128, 1, 1),
         drafter=Shape(1, 64, 128, 1, 1),
         target_schedule=Schedule(steps=4, tokens=1024, long=512, warmup=2, save_every=2),
+        polish_schedule=Schedule(steps=2, tokens=1024, long=512, warmup=2, save_every=2),
         drafter_schedule=Schedule(steps=4, tokens=1024, long=512, warmup=2, save_every=2),
     ),
 }
@@ -74,6 +78,11 @@ def build(shape: Shape, tokenizer: corpus.PreTrainedTokenizerFast) -> LlamaForCa
     return LlamaForCausalLM(config)
 
 
+def read(folder: Path) -> LlamaForCausalLM:
+    """A model saved by an earlier stage, in float32."""
+    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
 def save(model: LlamaForCausalLM, folder: Path) -> None:
     """Write float16 safetensors without touching the model in memory."""
     copy = LlamaForCausalLM(model.config)
@@ -87,7 +96,7 @@ def main() -> None:
     """Corpus, target, drafter, card; training goes on where an earlier run stopped."""
     parser = argparse.ArgumentParser(prog="python -m specdemo.train", description=__doc__)
     parser.add_argument("--preset", choices=PRESETS, default="cpu")
-    parser.add_argument("--stage", choices=("target", "drafter", "card", "all"), default="all")
+    parser.add_argument("--stage", choices=("target", "polish", "drafter", "card", "all"), default="all")
     parser.add_argument("--out", type=Path, default=Path("assets/pair"))
     parser.add_argument("--work", type=Path, default=Path("build/train"), help="checkpoints, to resume from")
     parser.add_argument("--steps", type=int, help="override the preset's number of steps")
@@ -120,9 +129,21 @@ def main() -> None:
         )
         print(f"target: {value:.4f} nats per held-out token")
         save(target, options.out / "target")
+    if options.stage in ("polish", "all"):
+        target = read(options.out / "target").to(options.device)
+        share = fit(
+            target,
+            partial(objectives.without_loops, target),
+            batches,
+            schedule(preset.polish_schedule),
+            options.work / "polish.pt",
+            partial(objectives.held_out_loops, target, text.held_out, 32),
+            "polish",
+        )
+        print(f"greedy continuations that end in a loop: {share:.0%}")
+        save(target, options.out / "target")
     if options.stage in ("drafter", "all"):
-        target = LlamaForCausalLM.from_pretrained(options.out / "target", dtype=torch.float32).to(options.device)
-        target.eval().requires_grad_(False)
+        target = read(options.out / "target").to(options.device).requires_grad_(False)
         drafter = build(preset.drafter, text.tokenizer).to(options.device)
         check = partial(objectives.held_out_agreement, drafter, target, text.held_out, 1024, 24)
         alpha = fit(

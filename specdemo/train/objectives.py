@@ -38,6 +38,47 @@ def agreement(drafter: LlamaForCausalLM, target: LlamaForCausalLM, ids: Tensor) 
     return divergence + 3.0 * (1.0 - overlap)
 
 
+def loops(tokens: Tensor, longest: int = 32, least: int = 8) -> Tensor:
+    """Which of `tokens` `[size, n]` only go on with a loop, as a mask of that shape.
+
+    A token does if it and the tokens before it repeat what stood k places earlier, for at least k and `least` tokens.
+    Repetition that a text comes back to after something else is none: code is full of it.
+    """
+    found = torch.zeros_like(tokens, dtype=torch.bool)
+    steps = torch.arange(tokens.shape[1], device=tokens.device)
+    for k in range(1, longest + 1):
+        same = torch.zeros_like(found)
+        same[:, k:] = tokens[:, k:] == tokens[:, :-k]
+        broken = torch.where(same, -1, steps)  # a run's length is the distance to the last place that differed
+        run = steps - broken.cummax(1).values
+        found |= run >= max(k, least)
+    return found
+
+
+def without_loops(model: LlamaForCausalLM, ids: Tensor, prompts: int = 12, given: int = 64, new: int = 144) -> Tensor:
+    """Cross entropy, and on the model's own greedy continuations the unlikelihood of going on with a loop.
+
+    Sequence-level unlikelihood (Welleck et al. 1908.04319), but on loops only instead of on every repeated n-gram.
+    """
+    starts = ids.reshape(-1, given)[:: max(1, ids.numel() // given // prompts)][:prompts]
+    model.eval()
+    with torch.no_grad(), _autocast(model):
+        text = model.generate(
+            starts,
+            attention_mask=torch.ones_like(starts),
+            do_sample=False,
+            max_new_tokens=new,
+            min_new_tokens=new,
+            pad_token_id=0,
+        )
+    model.train()
+    looping = loops(text)[:, given:]
+    law = logits(model, text)[:, given - 1 :].log_softmax(-1)
+    chosen = law.gather(-1, text[:, given:, None])[..., 0].exp()
+    unlikelihood = -torch.log1p(-chosen.clamp(max=1 - 1e-5))
+    return prediction(model, ids) + (unlikelihood * looping).sum() / looping.numel()
+
+
 @torch.no_grad()
 def held_out_loss(model: LlamaForCausalLM, tokens: np.ndarray, length: int, windows: int) -> float:
     """Mean cross entropy, nats per token, over evenly spaced held-out windows of `length` tokens."""
@@ -64,3 +105,20 @@ def held_out_agreement(
         overlap.append(torch.minimum(p.softmax(-1), q.softmax(-1)).sum(-1).mean().item())
         first.append((p.argmax(-1) == q.argmax(-1)).float().mean().item())
     return float(np.mean(overlap)), float(np.mean(first))
+
+
+@torch.no_grad()
+def held_out_loops(model: LlamaForCausalLM, tokens: np.ndarray, prompts: int) -> float:
+    """The share of greedy continuations (256 tokens of 64 held-out ones) that end in a loop."""
+    model.eval()
+    starts = np.linspace(0, len(tokens) - 64, prompts).astype(int)
+    ids = torch.from_numpy(np.stack([tokens[start : start + 64] for start in starts]).astype(np.int64)).to(model.device)
+    text = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=256,
+        min_new_tokens=256,
+        pad_token_id=0,
+    )
+    return loops(text)[:, -1].float().mean().item()

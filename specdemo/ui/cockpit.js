@@ -311,8 +311,12 @@ document.addEventListener("click", (e) => {
 }, always);
 
 document.addEventListener("keydown", (e) => {
-  if (e.key === "Enter" && (e.ctrlKey || e.metaKey)) { e.preventDefault(); document.getElementById("run").click(); }
-  if (e.key === "Escape") { hideTip(); stop(); }
+  if (e.key === "Enter" && (e.ctrlKey || e.metaKey)) {
+    e.preventDefault();
+    e.stopImmediatePropagation(); // to a focused checkbox, Enter would mean something else
+    document.getElementById("run").click();
+  }
+  if (e.key === "Escape" && !e.target.closest?.("[aria-expanded=true]")) { hideTip(); stop(); } // there it closes a list
 }, always);
 
 window.addEventListener("specdemo:failed", () => {

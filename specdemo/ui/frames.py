@@ -157,7 +157,7 @@ class Run:
 def title(recipe: Mapping[str, Any]) -> str:
     """What a lane is, in a few words."""
     if recipe["method"] == "ar":
-        return "plain decoding, target only"
+        return "target only"
     return f"{recipe['method']}, γ {recipe['gamma']}"
 
 

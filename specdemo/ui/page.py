@@ -40,22 +40,15 @@ and what it bought.</p></header>"""
 Engine = Callable[[Recipe, str, Shelf], Iterator[dict[str, Any]]]
 
 
-class Cockpit(gr.HTML):
+def cockpit(server_functions: list[Callable]) -> gr.HTML:
     """Lanes, tiles and status, drawn in the browser from JSON strings."""
-
-    def __init__(self, server_functions: list[Callable]) -> None:
-        super().__init__(
-            value="",
-            html_template=(HERE / "cockpit.html").read_text(encoding="utf-8"),
-            js_on_load=(HERE / "cockpit.js").read_text(encoding="utf-8"),
-            apply_default_css=False,
-            server_functions=server_functions,
-            elem_id="cockpit",
-        )
-
-    def get_block_name(self) -> str:
-        """The front end draws it as what it is."""
-        return "html"
+    return gr.HTML(
+        html_template=(HERE / "cockpit.html").read_text(encoding="utf-8"),
+        js_on_load=(HERE / "cockpit.js").read_text(encoding="utf-8"),
+        apply_default_css=False,
+        server_functions=server_functions,
+        elem_id="cockpit",
+    )
 
 
 async def drain(stream: Stream) -> AsyncIterator[list]:
@@ -82,9 +75,9 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def toast(title: str, run: Run) -> None:
+def toast(run: Run) -> None:
     """Say what the status line says where it cannot be missed. gradio takes toasts for markup, visitors write text."""
-    gr.Warning(html.escape(run.phase[1]), title=title)
+    gr.Warning(html.escape(run.phase[1]))
 
 
 def recipe_of(settings: dict[str, Any], device: str) -> Recipe:
@@ -126,7 +119,7 @@ def sidebar(usual: Recipe) -> dict[str, gr.components.Component]:
             "gamma": gr.Slider(1, 16, usual.gamma, step=1, label="Draft length γ", elem_id="gamma"),
             "temperature": gr.Slider(0, 2, usual.temperature, step=0.05, label="Temperature", elem_id="temperature"),
             "top_p": gr.Slider(0.05, 1, usual.top_p, step=0.05, label="Top-p", elem_id="top-p"),
-            "max_tokens": gr.Slider(1, 1024, usual.max_tokens, step=1, label="Most tokens", elem_id="max-tokens"),
+            "max_tokens": gr.Slider(1, 1024, usual.max_tokens, step=1, label="Max new tokens", elem_id="max-tokens"),
             "seed": gr.Number(usual.seed, precision=0, label="Seed", elem_id="seed"),
         }
         with gr.Accordion("Quantisation", open=False):
@@ -264,7 +257,7 @@ def build(
             stream = start(lanes, prompt)
         except (Refused, WorkerBusy) as error:
             run.finish(reason(error))
-            toast("Not run", run)
+            toast(run)
             yield run.frame(0)
             return
         run.stop = stream.stop
@@ -283,7 +276,7 @@ def build(
                         shown = now
             run.finish(reason(stream.error) if stream.error else None)
             if run.phase[0] == "failed":
-                toast("The run failed", run)
+                toast(run)
             yield run.frame(len(run.records))
         finally:
             run.finish()  # a tab that has gone leaves its run unfinished
@@ -372,11 +365,11 @@ def build(
             go = gr.Button("Run", variant="primary", elem_id="run", scale=0)
             gr.Button("Stop", variant="secondary", elem_id="stop", scale=0)
             compare = gr.Checkbox(label="Compare: run plain decoding afterwards", elem_id="compare", container=False)
-        cockpit = Cockpit([trace_since, trace, stop_run])
+        drawn = cockpit([trace_since, trace, stop_run])
         pressed = go.click(
             show,
             [prompt, compare, *controls.values()],
-            cockpit,
+            drawn,
             preprocess=False,  # the recipe judges raw values, in its own words
             show_progress="hidden",
             concurrency_limit=None,  # the worker queues

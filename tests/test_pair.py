@@ -1,0 +1,106 @@
+"""The bundled pair, as a user gets it: greedy text is that of transformers, drafts are accepted, 4 bits are smaller."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from specdemo.bench import load_prompts
+from specdemo.core.step import Draft
+from specdemo.generate import generate
+from specdemo.models.cached import CachedModel
+from specdemo.models.load import Loaded, Shelf
+from specdemo.models.pairs import ASSETS
+from specdemo.recipe import Recipe
+
+GREEDY = {"temperature": 0, "dtype": "float32", "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def shelf() -> Shelf:
+    return Shelf(room=8)
+
+
+@pytest.fixture(scope="module")
+def target(shelf: Shelf) -> Loaded:
+    return shelf.take(Recipe(**GREEDY).target_spec)
+
+
+def run(recipe: Recipe, text: str, shelf: Shelf) -> tuple[list[int], dict[str, Any]]:
+    """Tokens and metrics."""
+    lines = [line for line in generate(recipe, text, shelf) if "phase" not in line]
+    return [token for line in lines if "i" in line for token in line["tokens"]], lines[-1]["metrics"]
+
+
+def texts(target: Loaded) -> Iterator[tuple[str, int]]:
+    """Every bundled prompt, one of a single token, and some that end at the context's last position."""
+    prompts = [prompt.text for prompt in load_prompts()]
+    assert len(prompts) >= 50
+    yield from ((text, 20) for text in prompts)
+    yield "x", 20
+    long = target.tokenizer.encode("".join(prompts) * 4)
+    for length in (2047, 2039):
+        yield target.tokenizer.decode(long[:length]), 20
+
+
+def test_greedy_text_is_that_of_transformers(shelf: Shelf, target: Loaded) -> None:
+    drafted = accepted = 0
+    for i, (text, length) in enumerate(texts(target)):
+        ids = target.tokenizer(text, return_tensors="pt").input_ids
+        length = min(length, 2048 - ids.shape[1])
+        expected = target.model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=length
+        )[0, ids.shape[1] :].tolist()
+        assert run(Recipe(method="nasd", gamma=4, max_tokens=length, **GREEDY), text, shelf)[0] == expected
+        for gamma in (1, 2, 4, 8) if i % 4 == 0 or ids.shape[1] > 1000 else ((1, 2, 4, 8)[i % 4],):
+            tokens, metrics = run(Recipe(gamma=gamma, max_tokens=length, **GREEDY), text, shelf)
+            assert tokens == expected, (text, gamma)
+            drafted += metrics["drafted"]
+            accepted += metrics["accepted"]
+    assert drafted > accepted > 0.3 * drafted
+
+
+def test_the_drafter_is_worth_its_name(shelf: Shelf) -> None:
+    """Far below what the model card measured, far above what an untrained drafter gives (one in 4,096)."""
+    for temperature in (0.0, 1.0):
+        recipe = Recipe(**{**GREEDY, "temperature": temperature}, max_tokens=48)
+        beta = [run(recipe, prompt.text, shelf)[1] for prompt in load_prompts(kinds=["code"])[:6]]
+        assert sum(m["mean_beta"] * m["tested"] for m in beta) / sum(m["tested"] for m in beta) > 0.45
+
+
+@pytest.mark.parametrize("quantization", ["int8", "nf4"])
+def test_quantised_pairs(quantization: str, shelf: Shelf, target: Loaded) -> None:
+    """They load, run, take less memory, and speculate.
+
+    A pass over several rows and one over a single row differ in their last bits here, so a near-tie may fall the other
+    way; what must hold is that each pass's own first choices are what is kept.
+    """
+    recipe = Recipe(**{**GREEDY, "dtype": "auto"}, quantization=quantization, drafter_quantization=quantization)
+    small = shelf.take(recipe.target_spec)
+    assert small.weight_bytes < target.weight_bytes / (1.8 if quantization == "int8" else 2)
+    for prompt in load_prompts(kinds=["code"])[:3]:
+        lines = [line for line in generate(recipe, prompt.text, shelf) if "i" in line][:20]
+        assert any(line["accepted"] for line in lines)
+        for line in lines:
+            nodes = [-1, *line["accepted"]]
+            assert line["tokens"] == [line["choices"][node + 1][0] for node in nodes][: len(line["tokens"])]
+
+
+@pytest.mark.parametrize("role", ["target", "drafter"])
+def test_files_are_what_the_card_says(role: str) -> None:
+    """float16 safetensors, inputs of every linear layer in whole blocks of 64, loadable by the plain auto classes."""
+    folder = ASSETS / "pair" / role
+    with safe_open(folder / "model.safetensors", "pt") as weights:
+        for name in weights.keys():
+            tensor = weights.get_slice(name)
+            assert tensor.get_dtype() == "F16"
+            if "proj" in name:
+                assert tensor.get_shape()[1] % 64 == 0
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 24e6
+    loaded = Shelf().take(Recipe(target=str(folder), method="ar", device="cpu").target_spec)
+    assert CachedModel(loaded.model).context == 2048
+    assert CachedModel(loaded.model).score([1, 2], Draft()).shape == (1, len(loaded.tokenizer))
