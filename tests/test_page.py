@@ -55,9 +55,9 @@ class Scripts:
         self.steps = 0
         self.closed_in = ""
 
-    def __call__(self, recipe: Recipe, prompt: str, shelf: Shelf) -> Iterator[dict[str, Any]]:
+    def __call__(self, recipe: Recipe, prompt: str, shelf: Shelf, stores: Any) -> Iterator[dict[str, Any]]:
         try:
-            yield from getattr(self, prompt, lambda r: generate(r, prompt, shelf))(recipe)
+            yield from getattr(self, prompt, lambda r: generate(r, prompt, shelf, stores))(recipe)
         finally:
             self.closed_in = threading.current_thread().name
             self.closed.set()

@@ -21,10 +21,11 @@ from typing import Any
 import gradio as gr
 
 from specdemo.core.errors import Refused
+from specdemo.drafters.ngram import NGramStore
 from specdemo.generate import generate
 from specdemo.models.load import Shelf
 from specdemo.models.pairs import ASSETS, PAIRS
-from specdemo.recipe import METHODS, QUANTIZATIONS, RULES, Recipe
+from specdemo.recipe import METHODS, NGRAM_LEVELS, QUANTIZATIONS, RULES, Recipe
 from specdemo.ui.frames import PLAIN, SPEC, Run, Runs
 from specdemo.worker import Stream, Worker, WorkerBusy
 
@@ -37,7 +38,8 @@ log = logging.getLogger(__name__)
 HEADER = """<header><h1>specdemo</h1><p>Speculative decoding, token by token: what was drafted, what the target kept,
 and what it bought.</p></header>"""
 
-Engine = Callable[[Recipe, str, Shelf], Iterator[dict[str, Any]]]
+Stores = dict[Any, NGramStore]  # the n-grams that one visitor's earlier runs taught
+Engine = Callable[[Recipe, str, Shelf, Stores], Iterator[dict[str, Any]]]
 
 
 def cockpit(server_functions: list[Callable]) -> gr.HTML:
@@ -87,7 +89,10 @@ def recipe_of(settings: dict[str, Any], device: str) -> Recipe:
         if field.name not in settings:
             continue
         value, usual = settings[field.name], field.default
-        if isinstance(usual, (int, float)):
+        if isinstance(usual, bool):
+            if not isinstance(value, bool):
+                raise Refused(f"{field.name} must be true or false, not {value!r}")
+        elif isinstance(usual, (int, float)):
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise Refused(f"{field.name} must be a number, not {'empty' if value is None else repr(value)}")
             if isinstance(usual, int):
@@ -132,6 +137,8 @@ def sidebar(usual: Recipe) -> dict[str, gr.components.Component]:
             c["filler_top_k"] = gr.Slider(
                 1, 8, usual.filler_top_k, step=1, label="Fillers per row (1 is NAPD)", elem_id="filler-top-k"
             )
+            c["ngram_levels"] = choice("Storage", "ngram_levels", NGRAM_LEVELS, elem_id="ngram-levels")
+            c["ngram_keep"] = gr.Checkbox(usual.ngram_keep, label="Keep n-grams between runs", elem_id="ngram-keep")
         with gr.Accordion("Rule", open=False):
             c["rule"] = choice("Acceptance rule", "rule", RULES, elem_id="rule")
             c["top_k"] = gr.Slider(0, 100, usual.top_k, step=1, label="Top-k (0 is off)", elem_id="top-k")
@@ -229,7 +236,9 @@ def build(
     usual = Recipe(pair=pair, device=device)
     usual = replace(usual, gamma=PAIRS[pair].gamma)
 
-    def start(jobs: list[tuple[str, Recipe]], prompt: Any) -> Stream[tuple[str, dict[str, Any]]]:
+    stores: dict[str, Stores] = {}  # by visitor: nobody's text may show in another's drafts
+
+    def start(jobs: list[tuple[str, Recipe]], prompt: Any, visitor: str = "") -> Stream[tuple[str, dict[str, Any]]]:
         if not isinstance(prompt, str):
             raise Refused(f"the prompt must be a text, not {type(prompt).__name__}")
         if len(prompt) > LONGEST_PROMPT:
@@ -238,7 +247,7 @@ def build(
         def steps() -> Iterator[tuple[str, dict[str, Any]]]:
             for lane, recipe in jobs:
                 event: dict[str, Any] = {}
-                for event in engine(recipe, prompt, models):
+                for event in engine(recipe, prompt, models, stores.setdefault(visitor, {}) if visitor else {}):
                     yield lane, event
                 if event.get("end") == "error":
                     return
@@ -254,7 +263,9 @@ def build(
         try:
             recipe = recipe_of(settings, device)
             lanes = [(lane, replace(recipe, method="ar") if lane == PLAIN else recipe) for lane in plan]
-            stream = start(lanes, prompt)
+            # A tokenizer joins a line break with the indentation after it; on its own it says "no indentation".
+            text = prompt.rstrip() if isinstance(prompt, str) else prompt
+            stream = start(lanes, text, request.session_hash or "")
         except (Refused, WorkerBusy) as error:
             run.finish(reason(error))
             toast(run)
@@ -344,12 +355,14 @@ def build(
 
     def leave(request: gr.Request) -> None:
         runs.leave(request.session_hash or "")
+        stores.pop(request.session_hash or "", None)
 
     with gr.Blocks(title="specdemo", analytics_enabled=False, fill_width=True) as demo:
         controls = sidebar(usual)
         gr.HTML(HEADER, elem_id="masthead", apply_default_css=False)
         prompt = gr.Textbox(
             label="Prompt",
+            info="Spaces and line breaks at its end are left to the model.",
             lines=4,
             max_lines=14,
             elem_id="prompt",

@@ -1,0 +1,61 @@
+"""One generation: what is kept between runs, and what is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tiny import byte_level_tokenizer, save_model
+
+from specdemo.generate import generate
+from specdemo.models.load import Shelf
+from specdemo.recipe import Recipe
+
+PROMPT = "for i in range(10):"
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_model(tmp_path_factory.mktemp("models") / "target", byte_level_tokenizer()))
+
+
+def run(recipe: Recipe, shelf: Shelf, stores: dict[Any, Any] | None = None) -> dict[str, Any]:
+    *_, end = generate(recipe, PROMPT, shelf, stores)
+    return end["metrics"]
+
+
+@pytest.mark.parametrize("levels", ["multi", "one"])
+def test_kept_ngrams_draft_a_text_that_was_seen(target: str, levels: str) -> None:
+    """The same greedy text again: all of it is known, so nearly everything drafted is accepted."""
+    shelf, stores = Shelf(), {}
+    recipe = Recipe(
+        target=target, method="nasd", temperature=0, max_tokens=48, device="cpu", ngram_levels=levels, ngram_keep=True
+    )
+    first, second = run(recipe, shelf, stores), run(recipe, shelf, stores)
+    assert second["accepted"] > first["accepted"] and second["steps"] < first["steps"]
+
+
+def test_ngrams_are_forgotten_unless_asked_to_be_kept(target: str) -> None:
+    shelf, stores = Shelf(), {}
+    recipe = Recipe(target=target, method="nasd", temperature=0, max_tokens=48, device="cpu")
+    first, second = run(recipe, shelf, stores), run(recipe, shelf, stores)
+    assert not stores and second["accepted"] == first["accepted"] and second["drafted"] == first["drafted"]
+
+
+def test_a_run_may_be_closed_at_any_step_and_the_next_is_not_affected(target: str) -> None:
+    shelf = Shelf()
+    recipe = Recipe(target=target, method="nasd", temperature=0, max_tokens=32, device="cpu")
+    whole = [line["tokens"] for line in generate(recipe, PROMPT, shelf) if "i" in line]
+    for steps in (1, 3):
+        cut = generate(recipe, PROMPT, shelf)
+        seen = [line for line, _ in zip((line for line in cut if "i" in line), range(steps), strict=False)]
+        cut.close()
+        assert len(seen) == steps
+    assert [line["tokens"] for line in generate(recipe, PROMPT, shelf) if "i" in line] == whole
+
+
+def test_the_context_ends_the_text(target: str) -> None:
+    tokens = len(byte_level_tokenizer().encode(PROMPT))
+    *_, end = generate(Recipe(target=target, method="ar", max_tokens=5000, device="cpu"), PROMPT, Shelf())
+    assert end["end"] in ("length", "stop")
+    assert end["metrics"]["tokens"] == 128 - tokens or end["end"] == "stop"
