@@ -42,9 +42,19 @@ def step(i: int, *, pieces: list[str], draft: tuple = (), accepted: tuple = (), 
     } | more
 
 
+SIZES = {"target_bytes": 28e6, "drafter_bytes": 5e6}
+
+
 def header(method: str = "draft", **more: Any) -> dict:
     recipe = {"method": method, "gamma": 3, "temperature": 0.0}
-    return {"specdemo": 1, "recipe": recipe, "prompt": "def", "prompt_tokens": [5, 6], "exact": True} | more
+    return {
+        "specdemo": 1,
+        "recipe": recipe,
+        "prompt": "def",
+        "prompt_tokens": [5, 6],
+        "exact": True,
+        "environment": SIZES,
+    } | more
 
 
 def end(how: str = "length", error: str | None = None) -> dict:
@@ -185,7 +195,7 @@ def test_tiles_are_dashes_until_there_is_something_to_say() -> None:
     assert shown["tokens_per_pass"] == ("2.50", "2 target passes")
     assert shown["tokens_per_second"][0] == "83.3"  # 5 tokens in 2 x 0.03 s
     assert shown["ttft"][0] == "50 ms"
-    assert shown["memory"] == ("500 MB", "device – · KV 1 MB")
+    assert shown["memory"] == ("500 MB", "weights 33 MB · KV 1 MB")
     assert shown["speedup"][0] == "–"
 
 

@@ -6,6 +6,7 @@ found by content, so nobody rewinds anything and a second turn of a chat feeds o
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -108,7 +109,7 @@ class CachedModel:
             )
         self.model = model
         self.vocab_size: int = config.vocab_size
-        self.context: int = config.max_position_embeddings
+        self.context: int = getattr(config, "max_position_embeddings", None) or sys.maxsize  # some have no limit
         self._windowed = "sliding_attention" in (getattr(config, "layer_types", None) or ()) or (
             getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
         )

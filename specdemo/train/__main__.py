@@ -42,7 +42,7 @@ PRESETS = {
         drafter=Shape(1, 192, 576, 3, 1),
         target_schedule=Schedule(steps=2000),
         polish_schedule=Schedule(steps=150, lr=1e-3, warmup=10, decay_part=0.8, save_every=25),
-        drafter_schedule=Schedule(steps=1600, long_part=0.1),
+        drafter_schedule=Schedule(steps=1300, long_part=0.1),
     ),
     "gpu": Preset(
         target=Shape(12, 384, 1024, 6, 2),

@@ -57,6 +57,7 @@ class Lane:
     metrics: Metrics = field(default_factory=Metrics)
     memory: Mapping[str, Any] = field(default_factory=dict)
     recipe: Mapping[str, Any] = field(default_factory=dict)
+    weights: float | None = None  # bytes of all models of this lane
     exact: bool = True
     ended: bool = False
 
@@ -95,6 +96,8 @@ class Run:
         lane.lines.append(event)
         if "specdemo" in event:
             lane.exact, lane.recipe = event["exact"], event["recipe"]
+            sizes = [event["environment"].get(name) for name in ("target_bytes", "drafter_bytes")]
+            lane.weights = sum(filter(None, sizes)) or None
             self.phase = ("prefill", f"{len(event['prompt_tokens'])} prompt tokens")
             self.records.append(
                 {"l": name, "head": {"prompt": event["prompt"], "exact": lane.exact, "title": title(lane.recipe)}}
@@ -180,7 +183,8 @@ def tiles(run: Run) -> dict[str, tuple[str, str]]:
         "ttft": (_milliseconds(m["ttft_s"]), "from the worker's start"),
         "memory": (
             _size(lane.memory.get("rss_bytes")),
-            f"device {_size(lane.memory.get('device_bytes'))} · KV {_size(lane.memory.get('kv_bytes'))}",
+            f"weights {_size(lane.weights)} · KV {_size(lane.memory.get('kv_bytes'))}"
+            + (f" · device {_size(device)}" if (device := lane.memory.get("device_bytes")) is not None else ""),
         ),
         "speedup": (
             NOTHING if compared is None else f"{compared:.2f}×",
