@@ -33,7 +33,7 @@ class Preset:
     drafter: Shape
     target_schedule: Schedule
     polish_schedule: Schedule
-    drafter_schedule: Schedule
+    drafter_schedules: tuple[Schedule, ...]  # run one after another
 
 
 PRESETS = {
@@ -42,21 +42,25 @@ PRESETS = {
         drafter=Shape(1, 192, 576, 3, 1),
         target_schedule=Schedule(steps=2000),
         polish_schedule=Schedule(steps=150, lr=1e-3, warmup=10, decay_part=0.8, save_every=25),
-        drafter_schedule=Schedule(steps=1300, long_part=0.1),
+        drafter_schedules=(
+            Schedule(steps=1300, long_part=0.1),
+            # One layer takes its time to learn far positions: windows of 2,048 only.
+            Schedule(steps=700, lr=3e-3, warmup=20, long_part=1.0, decay_part=0.6),
+        ),
     ),
     "gpu": Preset(
         target=Shape(12, 384, 1024, 6, 2),
         drafter=Shape(1, 256, 704, 4, 2),
         target_schedule=Schedule(steps=6000, tokens=16384),
         polish_schedule=Schedule(steps=300, tokens=16384, lr=1e-3, warmup=10, decay_part=0.8),
-        drafter_schedule=Schedule(steps=4000, tokens=16384, long_part=0.1),
+        drafter_schedules=(Schedule(steps=4000, tokens=16384, long_part=0.5),),
     ),
     "smoke": Preset(
         target=Shape(2, 64, 128, 1, 1),
         drafter=Shape(1, 64, 128, 1, 1),
         target_schedule=Schedule(steps=4, tokens=1024, long=512, warmup=2, save_every=2),
         polish_schedule=Schedule(steps=2, tokens=1024, long=512, warmup=2, save_every=2),
-        drafter_schedule=Schedule(steps=4, tokens=1024, long=512, warmup=2, save_every=2),
+        drafter_schedules=(Schedule(steps=4, tokens=1024, long=512, warmup=2, save_every=2),) * 2,
     ),
 }
 
@@ -146,15 +150,16 @@ def main() -> None:
         target = read(options.out / "target").to(options.device).requires_grad_(False)
         drafter = build(preset.drafter, text.tokenizer).to(options.device)
         check = partial(objectives.held_out_agreement, drafter, target, text.held_out, 1024, 24)
-        alpha = fit(
-            drafter,
-            partial(objectives.agreement, drafter, target),
-            batches,
-            schedule(preset.drafter_schedule),
-            options.work / "drafter.pt",
-            lambda: check()[0],
-            "drafter",
-        )
+        for number, one in enumerate(preset.drafter_schedules, 1):
+            alpha = fit(
+                drafter,
+                partial(objectives.agreement, drafter, target),
+                batches,
+                schedule(one),
+                options.work / f"drafter-{number}.pt",
+                lambda: check()[0],
+                f"drafter {number}",
+            )
         print(f"drafter: mean sum min(p, q) = {alpha:.4f}, first choices agree {check()[1]:.4f}")
         save(drafter, options.out / "drafter")
     if options.stage in ("card", "all"):
