@@ -41,7 +41,7 @@ class Recipe:
     target: str | None = None
     drafter: str | None = None
     method: str = "draft"
-    gamma: int = 3
+    gamma: int = 4
     policy: str = "fixed"
     rule: str = "rejection"
     temperature: float = 0.8

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specdemo.bench import load_prompts
 from specdemo.core.step import Draft
 from specdemo.generate import generate
 from specdemo.models.cached import CachedModel
 from specdemo.models.load import Loaded, Shelf
+from specdemo.models.packed import PackedLinear
 from specdemo.models.pairs import ASSETS
 from specdemo.recipe import Recipe
 
+ON_X86 = platform.machine().lower() in ("x86_64", "amd64")
 GREEDY = {"temperature": 0, "dtype": "float32", "device": "cpu"}
 
 
@@ -28,6 +32,12 @@ def shelf() -> Shelf:
 @pytest.fixture(scope="module")
 def target(shelf: Shelf) -> Loaded:
     return shelf.take(Recipe(**GREEDY).target_spec)
+
+
+@pytest.fixture(scope="module")
+def oracle() -> PreTrainedModel:
+    """The same weights as transformers loads them, with nothing of ours on them."""
+    return AutoModelForCausalLM.from_pretrained(ASSETS / "pair" / "target", dtype=torch.float32)
 
 
 def run(recipe: Recipe, text: str, shelf: Shelf) -> tuple[list[int], dict[str, Any]]:
@@ -47,14 +57,23 @@ def texts(target: Loaded) -> Iterator[tuple[str, int]]:
         yield target.tokenizer.decode(long[:length]), 20
 
 
-def test_greedy_text_is_that_of_transformers(shelf: Shelf, target: Loaded) -> None:
+def test_packed_layers_give_the_logits_of_plain_ones(target: Loaded, oracle: PreTrainedModel) -> None:
+    ids = torch.tensor([target.tokenizer.encode("class Stack:\n    def push(self, item):")])
+    assert any(isinstance(module, PackedLinear) for module in target.model.modules()) == ON_X86
+    assert torch.allclose(target.model(ids).logits, oracle(ids).logits, rtol=1e-4, atol=1e-4)
+    plain = sum(p.numel() * p.element_size() for p in oracle.parameters())
+    embedding = oracle.lm_head.weight.numel() * 4  # tied in the checkpoint, packed apart from the embedding
+    assert target.weight_bytes == pytest.approx(plain + (embedding if ON_X86 else 0), rel=0.01)
+
+
+def test_greedy_text_is_that_of_transformers(shelf: Shelf, target: Loaded, oracle: PreTrainedModel) -> None:
     drafted = accepted = 0
     for i, (text, length) in enumerate(texts(target)):
         ids = target.tokenizer(text, return_tensors="pt").input_ids
         length = min(length, 2048 - ids.shape[1])
-        expected = target.model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=length
-        )[0, ids.shape[1] :].tolist()
+        expected = oracle.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=length)[
+            0, ids.shape[1] :
+        ].tolist()
         assert run(Recipe(method="nasd", gamma=4, max_tokens=length, **GREEDY), text, shelf)[0] == expected
         for gamma in (1, 2, 4, 8) if i % 4 == 0 or ids.shape[1] > 1000 else ((1, 2, 4, 8)[i % 4],):
             tokens, metrics = run(Recipe(gamma=gamma, max_tokens=length, **GREEDY), text, shelf)

@@ -29,6 +29,7 @@ from specdemo.core.errors import Refused
 from specdemo.core.step import Draft
 from specdemo.models.cached import CachedModel
 from specdemo.models.memory import weight_bytes
+from specdemo.models.packed import pack
 
 DTYPES = {
     "auto": "float32 on a CPU, bfloat16 on an accelerator",
@@ -112,6 +113,7 @@ def load(spec: Spec) -> Loaded:
     except (OSError, ValueError, RuntimeError) as error:
         raise Refused(f"{spec.name} cannot be loaded: {_first_line(error)}") from error
     model.eval().requires_grad_(False)
+    pack(model)
     CachedModel(model).score([0], Draft.chain((0,)))
     return Loaded(spec, model, tokenizer, weight_bytes(model))
 

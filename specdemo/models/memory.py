@@ -7,6 +7,8 @@ import sys
 import psutil
 import torch
 
+from specdemo.models.packed import PackedLinear
+
 
 def process_bytes() -> int:
     """Resident memory of this process now."""
@@ -35,4 +37,5 @@ def peak_device_bytes(device: torch.device) -> int | None:
 def weight_bytes(model: torch.nn.Module) -> int:
     """Bytes of a model's parameters and buffers, tied ones once, as they are stored (packed where quantised)."""
     tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}
-    return sum(t.numel() * t.element_size() for t in tensors.values())
+    packed = (module.nbytes for module in model.modules() if isinstance(module, PackedLinear))
+    return sum(t.numel() * t.element_size() for t in tensors.values()) + sum(packed)

@@ -27,7 +27,7 @@ PAIRS = {
         "Bundled: Python code, 7 M and 1 M parameters",
         str(ASSETS / "pair" / "target"),
         str(ASSETS / "pair" / "drafter"),
-        gamma=3,
+        gamma=4,
     ),
 }
 
