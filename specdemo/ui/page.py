@@ -364,7 +364,7 @@ def build(
             label="Prompt",
             info="Spaces and line breaks at its end are left to the model.",
             lines=4,
-            max_lines=14,
+            max_lines=8,
             elem_id="prompt",
             placeholder="The beginning of a Python file, a class, a function…",
             autofocus=True,
@@ -372,8 +372,9 @@ def build(
         with gr.Row(elem_id="examples"):
             for example in json.loads(examples.read_text(encoding="utf-8")) if examples else []:
                 chip = gr.Button(example["title"], size="sm", elem_classes="chip")
-                choice = json.dumps([example["prompt"], example["method"]])
-                chip.click(None, None, [prompt, controls["method"]], js=f"() => {choice}", api_visibility="private")
+                choice = json.dumps([example["prompt"], example["method"], example["temperature"]])
+                set_by_chip = [prompt, controls["method"], controls["temperature"]]
+                chip.click(None, None, set_by_chip, js=f"() => {choice}", api_visibility="private")
         with gr.Row(elem_id="actions"):
             go = gr.Button("Run", variant="primary", elem_id="run", scale=0)
             gr.Button("Stop", variant="secondary", elem_id="stop", scale=0)
