@@ -120,6 +120,7 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
 def _bench(options: argparse.Namespace) -> int:
     varying = ("method", "gamma", "temperature")
     common = {name: value for name, value in _given(options).items() if name not in varying}
+    common["top_p"] = 1.0  # the whole law: alpha is then comparable with the papers
     recipes = []
     for temperature in options.temperature:
         varied = [{"method": "ar"}] + [

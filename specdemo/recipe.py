@@ -44,9 +44,9 @@ class Recipe:
     gamma: int = 4
     policy: str = "fixed"
     rule: str = "rejection"
-    temperature: float = 0.8
+    temperature: float = 0.5  # with top-p, where the bundled pair writes best
     top_k: int = 0
-    top_p: float = 1.0
+    top_p: float = 0.95
     repetition_penalty: float = 1.0
     bad_words: tuple[str, ...] = ()
     seed: int = 0

@@ -64,7 +64,7 @@ class Warp:
             law = ordered.softmax(-1)
             outside = law.cumsum(-1) - law >= self.top_p  # the token that crosses top_p stays, the first always does
             outside[..., 0] = False
-            logits = logits.masked_fill(outside.gather(-1, order.argsort(-1)), -torch.inf)
+            logits = logits.masked_fill(torch.zeros_like(outside).scatter_(-1, order, outside), -torch.inf)
         return logits.softmax(-1)
 
     def _before(self, logits: Tensor, path: Sequence[int]) -> Tensor:
