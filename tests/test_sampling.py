@@ -47,6 +47,16 @@ def test_laws_equal_those_of_transformers(
         assert torch.allclose(law, expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("spread", [0.01, 1.0, 4.0])
+def test_a_nucleus_may_be_most_of_a_large_vocabulary(spread: float) -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(3, 3000) * spread
+    law = Warp(top_p=0.9)(logits, [])
+    expected = TopPLogitsWarper(0.9)(torch.tensor([[0]] * 3), logits.clone()).softmax(-1)
+    assert torch.allclose(law, expected, atol=1e-6)
+    assert ((law > 0).sum(-1) > 256).all() == (spread < 4.0)
+
+
 def test_temperature_zero_is_a_point_mass() -> None:
     law = Warp(temperature=0)(torch.tensor([[0.1, 3.0, 2.9]]), [[0]])
     assert law.tolist() == [[0.0, 1.0, 0.0]]

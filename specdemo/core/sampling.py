@@ -15,6 +15,8 @@ from torch import Tensor
 
 from specdemo.core.errors import Refused
 
+NUCLEUS = 256  # tokens among which top-p looks first
+
 
 @dataclass(frozen=True)
 class Warp:
@@ -59,13 +61,18 @@ class Warp:
         if 0 < self.top_k < logits.shape[-1]:
             least = logits.topk(self.top_k).values[..., -1:]
             logits = logits.masked_fill(logits < least, -torch.inf)
-        if self.top_p < 1.0:
-            ordered, order = logits.sort(descending=True)
-            law = ordered.softmax(-1)
-            outside = law.cumsum(-1) - law >= self.top_p  # the token that crosses top_p stays, the first always does
-            outside[..., 0] = False
-            logits = logits.masked_fill(torch.zeros_like(outside).scatter_(-1, order, outside), -torch.inf)
-        return logits.softmax(-1)
+        law = logits.softmax(-1)
+        return law if self.top_p >= 1.0 else self._nucleus(law)
+
+    def _nucleus(self, law: Tensor) -> Tensor:
+        """The smallest set of likeliest tokens with a mass of `top_p`, renormalised (1904.09751)."""
+        mass, order = law.topk(min(NUCLEUS, law.shape[-1]))
+        if bool((mass.sum(-1) < self.top_p).any()):  # a law so flat is rare, and sorting all of it dear
+            mass, order = law.sort(descending=True)
+        inside = mass.cumsum(-1) - mass < self.top_p  # the token that crosses top_p stays
+        inside[..., 0] = True
+        kept = torch.zeros_like(law).scatter_(-1, order, mass * inside)
+        return kept / kept.sum(-1, keepdim=True)
 
     def _before(self, logits: Tensor, path: Sequence[int]) -> Tensor:
         """The steps that look at the tokens before: repetition penalty (CTRL, 1909.05858), then bad words."""
