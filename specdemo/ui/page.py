@@ -1,4 +1,4 @@
-"""The page and the API: the only room that knows gradio.
+"""The page and the API: with its theme, the only room that knows gradio.
 
 `build` lays out the page and makes the worker; `launch_options` says how to serve it; nothing happens at import.
 Tokens are decoded in the worker's thread. A handler here only drains a stream, 25 times a second at most, and leaving
@@ -27,6 +27,7 @@ from specdemo.models.load import Shelf
 from specdemo.models.pairs import ASSETS, PAIRS
 from specdemo.recipe import METHODS, NGRAM_LEVELS, QUANTIZATIONS, RULES, Recipe
 from specdemo.ui.frames import PLAIN, SPEC, Run, Runs
+from specdemo.ui.theme import theme
 from specdemo.worker import Stream, Worker, WorkerBusy
 
 HERE = Path(__file__).parent
@@ -156,71 +157,6 @@ def launch_options() -> dict[str, Any]:
         "max_file_size": "1mb",
         "quiet": True,
     }
-
-
-def theme() -> gr.themes.Base:
-    """Ink on paper: the only colours on the page are the verdicts. System fonts, so that nothing is fetched."""
-    return gr.themes.Base(
-        primary_hue="slate",
-        secondary_hue="slate",
-        neutral_hue="slate",
-        radius_size="md",
-        font=["ui-sans-serif", "system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"],
-        font_mono=["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"],
-    ).set(
-        body_background_fill="#f6f7f9",
-        body_background_fill_dark="#0d1117",
-        body_text_color="#1c2430",
-        body_text_color_dark="#e4e8ee",
-        body_text_color_subdued="#566173",
-        body_text_color_subdued_dark="#9aa6b6",
-        background_fill_primary="#ffffff",
-        background_fill_primary_dark="#151b23",
-        background_fill_secondary="#f6f7f9",
-        background_fill_secondary_dark="#0d1117",
-        block_background_fill="#ffffff",
-        block_background_fill_dark="#151b23",
-        block_border_color="#dfe3e9",
-        block_border_color_dark="#2a3340",
-        border_color_primary="#dfe3e9",
-        border_color_primary_dark="#2a3340",
-        block_label_text_color="#3c4757",
-        block_label_text_color_dark="#b9c3d0",
-        block_title_text_color="#3c4757",
-        block_title_text_color_dark="#b9c3d0",
-        block_title_text_weight="600",
-        input_background_fill="#ffffff",
-        input_background_fill_dark="#0d1117",
-        input_border_color="#c9d0da",
-        input_border_color_dark="#3a4553",
-        slider_color="#3c4757",
-        slider_color_dark="#b9c3d0",
-        button_primary_background_fill="#1c2430",
-        button_primary_background_fill_hover="#323d4d",
-        button_primary_text_color="#ffffff",
-        button_primary_background_fill_dark="#e4e8ee",
-        button_primary_background_fill_hover_dark="#ffffff",
-        button_primary_text_color_dark="#10151c",
-        button_secondary_background_fill="#ffffff",
-        button_secondary_background_fill_hover="#eef1f5",
-        button_secondary_text_color="#1c2430",
-        button_secondary_background_fill_dark="#1d2530",
-        button_secondary_background_fill_hover_dark="#2a3340",
-        button_secondary_text_color_dark="#e4e8ee",
-        input_border_width="1px",
-        input_shadow="none",
-        button_border_width="1px",
-        button_primary_border_color="#1c2430",
-        button_primary_border_color_dark="#e4e8ee",
-        checkbox_background_color_selected="#1c2430",
-        checkbox_background_color_selected_dark="#3a4553",
-        checkbox_border_color="#7a8698",
-        checkbox_border_color_dark="#7a8698",
-        checkbox_border_color_selected="#1c2430",
-        checkbox_border_color_selected_dark="#9aa6b6",
-        button_secondary_border_color="#c9d0da",
-        button_secondary_border_color_dark="#3a4553",
-    )
 
 
 def build(
