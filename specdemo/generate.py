@@ -68,6 +68,7 @@ def generate(
             "device": str(device),
             "dtype": str(target.model.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
+            "engine": target.engine,
             "target_bytes": target.weight_bytes,
             "drafter_bytes": drafter.weight_bytes if drafter else None,
         },

@@ -20,6 +20,7 @@ from specdemo.core.step import Draft
 from specdemo.drafters.model import ModelDrafter
 from specdemo.drafters.ngram import NGramDrafter
 from specdemo.models.cached import CachedModel
+from specdemo.models.lean import Lean
 
 GREEDY = Warp(temperature=0)
 NOISE = Noise(0, "unused when greedy")
@@ -50,10 +51,12 @@ def generated(model: PreTrainedModel, prompt: list[int], length: int) -> list[in
     return out[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", [*CONFIGS, "llama lean", "qwen2 lean", "qwen3 lean"])
 def test_greedy_text_is_that_of_transformers(kind: str) -> None:
+    kind, _, lean = kind.partition(" ")
     model = tiny_model(kind)
     small = blurred(model, kind)
+    engines = (Lean(model), Lean(small)) if lean else (model, small)
     totals = {name: Metrics() for name in ("model", "n-grams", "forest", "top1")}
     forests = "sliding" not in kind
     for i, (prompt, length) in enumerate(prompts(kind)):
@@ -61,7 +64,7 @@ def test_greedy_text_is_that_of_transformers(kind: str) -> None:
         for gamma in (1, 2, 4, 8):
 
             def drafts() -> ModelDrafter:
-                return ModelDrafter(CachedModel(small).score, GREEDY, NOISE, VOCAB)
+                return ModelDrafter(CachedModel(engines[1]).score, GREEDY, NOISE, VOCAB)
 
             cases: dict[str, Drafter] = {"model": drafts()}
             if gamma == (1, 2, 4, 8)[i % 4]:
@@ -70,7 +73,7 @@ def test_greedy_text_is_that_of_transformers(kind: str) -> None:
                     cases["forest"] = ForestDrafter(drafts(), VOCAB, seed=i)
             for name, drafter in cases.items():
                 rule = top1 if name == "top1" else rejection
-                judge = Target(CachedModel(model).score, GREEDY, rule, NOISE, NOISE, candidates=3)
+                judge = Target(CachedModel(engines[0]).score, GREEDY, rule, NOISE, NOISE, candidates=3)
                 steps = run(prompt, judge, drafter, Fixed(gamma), length)
                 assert committed(steps) == expected, (name, gamma, prompt)
                 for step in steps:
@@ -145,7 +148,7 @@ def test_mutant_cache_that_forgets_to_roll_back() -> None:
             kept = super()._keep(tokens)
             extra = len(self._held) + len(self._draft) - kept if self._held else 0
             if extra > 1:
-                for layer in self._layers:
+                for layer in self._engine._layers:
                     layer.length = kept + 1  # one rejected position survives
             return kept
 

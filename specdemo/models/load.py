@@ -28,6 +28,7 @@ from transformers.utils import logging
 from specdemo.core.errors import Refused
 from specdemo.core.step import Draft
 from specdemo.models.cached import CachedModel
+from specdemo.models.lean import Lean, why_not
 from specdemo.models.memory import weight_bytes
 from specdemo.models.packed import pack
 
@@ -60,9 +61,10 @@ class Loaded:
     """A model ready to run, its tokenizer, and what its weights take."""
 
     spec: Spec
-    model: PreTrainedModel
+    model: PreTrainedModel | Lean
     tokenizer: PreTrainedTokenizerBase
     weight_bytes: int
+    engine: str  # "lean", or "transformers" and why
 
     @property
     def stop(self) -> frozenset[int]:
@@ -92,7 +94,23 @@ def find_device(name: str) -> torch.device:
 
 
 def load(spec: Spec) -> Loaded:
-    """Load a model and run it once, so that no later figure holds a first call."""
+    """Load a model into the fastest engine that can run it, and run it once, so that no later figure holds a first call.
+
+    Raises `Refused` with the cause where that cannot be.
+    """
+    model, tokenizer = reference(spec)
+    if reason := why_not(model):
+        pack(model)
+        loaded = Loaded(spec, model, tokenizer, weight_bytes(model), f"transformers: {reason}")
+    else:
+        lean = Lean(model)
+        loaded = Loaded(spec, lean, tokenizer, lean.weight_bytes, "lean")
+    CachedModel(loaded.model).score([0], Draft.chain((0,)))
+    return loaded
+
+
+def reference(spec: Spec) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model as `transformers` itself runs it, and its tokenizer: what engines are built from and compared with."""
     device = find_device(spec.device)
     dtype = spec.dtype if spec.dtype != "auto" else _natural_dtype(spec.quantization, device)
     config = _config(spec.name)
@@ -112,10 +130,7 @@ def load(spec: Spec) -> Loaded:
         raise Refused(f"the weights of {spec.name} are damaged ({error}): fetch them again") from error
     except (OSError, ValueError, RuntimeError) as error:
         raise Refused(f"{spec.name} cannot be loaded: {_first_line(error)}") from error
-    model.eval().requires_grad_(False)
-    pack(model)
-    CachedModel(model).score([0], Draft.chain((0,)))
-    return Loaded(spec, model, tokenizer, weight_bytes(model))
+    return model.eval().requires_grad_(False), tokenizer
 
 
 def _natural_dtype(quantization: str, device: torch.device) -> str:

@@ -13,29 +13,37 @@ import torch
 from torch import Tensor, nn
 
 
+def can_pack(weight: Tensor) -> bool:
+    """Whether oneDNN gains by a layout of its own: in float32 and bfloat16, on an x86 CPU."""
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype in (torch.float32, torch.bfloat16)
+        and torch.backends.mkldnn.is_available()
+        and platform.machine().lower() in ("x86_64", "amd64")
+    )
+
+
 class PackedLinear(nn.Module):
     """A frozen linear layer: `[..., in]` to `[..., out]`."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        self.nbytes = linear.weight.numel() * linear.weight.element_size()
+        self.nbytes = weight.numel() * weight.element_size()
         # Neither parameter nor buffer: the packed layout can be neither moved nor saved.
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
-        self.bias = linear.bias
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+        self.bias = bias
 
     def forward(self, rows: Tensor) -> Tensor:
         """The product, in oneDNN."""
-        return torch.ops.mkldnn._linear_pointwise(rows, self._weight, self.bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise.default(rows, self._weight, self.bias, "none", [], "")
 
 
 def pack(model: nn.Module) -> None:
-    """Replace every plain linear layer of a float32 model on an x86 CPU; elsewhere do nothing.
+    """Replace every plain linear layer that gains by it.
 
     Only exact instances: a quantised layer is a subclass and is left as it is.
     """
-    if not torch.backends.mkldnn.is_available() or platform.machine().lower() not in ("x86_64", "amd64"):
-        return
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and child.weight.device.type == "cpu" and child.weight.dtype == torch.float32:
-                setattr(module, name, PackedLinear(child))
+            if type(child) is nn.Linear and can_pack(child.weight):
+                setattr(module, name, PackedLinear(child.weight, child.bias))

@@ -1,0 +1,167 @@
+"""The lean engine: the same logits as transformers, for every variant that it claims, and none that it does not."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import CONTEXT, LLAMA, byte_level_tokenizer, save_model
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from specdemo.core.step import Draft
+from specdemo.models.cached import CachedModel
+from specdemo.models.lean import Lean, LeanEngine, why_not
+from specdemo.models.load import Spec, load, reference
+from specdemo.models.slots import SlotEngine
+
+VOCAB = 61
+
+
+def rope(kind: str, **settings: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10_000.0, **settings}}
+
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+VARIANTS: dict[str, PretrainedConfig] = {
+    "grouped": LlamaConfig(**LLAMA),
+    "one key head": LlamaConfig(**{**LLAMA, "num_key_value_heads": 1}),
+    "as many key heads": LlamaConfig(**{**LLAMA, "num_key_value_heads": 4}),
+    "tied": LlamaConfig(**LLAMA, tie_word_embeddings=True),
+    "biases everywhere": LlamaConfig(**LLAMA, attention_bias=True, mlp_bias=True),
+    "wide heads": LlamaConfig(**LLAMA, head_dim=16),
+    "linear rope": LlamaConfig(**LLAMA, **rope("linear", factor=4.0)),
+    "llama3 rope": LlamaConfig(**LLAMA, **rope("llama3", factor=8.0, **LLAMA3)),
+    "yarn rope": LlamaConfig(**LLAMA, **rope("yarn", factor=4.0, original_max_position_embeddings=16)),
+    "mistral": MistralConfig(**LLAMA, sliding_window=None),
+    "qwen2": Qwen2Config(**LLAMA),
+    "qwen3": Qwen3Config(**LLAMA, head_dim=8),
+    "qwen3 tied": Qwen3Config(**LLAMA, head_dim=16, tie_word_embeddings=True),
+}
+
+
+def random_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Every parameter random, gains and biases too, so that none of them can be left out unseen."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        parameter.normal_(1.0 if "norm" in name else 0.0, 0.2 if parameter.ndim == 1 else 0.08 * 4)
+    model.tie_weights()
+    return model.to(dtype)
+
+
+def rounds(seed: int, most: int = 7) -> list[tuple[list[int], Draft]]:
+    """A text that grows by chains and forests, of which a path is kept, part of one, or nothing; and one taken back."""
+    rng = random.Random(seed)
+    tokens, script = [rng.randrange(VOCAB) for _ in range(9)], []
+    while len(tokens) < CONTEXT - most - 1:
+        size = rng.randrange(most + 1)
+        chain = rng.random() < 0.5
+        parents = tuple(i - 1 if chain else rng.randrange(-1, i) for i in range(size))
+        draft = Draft(tuple(rng.randrange(VOCAB) for _ in range(size)), parents)
+        script.append((tokens, draft))
+        kept = draft.path(rng.randrange(-1, size))
+        tokens = [*tokens, *(draft.tokens[node] for node in kept), rng.randrange(VOCAB)]
+    return [*script, (tokens[:20], Draft.chain((1, 2))), (tokens[:5] + [3], Draft())]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_are_those_of_transformers(name: str) -> None:
+    """To 1e-5 in float32; to the last bit in bfloat16, where every rounding is in the same place."""
+    for dtype in (torch.float32, torch.bfloat16):
+        model = random_model(VARIANTS[name], dtype)
+        assert why_not(model) is None
+        theirs, ours = CachedModel(model), CachedModel(Lean(model))
+        for tokens, draft in rounds(3):
+            expected, found = theirs.score(tokens, draft), ours.score(tokens, draft)
+            assert found.dtype == dtype and found.shape == expected.shape
+            if dtype == torch.float32:
+                assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+            else:
+                assert torch.equal(found, expected), (tokens, draft)
+        assert ours.kv_bytes == theirs.kv_bytes > 0
+
+
+def test_the_variants_are_told_apart() -> None:
+    """Each variant's logits are its own: an option that were ignored would show above."""
+    tokens, draft = rounds(3)[-3]
+    rows = {name: CachedModel(random_model(config)).score(tokens, draft) for name, config in VARIANTS.items()}
+    same = ["grouped", "mistral"]  # without its window a Mistral is a Llama
+    for a in rows:
+        for b in rows:
+            if a != b and [a, b] != same and [b, a] != same:
+                assert not torch.allclose(rows[a], rows[b], atol=1e-3), (a, b)
+
+
+def test_room_grows_with_the_text() -> None:
+    model = random_model(LlamaConfig(**{**LLAMA, "max_position_embeddings": 2048}))
+    theirs, ours = CachedModel(model), CachedModel(Lean(model))
+    rng = random.Random(1)
+    tokens = [rng.randrange(VOCAB) for _ in range(500)]
+    for more in (3, 10, 30, 600, 20):
+        tokens = [*tokens, *(rng.randrange(VOCAB) for _ in range(more))]
+        draft = Draft.chain((4, 5, 6))
+        expected = theirs.score(tokens, draft)
+        assert (ours.score(tokens, draft) - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (MistralConfig(**LLAMA, sliding_window=8), "sliding window"),
+        (LlamaConfig(**LLAMA, hidden_act="gelu"), "gelu"),
+        (LlamaConfig(**LLAMA, **rope("dynamic", factor=2.0)), "dynamic"),
+        (GPT2Config(vocab_size=61, n_embd=32, n_layer=1, n_head=2), "GPT2LMHeadModel"),
+    ],
+)
+def test_what_it_does_not_claim_runs_through_transformers_and_says_so(
+    config: PretrainedConfig, words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        Lean(random_model(config))
+    tokenizer = byte_level_tokenizer()
+    config.vocab_size = len(tokenizer)
+    model = random_model(config)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load(Spec(str(tmp_path), device="cpu"))
+    assert loaded.engine.startswith("transformers: ") and words in loaded.engine
+    expected = model(torch.tensor([[1, 2, 3]])).logits[0, -1]
+    assert torch.allclose(CachedModel(loaded.model).score([1, 2, 3], Draft())[0], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "nf4"])
+def test_quantised_layers_are_called_as_they_are(quantization: str, tmp_path: Path) -> None:
+    spec = Spec(str(save_model(tmp_path / "model", byte_level_tokenizer())), quantization=quantization, device="cpu")
+    model, _ = reference(spec)
+    loaded = load(spec)
+    assert loaded.engine == "lean"
+    tokens, draft = [5, 6, 7, 8], Draft.chain((9, 10))
+    expected = CachedModel(model).score(tokens, draft)
+    assert torch.allclose(
+        CachedModel(loaded.model).score(tokens, draft), expected, atol=2e-2 * float(expected.abs().max())
+    )
+
+
+def test_engines_hold_what_they_were_told_to_keep() -> None:
+    """The two engines answer alike when driven directly: they are interchangeable behind the cache."""
+    model = random_model(VARIANTS["grouped"])
+    for engine in (SlotEngine(model), LeanEngine(Lean(model))):
+        with torch.inference_mode():
+            engine.run([1, 2, 3, 4], 0, Draft())
+            full = engine.kv_bytes
+            engine.keep(2, [3])
+            assert engine.kv_bytes == full * 3 / 4
+            engine.keep(0, [])
+            assert engine.kv_bytes == 0
