@@ -153,7 +153,7 @@ def build(recipe: Recipe, target: Loaded, drafter: Loaded | None, stores: dict[A
     """Turn names into objects. `stores` holds the n-grams of a user's earlier runs, if they are to be kept."""
     words = tuple(tuple(target.tokenizer.encode(word, add_special_tokens=False)) for word in recipe.bad_words)
     warp = Warp(recipe.temperature, recipe.top_k, recipe.top_p, recipe.repetition_penalty, words)
-    ours = CachedModel(target.model)
+    ours = CachedModel(target.model, target.parity.pad)
     rule = RULES[recipe.rule].apply
     if recipe.skip_sample_adjustment:
         rule = partial(rule, adjust=False)

@@ -40,14 +40,16 @@ class Engine(Protocol):
 class CachedModel:
     """The model as a function from tokens and a draft to logits, with a KV cache of one request.
 
-    Weights are shared: any number of these may stand on one model. `vocab_size` is that of the logits.
+    Weights are shared: any number of these may stand on one model. `vocab_size` is that of the logits. Passes of fewer
+    than `pad` rows are filled up to as many (`parity.py` says when that is worth it).
     """
 
-    def __init__(self, model: PreTrainedModel | Lean) -> None:
+    def __init__(self, model: PreTrainedModel | Lean, pad: int = 1) -> None:
         config = model.config.get_text_config()
         self._engine: Engine = LeanEngine(model) if isinstance(model, Lean) else SlotEngine(model)
         self.vocab_size: int = config.vocab_size
         self.context: int = getattr(config, "max_position_embeddings", None) or sys.maxsize  # some have no limit
+        self._pad = pad
         self._held: list[int] = []  # tokens of the cache's leading chain
         self._draft = Draft()  # and the forest that hangs on its end
 
@@ -60,8 +62,9 @@ class CachedModel:
         if not tokens:
             raise Refused("there is nothing to continue: give a prompt of at least one token")
         held = self._keep(tokens)
+        fed = self._filled(draft, held, len(tokens))
         try:
-            logits = self._engine.run([*tokens[held:], *draft.tokens], held, draft)
+            logits = self._engine.run([*tokens[held:], *fed.tokens], held, fed)[: len(draft) + 1]
         except BaseException:  # layers of different lengths: hold nothing
             self._engine.keep(0, [])
             self._held, self._draft = [], Draft()
@@ -73,6 +76,14 @@ class CachedModel:
     def kv_bytes(self) -> int:
         """Bytes of keys and values held now."""
         return self._engine.kv_bytes
+
+    def _filled(self, draft: Draft, held: int, length: int) -> Draft:
+        """The draft with a tail that nobody reads, if the pass would have too few rows and the context has room."""
+        spare = min(self._pad - (length - held), self.context - length) - len(draft)
+        if spare <= 0:
+            return draft
+        first = len(draft) - 1 if draft.is_chain else -1
+        return Draft(draft.tokens + (0,) * spare, draft.parents + (first, *range(len(draft), len(draft) + spare - 1)))
 
     def _keep(self, tokens: Sequence[int]) -> int:
         """Cut the cache to what it shares with `tokens`, less the last one, whose logits are wanted; its length."""

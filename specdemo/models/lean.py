@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -162,6 +163,21 @@ def unit_norm(eps: float, device: torch.device) -> Rows:
     return lambda rows: rows / length(rows, dim=-1, keepdim=True).hypot_(root)
 
 
+# What a kernel for attention computes for a row depends, in its last bits, on how many rows and keys it was given: on
+# full vectors of keys, on which of its code for few rows it takes, on where it cuts a long sum. With key counts and row
+# counts from these sets a row's bits are its own, whatever rides along in the same pass (seen with oneDNN and MKL on
+# Zen 4; `specdemo/models/parity.py` asks the machine at hand). The products need no such care.
+BLOCK = 512  # keys that the kernel takes at a time
+PARTS = (64, 128, 192, 384, 512)  # key counts within the last block
+ROWS = 4  # row counts are multiples of this
+
+
+def padded_keys(count: int) -> int:
+    """The least number of keys, `count` or more, that attention may be given."""
+    whole, part = divmod(count, BLOCK)
+    return whole * BLOCK + (next(width for width in PARTS if width >= part) if part else 0)
+
+
 class LeanEngine:
     """A forward pass of `Lean` weights over the keys and values of one request."""
 
@@ -169,7 +185,7 @@ class LeanEngine:
         self._model = model
         self._length = 0
         self._room = 0
-        self._kv = torch.empty(0)
+        self._kv = torch.empty(0)  # [layers, keys or values, heads, positions, dim]
         self._cos = self._sin = torch.empty(0)
         self._masks: dict[int, Tensor] = {}
 
@@ -191,23 +207,23 @@ class LeanEngine:
         model = self._model
         n, end = len(new), held + len(new)
         if end > self._room:
-            self._grow(max(end, 2 * self._room, 512))
-        mask = None
+            self._grow(end)
+        heads, kv_heads, dim = model.heads, model.kv_heads, model.head_dim
+        half, group, shared = dim // 2, heads // kv_heads, 2 * kv_heads
+        queries, width = group * n, padded_keys(end)
+        spare = -queries % ROWS
         if draft.is_chain:
             cos, sin = self._cos[held:end], self._sin[held:end]
-            if n > 1:
-                mask = self._chain_mask(n, held)
+            mask = self._chain_mask(n, held, width)
         else:
             where = torch.tensor(positions(n, held, draft), device=model.device)
             cos, sin = self._cos[where], self._sin[where]
-            mask = self._mask(visible(n, held, draft))
-        heads, kv_heads, dim = model.heads, model.kv_heads, model.head_dim
-        half, group, shared = dim // 2, heads // kv_heads, 2 * kv_heads
+            mask = self._mask(F.pad(visible(n, held, draft), (0, width - end)))
         # Values are turned by no angle, so that they can be written together with the keys.
         cos = torch.cat((cos.expand(n, heads + kv_heads, dim), torch.ones_like(cos).expand(n, kv_heads, dim)), 1)
         sin = torch.cat((sin.expand(n, heads + kv_heads, dim), torch.zeros_like(sin).expand(n, kv_heads, dim)), 1)
         places = self._kv[:, :, :, held:end].unbind()
-        keys, values = (self._kv[:, i, None, :, :end].unbind() for i in (0, 1))
+        keys, values = (self._kv[:, i, None, :, :width].unbind() for i in (0, 1))
         rows = F.embedding(torch.tensor(new, device=model.device), model.embedding)
         for i, layer in enumerate(model.layers):
             qkv = layer.qkv(layer.enter(rows)).view(n, heads + shared, dim)
@@ -216,19 +232,22 @@ class LeanEngine:
             turned = qkv * cos + qkv.roll(half, -1) * sin
             places[i].copy_(turned.narrow(1, heads, shared).view(n, 2, kv_heads, dim).permute(1, 2, 0, 3))
             # Heads that share keys are more rows of one head: a pass over few rows costs what one row costs.
-            queries = turned.narrow(1, 0, heads).transpose(0, 1).reshape(1, kv_heads, group * n, dim)
-            mixed = F.scaled_dot_product_attention(queries, keys[i], values[i], attn_mask=mask)
-            rows = rows.add_(layer.out(mixed.view(heads, n, dim).transpose(0, 1).reshape(n, heads * dim)))
+            asked = turned.narrow(1, 0, heads).transpose(0, 1).reshape(1, kv_heads, queries, dim)
+            if spare:
+                asked = F.pad(asked, (0, 0, 0, spare))
+            mixed = F.scaled_dot_product_attention(asked, keys[i], values[i], attn_mask=mask)[0, :, :queries]
+            rows = rows.add_(layer.out(mixed.reshape(heads, n, dim).transpose(0, 1).reshape(n, heads * dim)))
             gate, up = layer.gate_up(layer.between(rows)).chunk(2, -1)
             rows = rows.add_(layer.down(F.silu(gate).mul_(up)))
         self._length = end
         return model.head(model.leave(rows[-len(draft) - 1 :]))
 
-    def _grow(self, room: int) -> None:
-        """Make room for more positions; by doubling, so that a long text is copied a bounded number of times."""
-        model = self._model
-        old = self._kv
-        self._kv = torch.empty(
+    def _grow(self, end: int) -> None:
+        """Make room for `end` positions; by doubling, so that a long text is copied a bounded number of times."""
+        model, old = self._model, self._kv
+        room = max(BLOCK, 2 * self._room, end + -end % BLOCK)
+        # Zeros, since what is masked is multiplied by nothing, and nothing times what memory held may be no number.
+        self._kv = torch.zeros(
             (len(model.layers), 2, model.kv_heads, room, model.head_dim), dtype=model.dtype, device=model.device
         )
         if self._room:
@@ -237,18 +256,19 @@ class LeanEngine:
         self._cos, self._sin = model.rotation(torch.arange(room, device=model.device))
         self._masks.clear()
 
-    def _chain_mask(self, n: int, held: int) -> Tensor:
-        """A view into one staircase, long enough for every place that n rows can stand at."""
+    def _chain_mask(self, n: int, held: int, width: int) -> Tensor:
+        """For few rows a view into one staircase, long enough for every place that they can stand at."""
+        ones = partial(torch.ones, dtype=torch.bool, device=self._model.device)
         if n > FEW:
-            return self._mask(torch.ones(n, held + n, dtype=torch.bool, device=self._model.device).tril(held))
+            return self._mask(ones(n, width).tril(held))
         if n not in self._masks:
-            stairs = torch.ones(n, self._room + n, dtype=torch.bool, device=self._model.device).tril(self._room)
-            self._masks[n] = self._mask(stairs)
+            self._masks[n] = self._mask(ones(n, 2 * self._room).tril(self._room))
         first = self._room - held
-        return self._masks[n][:, first : first + held + n]
+        return self._masks[n][:, first : first + width]
 
     def _mask(self, seen: Tensor) -> Tensor:
-        """0 where seen and the least number elsewhere, once for each head that shares keys: `[group * n, keys]`."""
+        """0 where seen and the least number elsewhere, a row for each row of queries: `[group * n + spare, keys]`."""
         model = self._model
         mask = torch.zeros(seen.shape, dtype=model.dtype).masked_fill_(~seen.cpu(), torch.finfo(model.dtype).min)
-        return mask.repeat(model.heads // model.kv_heads, 1).to(model.device)
+        mask = mask.repeat(model.heads // model.kv_heads, 1)
+        return F.pad(mask, (0, 0, 0, -len(mask) % ROWS)).to(model.device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -31,6 +32,7 @@ from specdemo.models.cached import CachedModel
 from specdemo.models.lean import Lean, why_not
 from specdemo.models.memory import weight_bytes
 from specdemo.models.packed import pack
+from specdemo.models.parity import Parity, check
 
 DTYPES = {
     "auto": "float32 on a CPU, bfloat16 on an accelerator",
@@ -66,6 +68,11 @@ class Loaded:
     weight_bytes: int
     engine: str  # "lean", or "transformers" and why
 
+    @cached_property
+    def parity(self) -> Parity:
+        """Whether several rows cost and give what one does; asked once, on first use."""
+        return check(self.model)
+
     @property
     def stop(self) -> frozenset[int]:
         """Every id that ends a text: the model's own list and the tokenizer's end of sequence."""
@@ -94,7 +101,7 @@ def find_device(name: str) -> torch.device:
 
 
 def load(spec: Spec) -> Loaded:
-    """Load a model into the fastest engine that can run it, and run it once, so that no later figure holds a first call.
+    """Load a model into the fastest engine that can run it, and run it once: no later figure holds a first call.
 
     Raises `Refused` with the cause where that cannot be.
     """
