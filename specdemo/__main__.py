@@ -15,8 +15,9 @@ from specdemo import bench
 from specdemo.core.errors import Refused
 from specdemo.core.metrics import Metrics
 from specdemo.generate import Record, ending, generate
-from specdemo.models.load import DTYPES, QUANTIZATIONS, Shelf
+from specdemo.models.load import DTYPES, QUANTIZATIONS, Shelf, find_device
 from specdemo.models.pairs import PAIRS
+from specdemo.models.peers import PEERS
 from specdemo.recipe import METHODS, NGRAM_LEVELS, POLICIES, RULES, Recipe
 
 # Colour never stands alone: rejected tokens are struck through, corrections underlined.
@@ -87,6 +88,7 @@ def parser() -> Parser:
     race.add_argument("--max-tokens", type=int, default=128)
     race.add_argument("--dtype", help=names(DTYPES))
     race.add_argument("--device", help="auto, cpu, cuda, cuda:N or mps")
+    race.add_argument("--peers", action="store_true", help="transformers' own ways to decode the same weights too")
     race.add_argument("--output", type=Path, metavar="FILE", help="also write the table to a Markdown file")
     return top
 
@@ -128,16 +130,22 @@ def _bench(options: argparse.Namespace) -> int:
         ]
         recipes += [Recipe(**{**common, **one, "temperature": temperature}) for one in varied]
     prompts = bench.load_prompts(kinds=options.kind)
+    peers = []
+    if options.peers:
+        drafting = any(recipe.drafter_spec for recipe in recipes)
+        peers = [name for name, peer in PEERS.items() if drafting or peer.assistant is None]
     records = []
-    for record in bench.measure(recipes, prompts, Shelf()):
+    for record in bench.measure(recipes, prompts, Shelf(), peers):
         records.append(record)
         print(f"\r{len(records)} of {len(prompts)} prompts", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
-    rows = bench.table(recipes, records)
+    bandwidth = bench.copy_bandwidth(find_device(recipes[0].device))
+    rows = bench.table(recipes, records, peers, bandwidth)
     print(bench.markdown(rows))
     for row in rows:
         if row.slower:
-            print(f"slower than plain: {row.recipe} on {', '.join(row.slower)}")
+            print(f"slower than plain: {row.lane} on {', '.join(row.slower)}")
+    print(f"copy bandwidth of this machine: {bandwidth / 1e9:.1f} GB/s")
     print(bench.as_json(rows))
     if options.output:
         options.output.write_text(bench.markdown(rows) + "\n", encoding="utf-8")

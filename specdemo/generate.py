@@ -75,7 +75,7 @@ def generate(
             "drafter_bytes": drafter.weight_bytes if drafter else None,
         },
     }
-    metrics, text = Metrics(), TextStream(target.tokenizer, tokens)
+    metrics, text, watched = Metrics(), TextStream(target.tokenizer, tokens), memory.Watch()
     last = None
     steps = decode(
         tokens,
@@ -101,7 +101,7 @@ def generate(
                 "pieces": pieces,
                 "draft_text": drafts,
                 "memory": {
-                    "rss_bytes": memory.process_bytes(),
+                    "rss_bytes": watched.process_bytes(),
                     "device_bytes": memory.device_bytes(device),
                     "kv_bytes": parts.kv_bytes,
                 },

@@ -7,45 +7,86 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny import byte_level_tokenizer, save_model
 
 from specdemo import bench
 from specdemo.__main__ import main
 from specdemo.core.errors import Refused
 from specdemo.models.load import Shelf
+from specdemo.models.peers import PEERS
 from specdemo.recipe import Recipe
 
 
-def figures(speed: float, drafted: int = 0) -> dict[str, Any]:
+def run(wall: float, drafted: int = 0, text: tuple[int, ...] = (1, 2), **changes: Any) -> dict[str, Any]:
+    """Ten rounds after the prefill: 0.2 s of drafting, 0.7 s of verifying, 0.1 s of everything else."""
     return {
-        "tokens_per_second": speed,
+        "text": list(text),
+        "decode_tokens": 20 if drafted else 10,
+        "wall_s": wall,
+        "tokens_per_second": 1.0,
         "steps": 11,
-        "decode_s": 1.0,
-        "draft_s": 0.2,
+        "draft_s": 0.2 if drafted else 0.0,
         "verify_s": 0.7,
+        "host_s": 0.1,
         "drafted": drafted,
         "acceptance_rate": 0.5 if drafted else None,
         "mean_beta": 0.6 if drafted else None,
-        "tokens_per_target_pass": 2.0,
+        "tokens_per_target_pass": 2.0 if drafted else 1.0,
         "ttft_s": 0.1,
+        "bytes_read": 100.0,
+        "held_bytes": 5e6,
+        **changes,
     }
 
 
 def test_speedups_are_medians_of_ratios_and_losses_are_named() -> None:
-    recipes = [Recipe(method="ar", temperature=0), Recipe(temperature=0)]
-    speeds = [(10, 20), (100, 90), (50, 60)]
+    recipes = [Recipe(method="ar", temperature=0), Recipe(temperature=0, gamma=2)]
+    walls = [(1.0, 1.0), (1.0, 2.5), (1.0, 4.0 / 3.0)]  # seconds for 10 and for 20 tokens: 2x, 0.8x, 1.5x
+    texts = [(1, 2), (1, 2), (1, 3)]
     records = [
-        {"kind": "code", "name": f"code {i}", "metrics": [figures(plain), figures(fast, drafted=20)]}
-        for i, (plain, fast) in enumerate(speeds)
+        {"kind": "code", "name": f"code {i}", "runs": [run(plain), run(fast, drafted=20, text=text)]}
+        for i, ((plain, fast), text) in enumerate(zip(walls, texts, strict=True))
     ]
-    plain, draft = bench.table(recipes, records)
-    assert plain.speedup is None and draft.speedup == pytest.approx(1.2)
-    assert draft.interval == pytest.approx((0.9, 2.0))
-    assert draft.slower == ("code 1 (0.90x)",)
-    assert draft.c == pytest.approx(0.01 / 0.1) and draft.v == pytest.approx(0.07 / 0.1)
+    plain, draft = bench.table(recipes, records, bandwidth=1000.0)
+    assert plain.speedup is None and draft.speedup == pytest.approx(1.5)
+    assert draft.interval == pytest.approx((0.8, 2.0))
+    assert draft.slower == ("code 1 (0.80x)",)
+    assert draft.same_text == 2 and plain.same_text is None
+    assert plain.bandwidth == pytest.approx(0.1) and draft.bandwidth == pytest.approx(0.075)
     text = bench.markdown([plain, draft])
-    assert "1 of 3" in text and "0.90-2.00" in text
-    assert json.loads(bench.as_json([plain, draft]))["bench"][1]["speedup"] == pytest.approx(1.2)
+    assert "1 of 3" in text and "0.80-2.00" in text
+    assert json.loads(bench.as_json([plain, draft]))["bench"][1]["speedup"] == pytest.approx(1.5)
+
+
+def test_the_cost_model_accounts_for_a_round() -> None:
+    """By hand: a plain pass 0.07 s; drafting 0.01 s a token, 2 tokens a round; verifying 0.07 s; the rest 0.01 s."""
+    recipes = [Recipe(method="ar", temperature=0), Recipe(temperature=0, gamma=2)]
+    plain, spec = run(0.8, draft_s=0.0), run(1.0, drafted=20)  # all of 1.0 = 0.2 + 0.7 + 0.1 s is accounted for
+    row = bench.table(recipes, [{"kind": "code", "name": "code 1", "runs": [plain, spec]}])[1]
+    c, v, o = 0.01 / 0.07, 1.0, 0.01 / 0.07
+    assert (row.c, row.v, row.o) == pytest.approx((c, v, o))
+    assert row.speedup == pytest.approx(1.6)
+    assert row.theory == pytest.approx((1 + 0.6 + 0.36) / (1 + 2 * c))
+    assert row.realised == pytest.approx(1.6 / row.theory)
+    assert row.explained == pytest.approx(1.0)
+    slow = bench.table(recipes, [{"kind": "code", "name": "code 1", "runs": [plain, {**spec, "wall_s": 1.25}]}])[1]
+    assert slow.explained == pytest.approx(0.8)  # 0.25 s that nobody owns up to
+
+
+def test_of_a_family_of_peers_the_fastest_stands_for_all() -> None:
+    recipes = [Recipe(method="ar", temperature=0)]
+    peers = ["generate", "prompt lookup 4", "prompt lookup 10"]
+    theirs = [
+        {"text": [1, 2], "wall_s": 1.0, "tokens_per_second": s, "ttft_s": 0.1, "tokens_per_target_pass": 1.0}
+        for s in (4.0, 5.0, 8.0)
+    ]
+    rows = bench.table(recipes, [{"kind": "code", "name": "code 1", "runs": [run(1.0), *theirs]}], peers)
+    assert [(row.lane, row.tokens_per_second) for row in rows[1:]] == [
+        ("transformers generate T=0", 4.0),
+        ("transformers prompt lookup 10 T=0", 8.0),
+    ]
+    assert rows[1].speedup == pytest.approx(0.4) and rows[1].same_text == 1
 
 
 def test_real_models_are_measured_in_pairs(tmp_path: Path) -> None:
@@ -53,12 +94,23 @@ def test_real_models_are_measured_in_pairs(tmp_path: Path) -> None:
         "target": str(save_model(tmp_path / "target", byte_level_tokenizer())),
         "drafter": str(save_model(tmp_path / "drafter", byte_level_tokenizer(), num_hidden_layers=1)),
     }
-    recipes = [Recipe(method=method, max_tokens=12, device="cpu", **models) for method in ("ar", "draft", "nasd")]
-    records = list(bench.measure(recipes, bench.load_prompts(kinds=["adversarial"])[:3], Shelf()))
+    settings = {"temperature": 0, "max_tokens": 12, "device": "cpu", **models}
+    recipes = [Recipe(method=method, **settings) for method in ("ar", "draft", "nasd")]
+    prompts, peers = bench.load_prompts(kinds=["adversarial"])[:3], list(PEERS)
+    records = list(bench.measure(recipes, prompts, Shelf(), peers))
     assert [record["name"] for record in records] == ["adversarial 1", "adversarial 2", "adversarial 3"]
     for record in records:
-        plain, draft, _ = record["metrics"]
+        plain, draft, _, *theirs = record["runs"]
         assert plain["drafted"] == 0 < draft["drafted"] and plain["tokens"] > 0
+        assert all(run["text"] == plain["text"] for run in record["runs"])  # every way, theirs too, is greedy
+        assert len(theirs) == len(peers) and all(run["ttft_s"] > 0 and run["wall_s"] > 0 for run in theirs)
+    rows = bench.table(recipes, records, peers, bandwidth=1e9)
+    assert len(rows) == 3 + len({peer.family for peer in PEERS.values()})
+    assert all(row.same_text in (None, 3) for row in rows)
+
+
+def test_copying_has_a_speed() -> None:
+    assert bench.copy_bandwidth(torch.device("cpu")) > 1e8
 
 
 def test_unknown_classes_are_refused() -> None:

@@ -14,7 +14,16 @@ def expected_tokens(alpha: float, gamma: int) -> float:
 
 def walltime_improvement(alpha: float, gamma: int, c: float) -> float:
     """Speed-up over plain decoding where verification costs one step (2211.17192, Theorem 3.8)."""
-    return expected_tokens(alpha, gamma) / (gamma * c + 1)
+    return speedup(expected_tokens(alpha, gamma), gamma, c)
+
+
+def speedup(tokens: float, drafted: float, c: float, v: float = 1.0, o: float = 0.0) -> float:
+    """The cost model: `tokens` per round over what a round costs, in passes over one row.
+
+    A round drafts `drafted` tokens at `c` each, verifies them in one pass that costs `v`, and spends `o` on everything
+    else. Theorem 3.8 is the case v = 1, o = 0 with the expected number of tokens.
+    """
+    return tokens / (v + drafted * c + o)
 
 
 def best_gamma(alpha: float, c: float, longest: int = 64) -> int:
