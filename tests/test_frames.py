@@ -187,6 +187,30 @@ def test_an_error_that_the_engine_reports_is_a_failure_too() -> None:
     assert run.phase == ("failed", "NaN in the logits")
 
 
+def test_what_may_be_relied_on_is_said() -> None:
+    """Lossy, the same law, or the same bits: by the recipe and by what the machine was found to do."""
+    for changes, badge, words in (
+        ({"exact": False}, "lossy", "changes the target's distribution"),
+        ({}, "exact", "near-tie may flip"),
+        ({"environment": SIZES | {"parity": {"equal": False}}}, "exact", "near-tie may flip"),
+        ({"environment": SIZES | {"parity": {"equal": True}}}, "exact · bit-equal here", "to the last bit"),
+    ):
+        run = Run()
+        run.absorb(SPEC, header(**changes))
+        head = json.loads(run.frame(0))["r"][0]["head"]
+        assert head["badge"] == badge and words in head["why"]
+
+
+@pytest.mark.parametrize(("equal", "words"), [(False, "rounding"), (True, "fault")])
+def test_texts_that_part_are_explained_by_what_the_machine_does(equal: bool, words: str) -> None:
+    run = Run((SPEC, PLAIN))
+    other = step(1, pieces=["z"], tokens=[999])
+    for lane, lines in ((SPEC, (PREFILL, REJECTION)), (PLAIN, (PREFILL, other))):
+        for line in (header(environment={"parity": {"equal": equal}}), *lines, end()):
+            run.absorb(lane, line)
+    assert "part at token 2" in verdict(run) and words in verdict(run)
+
+
 def test_tiles_are_dashes_until_there_is_something_to_say() -> None:
     empty = tiles(Run())
     assert {value for value, _ in empty.values()} == {"–"}

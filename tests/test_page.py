@@ -222,7 +222,7 @@ def test_a_real_run_streams_and_what_is_shown_equals_the_trace(tab: Any) -> None
     expect(page.locator("[data-kpi=speedup]")).to_contain_text(f"{ratio:.2f}×")
     expect(page.locator("#verdict")).to_contain_text("tokens per second")
     expect(page.locator("[data-kpi=memory]")).to_contain_text(re.compile(r"[MG]B"))
-    expect(page.locator("[data-lane=spec] .badge")).to_have_text("exact")
+    expect(page.locator("[data-lane=spec] .badge")).to_contain_text("exact")
 
 
 @pytest.mark.parametrize("method", ["nasd", "ar"])
@@ -250,7 +250,7 @@ def test_a_lossy_rule_wears_a_badge(tab: Any) -> None:
         page.locator("#temperature input[type=number]").blur()
         run(page, CODE, tokens=8)
         status(page, "done")
-        expect(badge).to_have_text(word)
+        expect(badge).to_contain_text(word)
         trace = saved(page)
         assert trace[0]["exact"] == (word == "exact") and drawn(page) == counted(trace)
 

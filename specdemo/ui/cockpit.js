@@ -100,10 +100,8 @@ function drawHead(name, head, fragment) {
   const badge = $(".badge", box);
   badge.hidden = false;
   badge.dataset.exact = head.exact;
-  badge.textContent = head.exact ? "exact" : "lossy";
-  badge.title = head.exact
-    ? "The text has the target's own distribution."
-    : "This rule changes the target's distribution at these settings.";
+  badge.textContent = head.badge;
+  badge.title = head.why;
   const prompt = document.createElement("span");
   prompt.className = "given";
   prompt.textContent = head.prompt;

@@ -59,6 +59,7 @@ class Lane:
     recipe: Mapping[str, Any] = field(default_factory=dict)
     weights: float | None = None  # bytes of all models of this lane
     exact: bool = True
+    bit_equal: bool = False  # whether rows have the same bits in any pass
     ended: bool = False
 
     @property
@@ -71,6 +72,19 @@ class Lane:
         """Its speed, for its heading."""
         speed = self.metrics.as_dict()["tokens_per_second"]
         return "" if speed is None else f"{speed:.1f} tok/s"
+
+
+def guarantee(lane: Lane) -> tuple[str, str]:
+    """What may be relied on, in two words and in a sentence."""
+    if not lane.exact:
+        return "lossy", "This rule changes the target's distribution at these settings."
+    law = "The text has the target's own distribution."
+    if lane.bit_equal:
+        return "exact · bit-equal here", (
+            f"{law} On this machine a row's logits are the same to the last bit in any pass, so greedy text is that of "
+            "plain decoding, token by token."
+        )
+    return "exact", f"{law} Same law as plain decoding; at temperature 0 a near-tie may flip, as rounding decides."
 
 
 @dataclass
@@ -96,12 +110,13 @@ class Run:
         lane.lines.append(event)
         if "specdemo" in event:
             lane.exact, lane.recipe = event["exact"], event["recipe"]
+            lane.bit_equal = event["environment"].get("parity", {}).get("equal", False)
             sizes = [event["environment"].get(name) for name in ("target_bytes", "drafter_bytes")]
             lane.weights = sum(filter(None, sizes)) or None
             self.phase = ("prefill", f"{len(event['prompt_tokens'])} prompt tokens")
-            self.records.append(
-                {"l": name, "head": {"prompt": event["prompt"], "exact": lane.exact, "title": title(lane.recipe)}}
-            )
+            badge, why = guarantee(lane)
+            head = {"prompt": event["prompt"], "exact": lane.exact, "badge": badge, "why": why}
+            self.records.append({"l": name, "head": {**head, "title": title(lane.recipe)}})
         elif "end" in event:
             lane.ended = True
             if event["end"] not in ENDS:
@@ -226,7 +241,7 @@ def verdict(run: Run) -> str:
     if ratio < 0.98:
         words.append(_advice(spec, draft, verify, host))
     if run.lanes[SPEC].recipe["temperature"] == 0 and run.lanes[SPEC].exact:
-        words.append(_sameness(run.lanes[SPEC].tokens, run.lanes[PLAIN].tokens))
+        words.append(_sameness(run.lanes[SPEC], run.lanes[PLAIN]))
     return " ".join(words)
 
 
@@ -242,12 +257,14 @@ def _advice(spec: Mapping[str, Any], draft: float, verify: float, host: float) -
     return "The rounds cost more than they won: try a shorter draft or a larger target."
 
 
-def _sameness(ours: list[int], theirs: list[int]) -> str:
+def _sameness(spec: Lane, plain: Lane) -> str:
+    ours, theirs = spec.tokens, plain.tokens
     if ours == theirs:
         return "Both runs wrote the same text."
     pairs = enumerate(zip(ours, theirs, strict=False))
     first = next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
-    return f"The texts part at token {first + 1}: a near-tie that rounding decided, or a fault."
+    cause = "which is a fault, since rows are bit-equal here" if spec.bit_equal else "a near-tie that rounding decided"
+    return f"The texts part at token {first + 1}: {cause}."
 
 
 def _number(x: float | None, digits: int) -> str:
