@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from tiny import CONTEXT, LLAMA, byte_level_tokenizer, save_model
+from torch.profiler import ProfilerActivity, profile
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -170,3 +174,43 @@ def test_engines_hold_what_they_were_told_to_keep() -> None:
             assert engine.kv_bytes == full * 3 / 4
             engine.keep(0, [])
             assert engine.kv_bytes == 0
+
+
+def allocated(step: Callable[[], object]) -> int:
+    """Bytes that all operations of a step ask for, whether or not they are given back."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        step()
+    return sum(max(0, event.self_cpu_memory_usage) for event in seen.events())
+
+
+def test_a_step_allocates_the_same_at_every_length() -> None:
+    """Nothing is copied or built in proportion to the context, once it fills the block that attention works on."""
+    model = random_model(LlamaConfig(**{**LLAMA, "max_position_embeddings": 2048}))
+    text = [i % VOCAB for i in range(2000)]
+    grown = {}
+    for name, cached in (("lean", CachedModel(Lean(model))), ("transformers", CachedModel(model))):
+        for draft in (Draft(), Draft.chain((1, 2, 3, 4))):
+            sizes = []
+            for length in (2000, 1000, 600):  # longest first: its room is made before anything is counted
+                step = partial(cached.score, text[:length], draft)
+                step(), step()
+                sizes.append(allocated(step))
+            assert min(sizes) > 0
+            grown[name, len(draft)] = max(sizes) / min(sizes)
+    assert grown["lean", 0] < 1.05 and grown["lean", 4] < 1.05, grown
+    assert grown["transformers", 4] > 1.5  # what is measured here does grow where masks are built anew
+
+
+def test_two_thousand_rounds_leave_memory_flat() -> None:
+    cached = CachedModel(Lean(random_model(LlamaConfig(**{**LLAMA, "max_position_embeddings": 2048}))))
+    rng, process = random.Random(0), psutil.Process()
+    tokens, before = [1, 2, 3], 0
+    for i in range(2000):
+        draft = Draft.chain(tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(6))))
+        cached.score(tokens, draft)
+        tokens = [*tokens, *draft.tokens[: rng.randrange(len(draft) + 1)], rng.randrange(VOCAB)]
+        if len(tokens) > 1900:
+            tokens = tokens[: rng.randrange(1, 100)]
+        if i == 1000:
+            before = process.memory_info().rss
+    assert process.memory_info().rss - before < 8e6
