@@ -11,7 +11,7 @@ from specdemo.core.decode import Drafter, Gamma, Judge, Plain
 from specdemo.core.errors import Refused
 from specdemo.core.gamma import Fixed
 from specdemo.core.rules import RULES, Target
-from specdemo.core.sampling import Noise, Warp
+from specdemo.core.sampling import Certain, Noise, Warp
 from specdemo.drafters.model import ModelDrafter
 from specdemo.drafters.ngram import NGramDrafter, NGramStore
 from specdemo.models.cached import CachedModel
@@ -162,7 +162,7 @@ def build(recipe: Recipe, target: Loaded, drafter: Loaded | None, stores: dict[A
         warp,
         rule,
         accept=Noise(recipe.seed, "accept"),
-        correct=Noise(recipe.seed, "correct"),
+        correct=(Noise if recipe.temperature else Certain)(recipe.seed, "correct"),
         candidates=recipe.filler_top_k if recipe.method == "nasd" else 1,
     )
     gamma = Fixed(recipe.gamma)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from transformers import (
 )
 
 from specdemo.core.errors import Refused
-from specdemo.core.sampling import Noise, Warp
+from specdemo.core.sampling import Certain, Noise, Warp
 
 VOCAB = 50
 
@@ -67,13 +68,28 @@ def test_bad_words_that_ban_everything_are_refused() -> None:
         Warp(bad_words=((0,), (1,)))(torch.zeros(1, 2), [[0]])
 
 
-def test_draws_follow_their_law() -> None:
+@pytest.mark.parametrize("way", [Noise.draw, Noise._invert, Noise._race])
+def test_draws_follow_their_law(way: Callable[[Noise, torch.Tensor], int]) -> None:
     """20,000 draws; by chance alone one seed in 10^5 would exceed 26 (3 degrees of freedom), and the seed is fixed."""
     law = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0])
     noise, n = Noise(7, "draw"), 20_000
-    counts = torch.bincount(torch.tensor([noise.draw(law) for _ in range(n)]), minlength=5)
+    counts = torch.bincount(torch.tensor([way(noise, law) for _ in range(n)]), minlength=5)
     assert counts[4] == 0
     assert float(((counts[:4] - n * law[:4]) ** 2 / (n * law[:4])).sum()) < 26
+
+
+@pytest.mark.parametrize("u", [0.0, 0.25, 1 - 2**-53])
+def test_the_ends_of_the_unit_interval_draw_possible_tokens(u: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least and the largest uniform number there is, on laws that begin and end with impossible tokens."""
+    noise = Noise(0, "draw")
+    monkeypatch.setattr(noise._uniform, "random", lambda: u)
+    for law in ([0.0, 0.25, 0.75, 0.0], [0.0, 1 / 3, 1 / 3, 1 / 3, 0.0], [1.0], [0.0, 1.0]):
+        assert law[noise.draw(torch.tensor(law))] > 0
+    assert noise.draw(torch.tensor([0.0, 0.25, 0.75, 0.0])) == (1 if u == 0 else 2)
+
+
+def test_certain_streams_take_the_point() -> None:
+    assert Certain(0, "draw").draw(torch.tensor([0.0, 0.0, 1.0])) == 2
 
 
 def test_noise_repeats_from_its_seed_and_differs_by_stream() -> None:

@@ -85,15 +85,14 @@ class Lean:
             part.numel() * part.element_size() for part in self._parts if isinstance(part, Tensor)
         )
 
-    def rotation(self, where: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines `[n, 1, dim]` at positions `[n]`, the first half of the sines negated.
+    def rotation(self, where: Tensor) -> Tensor:
+        """Cosines and sines `[2, n, 1, dim]` at positions `[n]`, the first half of the sines negated.
 
         So that rotating is `x * cos + x.roll(dim / 2) * sin`.
         """
-        cos, sin = self._angles(self.embedding, where[None])
-        sin = sin[0].clone()
-        sin[:, : self.head_dim // 2].neg_()
-        return cos[0][:, None], sin[:, None]
+        angles = torch.cat(self._angles(self.embedding, where[None]))
+        angles[1, :, : self.head_dim // 2].neg_()
+        return angles[:, :, None]
 
     def _count(self, part: Tensor) -> Tensor:
         self._parts.append(part)
@@ -186,8 +185,11 @@ class LeanEngine:
         self._length = 0
         self._room = 0
         self._kv = torch.empty(0)  # [layers, keys or values, heads, positions, dim]
-        self._cos = self._sin = torch.empty(0)
-        self._masks: dict[int, Tensor] = {}
+        self._angles = torch.empty(0)  # [cosines or sines, positions, 1, dim]
+        # What is the same in every pass, or in the next few:
+        self._turns: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # by rows
+        self._masks: dict[int, Tensor] = {}  # by rows
+        self._seen: tuple[int, tuple[Tensor, ...], tuple[Tensor, ...]] = (0, (), ())  # width, keys and values by layer
 
     def keep(self, length: int, slots: list[int]) -> None:
         """Keep the first `length` positions and then those in `slots`, in that order."""
@@ -213,17 +215,16 @@ class LeanEngine:
         queries, width = group * n, padded_keys(end)
         spare = -queries % ROWS
         if draft.is_chain:
-            cos, sin = self._cos[held:end], self._sin[held:end]
+            angles = self._angles[:, held:end]
             mask = self._chain_mask(n, held, width)
         else:
-            where = torch.tensor(positions(n, held, draft), device=model.device)
-            cos, sin = self._cos[where], self._sin[where]
+            angles = self._angles[:, torch.tensor(positions(n, held, draft), device=model.device)]
             mask = self._mask(F.pad(visible(n, held, draft), (0, width - end)))
-        # Values are turned by no angle, so that they can be written together with the keys.
-        cos = torch.cat((cos.expand(n, heads + kv_heads, dim), torch.ones_like(cos).expand(n, kv_heads, dim)), 1)
-        sin = torch.cat((sin.expand(n, heads + kv_heads, dim), torch.zeros_like(sin).expand(n, kv_heads, dim)), 1)
+        cos, sin = self._turn(n, angles)
         places = self._kv[:, :, :, held:end].unbind()
-        keys, values = (self._kv[:, i, None, :, :width].unbind() for i in (0, 1))
+        if width != self._seen[0]:
+            self._seen = (width, *(self._kv[:, i, None, :, :width].unbind() for i in (0, 1)))
+        _, keys, values = self._seen
         rows = F.embedding(torch.tensor(new, device=model.device), model.embedding)
         for i, layer in enumerate(model.layers):
             qkv = layer.qkv(layer.enter(rows)).view(n, heads + shared, dim)
@@ -253,8 +254,24 @@ class LeanEngine:
         if self._room:
             self._kv[:, :, :, : self._room] = old
         self._room = room
-        self._cos, self._sin = model.rotation(torch.arange(room, device=model.device))
+        self._angles = model.rotation(torch.arange(room, device=model.device))
         self._masks.clear()
+        self._seen = (0, (), ())
+
+    def _turn(self, n: int, angles: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines for n rows of all heads, `[n, heads, dim]`.
+
+        Values are turned by no angle, so that they can be written together with the keys.
+        """
+        model = self._model
+        if n not in self._turns:
+            heads, turned = model.heads + 2 * model.kv_heads, model.heads + model.kv_heads
+            both = angles.new_zeros(2, n, heads, model.head_dim)
+            both[0, :, turned:] = 1
+            self._turns = {k: v for k, v in self._turns.items() if k <= FEW} | {n: (*both, both[:, :, :turned])}
+        cos, sin, part = self._turns[n]
+        part.copy_(angles)
+        return cos, sin
 
     def _chain_mask(self, n: int, held: int, width: int) -> Tensor:
         """For few rows a view into one staircase, long enough for every place that they can stand at."""
