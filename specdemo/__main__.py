@@ -57,7 +57,10 @@ def parser() -> Parser:
     add("--method", help=names(METHODS))
     add("--gamma", type=int, help="longest draft")
     add("--policy", help=f"draft-length policy: {names(POLICIES)}")
+    add("--gamma-min", type=int, help="shortest draft of a policy that varies it")
+    add("--gamma-max", type=int, help="longest draft of a policy that varies it")
     add("--rule", help=f"acceptance rule: {names(RULES)}")
+    add("--threshold", type=float, help="of a rule that has one")
     add("--temperature", type=float, help="0 is greedy")
     add("--top-k", type=int)
     add("--top-p", type=float)
@@ -83,6 +86,8 @@ def parser() -> Parser:
     race.add_argument("--drafter", metavar="M", help="Hugging Face id or local directory")
     race.add_argument("--method", nargs="+", default=["draft", "nasd"], help=names(METHODS))
     race.add_argument("--gamma", nargs="+", type=int, default=[2, 3, 4], help="draft lengths")
+    race.add_argument("--policy", nargs="+", default=["fixed"], help=names(POLICIES))
+    race.add_argument("--rule", help=names(RULES))
     race.add_argument("--temperature", nargs="+", type=float, default=[0.0])
     race.add_argument("--kind", nargs="+", default=[], help="classes of prompts (default: all)")
     race.add_argument("--max-tokens", type=int, default=128)
@@ -120,14 +125,16 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    varying = ("method", "gamma", "temperature")
+    varying = ("method", "gamma", "policy", "temperature")
     common = {name: value for name, value in _given(options).items() if name not in varying}
     common["top_p"] = 1.0  # the whole law: alpha is then comparable with the papers
     recipes = []
     for temperature in options.temperature:
-        varied = [{"method": "ar"}] + [
-            {"method": method, "gamma": gamma} for method in options.method if method != "ar" for gamma in options.gamma
-        ]
+        varied: list[dict[str, Any]] = [{"method": "ar"}]
+        for method in options.method:
+            for policy in options.policy if method != "ar" else ():
+                lengths = options.gamma if policy == "fixed" else options.gamma[-1:]
+                varied += [{"method": method, "policy": policy, "gamma": gamma} for gamma in lengths]
         recipes += [Recipe(**{**common, **one, "temperature": temperature}) for one in varied]
     prompts = bench.load_prompts(kinds=options.kind)
     peers = []

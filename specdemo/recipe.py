@@ -9,9 +9,9 @@ from typing import Any
 
 from specdemo.core.decode import Drafter, Gamma, Judge, Plain
 from specdemo.core.errors import Refused
-from specdemo.core.gamma import Fixed
+from specdemo.core.gamma import POLICIES
 from specdemo.core.rules import RULES, Target
-from specdemo.core.sampling import Certain, Noise, Warp
+from specdemo.core.sampling import Certain, Noise, Shared, Warp
 from specdemo.drafters.model import ModelDrafter
 from specdemo.drafters.ngram import NGramDrafter, NGramStore
 from specdemo.models.cached import CachedModel
@@ -23,7 +23,6 @@ METHODS = {
     "nasd": "n-grams of the prompt and the output draft (NASD; NAPD with filler top-k 1)",
     "ar": "plain autoregressive decoding: the baseline",
 }
-POLICIES = {"fixed": "always gamma tokens"}
 NGRAM_LEVELS = {"multi": "back off to shorter contexts", "one": "contexts of one length only"}
 
 
@@ -43,6 +42,8 @@ class Recipe:
     method: str = "draft"
     gamma: int = 4
     policy: str = "fixed"
+    gamma_min: int | None = None  # a policy's bounds; None: its own
+    gamma_max: int | None = None
     rule: str = "rejection"
     temperature: float = 0.5  # with top-p, where the bundled pair writes best
     top_k: int = 0
@@ -59,6 +60,7 @@ class Recipe:
     ngram_levels: str = "multi"
     filler_top_k: int = 3
     ngram_keep: bool = False
+    threshold: float | None = None  # of a rule that has one; None: its usual one
     skip_sample_adjustment: bool = False  # draw corrections from p: lossy
 
     def __post_init__(self) -> None:
@@ -77,6 +79,8 @@ class Recipe:
         known("n-gram storage", self.ngram_levels, NGRAM_LEVELS)
         for name, least, most in (
             ("gamma", 1, 64),
+            ("gamma_min", 0, 64),
+            ("gamma_max", 1, 64),
             ("max_tokens", 1, 1 << 20),
             ("temperature", 0, 100),
             ("top_k", 0, 1 << 20),
@@ -84,20 +88,37 @@ class Recipe:
             ("filler_top_k", 1, 64),
         ):
             value = getattr(self, name)
-            if not (math.isfinite(value) and least <= value <= most):
+            if value is not None and not (math.isfinite(value) and least <= value <= most):
                 raise Refused(f"{name} must be from {least} to {most}, not {value}{self._way_out(name)}")
+        if self.gamma_bounds[0] > self.gamma_bounds[1]:
+            raise Refused("gamma_min {} is above gamma_max {}: exchange them".format(*self.gamma_bounds))
         if not 0 < self.top_p <= 1:
             raise Refused(f"top_p must be above 0 and at most 1, not {self.top_p}")
         if not 0 < self.repetition_penalty < math.inf:
             raise Refused(f"repetition_penalty must be above 0 (1 is none), not {self.repetition_penalty}")
         if self.method == "draft" and self.models[1] is None:
             raise Refused("method draft needs a drafter: give one, or choose method nasd or ar")
-        if self.skip_sample_adjustment and self.rule != "rejection":
+        if self.threshold is not None:
+            if RULES[self.rule].threshold is None:
+                having = ", ".join(name for name, rule in RULES.items() if rule.threshold is not None)
+                raise Refused(f"rule {self.rule} has no threshold: rules that have one are {having}")
+            if not 0 < self.threshold <= 1:
+                raise Refused(f"threshold must be above 0 and at most 1, not {self.threshold}")
+        if self.skip_sample_adjustment and not RULES[self.rule].adjusts:
             raise Refused(f"rule {self.rule} has no sample adjustment to skip: choose rule rejection")
 
     @staticmethod
     def _way_out(name: str) -> str:
         return {"gamma": " (method ar decodes without drafts)", "temperature": " (0 is greedy)"}.get(name, "")
+
+    @property
+    def gamma_bounds(self) -> tuple[int, int]:
+        """The shortest and the longest draft of a policy that varies gamma."""
+        own = POLICIES[self.policy]
+        return (
+            own.least if self.gamma_min is None else self.gamma_min,
+            own.most if self.gamma_max is None else self.gamma_max,
+        )
 
     @property
     def models(self) -> tuple[str, str | None]:
@@ -154,18 +175,22 @@ def build(recipe: Recipe, target: Loaded, drafter: Loaded | None, stores: dict[A
     words = tuple(tuple(target.tokenizer.encode(word, add_special_tokens=False)) for word in recipe.bad_words)
     warp = Warp(recipe.temperature, recipe.top_k, recipe.top_p, recipe.repetition_penalty, words)
     ours = CachedModel(target.model, target.parity.pad)
-    rule = RULES[recipe.rule].apply
+    kind = RULES[recipe.rule]
+    rule = kind.apply
     if recipe.skip_sample_adjustment:
         rule = partial(rule, adjust=False)
+    if kind.threshold is not None:
+        rule = partial(rule, threshold=kind.threshold if recipe.threshold is None else recipe.threshold)
+    shared = Shared(recipe.seed) if kind.shares_noise else None
     judge = Target(
         ours.score,
         warp,
         rule,
         accept=Noise(recipe.seed, "accept"),
-        correct=(Noise if recipe.temperature else Certain)(recipe.seed, "correct"),
+        correct=shared or (Noise if recipe.temperature else Certain)(recipe.seed, "correct"),
         candidates=recipe.filler_top_k if recipe.method == "nasd" else 1,
     )
-    gamma = Fixed(recipe.gamma)
+    gamma = POLICIES[recipe.policy].make(recipe.gamma, *recipe.gamma_bounds)
     if recipe.method == "ar":
         return Parts(judge, Plain(), gamma, (ours,))
     if recipe.method == "nasd":
@@ -180,7 +205,7 @@ def build(recipe: Recipe, target: Loaded, drafter: Loaded | None, stores: dict[A
     theirs = CachedModel(drafter.model)
     return Parts(
         judge,
-        ModelDrafter(theirs.score, warp, Noise(recipe.seed, "draft"), ours.vocab_size, theirs.vocab_size),
+        ModelDrafter(theirs.score, warp, shared or Noise(recipe.seed, "draft"), ours.vocab_size, theirs.vocab_size),
         gamma,
         (ours, theirs),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,9 +17,9 @@ from tiny import Explorer, GuessDrafter, SiblingDrafter, TableModel, committed, 
 from torch import Tensor
 
 from specdemo.core.decode import Plain
-from specdemo.core.gamma import Fixed
-from specdemo.core.rules import Target, rejection, residual, top1
-from specdemo.core.sampling import Noise, Warp
+from specdemo.core.gamma import POLICIES, Fixed
+from specdemo.core.rules import RULES, Target, match, ratio, rejection, residual, threshold, typical
+from specdemo.core.sampling import Noise, Shared, Warp
 from specdemo.core.step import Draft, Verdict
 from specdemo.drafters.model import ModelDrafter
 from specdemo.drafters.ngram import NGramDrafter
@@ -139,14 +140,94 @@ def test_every_length_and_gamma(length: int, gamma: int) -> None:
     assert distance(law, true_law(Warp(), length, ())) < ROUNDING
 
 
-@pytest.mark.parametrize("drafter", ["model", "siblings", "n-grams", "guessed forest"])
-def test_top1_is_exact_when_greedy_and_lossy_above(drafter: str) -> None:
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("warp", WARPS)
+def test_match_keeps_the_law(warp: str, drafter: str) -> None:
+    law, _, _ = enumerate_law(WARPS[warp], DRAFTERS[drafter], match)
+    assert distance(law, true_law(WARPS[warp], 3, ())) < ROUNDING
+
+
+@pytest.mark.parametrize("drafter", ["model", "siblings", "guessed forest"])
+@pytest.mark.parametrize("name", [name for name, rule in RULES.items() if not rule.exact(Warp())])
+def test_lossy_rules_are_exact_when_greedy_and_seen_above(name: str, drafter: str) -> None:
+    rule = RULES[name].apply
+    if RULES[name].threshold is not None:
+        rule = partial(rule, threshold=RULES[name].threshold)
     greedy = Warp(temperature=0)
-    law, _, _ = enumerate_law(greedy, DRAFTERS[drafter], top1)
+    law, _, _ = enumerate_law(greedy, DRAFTERS[drafter], rule)
     assert distance(law, true_law(greedy, 3, ())) < ROUNDING
-    law, drafted, accepted = enumerate_law(Warp(), DRAFTERS[drafter], top1)
+    law, drafted, accepted = enumerate_law(Warp(), DRAFTERS[drafter], rule)
     assert drafted > accepted > 0
     assert distance(law, true_law(Warp(), 3, ())) > 0.02
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        (partial(ratio, threshold=0.9), [0.2 + 0.5 * 0.6, 0.3 + 0.5 * 0.3, 0.5 * 0.1]),  # rejects the last token only
+        (partial(threshold, threshold=0.4), [0.2 + 0.8 * 0.6, 0.8 * 0.3, 0.8 * 0.1]),  # accepts the first only
+        (partial(typical, threshold=0.09), [0.2, 0.3, 0.5]),  # accepts everything: the text is the drafter's
+        (
+            partial(ratio, threshold=0.9, adjust=True),
+            [0.2 + 0.5, 0.3, 0.0],
+        ),  # what q has too much of goes to what p has
+    ],
+)
+def test_lossy_rules_are_off_by_what_theory_says(rule: Any, expected: list[float]) -> None:
+    """One drafted token: what is accepted of q, and the mass of what is not, spread as corrections are drawn."""
+    explorer = Explorer()
+    p, q = torch.tensor([0.6, 0.3, 0.1]), torch.tensor([0.2, 0.3, 0.5])
+
+    def once() -> int:
+        token = explorer.draw(q)
+        draft = Draft.chain((token,), (float(q[token]),), q[None])
+        verdict = rule(draft, torch.stack([p, p]), explorer, explorer, 1)
+        return token if verdict.accepted else verdict.token
+
+    law = explorer.law(once)
+    assert [law.get(i, 0.0) for i in range(3)] == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("drafter", ["model", "n-grams", "guesses", "guessed forest"])
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
+def test_coupled_text_is_that_of_plain_decoding(temperature: float, drafter: str) -> None:
+    """Token by token, at any temperature, for every drafter and gamma, from the same seed."""
+    warp, accepted, texts = Warp(temperature=temperature), 0, set()
+    for seed in range(40):
+
+        def text(make: Make, gamma: int, seed: int = seed) -> tuple[int, ...]:
+            nonlocal accepted
+            judge = Target(TARGET.score, warp, match, Shared(seed), Shared(seed), 2)
+            steps = run(PROMPT, judge, make(warp, Shared(seed)), Fixed(gamma), 12)
+            accepted += sum(len(step.verdict.accepted) for step in steps)
+            return tuple(committed(steps))
+
+        plain = text(DRAFTERS["none"], 1)
+        texts.add(plain)
+        for gamma in (1, 2, 5):
+            assert text(DRAFTERS[drafter], gamma) == plain
+    assert accepted > 0 and (len(texts) > 20 or temperature == 0)
+
+
+POLICY_DRAFTERS = ["model", "siblings", "n-grams"]
+
+
+@pytest.mark.parametrize("drafter", POLICY_DRAFTERS)
+@pytest.mark.parametrize("name", POLICIES)
+def test_policies_keep_the_law(name: str, drafter: str) -> None:
+    """Every policy decides before a token is drawn, so how long a draft becomes says nothing of what is in it."""
+    explorer = Explorer()
+    lengths = set()
+
+    def once() -> tuple[int, ...]:
+        gamma = POLICIES[name].make(2, 1, 3)
+        judge = Target(TARGET.score, Warp(), rejection, explorer, explorer, 2)
+        steps = run(PROMPT, judge, DRAFTERS[drafter](Warp(), explorer), gamma, 4)
+        lengths.update(len(step.draft) for step in steps[1:-1])
+        return tuple(committed(steps))
+
+    assert distance(explorer.law(once), true_law(Warp(), 4, ())) < ROUNDING
+    assert max(lengths) > 0
 
 
 def test_corrections_from_p_are_lossy() -> None:
@@ -157,7 +238,7 @@ def test_corrections_from_p_are_lossy() -> None:
     def once() -> int:
         token = explorer.draw(q)
         verdict = rejection(
-            Draft.chain((token,), (float(q[token]),), q[None]), torch.stack([p, p]), explorer, explorer, adjust=False
+            Draft.chain((token,), (float(q[token]),), q[None]), torch.stack([p, p]), explorer, explorer, 1, adjust=False
         )
         return token if verdict.accepted else verdict.token
 
@@ -190,7 +271,7 @@ def test_mutant_greedy_draft_judged_by_softmax() -> None:
 def test_mutant_match_that_draws_again() -> None:
     """A sample that misses the draft is the correction; drawing anew gives the drafted token 2p - p^2."""
 
-    def match(draft: Draft, p: Tensor, accept: Any, correct: Any, again: bool) -> Verdict:
+    def drawing(draft: Draft, p: Tensor, accept: Any, correct: Any, start: int, again: bool) -> Verdict:
         accepted = []
         for node, token in enumerate(draft.tokens):
             drawn = accept.draw(p[node])
@@ -200,7 +281,7 @@ def test_mutant_match_that_draws_again() -> None:
         return Verdict(tuple(accepted), correct.draw(p[len(draft)]))
 
     def of(again: bool) -> float:
-        return mutant_law(DRAFTERS["guesses"], lambda *args: match(*args, again=again), Warp())
+        return mutant_law(DRAFTERS["guesses"], lambda *args: drawing(*args, again=again), Warp())
 
     assert of(again=False) < ROUNDING
     assert of(again=True) > 0.02
@@ -208,7 +289,7 @@ def test_mutant_match_that_draws_again() -> None:
     explorer = Explorer()
 
     def once() -> int:
-        verdict = match(Draft.chain((0,)), p, explorer, explorer, again=True)
+        verdict = drawing(Draft.chain((0,)), p, explorer, explorer, 1, again=True)
         return 0 if verdict.accepted else verdict.token
 
     assert explorer.law(once)[0] == pytest.approx(2 * 0.3 - 0.09)
@@ -266,8 +347,8 @@ def test_mutant_lenient_acceptance(lenience: float) -> None:
         def test(self, probability: float) -> tuple[bool, float]:
             return self.source.test(min(1.0, lenience * probability))
 
-    def rule(draft: Draft, p: Tensor, accept: Explorer, correct: Explorer) -> Verdict:
-        return rejection(draft, p, Lenient(accept), correct)
+    def rule(draft: Draft, p: Tensor, accept: Explorer, correct: Explorer, start: int) -> Verdict:
+        return rejection(draft, p, Lenient(accept), correct, start)
 
     assert mutant_law(DRAFTERS["model"], rule, Warp()) > 100 * ROUNDING
 
@@ -281,7 +362,7 @@ def chi_square(shared: bool) -> float:
     for seed in range(12_000):
         draw, accept, correct = (Noise(seed, stream) for stream in streams)
         token = draw.draw(q)
-        verdict = rejection(Draft.chain((token,), (float(q[token]),), q[None]), torch.stack([p, p]), accept, correct)
+        verdict = rejection(Draft.chain((token,), (float(q[token]),), q[None]), torch.stack([p, p]), accept, correct, 1)
         counts[token if verdict.accepted else verdict.token] += 1
     return sum((n - 12_000 * x) ** 2 / (12_000 * x) for n, x in zip(counts, p.tolist(), strict=True))
 
@@ -307,12 +388,12 @@ def test_what_p_forbids_is_rejected_even_by_a_draw_of_zero(q: float) -> None:
         def test(self, probability: float) -> tuple[bool, float]:
             return 0.0 < probability, 0.0
 
-        def draw(self, law: Tensor) -> int:
+        def draw(self, law: Tensor, place: int) -> int:
             return int(law.argmax())
 
     p = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
     law = torch.tensor([[q, 1 - q]])
-    verdict = rejection(Draft.chain((0,), (q,), law), p, Zero(), Zero())
+    verdict = rejection(Draft.chain((0,), (q,), law), p, Zero(), Zero(), 1)
     assert verdict.accepted == () and verdict.token == 1
 
 

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from specdemo.core.errors import Refused
-from specdemo.core.sampling import Certain, Noise, Warp
+from specdemo.core.sampling import Certain, Noise, Shared, Warp
 
 VOCAB = 50
 
@@ -86,6 +86,17 @@ def test_the_ends_of_the_unit_interval_draw_possible_tokens(u: float, monkeypatc
     for law in ([0.0, 0.25, 0.75, 0.0], [0.0, 1 / 3, 1 / 3, 1 / 3, 0.0], [1.0], [0.0, 1.0]):
         assert law[noise.draw(torch.tensor(law))] > 0
     assert noise.draw(torch.tensor([0.0, 0.25, 0.75, 0.0])) == (1 if u == 0 else 2)
+
+
+def test_shared_noise_follows_the_law_and_is_keyed_by_place() -> None:
+    """20,000 places, as above; at one place every law is drawn from with the same noise, however often it is asked."""
+    law, n = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0]), 20_000
+    shared = Shared(3)
+    counts = torch.bincount(torch.tensor([shared.draw(law, place) for place in range(n)]), minlength=5)
+    assert counts[4] == 0
+    assert float(((counts[:4] - n * law[:4]) ** 2 / (n * law[:4])).sum()) < 26
+    assert [Shared(3).draw(law, place) for place in range(50)] == [shared.draw(law, place) for place in range(50)]
+    assert [Shared(4).draw(law, place) for place in range(50)] != [shared.draw(law, place) for place in range(50)]
 
 
 def test_certain_streams_take_the_point() -> None:

@@ -70,7 +70,7 @@ class Explorer:
     def test(self, probability: float) -> tuple[bool, float]:
         return not self.choose((probability, 1 - probability)), probability
 
-    def draw(self, law: Tensor) -> int:
+    def draw(self, law: Tensor, place: int = 0) -> int:
         return self.choose(law.tolist())
 
     def law(self, run: Callable[[], Any]) -> dict[Any, float]:

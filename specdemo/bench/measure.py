@@ -51,8 +51,9 @@ def load_prompts(path: Path = PROMPTS, kinds: Sequence[str] = ()) -> list[Prompt
 
 def label(recipe: Recipe) -> str:
     """A recipe in a few words."""
-    speculative = "" if recipe.method == "ar" else f" gamma={recipe.gamma}"
-    return f"{recipe.method}{speculative} T={recipe.temperature:g}"
+    length = f" gamma={recipe.gamma}" if recipe.policy == "fixed" else f" {recipe.policy}"
+    rule = "" if recipe.rule == "rejection" else f" {recipe.rule}"
+    return f"{recipe.method}{'' if recipe.method == 'ar' else length}{rule} T={recipe.temperature:g}"
 
 
 def measure(

@@ -156,7 +156,7 @@ def _costs(run: dict[str, Any], plain: dict[str, Any], recipe: Recipe | None) ->
     expected = speedup(run["tokens_per_target_pass"], drafted, c or 0.0, v, o) * (1 + plain["host_s"] / steps / unit)
     theory = None
     if run["drafted"] and run["mean_beta"] is not None and c is not None:
-        theory = walltime_improvement(run["mean_beta"], recipe.gamma, c)
+        theory = walltime_improvement(run["mean_beta"], recipe.gamma if recipe.policy == "fixed" else drafted, c)
     return {
         "c": c,
         "v": v,

@@ -6,7 +6,7 @@ measured by the same code (Leviathan et al. 2211.17192, Algorithm 1).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any, Protocol
@@ -44,6 +44,10 @@ class Gamma(Protocol):
     @property
     def gamma(self) -> int:
         """The longest draft that it would allow now."""
+
+    @property
+    def notes(self) -> Mapping[str, float]:
+        """What the trace should know of this round's decision."""
 
     def more(self, n: int, logits: Any) -> bool:
         """May a draft of n tokens grow?"""
@@ -107,6 +111,7 @@ def decode(
             verify_s=judged - drafted,
             host_s=finished - judged,
             t=finished - start,
+            policy=gamma.notes if limit else {},
         )
         gamma.observe(step)
         drafter.observe(step)

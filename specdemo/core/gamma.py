@@ -1,18 +1,34 @@
 """Draft-length policies: may this draft grow?
 
-Knows steps and raw draft logits; knows nothing of models, text or devices.
+Knows steps and raw draft logits; knows nothing of models, text or devices. Every policy is asked before a token is
+drawn, so none of them can bias the text. A drafter without a law of its own gives no logits: policies that read them
+then allow as much as they ever do.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from specdemo.core.step import Step
 
 
+class Quiet:
+    """What most policies have in common: nothing to learn and nothing to tell."""
+
+    @property
+    def notes(self) -> dict[str, float]:
+        """What the trace should know of this round's decision."""
+        return {}
+
+    def observe(self, step: Step) -> None:
+        """Nothing to learn."""
+
+
 @dataclass
-class Fixed:
+class Fixed(Quiet):
     """Always gamma tokens (Leviathan et al. 2211.17192, Algorithm 1)."""
 
     gamma: int
@@ -21,5 +37,287 @@ class Fixed:
         """Up to gamma."""
         return n < self.gamma
 
+
+@dataclass
+class Dynamic(Quiet):
+    """One longer after a round of which much was accepted, one shorter after one of which little was.
+
+    The thresholds are the practice guide's: 0.8 and 0.4 of what was drafted.
+    """
+
+    gamma: int
+    least: int
+    most: int
+
+    def more(self, n: int, logits: Any) -> bool:
+        """Up to the gamma of this round."""
+        return n < self.gamma
+
     def observe(self, step: Step) -> None:
-        """Nothing to learn."""
+        """Step by one towards what the round called for."""
+        if step.draft.tokens:
+            share = len(step.verdict.accepted) / len(step.draft)
+            change = (share >= 0.8) - (share <= 0.4)
+            self.gamma = min(self.most, max(self.least, self.gamma + change))
+
+
+@dataclass
+class Heuristic(Quiet):
+    """Two longer after a full accept, one shorter after anything else: the heuristic schedule of transformers."""
+
+    gamma: int
+    most: int
+
+    def more(self, n: int, logits: Any) -> bool:
+        """Up to the gamma of this round."""
+        return n < self.gamma
+
+    def observe(self, step: Step) -> None:
+        """Grow or shrink; a round that the text's end cut short says nothing."""
+        if step.draft.tokens:
+            full = len(step.verdict.accepted) == len(step.draft)
+            self.gamma = min(self.most, self.gamma + 2) if full else max(1, self.gamma - 1)
+
+
+@dataclass
+class Egag(Quiet):
+    """Entropy-guided adaptive gamma: short drafts where the drafter is unsure.
+
+    H_norm = H(q) / ln V of the raw draft logits, smoothed over tokens with weight `beta` on what was; a draft may grow
+    to round(least + (most - least)(1 - H_norm)) tokens, asked anew before each of them.
+    """
+
+    least: int
+    most: int
+    beta: float = 0.5
+    now: float = 0.0
+    smooth: float | None = None
+
+    @property
+    def gamma(self) -> int:
+        """The longest draft there can be."""
+        return self.most
+
+    @property
+    def called_for(self) -> int:
+        """The draft length that the entropy calls for."""
+        return round(self.least + (self.most - self.least) * (1 - (self.smooth or 0.0)))
+
+    @property
+    def notes(self) -> dict[str, float]:
+        """The normalised entropy last seen, smoothed, and the gamma it called for."""
+        return {} if self.smooth is None else {"h_norm": self.now, "h_norm_ema": self.smooth, "gamma": self.called_for}
+
+    def more(self, n: int, logits: Any) -> bool:
+        """Up to gamma, read from the law of the token that would be drawn next."""
+        if logits is not None:
+            self.now = entropy(logits) / math.log(logits.shape[-1])
+            self.smooth = self.now if self.smooth is None else self.beta * self.smooth + (1 - self.beta) * self.now
+        return n < self.called_for
+
+
+@dataclass
+class Unsure(Quiet):
+    """End a draft where a bound on the chance of acceptance falls below a threshold."""
+
+    gamma: int  # the longest draft
+    sure: Callable[[Any], bool]
+
+    def more(self, n: int, logits: Any) -> bool:
+        """Up to gamma, while the drafter is sure of the next token."""
+        return n < self.gamma and (logits is None or self.sure(logits))
+
+
+def svip(gamma: int, threshold: float = 0.3) -> Unsure:
+    """SVIP (2411.18462): stop where sqrt(0.15 H) is above a threshold."""
+    return Unsure(gamma, lambda logits: math.sqrt(0.15 * entropy(logits)) <= threshold)
+
+
+def confidence(gamma: int, threshold: float = 0.4) -> Unsure:
+    """Stop where no token has a probability of `threshold`: as transformers' assistants do, asked before drawing."""
+    return Unsure(gamma, lambda logits: largest(logits) >= threshold)
+
+
+@dataclass
+class AdaEdl(Quiet):
+    """AdaEDL (2410.18351): stop where 1 - sqrt(0.2 H), a lower bound on acceptance, is below lambda.
+
+    Lambda follows what was accepted: it falls while drafts do better than `aim` and rises while they do worse.
+    """
+
+    gamma: int
+    aim: float = 0.9
+    rate: float = 0.5  # weight of what was accepted before
+    step: float = 0.01
+    threshold: float = 0.4
+    accepted: float | None = None
+
+    @property
+    def notes(self) -> dict[str, float]:
+        """The threshold of this round."""
+        return {"lambda": self.threshold}
+
+    def more(self, n: int, logits: Any) -> bool:
+        """Up to gamma, while the bound holds."""
+        return n < self.gamma and (logits is None or 1 - math.sqrt(0.2 * entropy(logits)) >= self.threshold)
+
+    def observe(self, step: Step) -> None:
+        """Move the threshold against the smoothed acceptance rate."""
+        if step.draft.tokens:
+            now = len(step.verdict.accepted) / len(step.draft)
+            self.accepted = now if self.accepted is None else self.rate * self.accepted + (1 - self.rate) * now
+            change = self.step if self.accepted < self.aim else -self.step
+            self.threshold = min(1.0, max(0.0, self.threshold + change))
+
+
+@dataclass
+class PathProbability(Quiet):
+    """Stop where the most probable continuation has become improbable: the product of its probabilities so far."""
+
+    gamma: int
+    threshold: float = 0.2
+    product: float = 1.0
+
+    def more(self, n: int, logits: Any) -> bool:
+        """Up to gamma, while the product holds."""
+        if n >= self.gamma:
+            return False
+        if logits is None:
+            return True
+        self.product = largest(logits) * (self.product if n else 1.0)
+        return self.product >= self.threshold
+
+
+@dataclass
+class Auto(Quiet):
+    """The gamma with the most expected tokens per second, from acceptance by position and times measured as it runs.
+
+    Expected tokens of a draft of k are 1 + a_1 + a_1 a_2 + ..., a_i the acceptance at position i; its time is a pass
+    over one row, k drafted tokens and what k more rows cost. All of them fade, so it follows the text. Where no draft
+    pays it drafts nothing, and looks again now and then.
+    """
+
+    most: int
+    gamma: int = 3
+    fade: float = 0.9
+    probe_every: int = 16
+    tested: list[float] = field(default_factory=list)
+    accepted: list[float] = field(default_factory=list)
+    draft_s: Average = field(default_factory=lambda: Average())
+    rounds_s: dict[int, Average] = field(default_factory=dict)  # verifying and the rest, by length of the draft
+    idle: int = 0
+
+    def __post_init__(self) -> None:
+        # Half a token of each kind: before anything is known, a draft is worth a try.
+        self.tested, self.accepted = [1.0] * self.most, [0.5] * self.most
+
+    @property
+    def notes(self) -> dict[str, float]:
+        """Acceptance at the first position as it is believed."""
+        return {"auto_a1": self.accepted[0] / self.tested[0]}
+
+    def more(self, n: int, logits: Any) -> bool:
+        """Up to the best gamma."""
+        return n < self.gamma
+
+    def observe(self, step: Step) -> None:
+        """Learn from the round, then choose for the next one."""
+        if step.i == 0:
+            return  # the prefill: its time says nothing of a round's
+        drafted = len(step.draft)
+        self.rounds_s.setdefault(drafted, Average()).add(step.verify_s, self.fade)
+        if drafted:
+            self.draft_s.add(step.draft_s / drafted, self.fade)
+            kept = len(step.verdict.accepted)
+            for i in range(min(self.most, drafted)):
+                if i > kept:
+                    break
+                self.tested[i] = self.fade * self.tested[i] + 1
+                self.accepted[i] = self.fade * self.accepted[i] + (i < kept)
+        self.idle = 0 if drafted else self.idle + 1
+        self.gamma = max(range(self.most + 1), key=self._rate)
+        if self.gamma == 0 and self.idle >= self.probe_every:
+            self.gamma, self.idle = 1, 0
+
+    def _rate(self, k: int) -> float:
+        """Expected tokens per second of drafts of k tokens."""
+        expected, path = 1.0, 1.0
+        for i in range(k):
+            path *= self.accepted[i] / self.tested[i]
+            expected += path
+        return expected / (self._round_s(k) + k * (self.draft_s.value or 0.0))
+
+    def _round_s(self, k: int) -> float:
+        """Seconds of a pass that verifies k tokens: as measured, or on the line through what was measured."""
+        known = sorted(self.rounds_s)
+        if k in self.rounds_s:
+            return self.rounds_s[k].value or 0.0
+        low = max((n for n in known if n < k), default=known[0])
+        high = min((n for n in known if n > k), default=known[-1])
+        a, b = (self.rounds_s[n].value or 0.0 for n in (low, high))
+        if low == high:
+            return a
+        return a + (b - a) * (k - low) / (high - low)
+
+
+@dataclass
+class Average:
+    """A mean that forgets."""
+
+    total: float = 0.0
+    weight: float = 0.0
+
+    @property
+    def value(self) -> float | None:
+        """The mean; None before anything was added."""
+        return self.total / self.weight if self.weight else None
+
+    def add(self, x: float, fade: float) -> None:
+        """Count x in, and everything before it for less."""
+        self.total, self.weight = fade * self.total + x, fade * self.weight + 1
+
+
+def entropy(logits: Any) -> float:
+    """H in nats of the softmax of raw logits `[vocab]`."""
+    log = logits.log_softmax(-1)
+    return float(-(log.exp() * log.clamp(min=-1e4)).sum())
+
+
+def largest(logits: Any) -> float:
+    """The largest probability of the softmax of raw logits `[vocab]`."""
+    return float(logits.softmax(-1).max())
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A named policy: one line for people, how it is made, and its own bounds where none are given.
+
+    `make(gamma, least, most)`: gamma is where a policy begins that has a gamma of its own.
+    """
+
+    title: str
+    make: Callable[[int, int, int], Any]
+    least: int = 1
+    most: int = 8
+
+
+POLICIES = {
+    "fixed": Policy("always gamma tokens", lambda gamma, least, most: Fixed(gamma)),
+    "dynamic": Policy(
+        "one longer when 80 % was accepted, one shorter at 40 %",
+        lambda gamma, least, most: Dynamic(min(most, max(least, gamma)), least, most),
+        least=3,
+        most=12,
+    ),
+    "heuristic": Policy(
+        "two longer after a full accept, else one shorter",
+        lambda gamma, least, most: Heuristic(min(most, gamma), most),
+        most=20,
+    ),
+    "egag": Policy("by the entropy of the drafter's law (EGAG)", lambda gamma, least, most: Egag(least, most)),
+    "adaedl": Policy("until an entropy bound on acceptance fails (AdaEDL)", lambda gamma, least, most: AdaEdl(most)),
+    "svip": Policy("until the drafter's entropy is high (SVIP)", lambda gamma, least, most: svip(most)),
+    "confidence": Policy("until no token has a probability of 0.4", lambda gamma, least, most: confidence(most)),
+    "path": Policy("until the path's probability is below 0.2", lambda gamma, least, most: PathProbability(most)),
+    "auto": Policy("what gives most tokens per second, measured as it runs", lambda gamma, least, most: Auto(most)),
+}

@@ -6,6 +6,7 @@ that is when the text has the target's own law.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -23,8 +24,8 @@ class Source(Protocol):
     def test(self, probability: float) -> tuple[bool, float]:
         """Whether an event of this probability happens, and the number that decided it."""
 
-    def draw(self, law: Tensor) -> int:
-        """A token from a law `[vocab]`."""
+    def draw(self, law: Tensor, place: int) -> int:
+        """A token from a law `[vocab]`, to stand at this place of the text."""
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
@@ -45,13 +46,87 @@ def without(p: Tensor, token: int) -> Tensor:
     return left / total if total > 0 else p
 
 
-def rejection(draft: Draft, p: Tensor, accept: Source, correct: Source, *, adjust: bool = True) -> Verdict:
+def rejection(draft: Draft, p: Tensor, accept: Source, correct: Source, start: int, *, adjust: bool = True) -> Verdict:
     """Speculative sampling for chains and forests, sampled or point-mass drafts; exact.
 
-    `p` is `[n + 1, vocab]`: row 0 after the last committed token, row i + 1 after node i. A child y drawn from q is
-    accepted with min(1, p(y) / q(y)); if not, its siblings are tested against the residual (2211.17192 Algorithm 1;
-    SpecInfer 2305.09781 Algorithm 3 for siblings). `adjust=False` draws corrections from p: lossy.
+    `p` is `[n + 1, vocab]`: row 0 after the last committed token, row i + 1 after node i; `start` is the place of the
+    token after row 0. A child y drawn from q is accepted with min(1, p(y) / q(y)); if not, its siblings are tested
+    against the residual (2211.17192 Algorithm 1; SpecInfer 2305.09781 Algorithm 3 for siblings). `adjust=False` draws
+    corrections from p: lossy.
     """
+    return _walk(draft, p, correct, start, adjust, lambda token, chance, q, row: accept.test(min(1.0, chance / q)))
+
+
+def tested_by(passes: Callable[[int, float, float, Tensor, float], bool]) -> Callable[..., Verdict]:
+    """A rule without chance: a child is accepted iff `passes(token, p, q, row of p, threshold)`.
+
+    Corrections are drawn from the residual, or with `adjust=False` from p.
+    """
+
+    def rule(
+        draft: Draft,
+        p: Tensor,
+        accept: Source,
+        correct: Source,
+        start: int,
+        *,
+        threshold: float = 0.0,
+        adjust: bool = False,
+    ) -> Verdict:
+        return _walk(
+            draft,
+            p,
+            correct,
+            start,
+            adjust,
+            lambda token, chance, q, row: (passes(token, chance, q, row, threshold), None),
+        )
+
+    return rule
+
+
+# The target's first choice (NASD's verification); p / q and p above a threshold (the practice guide's short cuts);
+# Medusa's typical acceptance, p > min(e, sqrt(e) exp(-H(p))) (2401.10774, section 2.3.1).
+top1 = tested_by(lambda token, p, q, row, threshold: token == int(row.argmax()))
+ratio = tested_by(lambda token, p, q, row, threshold: p >= threshold * q)
+threshold = tested_by(lambda token, p, q, row, threshold: p >= threshold)
+typical = tested_by(
+    lambda token, p, q, row, threshold: (
+        p > min(threshold, math.sqrt(threshold) * math.exp(-float(torch.special.entr(row).sum())))
+    )
+)
+
+
+def match(draft: Draft, p: Tensor, accept: Source, correct: Source, start: int) -> Verdict:
+    """Draw from p itself and go on while the draft has what was drawn; what it has not is the correction. Exact.
+
+    With noise that is keyed by place and shared with the drafter this is the coupled rule (2408.07978).
+    """
+    kids, probability = draft.children(), _at_nodes(draft, p)
+    overlap = _overlaps(draft, p, probability)
+    betas: list[float | None] = [None] * len(draft)
+    accepted: list[int] = []
+    node: int | None = -1
+    while node is not None:
+        token = correct.draw(p[node + 1], start + len(accepted))
+        siblings = kids.get(node, ())
+        for child in siblings:
+            betas[child] = overlap[child]
+        node = next((child for child in siblings if draft.tokens[child] == token), None)
+        if node is not None:
+            accepted.append(node)
+    return Verdict(tuple(accepted), token, tuple(probability), (None,) * len(draft), tuple(betas))
+
+
+def _walk(
+    draft: Draft,
+    p: Tensor,
+    correct: Source,
+    start: int,
+    adjust: bool,
+    test: Callable[[int, float, float, Tensor], tuple[bool, float | None]],
+) -> Verdict:
+    """From the root down, the first child that passes `test(token, p, q, row)`; a correction where none does."""
     probability = _at_nodes(draft, p)
     draws: list[float | None] = [None] * len(draft)
     betas: list[float | None] = [None] * len(draft)
@@ -65,7 +140,7 @@ def rejection(draft: Draft, p: Tensor, accept: Source, correct: Source, *, adjus
             token = draft.tokens[child]
             chance = probability[child] if untouched else float(row[token])
             q = 1.0 if draft.q is None else draft.q[child]
-            kept, draws[child] = accept.test(min(1.0, chance / q) if q > 0 else 0.0)
+            kept, draws[child] = test(token, chance, q, row) if q > 0 else (False, None)
             betas[child] = overlap[child]
             if kept:
                 accepted.append(child)
@@ -76,32 +151,8 @@ def rejection(draft: Draft, p: Tensor, accept: Source, correct: Source, *, adjus
                 untouched = False
         else:
             break
-    return Verdict(tuple(accepted), correct.draw(row), tuple(probability), tuple(draws), tuple(betas))
-
-
-def top1(draft: Draft, p: Tensor, accept: Source, correct: Source) -> Verdict:
-    """Accept while the draft is the target's first choice; on a mismatch draw from p (NASD's verification).
-
-    Exact at temperature 0 only: above it the first choice is taken too often.
-    """
-    first = p.argmax(-1).tolist()
-    probability = _at_nodes(draft, p)
-    overlap = _overlaps(draft, p, probability)
-    betas: list[float | None] = [None] * len(draft)
-    kids = draft.children()
-    accepted: list[int] = []
-    node = -1
-    while node in kids:
-        for child in kids[node]:
-            betas[child] = overlap[child]
-            if draft.tokens[child] == first[node + 1]:
-                accepted.append(child)
-                node = child
-                break
-        else:
-            break
-    draws = (None,) * len(draft)
-    return Verdict(tuple(accepted), correct.draw(p[node + 1]), tuple(probability), draws, tuple(betas))
+    token = correct.draw(row, start + len(accepted))
+    return Verdict(tuple(accepted), token, tuple(probability), tuple(draws), tuple(betas))
 
 
 def _at_nodes(draft: Draft, p: Tensor) -> list[float]:
@@ -127,15 +178,34 @@ class Rule:
     apply: Callable[..., Verdict]
     title: str
     exact: Callable[[Warp], bool]
+    threshold: float | None = None  # its usual one; None: it has none
+    shares_noise: bool = False  # drafter and target draw with the same noise, keyed by place
+    adjusts: bool = False  # corrections may be drawn from p instead of the residual
+
+
+def _always(warp: Warp) -> bool:
+    return True
+
+
+def _when_greedy(warp: Warp) -> bool:
+    return warp.temperature == 0
 
 
 RULES = {
-    "rejection": Rule(rejection, "accept with min(1, p/q), correct from the residual: exact", lambda warp: True),
-    "top1": Rule(
-        top1,
-        "accept the target's first choice only: exact at temperature 0, lossy above",
-        lambda warp: warp.temperature == 0,
+    "rejection": Rule(rejection, "accept with min(1, p/q), correct from the residual: exact", _always, adjusts=True),
+    "match": Rule(match, "draw from p, accept while the draft has it: exact", _always),
+    "coupled": Rule(
+        match,
+        "the same with noise shared with the drafter: exact, the text is plain decoding's",
+        _always,
+        shares_noise=True,
     ),
+    "top1": Rule(top1, "accept the target's first choice only: exact at temperature 0, lossy above", _when_greedy),
+    "ratio": Rule(ratio, "accept if p/q reaches a threshold: lossy above temperature 0", _when_greedy, threshold=0.5),
+    "threshold": Rule(
+        threshold, "accept if p reaches a threshold: lossy above temperature 0", _when_greedy, threshold=0.3
+    ),
+    "typical": Rule(typical, "Medusa's typical acceptance: lossy above temperature 0", _when_greedy, threshold=0.09),
 }
 
 
@@ -146,7 +216,7 @@ class Target:
         self,
         score: Callable[[Sequence[int], Draft], Tensor],
         warp: Warp,
-        rule: Callable[[Draft, Tensor, Any, Any], Verdict],
+        rule: Callable[[Draft, Tensor, Any, Any, int], Verdict],
         accept: Source,
         correct: Source,
         candidates: int = 1,
@@ -160,7 +230,7 @@ class Target:
         nodes = range(-1, len(draft)) if self._warp.needs_paths else ()
         logits = self._warp.adjust(logits, [[*tokens, *(draft.tokens[i] for i in draft.path(node))] for node in nodes])
         p = self._warp.law(logits)
-        verdict = self._rule(draft, p, self._accept, self._correct)
+        verdict = self._rule(draft, p, self._accept, self._correct, len(tokens))
         many = self._candidates > 1  # for a single one this is several times faster
         choices = (logits.topk(self._candidates).indices if many else logits.argmax(-1, keepdim=True)).tolist()
         return replace(verdict, choices=tuple(map(tuple, choices)))

@@ -108,8 +108,8 @@ class Noise:
         u = self._uniform.random()
         return u < probability, u
 
-    def draw(self, law: Tensor) -> int:
-        """A token from `law` `[vocab]`."""
+    def draw(self, law: Tensor, place: int = 0) -> int:
+        """A token from `law` `[vocab]`; the next one of the stream, at whatever place."""
         if law.device.type == "cpu":
             return self._invert(law)
         return self._race(law)
@@ -132,6 +132,32 @@ class Noise:
 class Certain(Noise):
     """A stream for laws that are point masses: what is drawn is known without drawing."""
 
-    def draw(self, law: Tensor) -> int:
+    def draw(self, law: Tensor, place: int = 0) -> int:
         """The one token that `law` `[vocab]` has."""
         return int(law.argmax())
+
+
+class Shared:
+    """Noise keyed by place, for a drafter and a target that draw alike (2408.07978, Gumbel coupling).
+
+    Both take the largest of p / E, E exponential and the same for both at one place of the text: a token that one draws
+    the other draws too, as far as their laws agree, and the text depends on the target's law and the seed alone. The
+    noise is made on the CPU, so that it is the same on every device.
+    """
+
+    def __init__(self, seed: int, memory: int = 128) -> None:
+        self._seed, self._memory = seed, memory
+        self._waiting: dict[int, Tensor] = {}
+
+    def test(self, probability: float) -> tuple[bool, float]:
+        """Never asked: the rule that shares noise tests nothing by chance."""
+        raise NotImplementedError
+
+    def draw(self, law: Tensor, place: int) -> int:
+        """The token of `law` `[vocab]` that the noise at this place picks."""
+        if place not in self._waiting:
+            if len(self._waiting) >= self._memory:
+                del self._waiting[next(iter(self._waiting))]
+            key = random.Random(f"{self._seed}/{place}").getrandbits(63)
+            self._waiting[place] = torch.empty(len(law)).exponential_(generator=torch.Generator().manual_seed(key))
+        return int((law / self._waiting[place].to(law.device)).argmax())

@@ -7,7 +7,7 @@ and never leaves a round. Knows nothing of models, text or devices.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -91,6 +91,7 @@ class Step:
     verify_s: float
     host_s: float  # the rest of the round
     t: float  # seconds since the request began
+    policy: Mapping[str, float] = field(default_factory=dict)  # what the draft-length policy had to say
 
     @property
     def kind(self) -> str:
@@ -127,6 +128,7 @@ class Step:
             "verify_s": self.verify_s,
             "host_s": self.host_s,
             "t": self.t,
+            "policy": dict(self.policy),
         }
 
     @classmethod
@@ -150,4 +152,5 @@ class Step:
             verify_s=line["verify_s"],
             host_s=line["host_s"],
             t=line["t"],
+            policy=dict(line.get("policy", {})),
         )

@@ -7,12 +7,12 @@ drafter's time for a token over the target's.
 from __future__ import annotations
 
 
-def expected_tokens(alpha: float, gamma: int) -> float:
+def expected_tokens(alpha: float, gamma: float) -> float:
     """Tokens per target pass, (1 - alpha^(gamma+1)) / (1 - alpha) (2211.17192, eq. 1)."""
     return float(gamma + 1) if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
 
 
-def walltime_improvement(alpha: float, gamma: int, c: float) -> float:
+def walltime_improvement(alpha: float, gamma: float, c: float) -> float:
     """Speed-up over plain decoding where verification costs one step (2211.17192, Theorem 3.8)."""
     return speedup(expected_tokens(alpha, gamma), gamma, c)
 

@@ -47,7 +47,7 @@ class ModelDrafter:
                 path.append(int(logits[0].argmax()))
                 continue
             law = self._warp.law(logits)[0]
-            token = self._noise.draw(law)
+            token = self._noise.draw(law, len(path))
             path.append(token)
             laws.append(law)
             q.append(law[token])

@@ -176,7 +176,9 @@ def title(recipe: Mapping[str, Any]) -> str:
     """What a lane is, in a few words."""
     if recipe["method"] == "ar":
         return "target only"
-    return f"{recipe['method']}, γ {recipe['gamma']}"
+    policy, rule = recipe.get("policy", "fixed"), recipe.get("rule", "rejection")
+    length = f"γ {recipe['gamma']}" if policy == "fixed" else f"γ by {policy}"
+    return f"{recipe['method']}, {length}" + ("" if rule == "rejection" else f", {rule}")
 
 
 def tiles(run: Run) -> dict[str, tuple[str, str]]:

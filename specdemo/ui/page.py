@@ -25,7 +25,7 @@ from specdemo.drafters.ngram import NGramStore
 from specdemo.generate import generate
 from specdemo.models.load import Shelf
 from specdemo.models.pairs import ASSETS, PAIRS
-from specdemo.recipe import METHODS, NGRAM_LEVELS, QUANTIZATIONS, RULES, Recipe
+from specdemo.recipe import METHODS, NGRAM_LEVELS, POLICIES, QUANTIZATIONS, RULES, Recipe
 from specdemo.ui.frames import PLAIN, SPEC, Run, Runs
 from specdemo.ui.theme import theme
 from specdemo.worker import Stream, Worker, WorkerBusy
@@ -123,6 +123,12 @@ def sidebar(usual: Recipe) -> dict[str, gr.components.Component]:
                 elem_id="method",
             ),
             "gamma": gr.Slider(1, 16, usual.gamma, step=1, label="Draft length γ", elem_id="gamma"),
+            "policy": gr.Dropdown(
+                [(f"{name}: {policy.title}", name) for name, policy in POLICIES.items()],
+                value=usual.policy,
+                label="Draft-length policy",
+                elem_id="policy",
+            ),
             "temperature": gr.Slider(0, 2, usual.temperature, step=0.05, label="Temperature", elem_id="temperature"),
             "top_p": gr.Slider(0.05, 1, usual.top_p, step=0.05, label="Top-p", elem_id="top-p"),
             "max_tokens": gr.Slider(1, 1024, usual.max_tokens, step=1, label="Max new tokens", elem_id="max-tokens"),
@@ -141,7 +147,12 @@ def sidebar(usual: Recipe) -> dict[str, gr.components.Component]:
             c["ngram_levels"] = choice("Storage", "ngram_levels", NGRAM_LEVELS, elem_id="ngram-levels")
             c["ngram_keep"] = gr.Checkbox(usual.ngram_keep, label="Keep n-grams between runs", elem_id="ngram-keep")
         with gr.Accordion("Rule", open=False):
-            c["rule"] = choice("Acceptance rule", "rule", RULES, elem_id="rule")
+            c["rule"] = gr.Dropdown(
+                [(f"{name}: {rule.title}", name) for name, rule in RULES.items()],
+                value=usual.rule,
+                label="Acceptance rule",
+                elem_id="rule",
+            )
             c["top_k"] = gr.Slider(0, 100, usual.top_k, step=1, label="Top-k (0 is off)", elem_id="top-k")
     return c
 
@@ -199,9 +210,7 @@ def build(
         try:
             recipe = recipe_of(settings, device)
             lanes = [(lane, replace(recipe, method="ar") if lane == PLAIN else recipe) for lane in plan]
-            # A tokenizer joins a line break with the indentation after it; on its own it says "no indentation".
-            text = prompt.rstrip() if isinstance(prompt, str) else prompt
-            stream = start(lanes, text, request.session_hash or "")
+            stream = start(lanes, prompt, request.session_hash or "")
         except (Refused, WorkerBusy) as error:
             run.finish(reason(error))
             toast(run)
@@ -243,12 +252,14 @@ def build(
         drafter_quantization: str = usual.drafter_quantization,
         ngram: int = usual.ngram,
         filler_top_k: int = usual.filler_top_k,
+        policy: str = usual.policy,
     ) -> AsyncIterator[str]:
         """Decode a prompt. Streams the trace, a JSON line per item: a header, the steps, an end."""
         asked = {
             "pair": pair,
             "method": method,
             "gamma": gamma,
+            "policy": policy,
             "temperature": temperature,
             "top_p": top_p,
             "top_k": top_k,
@@ -298,7 +309,6 @@ def build(
         gr.HTML(HEADER, elem_id="masthead", apply_default_css=False)
         prompt = gr.Textbox(
             label="Prompt",
-            info="Spaces and line breaks at its end are left to the model.",
             lines=4,
             max_lines=8,
             elem_id="prompt",
