@@ -20,18 +20,16 @@ import torch
 from specdemo.core.decode import decode
 from specdemo.core.errors import Refused
 from specdemo.core.metrics import Metrics
-from specdemo.drafters.ngram import NGramStore
 from specdemo.models import memory
 from specdemo.models.load import Shelf
 from specdemo.models.text import TextStream
-from specdemo.recipe import Recipe, build
+from specdemo.parts import Stores, build
+from specdemo.recipe import Recipe
 
 Record = dict[str, Any]
 
 
-def generate(
-    recipe: Recipe, prompt: str, shelf: Shelf, stores: dict[Any, NGramStore] | None = None
-) -> Iterator[Record]:
+def generate(recipe: Recipe, prompt: str, shelf: Shelf, stores: Stores | None = None) -> Iterator[Record]:
     """Run `recipe` on `prompt`. Raises `Refused` before the header if it cannot be met.
 
     A failure after the header ends the trace with `"end": "error"`. May be closed at any time; whoever closes it

@@ -1,28 +1,28 @@
-"""All choices of one run in a frozen dataclass, and the place where names become objects."""
+"""All choices of one run in a frozen dataclass, by name."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
-from specdemo.core.decode import Drafter, Gamma, Judge, Plain
 from specdemo.core.errors import Refused
 from specdemo.core.gamma import POLICIES
-from specdemo.core.rules import RULES, Target
-from specdemo.core.sampling import Certain, Noise, Shared, Warp
-from specdemo.drafters.model import ModelDrafter
-from specdemo.drafters.ngram import NGramDrafter, NGramStore
-from specdemo.models.cached import CachedModel
-from specdemo.models.load import DTYPES, QUANTIZATIONS, Loaded, Spec
-from specdemo.models.pairs import PAIRS, check_pair
+from specdemo.core.rules import RULES
+from specdemo.core.sampling import Warp
+from specdemo.models.load import DTYPES, QUANTIZATIONS, Spec
+from specdemo.models.pairs import PAIRS
 
 METHODS = {
     "draft": "a smaller model drafts, the target verifies",
     "nasd": "n-grams of the prompt and the output draft (NASD; NAPD with filler top-k 1)",
+    "suffix": "what followed the text's longest repeated ending drafts",
+    "hybrid": "the suffix where the text repeats itself, the smaller model elsewhere",
+    "self": "the target drafts for itself with layers left out",
+    "lookup": "prompt lookup as in transformers, for comparison",
     "ar": "plain autoregressive decoding: the baseline",
 }
+WITH_DRAFTER = ("draft", "hybrid")  # methods that need a second model
 NGRAM_LEVELS = {"multi": "back off to shorter contexts", "one": "contexts of one length only"}
 
 
@@ -59,7 +59,9 @@ class Recipe:
     ngram: int = 4
     ngram_levels: str = "multi"
     filler_top_k: int = 3
-    ngram_keep: bool = False
+    ngram_keep: bool = False  # what is learnt from a text serves the next one too
+    exit_layer: int | None = None  # self-speculation keeps this many layers; None: half of them
+    skip_layers: tuple[int, ...] = ()  # or all but these
     threshold: float | None = None  # of a rule that has one; None: its usual one
     skip_sample_adjustment: bool = False  # draw corrections from p: lossy
 
@@ -86,6 +88,7 @@ class Recipe:
             ("top_k", 0, 1 << 20),
             ("ngram", 2, 16),
             ("filler_top_k", 1, 64),
+            ("exit_layer", 1, 1 << 10),
         ):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and least <= value <= most):
@@ -96,8 +99,10 @@ class Recipe:
             raise Refused(f"top_p must be above 0 and at most 1, not {self.top_p}")
         if not 0 < self.repetition_penalty < math.inf:
             raise Refused(f"repetition_penalty must be above 0 (1 is none), not {self.repetition_penalty}")
-        if self.method == "draft" and self.models[1] is None:
-            raise Refused("method draft needs a drafter: give one, or choose method nasd or ar")
+        if self.method in WITH_DRAFTER and self.models[1] is None:
+            raise Refused(f"method {self.method} needs a drafter: give one, or choose method nasd, self or ar")
+        if self.exit_layer is not None and self.skip_layers:
+            raise Refused("give either exit_layer or skip_layers, not both")
         if self.threshold is not None:
             if RULES[self.rule].threshold is None:
                 having = ", ".join(name for name, rule in RULES.items() if rule.threshold is not None)
@@ -137,7 +142,7 @@ class Recipe:
     def drafter_spec(self) -> Spec | None:
         """How to load the drafter; None where the method needs none."""
         name = self.models[1]
-        if self.method != "draft" or name is None:
+        if self.method not in WITH_DRAFTER or name is None:
             return None
         return Spec(name, self.dtype, self.drafter_quantization, self.device)
 
@@ -148,64 +153,3 @@ class Recipe:
             return True
         corrected = not self.skip_sample_adjustment or self.temperature == 0
         return RULES[self.rule].exact(Warp(temperature=self.temperature)) and corrected
-
-
-@dataclass(frozen=True)
-class Parts:
-    """A recipe's objects: what the loop needs, and the caches, to be measured."""
-
-    judge: Judge
-    drafter: Drafter
-    gamma: Gamma
-    caches: tuple[CachedModel, ...] = field(default=())
-
-    @property
-    def context(self) -> int:
-        """Tokens that every model of this run can hold."""
-        return min(cache.context for cache in self.caches)
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of all keys and values held now."""
-        return sum(cache.kv_bytes for cache in self.caches)
-
-
-def build(recipe: Recipe, target: Loaded, drafter: Loaded | None, stores: dict[Any, NGramStore] | None = None) -> Parts:
-    """Turn names into objects. `stores` holds the n-grams of a user's earlier runs, if they are to be kept."""
-    words = tuple(tuple(target.tokenizer.encode(word, add_special_tokens=False)) for word in recipe.bad_words)
-    warp = Warp(recipe.temperature, recipe.top_k, recipe.top_p, recipe.repetition_penalty, words)
-    ours = CachedModel(target.model, target.parity.pad)
-    kind = RULES[recipe.rule]
-    rule = kind.apply
-    if recipe.skip_sample_adjustment:
-        rule = partial(rule, adjust=False)
-    if kind.threshold is not None:
-        rule = partial(rule, threshold=kind.threshold if recipe.threshold is None else recipe.threshold)
-    shared = Shared(recipe.seed) if kind.shares_noise else None
-    judge = Target(
-        ours.score,
-        warp,
-        rule,
-        accept=Noise(recipe.seed, "accept"),
-        correct=shared or (Noise if recipe.temperature else Certain)(recipe.seed, "correct"),
-        candidates=recipe.filler_top_k if recipe.method == "nasd" else 1,
-    )
-    gamma = POLICIES[recipe.policy].make(recipe.gamma, *recipe.gamma_bounds)
-    if recipe.method == "ar":
-        return Parts(judge, Plain(), gamma, (ours,))
-    if recipe.method == "nasd":
-        key = (recipe.target_spec.name, recipe.ngram, recipe.ngram_levels)
-        store = stores.get(key) if stores is not None and recipe.ngram_keep else None
-        ngrams = NGramDrafter(recipe.ngram, recipe.ngram_levels, recipe.filler_top_k, store)
-        if stores is not None and recipe.ngram_keep:
-            stores[key] = ngrams.store
-        return Parts(judge, ngrams, gamma, (ours,))
-    assert drafter is not None
-    check_pair(target.tokenizer, drafter.tokenizer)
-    theirs = CachedModel(drafter.model)
-    return Parts(
-        judge,
-        ModelDrafter(theirs.score, warp, shared or Noise(recipe.seed, "draft"), ours.vocab_size, theirs.vocab_size),
-        gamma,
-        (ours, theirs),
-    )

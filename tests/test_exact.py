@@ -21,8 +21,11 @@ from specdemo.core.gamma import POLICIES, Fixed
 from specdemo.core.rules import RULES, Target, match, ratio, rejection, residual, threshold, typical
 from specdemo.core.sampling import Noise, Shared, Warp
 from specdemo.core.step import Draft, Verdict
+from specdemo.drafters.hybrid import HybridDrafter
+from specdemo.drafters.lookup import LookupDrafter
 from specdemo.drafters.model import ModelDrafter
 from specdemo.drafters.ngram import NGramDrafter
+from specdemo.drafters.suffix import SuffixDrafter
 
 VOCAB = 4
 PROMPT = (2, 0, 2, 0)
@@ -92,6 +95,11 @@ DRAFTERS: dict[str, Make] = {
     "model": lambda warp, source: ModelDrafter(SMALL.score, warp, source, VOCAB),
     "siblings": lambda warp, source: SiblingDrafter(SMALL, warp, source),
     "n-grams": lambda warp, source: NGramDrafter(3, "multi", 2),
+    "suffix": lambda warp, source: SuffixDrafter(),
+    "lookup": lambda warp, source: LookupDrafter(),
+    "hybrid": lambda warp, source: HybridDrafter(
+        SuffixDrafter(), ModelDrafter(SMALL.score, warp, source, VOCAB), trusted=2
+    ),
     "guesses": lambda warp, source: GuessDrafter(VOCAB),
     "guessed forest": lambda warp, source: GuessDrafter(VOCAB, width=2),
 }
@@ -129,7 +137,7 @@ def test_rejection_keeps_the_law(warp: str, drafter: str, stop: tuple[int, ...])
     assert distance(law, true_law(WARPS[warp], 3, stop)) < ROUNDING
     if drafter != "none":
         assert drafted > 0
-    if drafter not in ("none", "n-grams") and warp in ("plain", "warm"):
+    if drafter not in ("none", "n-grams", "suffix", "lookup") and warp in ("plain", "warm"):
         assert accepted > 0
 
 

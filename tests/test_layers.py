@@ -17,6 +17,7 @@ HILL = (
     {"models", "drafters"},
     {"remote", "preflight"},
     {"recipe"},
+    {"parts"},
     {"generate"},
     {"bench", "ui"},
     {"__main__", "app"},

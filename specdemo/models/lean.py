@@ -7,8 +7,9 @@ is where `transformers` has it; in float32 the gain of a norm is folded into the
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -84,6 +85,12 @@ class Lean:
         return weight_bytes(nn.ModuleList(part for part in self._parts if isinstance(part, nn.Module))) + sum(
             part.numel() * part.element_size() for part in self._parts if isinstance(part, Tensor)
         )
+
+    def with_layers(self, kept: Sequence[int]) -> Lean:
+        """The same weights through these layers only."""
+        thin = copy.copy(self)
+        thin.layers = [self.layers[i] for i in kept]
+        return thin
 
     def rotation(self, where: Tensor) -> Tensor:
         """Cosines and sines `[2, n, 1, dim]` at positions `[n]`, the first half of the sines negated.

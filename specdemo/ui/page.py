@@ -21,10 +21,10 @@ from typing import Any
 import gradio as gr
 
 from specdemo.core.errors import Refused
-from specdemo.drafters.ngram import NGramStore
 from specdemo.generate import generate
 from specdemo.models.load import Shelf
 from specdemo.models.pairs import ASSETS, PAIRS
+from specdemo.parts import Stores
 from specdemo.recipe import METHODS, NGRAM_LEVELS, POLICIES, QUANTIZATIONS, RULES, Recipe
 from specdemo.ui.frames import PLAIN, SPEC, Run, Runs
 from specdemo.ui.theme import theme
@@ -39,7 +39,6 @@ log = logging.getLogger(__name__)
 HEADER = """<header><h1>specdemo</h1><p>Speculative decoding, token by token: what was drafted, what the target kept,
 and what it bought.</p></header>"""
 
-Stores = dict[Any, NGramStore]  # the n-grams that one visitor's earlier runs taught
 Engine = Callable[[Recipe, str, Shelf, Stores], Iterator[dict[str, Any]]]
 
 

@@ -1,0 +1,26 @@
+"""A suffix guess where the text repeats itself, a model's draft elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specdemo.core.decode import Drafter, More
+from specdemo.core.step import Draft, Step
+from specdemo.drafters.suffix import SuffixDrafter
+
+
+class HybridDrafter:
+    """Ask the suffixes if the ending that matched has at least `trusted` tokens, else the model."""
+
+    def __init__(self, suffixes: SuffixDrafter, model: Drafter, trusted: int = 4) -> None:
+        self._suffixes, self._model, self._trusted = suffixes, model, trusted
+
+    def propose(self, tokens: Sequence[int], more: More) -> Draft:
+        """One or the other: a draft is all point masses or all drawn from a law."""
+        asked = self._suffixes if self._suffixes.match(tokens) >= self._trusted else self._model
+        return asked.propose(tokens, more)
+
+    def observe(self, step: Step) -> None:
+        """Both learn from every round."""
+        self._suffixes.observe(step)
+        self._model.observe(step)

@@ -1,0 +1,147 @@
+"""The place where a recipe's names become objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from specdemo.core.decode import Drafter, Gamma, Judge, Plain
+from specdemo.core.gamma import POLICIES
+from specdemo.core.rules import RULES, Target
+from specdemo.core.sampling import Certain, Noise, Shared, Warp
+from specdemo.drafters.hybrid import HybridDrafter
+from specdemo.drafters.lookup import LookupDrafter
+from specdemo.drafters.model import ModelDrafter
+from specdemo.drafters.ngram import NGramDrafter
+from specdemo.drafters.suffix import SuffixDrafter
+from specdemo.models.cached import CachedModel
+from specdemo.models.early import layer_count, with_layers
+from specdemo.models.load import Loaded
+from specdemo.models.pairs import check_pair
+from specdemo.recipe import Recipe
+
+Stores = dict[Any, Any]  # what a user's earlier runs taught, by what it was learnt from
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A recipe's objects: what the loop needs, and the caches, to be measured."""
+
+    judge: Judge
+    drafter: Drafter
+    gamma: Gamma
+    caches: tuple[CachedModel, ...]
+
+    @property
+    def context(self) -> int:
+        """Tokens that every model of this run can hold."""
+        return min(cache.context for cache in self.caches)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of all keys and values held now."""
+        return sum(cache.kv_bytes for cache in self.caches)
+
+
+@dataclass(frozen=True)
+class Kit:
+    """What a drafter may be made of."""
+
+    recipe: Recipe
+    target: Loaded
+    drafter: Loaded | None
+    stores: Stores | None
+    draws: Callable[[CachedModel], ModelDrafter]  # a drafter that draws from this model's law
+
+    def kept(self, make: Callable[[Any], Any], *key: Any) -> Any:
+        """A drafter with the store of earlier runs, if those are to be kept; its own store is kept then."""
+        if self.stores is None or not self.recipe.ngram_keep:
+            return make(None)
+        key = (self.recipe.method, self.recipe.target_spec.name, *key)
+        made = make(self.stores.get(key))
+        self.stores[key] = made.store
+        return made
+
+
+Made = tuple[Drafter, tuple[CachedModel, ...]]  # a drafter, and the caches that it brings
+
+
+def _plain(kit: Kit) -> Made:
+    return Plain(), ()
+
+
+def _model(kit: Kit) -> Made:
+    assert kit.drafter is not None
+    check_pair(kit.target.tokenizer, kit.drafter.tokenizer)
+    cache = CachedModel(kit.drafter.model)
+    return kit.draws(cache), (cache,)
+
+
+def _self(kit: Kit) -> Made:
+    model, recipe = kit.target.model, kit.recipe
+    count = layer_count(model)
+    first = count // 2 if recipe.exit_layer is None else recipe.exit_layer
+    kept = [i for i in range(count) if i not in recipe.skip_layers] if recipe.skip_layers else list(range(first))
+    cache = CachedModel(with_layers(model, kept))
+    return kit.draws(cache), (cache,)
+
+
+def _ngrams(kit: Kit) -> Made:
+    order, levels, filler = kit.recipe.ngram, kit.recipe.ngram_levels, kit.recipe.filler_top_k
+    return kit.kept(lambda store: NGramDrafter(order, levels, filler, store), order, levels), ()
+
+
+def _suffix(kit: Kit) -> Made:
+    return kit.kept(lambda store: SuffixDrafter(store=store)), ()
+
+
+def _hybrid(kit: Kit) -> Made:
+    model, caches = _model(kit)
+    return HybridDrafter(_suffix(kit)[0], model), caches
+
+
+def _lookup(kit: Kit) -> Made:
+    return LookupDrafter(), ()
+
+
+DRAFTERS: dict[str, Callable[[Kit], Made]] = {
+    "ar": _plain,
+    "draft": _model,
+    "self": _self,
+    "nasd": _ngrams,
+    "suffix": _suffix,
+    "hybrid": _hybrid,
+    "lookup": _lookup,
+}
+
+
+def build(recipe: Recipe, target: Loaded, drafter: Loaded | None, stores: Stores | None = None) -> Parts:
+    """Turn names into objects. `stores` holds what a user's earlier runs taught, if that is to be kept."""
+    words = tuple(tuple(target.tokenizer.encode(word, add_special_tokens=False)) for word in recipe.bad_words)
+    warp = Warp(recipe.temperature, recipe.top_k, recipe.top_p, recipe.repetition_penalty, words)
+    ours = CachedModel(target.model, target.parity.pad)
+    kind = RULES[recipe.rule]
+    rule = kind.apply
+    if recipe.skip_sample_adjustment:
+        rule = partial(rule, adjust=False)
+    if kind.threshold is not None:
+        rule = partial(rule, threshold=kind.threshold if recipe.threshold is None else recipe.threshold)
+    shared = Shared(recipe.seed) if kind.shares_noise else None
+    judge = Target(
+        ours.score,
+        warp,
+        rule,
+        accept=Noise(recipe.seed, "accept"),
+        correct=shared or (Noise if recipe.temperature else Certain)(recipe.seed, "correct"),
+        candidates=recipe.filler_top_k if recipe.method == "nasd" else 1,
+    )
+
+    def draws(cache: CachedModel) -> ModelDrafter:
+        noise = shared or Noise(recipe.seed, "draft")
+        return ModelDrafter(cache.score, warp, noise, ours.vocab_size, cache.vocab_size)
+
+    made, caches = DRAFTERS[recipe.method](Kit(recipe, target, drafter, stores, draws))
+    gamma = POLICIES[recipe.policy].make(recipe.gamma, *recipe.gamma_bounds)
+    return Parts(judge, made, gamma, (ours, *caches))

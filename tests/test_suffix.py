@@ -1,0 +1,112 @@
+"""Suffixes, lookups and the two together."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+from specdemo.core.step import Draft, Step
+from specdemo.drafters.hybrid import HybridDrafter
+from specdemo.drafters.lookup import LookupDrafter
+from specdemo.drafters.suffix import SuffixDrafter, SuffixStore
+
+
+def upto(n: int):
+    return lambda drafted, logits: drafted < n
+
+
+def longest_match(text: list[int]) -> int:
+    """By brute force: the longest ending that also ends earlier."""
+    return max(
+        (
+            size
+            for size in range(len(text))
+            if any(text[end - size : end] == text[len(text) - size :] for end in range(size, len(text)))
+        ),
+        default=0,
+    )
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2, 3, 10])
+def test_the_longest_repeated_ending_is_found(vocabulary: int) -> None:
+    """Against brute force, after every token; and what is drafted did follow an occurrence of that ending."""
+    rng = random.Random(vocabulary)
+    text = [rng.randrange(vocabulary) for _ in range(120)]
+    store = SuffixStore()
+    for end in range(1, len(text) + 1):
+        store.add(text[end - 1])
+        seen = text[:end]
+        assert store.matched == longest_match(seen)
+        drafted = store.continuation(5)
+        assert bool(drafted) == bool(store.matched)
+        if drafted:
+            ending = seen[end - store.matched :]
+            places = [place for place in range(store.matched, end) if seen[place - store.matched : place] == ending]
+            assert any((seen + drafted)[place : place + 5] == drafted for place in places)
+    assert len(store) <= 2 * len(text)
+
+
+def test_a_loop_is_drafted_round_and_round() -> None:
+    assert SuffixDrafter().propose([1, 2, 3, 1, 2, 3, 1], upto(9)).tokens == (2, 3, 1, 2, 3, 1, 2, 3)
+
+
+def test_the_match_sets_the_length() -> None:
+    assert SuffixDrafter(factor=1.0).propose([5, 6, 7, 8, 9, 1, 5, 6], upto(9)).tokens == (7, 8)
+    assert SuffixDrafter(factor=2.0).propose([5, 6, 7, 8, 9, 1, 5, 6], upto(9)).tokens == (7, 8, 9, 1)
+    assert SuffixDrafter(factor=2.0).propose([5, 6, 7, 8, 9, 1, 5, 6], upto(1)).tokens == (7,)
+    assert SuffixDrafter().propose([1, 2, 3], upto(9)).tokens == ()
+
+
+def test_the_latest_occurrence_wins() -> None:
+    assert SuffixDrafter().propose([1, 2, 8, 1, 2, 9, 1, 2], upto(1)).tokens == (9,)
+
+
+def test_a_former_text_is_continued_but_no_match_reaches_over_its_end() -> None:
+    first = SuffixDrafter()
+    first.propose([1, 2, 3, 4], upto(4))
+    second = SuffixDrafter(store=first.store)
+    assert second.propose([9, 2, 3], upto(4)).tokens == (4,)  # where the former text ended
+    assert second.store.matched == 2
+
+
+def test_tokens_may_come_one_by_one_or_at_once() -> None:
+    rng = random.Random(7)
+    text = [rng.randrange(4) for _ in range(80)]
+    grown = SuffixDrafter()
+    for end in range(1, len(text) + 1):
+        step_by_step = grown.propose(text[:end], upto(6))
+        assert step_by_step == SuffixDrafter().propose(text[:end], upto(6))
+
+
+def test_lookup_is_that_of_transformers() -> None:
+    rng = random.Random(5)
+    theirs = PromptLookupCandidateGenerator(num_output_tokens=4, max_matching_ngram_size=2, max_length=10_000)
+    drafted = 0
+    for _ in range(200):
+        text = [rng.randrange(6) for _ in range(rng.randrange(2, 40))]
+        expected = theirs.get_candidates(torch.tensor([text]))[0][0, len(text) :].tolist()
+        found = LookupDrafter(2).propose(text, upto(4)).tokens
+        assert list(found) == expected, text
+        drafted += len(found)
+    assert drafted > 100
+
+
+def test_hybrid_trusts_long_matches_only() -> None:
+    class Model:
+        asked = observed = 0
+
+        def propose(self, tokens, more) -> Draft:
+            Model.asked += 1
+            return Draft.chain((0,))
+
+        def observe(self, step: Step) -> None:
+            Model.observed += 1
+
+    hybrid = HybridDrafter(SuffixDrafter(), Model(), trusted=3)
+    assert hybrid.propose([1, 2, 3, 4, 1, 2], upto(4)).tokens == (0,) and Model.asked == 1
+    assert hybrid.propose([1, 2, 3, 4, 1, 2, 3], upto(4)).tokens == (4, 1, 2, 3) and Model.asked == 1
+    hybrid.observe(None)  # type: ignore[arg-type]
+    assert Model.observed == 1
