@@ -75,6 +75,8 @@ def parser() -> Parser:
     add("--ngram", type=int, metavar="N", help="order of NASD's n-grams")
     add("--ngram-levels", help=f"NASD's storage: {names(NGRAM_LEVELS)}")
     add("--filler-top-k", type=int, metavar="K", help="target choices that NASD learns per position; 1 is NAPD")
+    add("--tree-nodes", type=int, metavar="N", help="most nodes of a draft of method tree")
+    add("--tree-width", type=int, metavar="N", help="children per node")
     add("--exit-layer", type=int, metavar="K", help="self-speculation keeps the first K layers (default: half)")
     add("--skip-layer", dest="skip_layers", action="append", type=int, metavar="I", help="or all but these")
     add("--skip-sample-adjustment", action="store_const", const=True, help="corrections straight from p (lossy)")

@@ -16,6 +16,7 @@ from specdemo.drafters.lookup import LookupDrafter
 from specdemo.drafters.model import ModelDrafter
 from specdemo.drafters.ngram import NGramDrafter
 from specdemo.drafters.suffix import SuffixDrafter
+from specdemo.drafters.tree import TreeDrafter
 from specdemo.models.cached import CachedModel
 from specdemo.models.early import layer_count, with_layers
 from specdemo.models.load import Loaded
@@ -53,7 +54,7 @@ class Kit:
     target: Loaded
     drafter: Loaded | None
     stores: Stores | None
-    draws: Callable[[CachedModel], ModelDrafter]  # a drafter that draws from this model's law
+    draws: Callable[..., Drafter]  # `draws(cache, kind, **options)`: a drafter of this kind on this model's law
 
     def kept(self, make: Callable[[Any], Any], *key: Any) -> Any:
         """A drafter with the store of earlier runs, if those are to be kept; its own store is kept then."""
@@ -72,11 +73,11 @@ def _plain(kit: Kit) -> Made:
     return Plain(), ()
 
 
-def _model(kit: Kit) -> Made:
+def _model(kit: Kit, kind: type = ModelDrafter, **options: int) -> Made:
     assert kit.drafter is not None
     check_pair(kit.target.tokenizer, kit.drafter.tokenizer)
     cache = CachedModel(kit.drafter.model)
-    return kit.draws(cache), (cache,)
+    return kit.draws(cache, kind, **options), (cache,)
 
 
 def _self(kit: Kit) -> Made:
@@ -85,7 +86,7 @@ def _self(kit: Kit) -> Made:
     first = count // 2 if recipe.exit_layer is None else recipe.exit_layer
     kept = [i for i in range(count) if i not in recipe.skip_layers] if recipe.skip_layers else list(range(first))
     cache = CachedModel(with_layers(model, kept))
-    return kit.draws(cache), (cache,)
+    return kit.draws(cache, ModelDrafter), (cache,)
 
 
 def _ngrams(kit: Kit) -> Made:
@@ -95,6 +96,10 @@ def _ngrams(kit: Kit) -> Made:
 
 def _suffix(kit: Kit) -> Made:
     return kit.kept(lambda store: SuffixDrafter(store=store)), ()
+
+
+def _tree(kit: Kit) -> Made:
+    return _model(kit, TreeDrafter, nodes=kit.recipe.tree_nodes, width=kit.recipe.tree_width)
 
 
 def _hybrid(kit: Kit) -> Made:
@@ -109,6 +114,7 @@ def _lookup(kit: Kit) -> Made:
 DRAFTERS: dict[str, Callable[[Kit], Made]] = {
     "ar": _plain,
     "draft": _model,
+    "tree": _tree,
     "self": _self,
     "nasd": _ngrams,
     "suffix": _suffix,
@@ -138,9 +144,9 @@ def build(recipe: Recipe, target: Loaded, drafter: Loaded | None, stores: Stores
         candidates=recipe.filler_top_k if recipe.method == "nasd" else 1,
     )
 
-    def draws(cache: CachedModel) -> ModelDrafter:
+    def draws(cache: CachedModel, kind: type, **options: int) -> Drafter:
         noise = shared or Noise(recipe.seed, "draft")
-        return ModelDrafter(cache.score, warp, noise, ours.vocab_size, cache.vocab_size)
+        return kind(cache.score, warp, noise, ours.vocab_size, cache.vocab_size, **options)
 
     made, caches = DRAFTERS[recipe.method](Kit(recipe, target, drafter, stores, draws))
     gamma = POLICIES[recipe.policy].make(recipe.gamma, *recipe.gamma_bounds)

@@ -18,11 +18,12 @@ METHODS = {
     "nasd": "n-grams of the prompt and the output draft (NASD; NAPD with filler top-k 1)",
     "suffix": "what followed the text's longest repeated ending drafts",
     "hybrid": "the suffix where the text repeats itself, the smaller model elsewhere",
+    "tree": "a smaller model drafts a tree of its likeliest continuations",
     "self": "the target drafts for itself with layers left out",
     "lookup": "prompt lookup as in transformers, for comparison",
     "ar": "plain autoregressive decoding: the baseline",
 }
-WITH_DRAFTER = ("draft", "hybrid")  # methods that need a second model
+WITH_DRAFTER = ("draft", "hybrid", "tree")  # methods that need a second model
 NGRAM_LEVELS = {"multi": "back off to shorter contexts", "one": "contexts of one length only"}
 
 
@@ -60,6 +61,8 @@ class Recipe:
     ngram_levels: str = "multi"
     filler_top_k: int = 3
     ngram_keep: bool = False  # what is learnt from a text serves the next one too
+    tree_nodes: int = 12
+    tree_width: int = 3  # children per node
     exit_layer: int | None = None  # self-speculation keeps this many layers; None: half of them
     skip_layers: tuple[int, ...] = ()  # or all but these
     threshold: float | None = None  # of a rule that has one; None: its usual one
@@ -89,6 +92,8 @@ class Recipe:
             ("ngram", 2, 16),
             ("filler_top_k", 1, 64),
             ("exit_layer", 1, 1 << 10),
+            ("tree_nodes", 1, 256),
+            ("tree_width", 1, 64),
         ):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and least <= value <= most):

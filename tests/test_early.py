@@ -21,7 +21,7 @@ from specdemo.models.cached import CachedModel
 from specdemo.models.early import with_layers
 from specdemo.models.lean import Lean
 from specdemo.models.load import Shelf
-from specdemo.recipe import Recipe
+from specdemo.recipe import WITH_DRAFTER, Recipe
 
 GREEDY, NOISE = Warp(temperature=0), Noise(0, "unused when greedy")
 TOKENS = [5, 9, 5, 7, 1]
@@ -72,7 +72,7 @@ def test_layers_that_make_no_drafter_are_refused(kept: list[int]) -> None:
         with_layers(tiny_model("gpt2"), [1])
 
 
-@pytest.mark.parametrize("method", ["self", "suffix", "hybrid", "lookup"])
+@pytest.mark.parametrize("method", ["tree", "self", "suffix", "hybrid", "lookup"])
 def test_methods_run_by_name_and_agree_with_plain_decoding(method: str, tmp_path: object) -> None:
     """And self-speculation holds no weights but the target's."""
     folder = str(save_model(tmp_path / "model", byte_level_tokenizer()))  # type: ignore[operator]
@@ -82,7 +82,7 @@ def test_methods_run_by_name_and_agree_with_plain_decoding(method: str, tmp_path
         lines = [line for line in generate(recipe, "def add(a, b):\n    add(a, b)\n", shelf) if "phase" not in line]
         texts[name] = [token for line in lines[1:-1] for token in line["tokens"]]
         assert lines[-1]["end"] == "length"
-        if method != "hybrid":
+        if method not in WITH_DRAFTER:
             assert lines[0]["environment"]["drafter_bytes"] is None
     assert texts["ar"] == texts[method]
     assert lines[-1]["metrics"]["drafted"] > 0

@@ -26,6 +26,7 @@ from specdemo.drafters.lookup import LookupDrafter
 from specdemo.drafters.model import ModelDrafter
 from specdemo.drafters.ngram import NGramDrafter
 from specdemo.drafters.suffix import SuffixDrafter
+from specdemo.drafters.tree import TreeDrafter
 
 VOCAB = 4
 PROMPT = (2, 0, 2, 0)
@@ -95,6 +96,7 @@ DRAFTERS: dict[str, Make] = {
     "model": lambda warp, source: ModelDrafter(SMALL.score, warp, source, VOCAB),
     "siblings": lambda warp, source: SiblingDrafter(SMALL, warp, source),
     "n-grams": lambda warp, source: NGramDrafter(3, "multi", 2),
+    "tree": lambda warp, source: TreeDrafter(SMALL.score, warp, source, VOCAB, nodes=4, width=2),
     "suffix": lambda warp, source: SuffixDrafter(),
     "lookup": lambda warp, source: LookupDrafter(),
     "hybrid": lambda warp, source: HybridDrafter(

@@ -34,12 +34,12 @@ class ModelDrafter:
 
     def propose(self, tokens: Sequence[int], more: More) -> Draft:
         """Ask before drawing, so that stopping never depends on the token drawn."""
-        if self._own_size < self._vocab_size and max(tokens) >= self._own_size:
+        if not readable(tokens, self._own_size, self._vocab_size):
             return Draft()
         greedy = self._warp.temperature == 0  # then laws are point masses: nothing to carry
         path, laws, q = list(tokens), [], []
         while more(len(path) - len(tokens), None):
-            logits = self._fit(self._score(path, Draft()))
+            logits = fitted(self._score(path, Draft()), self._vocab_size)
             if not more(len(path) - len(tokens), logits[0]):
                 break
             logits = self._warp.adjust(logits, [path])
@@ -56,14 +56,18 @@ class ModelDrafter:
             return Draft.chain(new)
         return Draft.chain(new, tuple(torch.stack(q).tolist()), torch.stack(laws))
 
-    def _fit(self, logits: Tensor) -> Tensor:
-        """Logits `[1, vocab_size]`."""
-        missing = self._vocab_size - logits.shape[-1]
-        if missing == 0:
-            return logits
-        if missing < 0:
-            return logits[:, : self._vocab_size]
-        return torch.cat([logits, logits.new_full((1, missing), -torch.inf)], dim=-1)
-
     def observe(self, step: Step) -> None:
         """Nothing to learn: the cache follows content."""
+
+
+def readable(tokens: Sequence[int], own_size: int, vocab_size: int) -> bool:
+    """Whether a drafter of `own_size` ids knows all of `tokens`, out of a target's `vocab_size`."""
+    return own_size >= vocab_size or max(tokens) < own_size
+
+
+def fitted(logits: Tensor, vocab_size: int) -> Tensor:
+    """Logits `[rows, vocab_size]`: ids that only the drafter has are left out, ids that it lacks get no mass."""
+    missing = vocab_size - logits.shape[-1]
+    if missing <= 0:
+        return logits[:, :vocab_size]
+    return torch.cat([logits, logits.new_full((len(logits), missing), -torch.inf)], dim=-1)

@@ -1,0 +1,93 @@
+"""Draft a tree of a model's likeliest continuations, so that a token that misses may have a sibling that hits.
+
+Siblings are drawn without replacement, each from what its elder ones have left of the law; how many there will be is
+settled before any is drawn, so the recursive residual keeps the law exact (SpecInfer 2305.09781; Sequoia 2402.12374).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdemo.core.decode import More
+from specdemo.core.rules import without
+from specdemo.core.sampling import Warp
+from specdemo.core.step import Draft, Step
+from specdemo.drafters.model import fitted, readable
+
+
+class TreeDrafter:
+    """Grows level by level: the `beam` most probable nodes of the last level get up to `width` children each.
+
+    Reads laws as `ModelDrafter` does. `score(tokens, draft)` gives raw logits `[len(draft) + 1, own_size]`; `more`
+    limits the depth, `nodes` the size. When greedy the children are the likeliest tokens, as point masses.
+    """
+
+    def __init__(
+        self,
+        score: Callable[[Sequence[int], Draft], Tensor],
+        warp: Warp,
+        noise: Any,
+        vocab_size: int,
+        own_size: int | None = None,
+        nodes: int = 12,
+        width: int = 3,
+        beam: int = 2,
+    ) -> None:
+        self._score, self._warp, self._noise, self._vocab_size = score, warp, noise, vocab_size
+        self._own_size = vocab_size if own_size is None else own_size
+        self._nodes, self._width, self._beam = nodes, width, beam
+
+    def propose(self, tokens: Sequence[int], more: More) -> Draft:
+        """Levels of nodes for as long as a chain of their depth may grow."""
+        draft = Draft()
+        if not readable(tokens, self._own_size, self._vocab_size):
+            return draft
+        level, chances = [-1], {-1: 1.0}  # nodes to grow, and how probable the path to each is
+        depth = 0
+        while level and len(draft) < self._nodes and more(depth, None):
+            logits = fitted(self._score(tokens, draft), self._vocab_size)
+            level = sorted(level, key=lambda node: -chances[node])[: self._beam]
+            if not more(depth, logits[level[0] + 1]):
+                break
+            grown: list[int] = []
+            for node in level:
+                path = [*tokens, *(draft.tokens[i] for i in draft.path(node))]
+                row = self._warp.adjust(logits[node + 1][None], [path])
+                first = len(draft)
+                draft = self._with_children(draft, node, row, len(path))
+                for child in range(first, len(draft)):
+                    chances[child] = chances[node] * self._chance(draft, child, row)
+                    grown.append(child)
+            level, depth = grown, depth + 1
+        return draft
+
+    def observe(self, step: Step) -> None:
+        """Nothing to learn."""
+
+    def _with_children(self, draft: Draft, node: int, row: Tensor, place: int) -> Draft:
+        """The draft with what grows on `node`, whose law is that of the adjusted logits `row` `[1, vocab]`."""
+        count = min(self._width, self._nodes - len(draft))
+        if self._warp.temperature == 0:
+            tokens = row[0].topk(count).indices.tolist()
+            return Draft(draft.tokens + tuple(tokens), draft.parents + (node,) * count)
+        law = self._warp.law(row)[0]
+        tokens, q, laws = list(draft.tokens), list(draft.q or ()), [] if draft.law is None else [draft.law]
+        parents = list(draft.parents)
+        for _ in range(min(count, int((law > 0).sum()))):
+            token = self._noise.draw(law, place)
+            tokens.append(token)
+            parents.append(node)
+            q.append(float(law[token]))
+            laws.append(law[None])
+            law = without(law, token)
+        return Draft(tuple(tokens), tuple(parents), tuple(q), torch.cat(laws))
+
+    def _chance(self, draft: Draft, child: int, row: Tensor) -> float:
+        """How probable the drafter finds `child` after its parent."""
+        if draft.q is not None:
+            return draft.q[child]
+        return float(row[0].softmax(-1)[draft.tokens[child]])
