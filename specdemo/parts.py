@@ -8,10 +8,11 @@ from functools import partial
 from typing import Any
 
 from specdemo.core.decode import Drafter, Gamma, Judge, Plain
-from specdemo.core.gamma import POLICIES
+from specdemo.core.gamma import POLICIES, Fixed
 from specdemo.core.rules import RULES, Target
 from specdemo.core.sampling import Certain, Noise, Shared, Warp
 from specdemo.drafters.hybrid import HybridDrafter
+from specdemo.drafters.lookahead import LookaheadDrafter
 from specdemo.drafters.lookup import LookupDrafter
 from specdemo.drafters.model import ModelDrafter
 from specdemo.drafters.ngram import NGramDrafter
@@ -107,6 +108,11 @@ def _hybrid(kit: Kit) -> Made:
     return HybridDrafter(_suffix(kit)[0], model), caches
 
 
+def _lookahead(kit: Kit) -> Made:
+    recipe = kit.recipe
+    return LookaheadDrafter(recipe.lookahead_window, recipe.lookahead_n, recipe.lookahead_guesses, recipe.seed), ()
+
+
 def _lookup(kit: Kit) -> Made:
     return LookupDrafter(), ()
 
@@ -119,6 +125,7 @@ DRAFTERS: dict[str, Callable[[Kit], Made]] = {
     "nasd": _ngrams,
     "suffix": _suffix,
     "hybrid": _hybrid,
+    "lookahead": _lookahead,
     "lookup": _lookup,
 }
 
@@ -149,5 +156,8 @@ def build(recipe: Recipe, target: Loaded, drafter: Loaded | None, stores: Stores
         return kind(cache.score, warp, noise, ours.vocab_size, cache.vocab_size, **options)
 
     made, caches = DRAFTERS[recipe.method](Kit(recipe, target, drafter, stores, draws))
-    gamma = POLICIES[recipe.policy].make(recipe.gamma, *recipe.gamma_bounds)
+    if recipe.method == "lookahead":  # as deep as its window reaches, whatever the policy
+        gamma: Gamma = Fixed(recipe.lookahead_window + recipe.lookahead_n)
+    else:
+        gamma = POLICIES[recipe.policy].make(recipe.gamma, *recipe.gamma_bounds)
     return Parts(judge, made, gamma, (ours, *caches))

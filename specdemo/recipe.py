@@ -20,6 +20,7 @@ METHODS = {
     "hybrid": "the suffix where the text repeats itself, the smaller model elsewhere",
     "tree": "a smaller model drafts a tree of its likeliest continuations",
     "self": "the target drafts for itself with layers left out",
+    "lookahead": "the target guesses ahead of itself in the pass that verifies",
     "lookup": "prompt lookup as in transformers, for comparison",
     "ar": "plain autoregressive decoding: the baseline",
 }
@@ -63,6 +64,9 @@ class Recipe:
     ngram_keep: bool = False  # what is learnt from a text serves the next one too
     tree_nodes: int = 12
     tree_width: int = 3  # children per node
+    lookahead_window: int = 5  # places ahead that are guessed at
+    lookahead_n: int = 4  # tokens of an n-gram
+    lookahead_guesses: int = 5  # n-grams drafted per round
     exit_layer: int | None = None  # self-speculation keeps this many layers; None: half of them
     skip_layers: tuple[int, ...] = ()  # or all but these
     threshold: float | None = None  # of a rule that has one; None: its usual one
@@ -93,6 +97,9 @@ class Recipe:
             ("filler_top_k", 1, 64),
             ("exit_layer", 1, 1 << 10),
             ("tree_nodes", 1, 256),
+            ("lookahead_window", 1, 32),
+            ("lookahead_n", 2, 16),
+            ("lookahead_guesses", 1, 32),
             ("tree_width", 1, 64),
         ):
             value = getattr(self, name)

@@ -72,7 +72,7 @@ def test_layers_that_make_no_drafter_are_refused(kept: list[int]) -> None:
         with_layers(tiny_model("gpt2"), [1])
 
 
-@pytest.mark.parametrize("method", ["tree", "self", "suffix", "hybrid", "lookup"])
+@pytest.mark.parametrize("method", ["tree", "self", "suffix", "hybrid", "lookup", "lookahead"])
 def test_methods_run_by_name_and_agree_with_plain_decoding(method: str, tmp_path: object) -> None:
     """And self-speculation holds no weights but the target's."""
     folder = str(save_model(tmp_path / "model", byte_level_tokenizer()))  # type: ignore[operator]

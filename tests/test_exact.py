@@ -22,6 +22,7 @@ from specdemo.core.rules import RULES, Target, match, ratio, rejection, residual
 from specdemo.core.sampling import Noise, Shared, Warp
 from specdemo.core.step import Draft, Verdict
 from specdemo.drafters.hybrid import HybridDrafter
+from specdemo.drafters.lookahead import LookaheadDrafter
 from specdemo.drafters.lookup import LookupDrafter
 from specdemo.drafters.model import ModelDrafter
 from specdemo.drafters.ngram import NGramDrafter
@@ -97,6 +98,7 @@ DRAFTERS: dict[str, Make] = {
     "siblings": lambda warp, source: SiblingDrafter(SMALL, warp, source),
     "n-grams": lambda warp, source: NGramDrafter(3, "multi", 2),
     "tree": lambda warp, source: TreeDrafter(SMALL.score, warp, source, VOCAB, nodes=4, width=2),
+    "lookahead": lambda warp, source: LookaheadDrafter(window=1, n=2, guesses=2),
     "suffix": lambda warp, source: SuffixDrafter(),
     "lookup": lambda warp, source: LookupDrafter(),
     "hybrid": lambda warp, source: HybridDrafter(
@@ -139,7 +141,7 @@ def test_rejection_keeps_the_law(warp: str, drafter: str, stop: tuple[int, ...])
     assert distance(law, true_law(WARPS[warp], 3, stop)) < ROUNDING
     if drafter != "none":
         assert drafted > 0
-    if drafter not in ("none", "n-grams", "suffix", "lookup") and warp in ("plain", "warm"):
+    if drafter not in ("none", "n-grams", "suffix", "lookup", "lookahead") and warp in ("plain", "warm"):
         assert accepted > 0
 
 
@@ -148,6 +150,14 @@ def test_rejection_keeps_the_law(warp: str, drafter: str, stop: tuple[int, ...])
 def test_every_length_and_gamma(length: int, gamma: int) -> None:
     law, _, _ = enumerate_law(Warp(), DRAFTERS["model"], length=length, gamma=gamma)
     assert distance(law, true_law(Warp(), length, ())) < ROUNDING
+
+
+def test_lookahead_with_teeth_keeps_the_law() -> None:
+    """A text long enough for a comb with teeth and for n-grams that were read from it."""
+    law, drafted, accepted = enumerate_law(
+        Warp(), lambda warp, source: LookaheadDrafter(window=1, n=3, guesses=2), length=5, gamma=3
+    )
+    assert distance(law, true_law(Warp(), 5, ())) < ROUNDING and drafted > accepted > 0
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)

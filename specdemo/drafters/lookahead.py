@@ -1,0 +1,77 @@
+"""Lookahead: the target guesses ahead of itself in the same pass that verifies (2402.02057).
+
+A window of guesses rides along in every pass as a comb-shaped forest: a spine of one guess per place, and on each place
+of the spine a tooth of the guesses that earlier passes made after it. What the target makes of a tooth's end is the
+next guess there (a Jacobi step), and a whole tooth with its end is an n-gram worth keeping. N-grams that begin with
+the text's last token are what is really drafted. All are point masses.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from specdemo.core.decode import More
+from specdemo.core.step import Draft, Step
+
+
+class LookaheadDrafter:
+    """`window` places ahead, n-grams of `n` tokens, at most `guesses` of them drafted.
+
+    `more` limits how deep a guess may reach; the window is as deep as `window + n - 2` and only where that is allowed
+    too, since a comb that happens to be right is accepted like any draft.
+    """
+
+    def __init__(self, window: int = 5, n: int = 4, guesses: int = 5, seed: int = 0) -> None:
+        self._window, self._n, self._guesses = window, n, guesses
+        self._rng = random.Random(seed)
+        self._levels: list[list[int]] = []  # n - 1 rows of `window` guesses; row 0 is the spine
+        self._pool: dict[int, dict[tuple[int, ...], None]] = {}  # by first token, what followed: the latest last
+        self._comb: list[list[int]] = []  # nodes of the last draft, by level and place
+
+    def propose(self, tokens: Sequence[int], more: More) -> Draft:
+        """Guesses from the pool as branches, then the comb."""
+        deepest = 0
+        while deepest < self._window + self._n and more(deepest, None):
+            deepest += 1
+        drafted: list[int] = []
+        parents: list[int] = []
+
+        def add(token: int, parent: int) -> int:
+            drafted.append(token)
+            parents.append(parent)
+            return len(drafted) - 1
+
+        grown: dict[tuple[int, int], int] = {}  # (parent, token): guesses share their beginnings
+        for guess in list(reversed(self._pool.get(tokens[-1], {})))[: self._guesses]:
+            parent = -1
+            for token in guess[:deepest]:
+                if (parent, token) not in grown:
+                    grown[parent, token] = add(token, parent)
+                parent = grown[parent, token]
+        self._comb = []
+        if deepest >= self._window + self._n - 2:
+            if not self._levels:
+                self._levels = [[self._rng.choice(tokens) for _ in range(self._window)] for _ in range(self._n - 1)]
+            for level, row in enumerate(self._levels):
+                nodes: list[int] = []
+                for place, token in enumerate(row):
+                    below = self._comb[-1][place] if level else (nodes[-1] if nodes else -1)
+                    nodes.append(add(token, below))
+                self._comb.append(nodes)
+        return Draft(tuple(drafted), tuple(parents))
+
+    def observe(self, step: Step) -> None:
+        """Read what the target made of the comb: new guesses, and n-grams for the pool."""
+        if not self._comb or not step.draft.tokens:
+            return
+        last = [step.verdict.choices[node + 1][0] for node in self._comb[-1]]
+        for place, end in enumerate(last):
+            first, *rest = (row[place] for row in self._levels)
+            after = self._pool.setdefault(first, {})
+            after.pop((*rest, end), None)
+            after[(*rest, end)] = None
+            while len(after) > self._guesses:
+                del after[next(iter(after))]
+        self._levels = [*self._levels[1:], last]
+        self._comb = []
