@@ -108,7 +108,7 @@ BAD = {
     "temperature nan": ([PROMPT, "--temperature", "nan"], "temperature must be from 0"),
     "top-p 0": ([PROMPT, "--top-p", "0"], "top_p must be above 0"),
     "penalty 0": ([PROMPT, "--repetition-penalty", "0"], "repetition_penalty must be above 0"),
-    "unknown method": ([PROMPT, "--method", "magic"], "known are draft, nasd, ar"),
+    "unknown method": ([PROMPT, "--method", "magic"], "known are draft, nasd, suffix"),
     "unknown rule": ([PROMPT, "--rule", "magic"], "known are rejection, match, coupled, top1"),
     "unknown policy": ([PROMPT, "--policy", "magic"], "known are fixed"),
     "unknown device": ([PROMPT, "--device", "abacus"], "known are auto, cpu"),

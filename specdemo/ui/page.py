@@ -14,7 +14,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ from specdemo.generate import generate
 from specdemo.models.load import Shelf
 from specdemo.models.pairs import ASSETS, PAIRS
 from specdemo.parts import Stores
-from specdemo.recipe import METHODS, NGRAM_LEVELS, POLICIES, QUANTIZATIONS, RULES, Recipe
+from specdemo.recipe import Recipe
+from specdemo.ui.controls import recipe_of, sidebar
 from specdemo.ui.frames import PLAIN, SPEC, Run, Runs
 from specdemo.ui.theme import theme
 from specdemo.worker import Stream, Worker, WorkerBusy
@@ -80,80 +81,6 @@ def reason(error: BaseException) -> str:
 def toast(run: Run) -> None:
     """Say what the status line says where it cannot be missed. gradio takes toasts for markup, visitors write text."""
     gr.Warning(html.escape(run.phase[1]))
-
-
-def recipe_of(settings: dict[str, Any], device: str) -> Recipe:
-    """The recipe that raw settings from a browser or a client mean; `Refused` if they cannot mean one."""
-    clean = {}
-    for field in fields(Recipe):
-        if field.name not in settings:
-            continue
-        value, usual = settings[field.name], field.default
-        if isinstance(usual, bool):
-            if not isinstance(value, bool):
-                raise Refused(f"{field.name} must be true or false, not {value!r}")
-        elif isinstance(usual, (int, float)):
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise Refused(f"{field.name} must be a number, not {'empty' if value is None else repr(value)}")
-            if isinstance(usual, int):
-                if value != value or value % 1:
-                    raise Refused(f"{field.name} must be a whole number, not {value}")
-                value = int(value)
-        elif not isinstance(value, str):
-            raise Refused(f"{field.name} must be a name, not {value!r}")
-        clean[field.name] = value
-    return Recipe(device=device, **clean)
-
-
-def sidebar(usual: Recipe) -> dict[str, gr.components.Component]:
-    """The controls, by the name of the recipe's field that each one sets."""
-
-    def choice(label: str, name: str, known: dict[str, Any], **more: Any) -> gr.Dropdown:
-        return gr.Dropdown(list(known), value=getattr(usual, name), label=label, **more)
-
-    with gr.Sidebar(width=310, elem_id="settings"):
-        pairs = [(pair.title, name) for name, pair in PAIRS.items()]
-        c: dict[str, gr.components.Component] = {
-            "pair": gr.Dropdown(pairs, value=usual.pair, label="Drafter and target", elem_id="pair"),
-            "method": gr.Dropdown(
-                [(f"{name}: {about}", name) for name, about in METHODS.items()],
-                value=usual.method,
-                label="Method",
-                elem_id="method",
-            ),
-            "gamma": gr.Slider(1, 16, usual.gamma, step=1, label="Draft length γ", elem_id="gamma"),
-            "policy": gr.Dropdown(
-                [(f"{name}: {policy.title}", name) for name, policy in POLICIES.items()],
-                value=usual.policy,
-                label="Draft-length policy",
-                elem_id="policy",
-            ),
-            "temperature": gr.Slider(0, 2, usual.temperature, step=0.05, label="Temperature", elem_id="temperature"),
-            "top_p": gr.Slider(0.05, 1, usual.top_p, step=0.05, label="Top-p", elem_id="top-p"),
-            "max_tokens": gr.Slider(1, 1024, usual.max_tokens, step=1, label="Max new tokens", elem_id="max-tokens"),
-            "seed": gr.Number(usual.seed, precision=0, label="Seed", elem_id="seed"),
-        }
-        with gr.Accordion("Quantisation", open=False):
-            c["quantization"] = choice("Target", "quantization", QUANTIZATIONS, elem_id="quantization")
-            c["drafter_quantization"] = choice(
-                "Drafter", "drafter_quantization", QUANTIZATIONS, elem_id="drafter-quantization"
-            )
-        with gr.Accordion("NASD", open=False):
-            c["ngram"] = gr.Slider(2, 8, usual.ngram, step=1, label="Order n", elem_id="ngram")
-            c["filler_top_k"] = gr.Slider(
-                1, 8, usual.filler_top_k, step=1, label="Fillers per row (1 is NAPD)", elem_id="filler-top-k"
-            )
-            c["ngram_levels"] = choice("Storage", "ngram_levels", NGRAM_LEVELS, elem_id="ngram-levels")
-            c["ngram_keep"] = gr.Checkbox(usual.ngram_keep, label="Keep n-grams between runs", elem_id="ngram-keep")
-        with gr.Accordion("Rule", open=False):
-            c["rule"] = gr.Dropdown(
-                [(f"{name}: {rule.title}", name) for name, rule in RULES.items()],
-                value=usual.rule,
-                label="Acceptance rule",
-                elem_id="rule",
-            )
-            c["top_k"] = gr.Slider(0, 100, usual.top_k, step=1, label="Top-k (0 is off)", elem_id="top-k")
-    return c
 
 
 def launch_options() -> dict[str, Any]:

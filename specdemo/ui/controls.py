@@ -1,0 +1,106 @@
+"""The sidebar, and what its settings mean."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import gradio as gr
+
+from specdemo.core.errors import Refused
+from specdemo.core.gamma import POLICIES
+from specdemo.core.rules import RULES
+from specdemo.models.load import QUANTIZATIONS
+from specdemo.models.pairs import PAIRS
+from specdemo.recipe import METHODS, NGRAM_LEVELS, Recipe
+
+
+def recipe_of(settings: dict[str, Any], device: str) -> Recipe:
+    """The recipe that raw settings from a browser or a client mean; `Refused` if they cannot mean one."""
+    clean = {}
+    for field in fields(Recipe):
+        if field.name not in settings:
+            continue
+        value, usual = settings[field.name], field.default
+        if usual is None and value is None:
+            continue
+        if isinstance(usual, bool):
+            if not isinstance(value, bool):
+                raise Refused(f"{field.name} must be true or false, not {value!r}")
+        elif isinstance(usual, (int, float)) or field.name == "exit_layer":
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise Refused(f"{field.name} must be a number, not {'empty' if value is None else repr(value)}")
+            if not isinstance(usual, float):
+                if value != value or value % 1:
+                    raise Refused(f"{field.name} must be a whole number, not {value}")
+                value = int(value)
+        elif not isinstance(value, str):
+            raise Refused(f"{field.name} must be a name, not {value!r}")
+        clean[field.name] = value
+    return Recipe(device=device, **clean)
+
+
+def sidebar(usual: Recipe) -> dict[str, gr.components.Component]:
+    """The controls, by the name of the recipe's field that each one sets."""
+
+    def choice(label: str, name: str, known: dict[str, Any], **more: Any) -> gr.Dropdown:
+        return gr.Dropdown(list(known), value=getattr(usual, name), label=label, **more)
+
+    with gr.Sidebar(width=310, elem_id="settings"):
+        pairs = [(pair.title, name) for name, pair in PAIRS.items()]
+        c: dict[str, gr.components.Component] = {
+            "pair": gr.Dropdown(pairs, value=usual.pair, label="Drafter and target", elem_id="pair"),
+            "method": gr.Dropdown(
+                [(f"{name}: {about}", name) for name, about in METHODS.items()],
+                value=usual.method,
+                label="Method",
+                elem_id="method",
+            ),
+            "gamma": gr.Slider(1, 16, usual.gamma, step=1, label="Draft length γ", elem_id="gamma"),
+            "policy": gr.Dropdown(
+                [(f"{name}: {policy.title}", name) for name, policy in POLICIES.items()],
+                value=usual.policy,
+                label="Draft-length policy",
+                elem_id="policy",
+            ),
+            "temperature": gr.Slider(0, 2, usual.temperature, step=0.05, label="Temperature", elem_id="temperature"),
+            "top_p": gr.Slider(0.05, 1, usual.top_p, step=0.05, label="Top-p", elem_id="top-p"),
+            "max_tokens": gr.Slider(1, 1024, usual.max_tokens, step=1, label="Max new tokens", elem_id="max-tokens"),
+            "seed": gr.Number(usual.seed, precision=0, label="Seed", elem_id="seed"),
+        }
+        with gr.Accordion("Quantisation", open=False):
+            c["quantization"] = choice("Target", "quantization", QUANTIZATIONS, elem_id="quantization")
+            c["drafter_quantization"] = choice(
+                "Drafter", "drafter_quantization", QUANTIZATIONS, elem_id="drafter-quantization"
+            )
+        with gr.Accordion("NASD", open=False):
+            c["ngram"] = gr.Slider(2, 8, usual.ngram, step=1, label="Order n", elem_id="ngram")
+            c["filler_top_k"] = gr.Slider(
+                1, 8, usual.filler_top_k, step=1, label="Fillers per row (1 is NAPD)", elem_id="filler-top-k"
+            )
+            c["ngram_levels"] = choice("Storage", "ngram_levels", NGRAM_LEVELS, elem_id="ngram-levels")
+            c["ngram_keep"] = gr.Checkbox(usual.ngram_keep, label="Keep n-grams between runs", elem_id="ngram-keep")
+        with gr.Accordion("Trees", open=False):
+            c["tree_nodes"] = gr.Slider(1, 64, usual.tree_nodes, step=1, label="Nodes", elem_id="tree-nodes")
+            c["tree_width"] = gr.Slider(1, 8, usual.tree_width, step=1, label="Children per node", elem_id="tree-width")
+        with gr.Accordion("Lookahead", open=False):
+            c["lookahead_window"] = gr.Slider(
+                1, 16, usual.lookahead_window, step=1, label="Places ahead", elem_id="lookahead-window"
+            )
+            c["lookahead_n"] = gr.Slider(2, 8, usual.lookahead_n, step=1, label="Order n", elem_id="lookahead-n")
+            c["lookahead_guesses"] = gr.Slider(
+                1, 16, usual.lookahead_guesses, step=1, label="Guesses per round", elem_id="lookahead-guesses"
+            )
+        with gr.Accordion("Self-speculation", open=False):
+            c["exit_layer"] = gr.Number(
+                usual.exit_layer, precision=0, label="Layers kept (empty: half of them)", elem_id="exit-layer"
+            )
+        with gr.Accordion("Rule", open=False):
+            c["rule"] = gr.Dropdown(
+                [(f"{name}: {rule.title}", name) for name, rule in RULES.items()],
+                value=usual.rule,
+                label="Acceptance rule",
+                elem_id="rule",
+            )
+            c["top_k"] = gr.Slider(0, 100, usual.top_k, step=1, label="Top-k (0 is off)", elem_id="top-k")
+    return c
