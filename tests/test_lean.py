@@ -26,7 +26,8 @@ from transformers import (
 
 from specdemo.core.step import Draft
 from specdemo.models.cached import CachedModel
-from specdemo.models.lean import Lean, LeanEngine, why_not
+from specdemo.models.engine import LeanEngine
+from specdemo.models.lean import Lean, why_not
 from specdemo.models.load import Spec, load, reference
 from specdemo.models.slots import SlotEngine
 
@@ -90,6 +91,45 @@ def test_logits_are_those_of_transformers(name: str) -> None:
         assert found.dtype == expected.dtype and found.shape == expected.shape
         assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert ours.kv_bytes == theirs.kv_bytes > 0
+
+
+@pytest.mark.parametrize("name", ["grouped", "qwen3"])
+def test_a_recorded_pass_reads_nothing_but_its_buffers(name: str) -> None:
+    """What CUDA graphs need, tried without one: a pass recorded once is run again for other tokens, places and forests.
+
+    A stand-in for a graph runs the recorded function again, so anything it had taken in by value would show; longer
+    texts make new room, after which old recordings must be gone.
+    """
+    model = random_model(
+        LlamaConfig(**{**LLAMA, "max_position_embeddings": 2048}) if name == "grouped" else VARIANTS[name]
+    )
+    recorded = []
+
+    def record(forward: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        recorded.append(forward())
+        return forward
+
+    lean = Lean(model)
+    plain, replayed = CachedModel(lean), CachedModel(lean)
+    replayed._engine = LeanEngine(lean, record)
+    script = rounds(3) + rounds(4)
+    if name == "grouped":
+        script += [([i % VOCAB for i in range(length)], Draft.chain((1, 2, 3))) for length in (600, 604, 1100)]
+    for tokens, draft in script:
+        assert torch.equal(replayed.score(tokens, draft), plain.score(tokens, draft))
+    assert 2 < len(recorded) < len(script)
+
+
+def test_an_engine_serves_the_next_request_but_never_two_at_once() -> None:
+    lean = Lean(random_model(VARIANTS["grouped"]))
+    first, second = CachedModel(lean), CachedModel(lean)
+    assert first._engine is not second._engine
+    engine = first._engine
+    expected = first.score([1, 2, 3], Draft())
+    del first
+    third = CachedModel(lean)
+    assert third._engine is engine and third.kv_bytes == 0
+    assert torch.equal(third.score([1, 2, 3], Draft()), expected)
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -18,7 +18,8 @@ from specdemo.core.step import Draft
 from specdemo.drafters.model import ModelDrafter
 from specdemo.models import parity
 from specdemo.models.cached import CachedModel
-from specdemo.models.lean import PARTS, Lean, LeanEngine, padded_keys
+from specdemo.models.engine import PARTS, LeanEngine, padded_keys
+from specdemo.models.lean import Lean
 
 GREEDY, NOISE = Warp(temperature=0), Noise(0, "unused when greedy")
 

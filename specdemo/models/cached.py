@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 from specdemo.core.errors import Refused
 from specdemo.core.step import Draft
-from specdemo.models.lean import Lean, LeanEngine
+from specdemo.models.engine import borrow, give_back
+from specdemo.models.lean import Lean
 from specdemo.models.slots import SlotEngine
 
 
@@ -46,7 +47,8 @@ class CachedModel:
 
     def __init__(self, model: PreTrainedModel | Lean, pad: int = 1) -> None:
         config = model.config.get_text_config()
-        self._engine: Engine = LeanEngine(model) if isinstance(model, Lean) else SlotEngine(model)
+        self._model = model
+        self._engine: Engine = borrow(model) if isinstance(model, Lean) else SlotEngine(model)
         self.vocab_size: int = config.vocab_size
         self.context: int = getattr(config, "max_position_embeddings", None) or sys.maxsize  # some have no limit
         self._pad = pad
@@ -71,6 +73,10 @@ class CachedModel:
             raise
         self._held, self._draft = list(tokens), draft
         return logits
+
+    def __del__(self) -> None:
+        if isinstance(getattr(self, "_model", None), Lean):
+            give_back(self._model, self._engine)
 
     @property
     def kv_bytes(self) -> int:

@@ -11,22 +11,19 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specdemo.core.step import Draft
-from specdemo.models.forest import positions, visible
 from specdemo.models.memory import weight_bytes
 from specdemo.models.packed import PackedLinear, can_pack
 from specdemo.models.slots import has_window
 
 FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPES = ("default", "linear", "llama3", "yarn")  # the kinds whose angles depend on the position alone
-FEW = 16  # rows up to which masks are kept ready
 
 Rows = Callable[[Tensor], Tensor]
 
@@ -74,10 +71,17 @@ class Lean:
         self.kv_heads: int = config.num_key_value_heads
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         self._parts: list[nn.Module | Tensor] = []  # for the count of bytes
+        self.idle: list[Any] = []  # engines that wait for the next request
         self.embedding: Tensor = self._count(body.embed_tokens.weight)
         self._angles = body.rotary_emb
         self.layers = [self._layer(layer) for layer in body.layers]
         self.leave, self.head = self._after_norm(body.norm, [model.lm_head])
+
+    @property
+    def recordable(self) -> bool:
+        """Whether passes may become CUDA graphs: LLM.int8() looks at its activations on the host, all else does not."""
+        modules = (part for part in self._parts if isinstance(part, nn.Module))
+        return self.device.type == "cuda" and not any("8bit" in type(module).__name__ for module in modules)
 
     @property
     def weight_bytes(self) -> int:
@@ -89,7 +93,7 @@ class Lean:
     def with_layers(self, kept: Sequence[int]) -> Lean:
         """The same weights through these layers only."""
         thin = copy.copy(self)
-        thin.layers = [self.layers[i] for i in kept]
+        thin.layers, thin.idle = [self.layers[i] for i in kept], []
         return thin
 
     def rotation(self, where: Tensor) -> Tensor:
@@ -167,132 +171,3 @@ def unit_norm(eps: float, device: torch.device) -> Rows:
     """RMSNorm without gain and up to the factor sqrt(width), which the next product holds: x / sqrt(|x|^2 + eps)."""
     root, length = torch.tensor(math.sqrt(eps), device=device), torch.linalg.vector_norm
     return lambda rows: rows / length(rows, dim=-1, keepdim=True).hypot_(root)
-
-
-# What a kernel for attention computes for a row depends, in its last bits, on how many rows and keys it was given: on
-# full vectors of keys, on which of its code for few rows it takes, on where it cuts a long sum. With key counts and row
-# counts from these sets a row's bits are its own, whatever rides along in the same pass (seen with oneDNN and MKL on
-# Zen 4; `specdemo/models/parity.py` asks the machine at hand). The products need no such care.
-BLOCK = 512  # keys that the kernel takes at a time
-PARTS = (64, 128, 192, 384, 512)  # key counts within the last block
-ROWS = 4  # row counts are multiples of this
-
-
-def padded_keys(count: int) -> int:
-    """The least number of keys, `count` or more, that attention may be given."""
-    whole, part = divmod(count, BLOCK)
-    return whole * BLOCK + (next(width for width in PARTS if width >= part) if part else 0)
-
-
-class LeanEngine:
-    """A forward pass of `Lean` weights over the keys and values of one request."""
-
-    def __init__(self, model: Lean) -> None:
-        self._model = model
-        self._length = 0
-        self._room = 0
-        self._kv = torch.empty(0)  # [layers, keys or values, heads, positions, dim]
-        self._angles = torch.empty(0)  # [cosines or sines, positions, 1, dim]
-        # What is the same in every pass, or in the next few:
-        self._turns: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # by rows
-        self._masks: dict[int, Tensor] = {}  # by rows
-        self._seen: tuple[int, tuple[Tensor, ...], tuple[Tensor, ...]] = (0, (), ())  # width, keys and values by layer
-
-    def keep(self, length: int, slots: list[int]) -> None:
-        """Keep the first `length` positions and then those in `slots`, in that order."""
-        end = length + len(slots)
-        if slots and slots != list(range(length, end)):
-            index = torch.tensor(slots, device=self._kv.device)
-            self._kv[:, :, :, length:end] = self._kv[:, :, :, index]
-        self._length = end
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of keys and values held now."""
-        return self._kv[:, :, :, : self._length].numel() * self._kv.element_size() if self._room else 0
-
-    def run(self, new: list[int], held: int, draft: Draft) -> Tensor:
-        """Feed `new` after the `held` positions; logits `[len(draft) + 1, vocab]` of the last rows."""
-        model = self._model
-        n, end = len(new), held + len(new)
-        if end > self._room:
-            self._grow(end)
-        heads, kv_heads, dim = model.heads, model.kv_heads, model.head_dim
-        half, group, shared = dim // 2, heads // kv_heads, 2 * kv_heads
-        queries, width = group * n, padded_keys(end)
-        spare = -queries % ROWS
-        if draft.is_chain:
-            angles = self._angles[:, held:end]
-            mask = self._chain_mask(n, held, width)
-        else:
-            angles = self._angles[:, torch.tensor(positions(n, held, draft), device=model.device)]
-            mask = self._mask(F.pad(visible(n, held, draft), (0, width - end)))
-        cos, sin = self._turn(n, angles)
-        places = self._kv[:, :, :, held:end].unbind()
-        if width != self._seen[0]:
-            self._seen = (width, *(self._kv[:, i, None, :, :width].unbind() for i in (0, 1)))
-        _, keys, values = self._seen
-        rows = F.embedding(torch.tensor(new, device=model.device), model.embedding)
-        for i, layer in enumerate(model.layers):
-            qkv = layer.qkv(layer.enter(rows)).view(n, heads + shared, dim)
-            if layer.norm_heads is not None:
-                qkv = layer.norm_heads(qkv)
-            turned = qkv * cos + qkv.roll(half, -1) * sin
-            places[i].copy_(turned.narrow(1, heads, shared).view(n, 2, kv_heads, dim).permute(1, 2, 0, 3))
-            # Heads that share keys are more rows of one head: a pass over few rows costs what one row costs.
-            asked = turned.narrow(1, 0, heads).transpose(0, 1).reshape(1, kv_heads, queries, dim)
-            if spare:
-                asked = F.pad(asked, (0, 0, 0, spare))
-            mixed = F.scaled_dot_product_attention(asked, keys[i], values[i], attn_mask=mask)[0, :, :queries]
-            rows = rows.add_(layer.out(mixed.reshape(heads, n, dim).transpose(0, 1).reshape(n, heads * dim)))
-            gate, up = layer.gate_up(layer.between(rows)).chunk(2, -1)
-            rows = rows.add_(layer.down(F.silu(gate).mul_(up)))
-        self._length = end
-        return model.head(model.leave(rows[-len(draft) - 1 :]))
-
-    def _grow(self, end: int) -> None:
-        """Make room for `end` positions; by doubling, so that a long text is copied a bounded number of times."""
-        model, old = self._model, self._kv
-        room = max(BLOCK, 2 * self._room, end + -end % BLOCK)
-        # Zeros, since what is masked is multiplied by nothing, and nothing times what memory held may be no number.
-        self._kv = torch.zeros(
-            (len(model.layers), 2, model.kv_heads, room, model.head_dim), dtype=model.dtype, device=model.device
-        )
-        if self._room:
-            self._kv[:, :, :, : self._room] = old
-        self._room = room
-        self._angles = model.rotation(torch.arange(room, device=model.device))
-        self._masks.clear()
-        self._seen = (0, (), ())
-
-    def _turn(self, n: int, angles: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines for n rows of all heads, `[n, heads, dim]`.
-
-        Values are turned by no angle, so that they can be written together with the keys.
-        """
-        model = self._model
-        if n not in self._turns:
-            heads, turned = model.heads + 2 * model.kv_heads, model.heads + model.kv_heads
-            both = angles.new_zeros(2, n, heads, model.head_dim)
-            both[0, :, turned:] = 1
-            self._turns = {k: v for k, v in self._turns.items() if k <= FEW} | {n: (*both, both[:, :, :turned])}
-        cos, sin, part = self._turns[n]
-        part.copy_(angles)
-        return cos, sin
-
-    def _chain_mask(self, n: int, held: int, width: int) -> Tensor:
-        """For few rows a view into one staircase, long enough for every place that they can stand at."""
-        ones = partial(torch.ones, dtype=torch.bool, device=self._model.device)
-        if n > FEW:
-            return self._mask(ones(n, width).tril(held))
-        if n not in self._masks:
-            self._masks[n] = self._mask(ones(n, 2 * self._room).tril(self._room))
-        first = self._room - held
-        return self._masks[n][:, first : first + width]
-
-    def _mask(self, seen: Tensor) -> Tensor:
-        """0 where seen and the least number elsewhere, a row for each row of queries: `[group * n + spare, keys]`."""
-        model = self._model
-        mask = torch.zeros(seen.shape, dtype=model.dtype).masked_fill_(~seen.cpu(), torch.finfo(model.dtype).min)
-        mask = mask.repeat(model.heads // model.kv_heads, 1)
-        return F.pad(mask, (0, 0, 0, -len(mask) % ROWS)).to(model.device)

@@ -5,6 +5,7 @@ Safetensors only, and never code that comes with a model.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -219,6 +220,7 @@ class Shelf:
         if spec not in self._models:
             while len(self._models) >= self._room:
                 self._models.popitem(last=False)
+                gc.collect()  # a model and its idle engine hold one another
             self._models[spec] = load(spec)
         self._models.move_to_end(spec)
         return self._models[spec]
@@ -226,5 +228,6 @@ class Shelf:
     def clear(self) -> None:
         """Unload everything."""
         self._models.clear()
+        gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
