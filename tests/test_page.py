@@ -25,7 +25,8 @@ from specdemo.core.errors import Refused
 from specdemo.generate import generate
 from specdemo.models.load import Shelf
 from specdemo.models.pairs import PAIRS
-from specdemo.recipe import Recipe
+from specdemo.recipe import METHODS, Recipe
+from specdemo.ui.about import ABOUT
 from specdemo.ui.page import build, launch_options
 
 PATIENCE = 30.0
@@ -237,6 +238,16 @@ def test_the_other_methods_run_on_the_page(tab: Any, method: str) -> None:
     assert trace[0]["recipe"]["method"] == method
     assert drawn(page, lane) == counted(trace)
     expect(page.locator(f"#lane-{lane}")).to_be_visible()
+
+
+def test_every_method_is_explained(tab: Any) -> None:
+    assert set(ABOUT) == set(METHODS)
+    page = tab()
+    expect(page.locator("#about")).to_contain_text("A draft model")
+    for method, words in (("suffix", "Suffix decoding"), ("lookahead", "guess ahead of itself")):
+        page.locator("#method input").click()
+        page.get_by_role("option", name=f"{method}:").click()
+        expect(page.locator("#about")).to_contain_text(words)
 
 
 def test_a_lossy_rule_wears_a_badge(tab: Any) -> None:

@@ -26,6 +26,7 @@ from specdemo.models.load import Shelf
 from specdemo.models.pairs import ASSETS, PAIRS
 from specdemo.parts import Stores
 from specdemo.recipe import Recipe
+from specdemo.ui.about import ABOUT
 from specdemo.ui.controls import recipe_of, sidebar
 from specdemo.ui.frames import PLAIN, SPEC, Run, Runs
 from specdemo.ui.theme import theme
@@ -252,6 +253,10 @@ def build(
             gr.Button("Stop", variant="secondary", elem_id="stop", scale=0)
             compare = gr.Checkbox(label="Compare: run plain decoding afterwards", elem_id="compare", container=False)
         drawn = cockpit([trace_since, trace, stop_run])
+        method = controls["method"]
+        about = gr.Markdown(ABOUT[usual.method], elem_id="about")
+        told = {"show_progress": "hidden", "queue": False, "api_visibility": "private"}
+        method.change(lambda name: ABOUT.get(name, ""), method, about, **told)
         pressed = go.click(
             show,
             [prompt, compare, *controls.values()],
