@@ -11,8 +11,8 @@ import torch
 from tiny import LLAMA
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specdemo.train import objectives
-from specdemo.train.corpus import batch, standard_library
+from specdemo.train import curve, objectives
+from specdemo.train.corpus import batch, standard_library, train_tokenizer
 from specdemo.train.fit import Schedule, fit
 
 TOKENS = np.random.default_rng(0).integers(0, 61, 4000).astype(np.uint16)
@@ -81,10 +81,39 @@ def test_the_rate_rises_stays_and_falls_to_nothing() -> None:
 
 def test_agreement_is_nothing_to_gain_only_where_the_laws_are_equal() -> None:
     target, ids = model(), torch.from_numpy(batch(TOKENS, 0, 2, 32, seed=1))
-    assert objectives.agreement(target, target, ids).item() == pytest.approx(0, abs=1e-3)
+    assert objectives.agreement([target], target, ids).item() == pytest.approx(0, abs=1e-3)
     other = LlamaForCausalLM(target.config)
-    assert objectives.agreement(other, target, ids).item() > 1e-3
+    alone = objectives.agreement([other], target, ids)
+    assert alone.item() > 1e-3
+    both = objectives.agreement([other, other], target, ids)
+    assert both.item() == pytest.approx(2 * alone.item(), rel=1e-3)
     assert objectives.held_out_agreement(target, target, TOKENS, 64, 2) == pytest.approx((1.0, 1.0), abs=1e-3)
+
+
+def test_the_curve_of_drafters(tmp_path: Path) -> None:
+    """A drafter that is the target agrees always, another less; what is kept is what is read."""
+    target = model().eval()
+    other = LlamaForCausalLM(LlamaConfig(**{**LLAMA, "num_hidden_layers": 1}, tie_word_embeddings=True)).eval()
+    same, less = curve.measure({"same": target, "other": other}, target, np.tile(TOKENS, 2)[:2048])
+    assert (same.alpha, same.first) == pytest.approx((1.0, 1.0), abs=1e-3) and same.c > 0
+    assert less.alpha < 0.99
+    assert curve.write([same, less], tmp_path).count("\n") == 3
+    assert curve.read(tmp_path) == [same, less] and curve.read(tmp_path / "nowhere") == []
+
+
+def test_prompts_may_end_where_a_line_or_its_indentation_ends() -> None:
+    """Cut after a line break or an indentation, a text has the tokens that it has in the whole."""
+    tokenizer = train_tokenizer([path.read_text("utf-8") for path in standard_library()[:40]])
+    text = "def f(a):\n    if a:\n        return g(a)\n\n\nclass B:\n    pass\n"
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    for cut in (
+        "def f(a):\n",
+        "def f(a):\n    ",
+        "def f(a):\n    if a:\n        ",
+        "def f(a):\n    if a:\n        return",
+    ):
+        assert ids[: len(tokenizer.encode(cut))] == tokenizer.encode(cut)
 
 
 def test_the_corpus_is_the_standard_library() -> None:

@@ -24,7 +24,7 @@ class Pair:
 
 PAIRS = {
     "bundled": Pair(
-        "Bundled: Python code, 7 M and 1 M parameters",
+        "Bundled: Python code, 10 M and 2 M parameters",
         str(ASSETS / "pair" / "target"),
         str(ASSETS / "pair" / "drafter"),
         gamma=4,

@@ -8,9 +8,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from specdemo.train import card, corpus, objectives
+from specdemo.train import card, corpus, curve, objectives
 from specdemo.train.fit import Schedule, fit
 
 
@@ -24,6 +25,9 @@ class Shape:
     heads: int
     kv_heads: int
 
+    def __str__(self) -> str:
+        return f"{self.layers} x {self.hidden}"
+
 
 @dataclass(frozen=True)
 class Preset:
@@ -33,34 +37,44 @@ class Preset:
     drafter: Shape
     target_schedule: Schedule
     polish_schedule: Schedule
-    drafter_schedules: tuple[Schedule, ...]  # run one after another
+    drafter_schedule: Schedule
+    curve: tuple[Shape, ...]  # drafters that were tried
+    curve_schedule: Schedule
 
 
 PRESETS = {
     "cpu": Preset(
-        target=Shape(8, 256, 704, 4, 2),
-        drafter=Shape(1, 192, 576, 3, 1),
-        target_schedule=Schedule(steps=2000),
-        polish_schedule=Schedule(steps=150, lr=1e-3, warmup=10, decay_part=0.8, save_every=25),
-        drafter_schedules=(
-            Schedule(steps=1300, long_part=0.1),
-            # One layer takes its time to learn far positions: windows of 2,048 only.
-            Schedule(steps=700, lr=3e-3, warmup=20, long_part=1.0, decay_part=0.6),
+        target=Shape(12, 256, 704, 4, 2),
+        drafter=Shape(1, 256, 704, 4, 2),
+        target_schedule=Schedule(steps=2300, long_part=0.12),
+        polish_schedule=Schedule(steps=110, tokens=2048, long=1024, lr=1e-3, warmup=5, decay_part=0.8, save_every=10),
+        # One layer takes its time to learn far positions: a good part of the windows has 2,048 tokens.
+        drafter_schedule=Schedule(steps=850, long_part=0.35),
+        curve=(
+            Shape(1, 128, 384, 2, 1),
+            Shape(1, 192, 576, 3, 1),
+            Shape(1, 256, 704, 4, 2),
+            Shape(2, 192, 576, 3, 1),
         ),
+        curve_schedule=Schedule(steps=100, long_part=0.2, warmup=20, save_every=40),
     ),
     "gpu": Preset(
         target=Shape(12, 384, 1024, 6, 2),
         drafter=Shape(1, 256, 704, 4, 2),
         target_schedule=Schedule(steps=6000, tokens=16384),
         polish_schedule=Schedule(steps=300, tokens=16384, lr=1e-3, warmup=10, decay_part=0.8),
-        drafter_schedules=(Schedule(steps=4000, tokens=16384, long_part=0.5),),
+        drafter_schedule=Schedule(steps=4000, tokens=16384, long_part=0.5),
+        curve=(Shape(1, 192, 576, 3, 1), Shape(1, 256, 704, 4, 2), Shape(2, 256, 704, 4, 2)),
+        curve_schedule=Schedule(steps=1000, tokens=16384),
     ),
     "smoke": Preset(
         target=Shape(2, 64, 128, 1, 1),
         drafter=Shape(1, 64, 128, 1, 1),
         target_schedule=Schedule(steps=4, tokens=1024, long=512, warmup=2, save_every=2),
         polish_schedule=Schedule(steps=2, tokens=1024, long=512, warmup=2, save_every=2),
-        drafter_schedules=(Schedule(steps=4, tokens=1024, long=512, warmup=2, save_every=2),) * 2,
+        drafter_schedule=Schedule(steps=4, tokens=1024, long=512, warmup=2, save_every=2),
+        curve=(Shape(1, 64, 64, 1, 1), Shape(2, 64, 64, 1, 1)),
+        curve_schedule=Schedule(steps=2, tokens=1024, long=512, warmup=2, save_every=2),
     ),
 }
 
@@ -97,10 +111,10 @@ def save(model: LlamaForCausalLM, folder: Path) -> None:
 
 
 def main() -> None:
-    """Corpus, target, drafter, card; training goes on where an earlier run stopped."""
+    """Corpus, target, polish, curve, drafter, card; training goes on where an earlier run stopped."""
     parser = argparse.ArgumentParser(prog="python -m specdemo.train", description=__doc__)
     parser.add_argument("--preset", choices=PRESETS, default="cpu")
-    parser.add_argument("--stage", choices=("target", "polish", "drafter", "card", "all"), default="all")
+    parser.add_argument("--stage", choices=("target", "polish", "curve", "drafter", "card", "all"), default="all")
     parser.add_argument("--out", type=Path, default=Path("assets/pair"))
     parser.add_argument("--work", type=Path, default=Path("build/train"), help="checkpoints, to resume from")
     parser.add_argument("--steps", type=int, help="override the preset's number of steps")
@@ -146,20 +160,32 @@ def main() -> None:
         )
         print(f"greedy continuations that end in a loop: {share:.0%}")
         save(target, options.out / "target")
+    if options.stage in ("curve", "all"):
+        target = read(options.out / "target").to(options.device).requires_grad_(False)
+        drafters = nn.ModuleDict({str(shape): build(shape, text.tokenizer) for shape in preset.curve})
+        fit(
+            drafters.to(options.device),
+            partial(objectives.agreement, drafters.values(), target),
+            batches,
+            schedule(preset.curve_schedule),
+            options.work / "curve.pt",
+            lambda: objectives.held_out_agreement(next(iter(drafters.values())), target, text.held_out, 1024, 4)[0],
+            "curve",
+        )
+        print(curve.write(curve.measure(dict(drafters.items()), target, text.held_out), options.out))
     if options.stage in ("drafter", "all"):
         target = read(options.out / "target").to(options.device).requires_grad_(False)
         drafter = build(preset.drafter, text.tokenizer).to(options.device)
         check = partial(objectives.held_out_agreement, drafter, target, text.held_out, 1024, 24)
-        for number, one in enumerate(preset.drafter_schedules, 1):
-            alpha = fit(
-                drafter,
-                partial(objectives.agreement, drafter, target),
-                batches,
-                schedule(one),
-                options.work / f"drafter-{number}.pt",
-                lambda: check()[0],
-                f"drafter {number}",
-            )
+        alpha = fit(
+            drafter,
+            partial(objectives.agreement, [drafter], target),
+            batches,
+            schedule(preset.drafter_schedule),
+            options.work / "drafter.pt",
+            lambda: check()[0],
+            "drafter",
+        )
         print(f"drafter: mean sum min(p, q) = {alpha:.4f}, first choices agree {check()[1]:.4f}")
         save(drafter, options.out / "drafter")
     if options.stage in ("card", "all"):

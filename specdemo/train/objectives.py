@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -25,17 +27,22 @@ def prediction(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits(model, ids).flatten(0, 1), ids[:, 1:].flatten())
 
 
-def agreement(drafter: LlamaForCausalLM, target: LlamaForCausalLM, ids: Tensor) -> Tensor:
+def agreement(drafters: Iterable[LlamaForCausalLM], target: LlamaForCausalLM, ids: Tensor) -> Tensor:
     """Distillation: KL(p || q), which learns everywhere, plus 1 - beta, which is the rejection rate itself.
 
     The second term is the total-variation loss of DistillSpec (2310.08461): what is minimised is what is paid for.
+    Several drafters learn from one pass of the target, each by itself: the sum of their losses.
     """
     with torch.no_grad():
         p = logits(target, ids).log_softmax(-1)
-    q = logits(drafter, ids).log_softmax(-1)
-    divergence = (p.exp() * (p - q)).sum(-1).mean()
-    overlap = torch.minimum(p.exp(), q.exp()).sum(-1).mean()
-    return divergence + 3.0 * (1.0 - overlap)
+        weight = p.exp()
+    total = torch.zeros((), device=ids.device)
+    for drafter in drafters:
+        q = logits(drafter, ids).log_softmax(-1)
+        divergence = (weight * (p - q)).sum(-1).mean()
+        overlap = torch.minimum(weight, q.exp()).sum(-1).mean()
+        total = total + divergence + 3.0 * (1.0 - overlap)
+    return total
 
 
 def loops(tokens: Tensor, longest: int = 32, least: int = 8) -> Tensor:
