@@ -27,7 +27,7 @@ PAIRS = {
         "Bundled: Python code, 10 M and 2 M parameters",
         str(ASSETS / "pair" / "target"),
         str(ASSETS / "pair" / "drafter"),
-        gamma=4,
+        gamma=3,
     ),
 }
 
