@@ -24,7 +24,7 @@ from specdemo.models import memory
 from specdemo.models.load import Shelf
 from specdemo.models.text import TextStream
 from specdemo.parts import Stores, build
-from specdemo.recipe import Recipe
+from specdemo.recipe import FORESTS, Recipe
 
 Record = dict[str, Any]
 
@@ -59,6 +59,7 @@ def generate(recipe: Recipe, prompt: str, shelf: Shelf, stores: Stores | None = 
         "specdemo": 1,
         "recipe": asdict(recipe),
         "exact": recipe.exact,
+        "bit_equal": parity.equal and recipe.method not in FORESTS,  # the rows of chains were compared, no others
         "prompt": prompt,
         "prompt_tokens": tokens,
         "vocab_size": target.model.config.get_text_config().vocab_size,

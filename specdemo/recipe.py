@@ -24,6 +24,7 @@ METHODS = {
     "lookup": "prompt lookup as in transformers, for comparison",
     "ar": "plain autoregressive decoding: the baseline",
 }
+FORESTS = ("tree", "lookahead")  # methods that draft more than one continuation at once
 WITH_DRAFTER = ("draft", "hybrid", "tree")  # methods that need a second model
 NGRAM_LEVELS = {"multi": "back off to shorter contexts", "one": "contexts of one length only"}
 

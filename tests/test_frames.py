@@ -192,8 +192,8 @@ def test_what_may_be_relied_on_is_said() -> None:
     for changes, badge, words in (
         ({"exact": False}, "lossy", "changes the target's distribution"),
         ({}, "exact", "near-tie may flip"),
-        ({"environment": SIZES | {"parity": {"equal": False}}}, "exact", "near-tie may flip"),
-        ({"environment": SIZES | {"parity": {"equal": True}}}, "exact · bit-equal here", "to the last bit"),
+        ({"bit_equal": False}, "exact", "near-tie may flip"),
+        ({"bit_equal": True}, "bit-equal here", "to the last bit"),
     ):
         run = Run()
         run.absorb(SPEC, header(**changes))
@@ -206,7 +206,7 @@ def test_texts_that_part_are_explained_by_what_the_machine_does(equal: bool, wor
     run = Run((SPEC, PLAIN))
     other = step(1, pieces=["z"], tokens=[999])
     for lane, lines in ((SPEC, (PREFILL, REJECTION)), (PLAIN, (PREFILL, other))):
-        for line in (header(environment={"parity": {"equal": equal}}), *lines, end()):
+        for line in (header(bit_equal=equal), *lines, end()):
             run.absorb(lane, line)
     assert "part at token 2" in verdict(run) and words in verdict(run)
 

@@ -59,3 +59,12 @@ def test_the_context_ends_the_text(target: str) -> None:
     *_, end = generate(Recipe(target=target, method="ar", max_tokens=5000, device="cpu"), PROMPT, Shelf())
     assert end["end"] in ("length", "stop")
     assert end["metrics"]["tokens"] == 128 - tokens or end["end"] == "stop"
+
+
+@pytest.mark.parametrize("method", ["ar", "draft", "nasd", "self", "tree", "lookahead"])
+def test_equal_bits_are_claimed_for_chains_only(target: str, method: str) -> None:
+    """The machine was asked about the rows of chains; a forest's rows stand at other places among the keys."""
+    recipe = Recipe(method=method, target=target, drafter=target, temperature=0, max_tokens=4, device="cpu")
+    head = next(line for line in generate(recipe, PROMPT, Shelf()) if "specdemo" in line)
+    found = head["environment"]["parity"]["equal"]
+    assert head["bit_equal"] == (found and method not in ("tree", "lookahead"))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -26,7 +27,7 @@ from transformers import (
 
 from specdemo.core.step import Draft
 from specdemo.models.cached import CachedModel
-from specdemo.models.engine import LeanEngine
+from specdemo.models.engine import CHUNK, LeanEngine
 from specdemo.models.lean import Lean, why_not
 from specdemo.models.load import Spec, load, reference
 from specdemo.models.slots import SlotEngine
@@ -163,6 +164,21 @@ def test_room_grows_with_the_text() -> None:
         draft = Draft.chain((4, 5, 6))
         expected = theirs.score(tokens, draft)
         assert (ours.score(tokens, draft) - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_long_prompts_are_fed_in_pieces() -> None:
+    """A mask never has more rows than a piece, and the logits are those of one pass; forests ride in the last piece."""
+    model = random_model(LlamaConfig(**{**LLAMA, "max_position_embeddings": 2048}))
+    tokens = [i * i % VOCAB for i in range(2 * CHUNK + 37)]
+    for draft in (Draft(), Draft((1, 2, 3), (-1, -1, 0))):
+        lean = Lean(model)
+        ours = CachedModel(lean)
+        mask = Mock(wraps=ours._engine._mask)
+        ours._engine._mask = mask
+        expected = CachedModel(model).score(tokens, draft)
+        assert (ours.score(tokens, draft) - expected).abs().max() <= 1e-5 * expected.abs().max()
+        rows = [len(call.args[0]) for call in mask.call_args_list]
+        assert len(rows) == 3 and max(rows) <= CHUNK + len(draft)
 
 
 @pytest.mark.parametrize(

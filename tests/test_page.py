@@ -40,6 +40,7 @@ ARGS = [
     "--no-first-run",
 ]
 CODE = 'def fibonacci(n):\n    """'
+KEEPS = re.compile("exact|bit-equal here")  # by what the machine at hand does
 MARKUP = "<img src=x onerror='window.harmed = true'>"
 
 expect.set_options(timeout=PATIENCE * 1000)
@@ -223,7 +224,7 @@ def test_a_real_run_streams_and_what_is_shown_equals_the_trace(tab: Any) -> None
     expect(page.locator("[data-kpi=speedup]")).to_contain_text(f"{ratio:.2f}×")
     expect(page.locator("#verdict")).to_contain_text("tokens per second")
     expect(page.locator("[data-kpi=memory]")).to_contain_text(re.compile(r"[MG]B"))
-    expect(page.locator("[data-lane=spec] .badge")).to_contain_text("exact")
+    expect(page.locator("[data-lane=spec] .badge")).to_have_text(KEEPS)
 
 
 @pytest.mark.parametrize("method", ["nasd", "ar"])
@@ -261,7 +262,7 @@ def test_a_lossy_rule_wears_a_badge(tab: Any) -> None:
         page.locator("#temperature input[type=number]").blur()
         run(page, CODE, tokens=8)
         status(page, "done")
-        expect(badge).to_contain_text(word)
+        expect(badge).to_have_text("lossy" if word == "lossy" else KEEPS)
         trace = saved(page)
         assert trace[0]["exact"] == (word == "exact") and drawn(page) == counted(trace)
 

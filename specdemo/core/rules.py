@@ -18,11 +18,15 @@ from specdemo.core.sampling import Warp
 from specdemo.core.step import Draft, Verdict
 
 
-class Source(Protocol):
-    """Where random choices come from: a `Noise`, or a test that explores them all."""
+class Coin(Protocol):
+    """Where yes and no come from: a `Noise`, or a test that explores both."""
 
     def test(self, probability: float) -> tuple[bool, float]:
         """Whether an event of this probability happens, and the number that decided it."""
+
+
+class Source(Protocol):
+    """Where tokens come from: a `Noise`, `Shared` noise, or a test that explores them all."""
 
     def draw(self, law: Tensor, place: int) -> int:
         """A token from a law `[vocab]`, to stand at this place of the text."""
@@ -46,7 +50,7 @@ def without(p: Tensor, token: int) -> Tensor:
     return left / total if total > 0 else p
 
 
-def rejection(draft: Draft, p: Tensor, accept: Source, correct: Source, start: int, *, adjust: bool = True) -> Verdict:
+def rejection(draft: Draft, p: Tensor, accept: Coin, correct: Source, start: int, *, adjust: bool = True) -> Verdict:
     """Speculative sampling for chains and forests, sampled or point-mass drafts; exact.
 
     `p` is `[n + 1, vocab]`: row 0 after the last committed token, row i + 1 after node i; `start` is the place of the
@@ -66,7 +70,7 @@ def tested_by(passes: Callable[[int, float, float, Tensor, float], bool]) -> Cal
     def rule(
         draft: Draft,
         p: Tensor,
-        accept: Source,
+        accept: Coin,
         correct: Source,
         start: int,
         *,
@@ -97,7 +101,7 @@ typical = tested_by(
 )
 
 
-def match(draft: Draft, p: Tensor, accept: Source, correct: Source, start: int) -> Verdict:
+def match(draft: Draft, p: Tensor, accept: Coin, correct: Source, start: int) -> Verdict:
     """Draw from p itself and go on while the draft has what was drawn; what it has not is the correction. Exact.
 
     With noise that is keyed by place and shared with the drafter this is the coupled rule (2408.07978).
@@ -217,7 +221,7 @@ class Target:
         score: Callable[[Sequence[int], Draft], Tensor],
         warp: Warp,
         rule: Callable[[Draft, Tensor, Any, Any, int], Verdict],
-        accept: Source,
+        accept: Coin,
         correct: Source,
         candidates: int = 1,
     ) -> None:

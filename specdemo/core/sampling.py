@@ -149,10 +149,6 @@ class Shared:
         self._seed, self._memory = seed, memory
         self._waiting: dict[int, Tensor] = {}
 
-    def test(self, probability: float) -> tuple[bool, float]:
-        """Never asked: the rule that shares noise tests nothing by chance."""
-        raise NotImplementedError
-
     def draw(self, law: Tensor, place: int) -> int:
         """The token of `law` `[vocab]` that the noise at this place picks."""
         if place not in self._waiting:

@@ -14,6 +14,7 @@ from specdemo.core.step import Draft
 from specdemo.models.forest import positions, visible
 from specdemo.models.lean import Lean
 
+CHUNK = 512  # rows of a long prompt that are fed at a time: masks grow with rows times keys
 FEW = 16  # rows up to which masks and recordings are kept ready
 
 # What a kernel for attention computes for a row depends, in its last bits, on how many rows and keys it was given: on
@@ -102,6 +103,9 @@ class LeanEngine:
     def run(self, new: list[int], held: int, draft: Draft) -> Tensor:
         """Feed `new` after the `held` positions; logits `[len(draft) + 1, vocab]` of the last rows."""
         model = self._model
+        while len(new) > CHUNK + len(draft):
+            self.run(new[:CHUNK], held, Draft())
+            new, held = new[CHUNK:], held + CHUNK
         n, end = len(new), held + len(new)
         if end > self._room:
             self._grow(end)

@@ -80,7 +80,7 @@ def guarantee(lane: Lane) -> tuple[str, str]:
         return "lossy", "This rule changes the target's distribution at these settings."
     law = "The text has the target's own distribution."
     if lane.bit_equal:
-        return "exact · bit-equal here", (
+        return "bit-equal here", (
             f"{law} On this machine a row's logits are the same to the last bit in any pass, so greedy text is that of "
             "plain decoding, token by token."
         )
@@ -110,7 +110,7 @@ class Run:
         lane.lines.append(event)
         if "specdemo" in event:
             lane.exact, lane.recipe = event["exact"], event["recipe"]
-            lane.bit_equal = event["environment"].get("parity", {}).get("equal", False)
+            lane.bit_equal = event.get("bit_equal", False)
             sizes = [event["environment"].get(name) for name in ("target_bytes", "drafter_bytes")]
             lane.weights = sum(filter(None, sizes)) or None
             self.phase = ("prefill", f"{len(event['prompt_tokens'])} prompt tokens")
