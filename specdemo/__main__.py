@@ -68,6 +68,7 @@ def parser() -> Parser:
     add("--bad-word", dest="bad_words", action="append", metavar="TEXT", help="text never to produce; may be repeated")
     add("--seed", type=int)
     add("--max-tokens", type=int)
+    add("--top", type=int, metavar="N", help="write the N likeliest tokens of every law into the trace")
     add("--dtype", help=names(DTYPES))
     add("--quantization", help=f"of the target: {names(QUANTIZATIONS)}")
     add("--drafter-quantization", help=f"of the drafter: {names(QUANTIZATIONS)}")
@@ -80,6 +81,9 @@ def parser() -> Parser:
     add("--lookahead-window", type=int, metavar="N", help="places ahead that lookahead guesses at")
     add("--lookahead-n", type=int, metavar="N", help="tokens of its n-grams")
     add("--lookahead-guesses", type=int, metavar="N", help="n-grams that it drafts per round")
+    add("--num-beams", type=int, metavar="N", help="running beams of method beam")
+    add("--length-penalty", type=float, help="of method beam: above 0 favours longer texts")
+    add("--min-length", type=int, metavar="N", help="tokens before which no beam may end")
     add("--exit-layer", type=int, metavar="K", help="self-speculation keeps the first K layers (default: half)")
     add("--skip-layer", dest="skip_layers", action="append", type=int, metavar="I", help="or all but these")
     add("--skip-sample-adjustment", action="store_const", const=True, help="corrections straight from p (lossy)")
@@ -273,6 +277,8 @@ class Steps:
             else:
                 fate = f"rejected: draw {draw:.3f} >= {ratio:.3f}"
             lines.append(f"  {text!r:>16}  q={q:.3f}  p={p:.3f}  min(1,p/q)={ratio:.3f}  {fate}")
+        if "pending" in step:
+            lines.append(f"  settled {step['text']!r}  best beam goes on {step['pending_text']!r}")
         if step["token"] is not None:
             lines.append(f"  {step['pieces'][-1]!r:>16}  {step['kind']}")
         return "\n".join(lines)

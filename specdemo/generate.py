@@ -89,13 +89,15 @@ def generate(recipe: Recipe, prompt: str, shelf: Shelf, stores: Stores | None = 
     try:
         for step in steps:
             metrics.add(step)
-            last = step.tokens[-1]
+            last = step.tokens[-1] if step.tokens else last
             drafts = text.peek(step.draft.tokens, step.draft.parents)
             pieces = [text.push(token) for token in step.tokens]
-            if len(step.tokens) and (last in target.stop or metrics.tokens >= min(recipe.max_tokens, room)):
+            if step.tokens and (last in target.stop or metrics.tokens >= min(recipe.max_tokens, room)):
                 pieces[-1] += text.rest()
+            ahead = step.verdict.pending
             yield {
                 **step.to_json(),
+                **({"pending_text": "".join(text.peek(ahead, range(-1, len(ahead) - 1)))} if step.searched else {}),
                 "text": "".join(pieces),
                 "pieces": pieces,
                 "draft_text": drafts,

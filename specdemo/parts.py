@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from specdemo.core.beam import BeamSearch
 from specdemo.core.decode import Drafter, Gamma, Judge, Plain
 from specdemo.core.gamma import POLICIES, Fixed
 from specdemo.core.rules import RULES, Target
@@ -119,6 +120,7 @@ def _lookup(kit: Kit) -> Made:
 
 DRAFTERS: dict[str, Callable[[Kit], Made]] = {
     "ar": _plain,
+    "beam": _plain,
     "draft": _model,
     "tree": _tree,
     "self": _self,
@@ -142,19 +144,32 @@ def build(recipe: Recipe, target: Loaded, drafter: Loaded | None, stores: Stores
     if kind.threshold is not None:
         rule = partial(rule, threshold=kind.threshold if recipe.threshold is None else recipe.threshold)
     shared = Shared(recipe.seed) if kind.shares_noise else None
-    judge = Target(
+    judge: Judge = Target(
         ours.score,
         warp,
         rule,
         accept=Noise(recipe.seed, "accept"),
         correct=shared or (Noise if recipe.temperature else Certain)(recipe.seed, "correct"),
         candidates=recipe.filler_top_k if recipe.method == "nasd" else 1,
+        top=recipe.top,
     )
 
     def draws(cache: CachedModel, kind: type, **options: int) -> Drafter:
         noise = shared or Noise(recipe.seed, "draft")
         return kind(cache.score, warp, noise, ours.vocab_size, cache.vocab_size, **options)
 
+    if recipe.method == "beam":
+        judge = BeamSearch(
+            ours.score,
+            warp,
+            target.stop,
+            max_tokens=recipe.max_tokens,
+            context=ours.context,
+            num_beams=recipe.num_beams,
+            length_penalty=recipe.length_penalty,
+            top_k=recipe.top_k,
+            min_length=recipe.min_length,
+        )
     made, caches = DRAFTERS[recipe.method](Kit(recipe, target, drafter, stores, draws))
     if recipe.method == "lookahead":  # as deep as its window reaches, whatever the policy
         gamma: Gamma = Fixed(recipe.lookahead_window + recipe.lookahead_n)

@@ -23,8 +23,9 @@ METHODS = {
     "lookahead": "the target guesses ahead of itself in the pass that verifies",
     "lookup": "prompt lookup as in transformers, for comparison",
     "ar": "plain autoregressive decoding: the baseline",
+    "beam": "beam search: the most probable text it can find",
 }
-FORESTS = ("tree", "lookahead")  # methods that draft more than one continuation at once
+FORESTS = ("tree", "lookahead", "beam")  # methods whose passes hold more than one continuation at once
 WITH_DRAFTER = ("draft", "hybrid", "tree")  # methods that need a second model
 NGRAM_LEVELS = {"multi": "back off to shorter contexts", "one": "contexts of one length only"}
 
@@ -55,6 +56,7 @@ class Recipe:
     bad_words: tuple[str, ...] = ()
     seed: int = 0
     max_tokens: int = 256
+    top: int = 0  # tokens of every law that the trace holds, with its entropy
     dtype: str = "auto"
     quantization: str = "none"
     drafter_quantization: str = "none"
@@ -68,6 +70,9 @@ class Recipe:
     lookahead_window: int = 5  # places ahead that are guessed at
     lookahead_n: int = 4  # tokens of an n-gram
     lookahead_guesses: int = 5  # n-grams drafted per round
+    num_beams: int = 4
+    length_penalty: float = 1.0  # above 0 favours longer texts, below 0 shorter ones
+    min_length: int = 0  # tokens before which no beam may end
     exit_layer: int | None = None  # self-speculation keeps this many layers; None: half of them
     skip_layers: tuple[int, ...] = ()  # or all but these
     threshold: float | None = None  # of a rule that has one; None: its usual one
@@ -94,6 +99,7 @@ class Recipe:
             ("max_tokens", 1, 1 << 20),
             ("temperature", 0, 100),
             ("top_k", 0, 1 << 20),
+            ("top", 0, 64),
             ("ngram", 2, 16),
             ("filler_top_k", 1, 64),
             ("exit_layer", 1, 1 << 10),
@@ -102,6 +108,9 @@ class Recipe:
             ("lookahead_n", 2, 16),
             ("lookahead_guesses", 1, 32),
             ("tree_width", 1, 64),
+            ("num_beams", 1, 64),
+            ("length_penalty", -16, 16),
+            ("min_length", 0, 1 << 20),
         ):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and least <= value <= most):
@@ -162,7 +171,7 @@ class Recipe:
     @property
     def exact(self) -> bool:
         """Whether the text keeps the target's own law."""
-        if self.method == "ar":
-            return True
+        if self.method in ("ar", "beam"):
+            return self.method == "ar"  # a search looks for one text; it draws none
         corrected = not self.skip_sample_adjustment or self.temperature == 0
         return RULES[self.rule].exact(Warp(temperature=self.temperature)) and corrected

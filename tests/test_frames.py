@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from specdemo.ui.frames import PLAIN, SPEC, Run, Runs, cells, speedup, tiles, verdict
+from specdemo.ui.frames import Run, Runs, cells
+from specdemo.ui.words import PLAIN, SPEC, speedup, tiles, verdict
 
 
 def step(i: int, *, pieces: list[str], draft: tuple = (), accepted: tuple = (), tested: int = 0, **more: Any) -> dict:
@@ -96,6 +97,26 @@ def test_in_a_forest_the_accepted_path_comes_first() -> None:
         ("ignored", "c"),
         ("bonus", "X"),
     ]
+
+
+def test_a_search_shows_what_is_settled_and_how_it_would_go_on() -> None:
+    run = Run()
+    run.absorb(SPEC, header("beam", exact=False, recipe={"method": "beam", "num_beams": 4, "temperature": 0.5}))
+    lines = [
+        step(0, pieces=[], token=None, pending=[4, 5], pending_text="a b"),
+        step(1, pieces=["a", " c"], token=None, pending=[6], pending_text=" d"),
+        step(2, pieces=[" e"], token=None, pending=[], pending_text=""),
+    ]
+    for line in lines:
+        run.absorb(SPEC, line)
+    head, *records = run.records
+    assert head["head"]["badge"] == "search" and head["head"]["title"] == "4 beams"
+    assert [[(kind, text) for kind, text, *_ in record["c"]] for record in records] == [
+        [],
+        [("plain", "a"), ("plain", " c")],
+        [("plain", " e")],
+    ]
+    assert [record["ahead"] for record in records] == ["a b", " d", ""]
 
 
 def test_a_point_mass_has_no_q() -> None:
@@ -208,13 +229,13 @@ def test_texts_that_part_are_explained_by_what_the_machine_does(equal: bool, wor
     for lane, lines in ((SPEC, (PREFILL, REJECTION)), (PLAIN, (PREFILL, other))):
         for line in (header(bit_equal=equal), *lines, end()):
             run.absorb(lane, line)
-    assert "part at token 2" in verdict(run) and words in verdict(run)
+    assert "part at token 2" in verdict(run.lanes) and words in verdict(run.lanes)
 
 
 def test_tiles_are_dashes_until_there_is_something_to_say() -> None:
-    empty = tiles(Run())
+    empty = tiles(Run().lanes)
     assert {value for value, _ in empty.values()} == {"–"}
-    shown = tiles(whole(Run()))
+    shown = tiles(whole(Run()).lanes)
     assert shown["acceptance"] == ("60 %", "3 of 5 drafted · α 0.75")
     assert shown["tokens_per_pass"] == ("2.50", "2 target passes")
     assert shown["tokens_per_second"][0] == "83.3"  # 5 tokens in 2 x 0.03 s
@@ -239,16 +260,16 @@ def compared(seconds: float) -> Run:
 
 def test_speed_up_is_the_ratio_of_the_two_measured_speeds() -> None:
     run = compared(0.024)
-    assert speedup(run) == pytest.approx((5 / 0.06) / (1 / 0.024))
-    assert tiles(run)["speedup"][0] == "2.00×"
-    words = verdict(run)
+    assert speedup(run.lanes) == pytest.approx((5 / 0.06) / (1 / 0.024))
+    assert tiles(run.lanes)["speedup"][0] == "2.00×"
+    words = verdict(run.lanes)
     assert words.startswith("Speculation was 2.00× as fast: 83.3 against 41.7 tokens per second.")
     assert "won 2.50 tokens" in words and "as long as 1.25 plain steps" in words
     assert words.endswith("Both runs wrote the same text.")
 
 
 def test_a_loss_is_called_a_loss() -> None:
-    words = verdict(compared(0.006))
+    words = verdict(compared(0.006).lanes)
     assert words.startswith("Speculation lost: 0.50× the speed of plain decoding")
     assert "try" in words
 
@@ -256,13 +277,13 @@ def test_a_loss_is_called_a_loss() -> None:
 def test_a_different_greedy_text_is_not_passed_over() -> None:
     run = whole(whole(Run((SPEC, PLAIN))), PLAIN, plain_steps(0.01)[:3])
     run.finish()
-    assert "The texts part at token 4" in verdict(run)
+    assert "The texts part at token 4" in verdict(run.lanes)
 
 
 def test_no_verdict_without_both_runs() -> None:
     run = whole(Run((SPEC, PLAIN)))
     run.finish()
-    assert speedup(run) is None and verdict(run) == ""
+    assert speedup(run.lanes) is None and verdict(run.lanes) == ""
 
 
 def test_the_registry_is_bounded_and_drops_the_one_longest_unused() -> None:

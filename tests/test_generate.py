@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from tiny import byte_level_tokenizer, save_model
 
+from specdemo.core.step import Step
 from specdemo.generate import generate
 from specdemo.models.load import Shelf
 from specdemo.recipe import Recipe
@@ -68,3 +71,36 @@ def test_equal_bits_are_claimed_for_chains_only(target: str, method: str) -> Non
     head = next(line for line in generate(recipe, PROMPT, Shelf()) if "specdemo" in line)
     found = head["environment"]["parity"]["equal"]
     assert head["bit_equal"] == (found and method not in ("tree", "lookahead"))
+
+
+def test_the_heads_of_laws_are_in_the_trace_when_asked_for(target: str) -> None:
+    recipe = Recipe(target=target, drafter=target, temperature=0.8, top_p=0.9, max_tokens=8, device="cpu", top=3)
+    head, *steps, _ = (line for line in generate(recipe, PROMPT, Shelf()) if "phase" not in line)
+    drafted = 0
+    for step in steps:
+        assert Step.from_json(step).to_json().items() <= step.items()
+        assert len(step["laws"]) == 1 + len(step["draft"])
+        for node, (token, parent) in enumerate(zip(step["draft"], step["parents"], strict=True)):
+            for law, chance in ((step["laws"][parent + 1], step["p"][node]), (step["drafted"][node], step["q"][node])):
+                top = dict(map(tuple, law["top"]))
+                assert 0 < len(top) <= 3 and sum(top.values()) <= 1 + 1e-5
+                assert 0 <= law["entropy"] <= math.log(head["vocab_size"])
+                assert list(top.values()) == sorted(top.values(), reverse=True)
+                assert top.get(token, chance) == pytest.approx(chance)
+            drafted += 1
+    assert drafted
+    greedy = replace(recipe, temperature=0)
+    step = next(line for line in generate(greedy, PROMPT, Shelf()) if "i" in line)
+    assert step["laws"][0]["entropy"] > 0 and step["laws"][0]["top"][0][0] == step["choices"][0][0]
+    assert not any("laws" in line for line in generate(replace(recipe, top=0), PROMPT, Shelf()))
+
+
+def test_beams_are_committed_as_they_agree(target: str) -> None:
+    recipe = Recipe(target=target, method="beam", max_tokens=16, num_beams=3, device="cpu")
+    head, *steps, end = (line for line in generate(recipe, PROMPT, Shelf()) if "phase" not in line)
+    assert not head["exact"] and end["end"] in ("length", "stop") and end["metrics"]["tokens"] <= 16
+    whole = "".join(step["text"] for step in steps)
+    assert steps[0]["pending_text"] and not steps[-1]["pending_text"]
+    tokens = [token for step in steps for token in step["tokens"]]
+    tokenizer = Shelf().take(recipe.target_spec).tokenizer
+    assert tokenizer.decode([*head["prompt_tokens"], *tokens], skip_special_tokens=True) == PROMPT + whole

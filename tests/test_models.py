@@ -134,23 +134,45 @@ def test_the_cache_feeds_only_what_is_new(kind: str) -> None:
     cached.score([1, 2, 3, 4], Draft.chain((5, 6)))  # drafts 5, 6
     cached.score([1, 2, 3, 4, 5, 6, 7], Draft())  # all kept, 7 the bonus
     cached.score([1, 2, 3, 4, 5, 8], Draft())  # 6 taken back
-    cached.score([1, 2, 3, 4, 5, 8], Draft())  # the same again: its last logits
+    cached.score([1, 2, 3, 4, 5, 8], Draft())  # the same again: known
     cached.score([9], Draft())  # another text
-    assert count.rows == [3, 3, 1, 1, 1, 1]
+    assert count.rows == [3, 3, 1, 1, 1]
     assert cached.kv_bytes > 0
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2"])
+def test_a_forest_that_grows_or_is_thinned_is_fed_node_by_node(kind: str) -> None:
+    """Nodes that were scored before are not scored again, wherever they stand in the new forest."""
+    model = tiny_model(kind)
+    count, cached = Counting(model), CachedModel(model)
+    forests = [
+        ([1, 2, 3], Draft((4, 5), (-1, -1)), 5),
+        ([1, 2, 3], Draft((4, 5, 6, 7, 6), (-1, -1, 0, 0, 1)), 3),  # three leaves more
+        ([1, 2, 3], Draft((5, 4, 6, 7, 8), (-1, -1, 0, 1, 3)), 1),  # thinned, in another order, and grown
+        ([1, 2, 3, 4], Draft((7, 8, 9), (-1, 0, -1)), 1),  # its root committed
+        ([1, 2, 3, 4, 7, 8], Draft(), 0),
+        ([1, 2, 3, 4, 7], Draft((8, 1), (-1, -1)), 3),  # shorter than what is held: the forest is fed anew
+        ([1, 2, 3, 4, 7], Draft((2, 8), (-1, -1)), 2),  # a node that is new, and behind it one that is not
+    ]
+    for tokens, draft, rows in forests:
+        count.rows.clear()
+        found = cached.score(tokens, draft)
+        assert sum(count.rows) == rows
+        expected = CachedModel(model).score(tokens, draft)
+        assert torch.allclose(found, expected, atol=1e-5)
 
 
 def test_mutant_cache_that_forgets_to_roll_back() -> None:
     """Keeping rejected positions changes the text, which the greedy test above would see."""
 
     class Stale(CachedModel):
-        def _keep(self, tokens: list[int]) -> int:
-            kept = super()._keep(tokens)
+        def _keep(self, tokens: list[int], draft: Draft) -> tuple[int, torch.Tensor]:
+            kept, known = super()._keep(tokens, draft)
             extra = len(self._held) + len(self._draft) - kept if self._held else 0
             if extra > 1:
                 for layer in self._engine._layers:
                     layer.length = kept + 1  # one rejected position survives
-            return kept
+            return kept, known
 
     model = tiny_model("llama")
     small = blurred(model, "llama", noise=0.3)

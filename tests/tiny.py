@@ -36,11 +36,15 @@ class TableModel:
 
     def __init__(self, vocab: int, seed: int, spread: float = 1.5) -> None:
         self.vocab, self.seed, self.spread = vocab, seed, spread
+        self._known: dict[tuple[int, ...], Tensor] = {}
 
     def logits(self, prefix: Sequence[int]) -> Tensor:
         """`[vocab]`."""
-        rng = random.Random(f"{self.seed}/{tuple(prefix)}")
-        return torch.tensor([rng.gauss(0, self.spread) for _ in range(self.vocab)])
+        prefix = tuple(prefix)
+        if prefix not in self._known:
+            rng = random.Random(f"{self.seed}/{prefix}")
+            self._known[prefix] = torch.tensor([rng.gauss(0, self.spread) for _ in range(self.vocab)])
+        return self._known[prefix]
 
     def score(self, tokens: Sequence[int], draft: Draft) -> Tensor:
         """`[n + 1, vocab]`, each row from its own path: no cache to get wrong."""

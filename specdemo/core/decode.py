@@ -32,7 +32,7 @@ class Drafter(Protocol):
 
 
 class Judge(Protocol):
-    """Decides what of a draft is kept, and adds one token of its own."""
+    """Decides what of a draft is kept, and adds a token of its own."""
 
     def judge(self, tokens: Sequence[int], draft: Draft) -> Verdict:
         """The verdict on `draft` as a continuation of `tokens`, in one pass of the target."""
@@ -95,9 +95,9 @@ def decode(
         drafted = clock()
         verdict = judge.judge(tokens, draft)
         judged = clock()
-        new = [draft.tokens[node] for node in verdict.accepted] + [verdict.token]
-        keep = next((n for n, token in enumerate(new) if token in stop), len(new) - 1) + 1
-        if keep <= len(verdict.accepted):
+        new = [*(draft.tokens[node] for node in verdict.accepted), *verdict.own]
+        keep = next((n + 1 for n, token in enumerate(new) if token in stop), len(new))
+        if keep < len(new):
             verdict = verdict.cut(draft, keep)
         tokens += new[:keep]
         finished = clock()
@@ -117,5 +117,5 @@ def decode(
         drafter.observe(step)
         step = replace(step, host_s=clock() - judged)
         yield step
-        if tokens[-1] in stop or len(tokens) >= end:
+        if (step.tokens and step.tokens[-1] in stop) or len(tokens) >= end:
             return

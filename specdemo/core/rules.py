@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from specdemo.core.sampling import Warp
+from specdemo.core.sampling import Warp, peaks
 from specdemo.core.step import Draft, Verdict
 
 
@@ -224,7 +224,10 @@ class Target:
         accept: Coin,
         correct: Source,
         candidates: int = 1,
+        top: int = 0,
     ) -> None:
+        """`candidates` first choices per row and `top` tokens of every law are written into the verdict."""
+        self._top = top
         self._score, self._warp, self._rule = score, warp, rule
         self._accept, self._correct, self._candidates = accept, correct, candidates
 
@@ -237,4 +240,9 @@ class Target:
         verdict = self._rule(draft, p, self._accept, self._correct, len(tokens))
         many = self._candidates > 1  # for a single one this is several times faster
         choices = (logits.topk(self._candidates).indices if many else logits.argmax(-1, keepdim=True)).tolist()
-        return replace(verdict, choices=tuple(map(tuple, choices)))
+        verdict = replace(verdict, choices=tuple(map(tuple, choices)))
+        if not self._top:
+            return verdict
+        # Of a point mass there is nothing to see: then the law that it is the peak of.
+        laws = peaks(p if self._warp.temperature else logits.softmax(-1), self._top)
+        return replace(verdict, laws=laws, drafted=() if draft.law is None else peaks(draft.law, self._top))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from specdemo.core.errors import Refused
+from specdemo.core.step import Peak
 
 NUCLEUS = 256  # tokens among which top-p looks first
 
@@ -90,6 +91,16 @@ class Warp:
             if not torch.isfinite(logits.amax()):
                 raise Refused("bad words leave no token to choose from: ban fewer")
         return logits
+
+
+def peaks(laws: Tensor, count: int) -> tuple[Peak, ...]:
+    """Entropy and the `count` likeliest tokens of each of `laws` `[rows, vocab]`; tokens without mass are left out."""
+    entropy = torch.special.entr(laws).sum(-1).tolist()
+    mass, tokens = laws.topk(min(count, laws.shape[-1]))
+    return tuple(
+        Peak(h, tuple((t, p) for t, p in zip(*row, strict=True) if p > 0))
+        for h, row in zip(entropy, zip(tokens.tolist(), mass.tolist(), strict=True), strict=True)
+    )
 
 
 class Noise:

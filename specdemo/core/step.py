@@ -54,20 +54,48 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
+class Peak:
+    """What is worth seeing of a law: its entropy in nats, and its likeliest tokens with their probabilities."""
+
+    entropy: float
+    top: tuple[tuple[int, float], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As a trace holds it."""
+        return {"entropy": self.entropy, "top": [list(pair) for pair in self.top]}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Peak:
+        """From a trace."""
+        return cls(value["entropy"], tuple((token, p) for token, p in value["top"]))
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """What the target made of a draft.
 
     `choices[r]` are the target's most probable tokens, best first, after row r: row 0 follows the last committed
     token, row i + 1 follows node i. Per node, `draw` is the uniform number it was tested with, `beta` is
     sum min(p, q) where it stood (Leviathan et al. 2211.17192, Def. 3.3); both `None` where it was never tested.
+
+    A search settles any number of tokens in a round, none of them drafted, and shows in `pending` how it would go on.
     """
 
     accepted: tuple[int, ...]  # nodes, root to leaf
-    token: int | None  # correction, bonus or plain token; None where a stop token cut the round before it
+    token: int | None  # correction, bonus or plain; None where a stop token cut the round before it, and in a search
     p: tuple[float, ...] = ()  # the target's probability of each node
     draw: tuple[float | None, ...] = ()
     beta: tuple[float | None, ...] = ()
     choices: tuple[tuple[int, ...], ...] = ()
+    settled: tuple[int, ...] = ()
+    pending: tuple[int, ...] = ()
+    laws: tuple[Peak, ...] = ()  # of the target, a row each, if they were asked for
+    drafted: tuple[Peak, ...] = ()  # of the drafter, a node each, likewise
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        """The tokens that the target adds to the accepted ones."""
+        return self.settled if self.token is None else (*self.settled, self.token)
 
     def cut(self, draft: Draft, keep: int) -> Verdict:
         """The verdict of a round of which only `keep` accepted tokens count: nothing past them was tested."""
@@ -102,6 +130,11 @@ class Step:
         return "correction" if last in self.draft.parents else "bonus"
 
     @property
+    def searched(self) -> bool:
+        """Whether this was a round of a search, which may well commit nothing."""
+        return not self.draft.tokens and self.verdict.token is None
+
+    @property
     def tested(self) -> int:
         """How many nodes the rule looked at."""
         return sum(beta is not None for beta in self.verdict.beta)
@@ -129,6 +162,9 @@ class Step:
             "host_s": self.host_s,
             "t": self.t,
             "policy": dict(self.policy),
+            **({"pending": list(verdict.pending)} if self.searched else {}),
+            **({"laws": [peak.to_json() for peak in verdict.laws]} if verdict.laws else {}),
+            **({"drafted": [peak.to_json() for peak in verdict.drafted]} if verdict.drafted else {}),
         }
 
     @classmethod
@@ -146,6 +182,10 @@ class Step:
                 draw=tuple(line["draw"]),
                 beta=tuple(line["beta"]),
                 choices=tuple(tuple(row) for row in line["choices"]),
+                settled=tuple(line["tokens"] if "pending" in line else ()),
+                pending=tuple(line.get("pending", ())),
+                laws=tuple(map(Peak.from_json, line.get("laws", ()))),
+                drafted=tuple(map(Peak.from_json, line.get("drafted", ()))),
             ),
             gamma=line["gamma"],
             draft_s=line["draft_s"],

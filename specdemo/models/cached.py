@@ -20,14 +20,16 @@ from specdemo.models.engine import borrow, give_back
 from specdemo.models.lean import Lean
 from specdemo.models.slots import SlotEngine
 
+NOTHING = torch.empty(0, 0)
+
 
 class Engine(Protocol):
     """A forward pass over the keys and values of one request."""
 
     def run(self, new: list[int], held: int, draft: Draft) -> Tensor:
-        """Feed `new`, which ends in the draft's nodes, after the `held` positions.
+        """Feed `new`, which ends in the draft's nodes, after the `held` positions, the last of which may be nodes too.
 
-        Logits `[len(draft) + 1, vocab]` of the last rows.
+        Logits of the last `len(draft) + 1` rows, `[rows, vocab]`; of all, if `new` is shorter.
         """
 
     def keep(self, length: int, slots: list[int]) -> None:
@@ -52,8 +54,9 @@ class CachedModel:
         self.vocab_size: int = config.vocab_size
         self.context: int = getattr(config, "max_position_embeddings", None) or sys.maxsize  # some have no limit
         self._pad = pad
-        self._held: list[int] = []  # tokens of the cache's leading chain
-        self._draft = Draft()  # and the forest that hangs on its end
+        self._held: list[int] = []  # tokens of the cache's leading chain,
+        self._draft = Draft()  # the forest that hangs on its end,
+        self._logits: Tensor | None = None  # and what was found after the last token and after each node
 
     @torch.inference_mode()
     def score(self, tokens: Sequence[int], draft: Draft) -> Tensor:
@@ -63,16 +66,19 @@ class CachedModel:
         """
         if not tokens:
             raise Refused("there is nothing to continue: give a prompt of at least one token")
-        held = self._keep(tokens)
+        held, known = self._keep(tokens, draft)
         fed = self._filled(draft, held, len(tokens))
+        new = [*tokens[held:], *fed.tokens[max(0, held - len(tokens)) :]]
         try:
-            logits = self._engine.run([*tokens[held:], *fed.tokens], held, fed)[: len(draft) + 1]
+            logits = self._engine.run(new, held, fed) if len(known) <= len(draft) else known
         except BaseException:  # layers of different lengths: hold nothing
             self._engine.keep(0, [])
             self._held, self._draft = [], Draft()
             raise
-        self._held, self._draft = list(tokens), draft
-        return logits
+        if len(known) and logits is not known:
+            logits = torch.cat([known, logits])
+        self._held, self._draft, self._logits = list(tokens), draft, logits[: len(draft) + 1]
+        return self._logits
 
     def __del__(self) -> None:
         if isinstance(getattr(self, "_model", None), Lean):
@@ -91,20 +97,41 @@ class CachedModel:
         first = len(draft) - 1 if draft.is_chain else -1
         return Draft(draft.tokens + (0,) * spare, draft.parents + (first, *range(len(draft), len(draft) + spare - 1)))
 
-    def _keep(self, tokens: Sequence[int]) -> int:
-        """Cut the cache to what it shares with `tokens`, less the last one, whose logits are wanted; its length."""
+    def _keep(self, tokens: Sequence[int], draft: Draft) -> tuple[int, Tensor]:
+        """Cut the cache to what it shares with `tokens` and the first nodes of `draft`.
+
+        The number of positions kept, and the logits that are wanted and known `[rows, vocab]`. Where a node of the
+        draft is not known yet, none behind it is kept.
+        """
+        assert self._logits is not None or not self._held
         shared = _common(self._held, tokens)
-        slots = []
-        if shared == len(self._held):  # then perhaps a path of the last forest too
-            kids, node = self._draft.children(), -1
-            for token in tokens[shared:-1]:
-                node = next((kid for kid in kids.get(node, ()) if self._draft.tokens[kid] == token), None)
-                if node is None:
-                    break
-                slots.append(shared + node)
-        shared = min(shared, len(tokens) - 1)
+        slots: list[int] = []
+        node: int | None = -1 if self._held and shared == len(self._held) else None
+        kids = self._draft.children()
+
+        def child(node: int | None, token: int) -> int | None:
+            """The node of the last forest that follows `node` with this token."""
+            return (
+                None if node is None else next((k for k in kids.get(node, ()) if self._draft.tokens[k] == token), None)
+            )
+
+        for token in tokens[shared:]:
+            node = child(node, token)
+            if node is None:
+                break
+            slots.append(shared + node)
+        if node is None or self._logits is None:  # the last token's logits are wanted, so it is fed again
+            shared = min(shared, len(tokens) - 1)
+            self._engine.keep(shared, slots)
+            return shared + len(slots), NOTHING
+        old: list[int] = [node]  # nodes of the last forest, by 1 + node of the draft
+        for token, parent in zip(draft.tokens, draft.parents, strict=True):
+            if (node := child(old[parent + 1], token)) is None:
+                break
+            old.append(node)
+        slots += [shared + node for node in old[1:]]
         self._engine.keep(shared, slots)
-        return shared + len(slots)
+        return shared + len(slots), self._logits[torch.tensor(old, device=self._logits.device) + 1]
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:

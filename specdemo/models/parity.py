@@ -56,9 +56,9 @@ def _cost(cached: CachedModel, budget_s: float) -> dict[int, float]:
     text = tokens[: -ROWS[-1]]
     began = time.perf_counter()
     seconds: dict[int, list[float]] = {n: [] for n in ROWS}
-    cached.score(text, Draft())
     while len(seconds[1]) < 2 or (len(seconds[1]) < 15 and time.perf_counter() - began < budget_s):
         for n in ROWS:
+            cached.score(text[:-1], Draft())  # so that the last token is news
             start = time.perf_counter()
             cached.score(text, Draft.chain(tuple(tokens[len(text) : len(text) + n - 1])))[0, 0].item()  # waits for it
             seconds[n].append(time.perf_counter() - start)
@@ -88,7 +88,7 @@ def _compare(model: Lean | torch.nn.Module, pad: int, budget_s: float) -> tuple[
 
 
 def _in_groups(cached: CachedModel, tokens: Sequence[int], start: int, size: int) -> list[tuple[int, torch.Tensor]]:
-    """Rows of passes that draft `size` tokens and keep all but the last: each kept position is fed in other company."""
+    """Rows of passes that draft `size` tokens and keep them all, with a token of the target's own after them."""
     cached.score(tokens[:start], Draft())
     found = []
     end = start + 1
@@ -96,5 +96,5 @@ def _in_groups(cached: CachedModel, tokens: Sequence[int], start: int, size: int
         draft = tuple(tokens[end : end + size])
         rows = cached.score(tokens[:end], Draft.chain(draft))
         found += [(end - 1 - start + i, row) for i, row in enumerate(rows)]
-        end += max(1, len(draft))
+        end += len(draft) + 1
     return found

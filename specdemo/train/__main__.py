@@ -149,9 +149,10 @@ def main() -> None:
         save(target, options.out / "target")
     if options.stage in ("polish", "all"):
         target = read(options.out / "target").to(options.device)
+        before = read(options.out / "target").to(options.device).requires_grad_(False)
         share = fit(
             target,
-            partial(objectives.without_loops, target),
+            partial(objectives.without_loops, target, before),
             batches,
             schedule(preset.polish_schedule),
             options.work / "polish.pt",

@@ -48,14 +48,14 @@ def measure(drafters: Mapping[str, LlamaForCausalLM], target: LlamaForCausalLM, 
 def _costs(models: list[LlamaForCausalLM], rounds: int = 60, length: int = 200) -> list[float]:
     """Seconds of a pass over one row, medians of passes that take turns."""
     caches = [CachedModel(Lean(model)) for model in models]
-    text = [i % models[0].config.vocab_size for i in range(length)]
+    text = [i % models[0].config.vocab_size for i in range(length + rounds)]
     seconds: list[list[float]] = [[] for _ in models]
     for cache in caches:
-        cache.score(text, Draft())
-    for _ in range(rounds):
+        cache.score(text[:length], Draft())
+    for end in range(length + 1, len(text) + 1):
         for cache, times in zip(caches, seconds, strict=True):
             start = time.perf_counter()
-            cache.score(text, Draft())
+            cache.score(text[:end], Draft())
             times.append(time.perf_counter() - start)
     return [statistics.median(times) for times in seconds]
 

@@ -62,10 +62,13 @@ def loops(tokens: Tensor, longest: int = 32, least: int = 8) -> Tensor:
     return found
 
 
-def without_loops(model: LlamaForCausalLM, ids: Tensor, prompts: int = 12, given: int = 64, new: int = 144) -> Tensor:
-    """Cross entropy, and on the model's own greedy continuations the unlikelihood of going on with a loop.
+def without_loops(
+    model: LlamaForCausalLM, before: LlamaForCausalLM, ids: Tensor, prompts: int = 12, given: int = 64, new: int = 144
+) -> Tensor:
+    """KL(before || model) on the text, and on the model's own greedy continuations the unlikelihood of a loop going on.
 
     Sequence-level unlikelihood (Welleck et al. 1908.04319), but on loops only instead of on every repeated n-gram.
+    Staying with `before`, the model as it was, costs far less loss than learning the text again from few batches.
     """
     starts = ids.reshape(-1, given)[:: max(1, ids.numel() // given // prompts)][:prompts]
     model.eval()
@@ -83,7 +86,10 @@ def without_loops(model: LlamaForCausalLM, ids: Tensor, prompts: int = 12, given
     law = logits(model, text)[:, given - 1 :].log_softmax(-1)
     chosen = law.gather(-1, text[:, given:, None])[..., 0].exp()
     unlikelihood = -torch.log1p(-chosen.clamp(max=1 - 1e-5))
-    return prediction(model, ids) + (unlikelihood * looping).sum() / looping.numel()
+    with torch.no_grad():
+        p = logits(before, ids).log_softmax(-1)
+    strayed = (p.exp() * (p - logits(model, ids).log_softmax(-1))).sum(-1).mean()
+    return strayed + (unlikelihood * looping).sum() / looping.numel()
 
 
 @torch.no_grad()

@@ -4,6 +4,12 @@ ABOUT = {
     "ar": """\
 **Plain decoding** asks the target for one token per pass. It is the baseline of every speed-up on this page, measured
 by the very same loop with empty drafts, so nothing is won by a slow opponent.""",
+    "beam": """\
+**Beam search** keeps the few most probable texts so far, grows each by a token per pass and keeps the best again. The
+beams ride in one pass as a forest over one text's keys and values; a token is committed once all beams agree on it,
+what stands behind it in grey is the best beam of the moment. It looks for one probable text and draws nothing, so it
+is neither greedy decoding nor a sample, and on open-ended text it tends to repeat itself. It is no way to be faster.
+*Graves 1211.3711; length penalty as in Wu et al. 1609.08144, in the form of transformers.*""",
     "draft": """\
 **A draft model** proposes up to γ tokens, each drawn from its own law q. The target scores all of them in one pass;
 token x is kept with probability min(1, p(x)/q(x)), and the first one that is not is replaced by a draw from

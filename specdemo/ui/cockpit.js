@@ -80,7 +80,9 @@ function draw() {
     const atBottom = lane.scrollHeight - lane.scrollTop - lane.clientHeight < 40;
     const fragment = document.createDocumentFragment();
     for (const record of records) record.head ? drawHead(name, record.head, fragment) : drawStep(name, record, fragment);
+    $(".ahead", lane)?.remove();
     lane.append(fragment);
+    drawAhead(lane, records.at(-1).ahead);
     if (atBottom) lane.scrollTop = lane.scrollHeight;
   }
   for (const [name, [value, note]] of Object.entries(state.tiles)) {
@@ -124,6 +126,14 @@ function drawStep(name, record, fragment) {
   const line = points[name];
   const kept = record.c.filter(([kind]) => !NOT_KEPT.has(kind)).length;
   line.push([record.t, (line.at(-1)?.[1] ?? 0) + kept]);
+}
+
+function drawAhead(lane, text) { // how a search would go on, which the next round may think better of
+  if (!text) return;
+  const span = document.createElement("span");
+  span.className = "ahead";
+  span.textContent = text;
+  lane.append(span);
 }
 
 function spark() {

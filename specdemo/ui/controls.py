@@ -91,6 +91,17 @@ def sidebar(usual: Recipe) -> dict[str, gr.components.Component]:
             c["lookahead_guesses"] = gr.Slider(
                 1, 16, usual.lookahead_guesses, step=1, label="Guesses per round", elem_id="lookahead-guesses"
             )
+        with gr.Accordion("Beam search", open=False):
+            c["num_beams"] = gr.Slider(1, 16, usual.num_beams, step=1, label="Beams", elem_id="num-beams")
+            c["length_penalty"] = gr.Slider(
+                -2,
+                2,
+                usual.length_penalty,
+                step=0.1,
+                label="Length penalty (above 0: longer)",
+                elem_id="length-penalty",
+            )
+            c["min_length"] = gr.Slider(0, 512, usual.min_length, step=1, label="Least tokens", elem_id="min-length")
         with gr.Accordion("Self-speculation", open=False):
             c["exit_layer"] = gr.Number(
                 usual.exit_layer, precision=0, label="Layers kept (empty: half of them)", elem_id="exit-layer"

@@ -28,8 +28,9 @@ from specdemo.parts import Stores
 from specdemo.recipe import Recipe
 from specdemo.ui.about import ABOUT
 from specdemo.ui.controls import recipe_of, sidebar
-from specdemo.ui.frames import PLAIN, SPEC, Run, Runs
+from specdemo.ui.frames import Run, Runs
 from specdemo.ui.theme import theme
+from specdemo.ui.words import PLAIN, SPEC
 from specdemo.worker import Stream, Worker, WorkerBusy
 
 HERE = Path(__file__).parent
