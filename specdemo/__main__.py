@@ -1,4 +1,4 @@
-"""The terminal: ``python -m specdemo run PROMPT``, ``python -m specdemo bench``."""
+"""The terminal: ``python -m specdemo run PROMPT``, and ``bench``, ``prove`` and ``layers``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TextIO
 
-from specdemo import bench
+from specdemo import bench, layers, prove
+from specdemo.bench import stores
 from specdemo.core.errors import Refused
 from specdemo.core.metrics import Metrics
 from specdemo.generate import Record, ending, generate
@@ -19,17 +20,7 @@ from specdemo.models.load import DTYPES, QUANTIZATIONS, Shelf, find_device
 from specdemo.models.pairs import PAIRS
 from specdemo.models.peers import PEERS
 from specdemo.recipe import METHODS, NGRAM_LEVELS, POLICIES, RULES, Recipe
-
-# Colour never stands alone: rejected tokens are struck through, corrections underlined.
-STYLES = {
-    "accepted": "\x1b[32m",
-    "rejected": "\x1b[31;9m",
-    "ignored": "\x1b[90;9m",
-    "correction": "\x1b[34;4m",
-    "bonus": "\x1b[36;4m",
-    "plain": "",
-}
-RESET = "\x1b[0m"
+from specdemo.views import Coloured, Json, Rounds
 
 
 class Parser(argparse.ArgumentParser):
@@ -46,14 +37,22 @@ def parser() -> Parser:
     def names(known: dict[str, object]) -> str:
         return ", ".join(known)
 
+    def models(command: argparse.ArgumentParser) -> None:
+        add = command.add_argument
+        add("--pair", help=f"a ready pair: {names(PAIRS)} (default: bundled)")
+        add("--target", metavar="M", help="Hugging Face id or local directory")
+        add("--drafter", metavar="M", help="Hugging Face id or local directory")
+        add("--dtype", help=names(DTYPES))
+        add("--quantization", help=f"of the target: {names(QUANTIZATIONS)}")
+        add("--drafter-quantization", help=f"of the drafter: {names(QUANTIZATIONS)}")
+        add("--device", help="auto, cpu, cuda, cuda:N or mps")
+
     top = Parser(prog="specdemo", description="See, measure and trust speculative decoding.")
     commands = top.add_subparsers(dest="command", required=True, parser_class=Parser)
     run = commands.add_parser("run", help="continue a prompt, showing what was accepted, rejected and corrected")
     run.add_argument("prompt", help="text to continue; - reads standard input")
     add = run.add_argument
-    add("--pair", help=f"a ready pair: {names(PAIRS)} (default: bundled)")
-    add("--target", metavar="M", help="Hugging Face id or local directory")
-    add("--drafter", metavar="M", help="Hugging Face id or local directory")
+    models(run)
     add("--method", help=names(METHODS))
     add("--gamma", type=int, help="longest draft")
     add("--policy", help=f"draft-length policy: {names(POLICIES)}")
@@ -69,10 +68,6 @@ def parser() -> Parser:
     add("--seed", type=int)
     add("--max-tokens", type=int)
     add("--top", type=int, metavar="N", help="write the N likeliest tokens of every law into the trace")
-    add("--dtype", help=names(DTYPES))
-    add("--quantization", help=f"of the target: {names(QUANTIZATIONS)}")
-    add("--drafter-quantization", help=f"of the drafter: {names(QUANTIZATIONS)}")
-    add("--device", help="auto, cpu, cuda, cuda:N or mps")
     add("--ngram", type=int, metavar="N", help="order of NASD's n-grams")
     add("--ngram-levels", help=f"NASD's storage: {names(NGRAM_LEVELS)}")
     add("--filler-top-k", type=int, metavar="K", help="target choices that NASD learns per position; 1 is NAPD")
@@ -92,9 +87,7 @@ def parser() -> Parser:
     out.add_argument("--steps", action="store_true", help="each round in words instead of the text")
     run.add_argument("--trace", type=Path, metavar="FILE", help="also write the trace to a file")
     race = commands.add_parser("bench", help="recipes x prompts against plain decoding, paired and alternating")
-    race.add_argument("--pair", help=f"a ready pair: {names(PAIRS)} (default: bundled)")
-    race.add_argument("--target", metavar="M", help="Hugging Face id or local directory")
-    race.add_argument("--drafter", metavar="M", help="Hugging Face id or local directory")
+    models(race)
     race.add_argument("--method", nargs="+", default=["draft", "nasd"], help=names(METHODS))
     race.add_argument("--gamma", nargs="+", type=int, default=[2, 3, 4], help="draft lengths")
     race.add_argument("--policy", nargs="+", default=["fixed"], help=names(POLICIES))
@@ -102,10 +95,21 @@ def parser() -> Parser:
     race.add_argument("--temperature", nargs="+", type=float, default=[0.0])
     race.add_argument("--kind", nargs="+", default=[], help="classes of prompts (default: all)")
     race.add_argument("--max-tokens", type=int, default=128)
-    race.add_argument("--dtype", help=names(DTYPES))
-    race.add_argument("--device", help="auto, cpu, cuda, cuda:N or mps")
     race.add_argument("--peers", action="store_true", help="transformers' own ways to decode the same weights too")
     race.add_argument("--output", type=Path, metavar="FILE", help="also write the table to a Markdown file")
+    proof = commands.add_parser("prove", help="is the text that of plain decoding, token by token, on this machine?")
+    models(proof)
+    proof.add_argument("--method", nargs="+", default=["draft", "nasd"], help=names(METHODS))
+    proof.add_argument("--gamma", nargs="+", type=int, default=[1, 3, 5, 7], help="draft lengths")
+    proof.add_argument(
+        "--temperature", nargs="+", type=float, default=[0.0, 0.7, 1.3], help="above 0 with rule coupled"
+    )
+    proof.add_argument("--prompts", type=int, default=20)
+    proof.add_argument("--max-tokens", type=int, default=64)
+    thin = commands.add_parser("layers", help="which layers self-speculation can do without")
+    models(thin)
+    thin.add_argument("--prompts", type=int, default=6)
+    commands.add_parser("stores", help="what drafting from n-grams and suffixes costs as the text grows")
     return top
 
 
@@ -113,8 +117,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command; the exit code: 0, 1 for a run that failed, 2 for bad input, 130 for Ctrl-C."""
     options = parser().parse_args(arguments)
     try:
-        if options.command == "bench":
-            return _bench(options)
+        if options.command in COMMANDS:
+            return COMMANDS[options.command](options)
         recipe = Recipe(**_given(options))
         prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
         with _open(options.trace) as trace:
@@ -170,6 +174,63 @@ def _bench(options: argparse.Namespace) -> int:
     return 0
 
 
+def _prove(options: argparse.Namespace) -> int:
+    common = {name: value for name, value in _given(options).items() if name not in ("method", "gamma", "temperature")}
+    recipes = [
+        Recipe(
+            **common,
+            method=method,
+            gamma=gamma,
+            temperature=temperature,
+            top_p=1.0,
+            rule="coupled" if temperature else "rejection",
+        )
+        for temperature in options.temperature
+        for method in options.method
+        for gamma in options.gamma
+    ]
+    prompts = prove.more(bench.load_prompts(), options.prompts)
+    findings = [prove.Finding(recipe) for recipe in recipes]
+    for i, _ in enumerate(prove.prove(findings, prompts, Shelf()), 1):
+        print(f"\r{i} of {len(prompts)} prompts", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    print(prove.markdown(findings))
+    parted = [(finding, *where) for finding in findings for where in finding.parted]
+    for finding, name, token in parted:
+        print(f"{bench.label(finding.recipe)} parts from plain decoding on {name} at token {token + 1}")
+    return 1 if parted else 0
+
+
+def _layers(options: argparse.Namespace) -> int:
+    recipe = Recipe(method="self", **_given(options))
+    texts = [prompt.text for prompt in bench.load_prompts(kinds=["code"])[: options.prompts]]
+    found = []
+    print("layers left out, alpha, c, best gamma, Theorem 3.8", file=sys.stderr)
+    for thinned in layers.search(Shelf().take(recipe.target_spec), texts):
+        found.append(thinned)
+        skipped = " ".join(map(str, thinned.skipped))
+        print(f"{skipped:<40} {thinned.alpha:.3f}  {thinned.c:.3f}  {thinned.gamma}  {thinned.speedup:.2f}", flush=True)
+    best = max(found, key=lambda thinned: thinned.speedup)
+    if not best.gamma:
+        print("no set of layers left out makes drafting pay on these texts: choose another method")
+        return 0
+    flags = " ".join(f"--skip-layer {i}" for i in best.skipped)
+    print(f"best: --method self --gamma {best.gamma} {flags}")
+    return 0
+
+
+def _stores(options: argparse.Namespace) -> int:
+    tokenizer = Shelf().take(Recipe(method="nasd").target_spec).tokenizer
+    text = stores.stdlib_tokens(
+        lambda source: tokenizer.encode(source, verbose=False), max(stores.SIZES) + 2 * stores.NEW
+    )
+    print(stores.markdown(list(stores.measure(text))))
+    return 0
+
+
+COMMANDS = {"bench": _bench, "prove": _prove, "layers": _layers, "stores": _stores}
+
+
 def _open(path: Path | None) -> AbstractContextManager[TextIO | None]:
     if path is None:
         return nullcontext()
@@ -180,7 +241,7 @@ def _open(path: Path | None) -> AbstractContextManager[TextIO | None]:
 
 
 def _run(records: Iterator[Record], options: argparse.Namespace, trace: TextIO | None) -> int:
-    view = Json() if options.json else Steps() if options.steps else Coloured()
+    view = Json() if options.json else Rounds() if options.steps else Coloured()
     metrics = Metrics()
     began = False
 
@@ -206,97 +267,6 @@ def _run(records: Iterator[Record], options: argparse.Namespace, trace: TextIO |
         print(f"specdemo: the run failed: {record['error']}", file=sys.stderr)
         return 1
     return 0
-
-
-class Json:
-    """The trace as it is."""
-
-    def show(self, record: Record) -> None:
-        """One line a record."""
-        print(json.dumps(record), flush=True)
-
-
-class Coloured:
-    """Text in colour as it comes, then a summary."""
-
-    def show(self, record: Record) -> None:
-        """Print a record's share of the text, or the summary."""
-        if "specdemo" in record:
-            self._exact = record["exact"]
-            print(record["prompt"], end="", flush=True)
-        elif "i" in record:
-            print("".join(_spans(record)), end="", flush=True)
-        else:
-            print(f"\n\n{summary(record['metrics'])}  {'exact' if self._exact else 'LOSSY'}  end: {record['end']}")
-
-
-def _spans(step: Record) -> Iterator[str]:
-    """The round's tokens, styled; the drafts that were not kept stand before the correction."""
-    accepted = set(step["accepted"])
-    kept = len(accepted)
-    for piece in step["pieces"][:kept]:
-        yield f"{STYLES['accepted']}{piece}{RESET}"
-    for node, piece in enumerate(step["draft_text"]):
-        if node not in accepted:
-            style = STYLES["ignored" if step["beta"][node] is None else "rejected"]
-            shown = piece.replace("\n", "\u23ce")  # a rejected line break must not break the line
-            yield f"{style}{shown}{RESET}"
-    for piece in step["pieces"][kept:]:
-        yield f"{STYLES[step['kind']]}{piece}{RESET}"
-
-
-class Steps:
-    """Each round in words: position, gamma, every draft with q, p and its fate, the last token."""
-
-    def show(self, record: Record) -> None:
-        """Print one round."""
-        if "specdemo" in record:
-            self._position = len(record["prompt_tokens"])
-        elif "i" in record:
-            print(self._round(record), flush=True)
-            self._position += len(record["tokens"])
-        else:
-            print(f"\n{summary(record['metrics'])}  end: {record['end']}")
-
-    def _round(self, step: Record) -> str:
-        accepted = set(step["accepted"])
-        lines = [
-            f"--- round {step['i']}  position {self._position}  gamma {step['gamma']}  "
-            f"drafted {len(step['draft'])}  accepted {len(accepted)} ---"
-        ]
-        for node, text in enumerate(step["draft_text"]):
-            q = 1.0 if step["q"] is None else step["q"][node]
-            p, draw = step["p"][node], step["draw"][node]
-            ratio = min(1.0, p / q) if q else 0.0
-            if node in accepted:
-                fate = f"accepted: draw {draw:.3f} < {ratio:.3f}" if draw is not None else "accepted: the first choice"
-            elif step["beta"][node] is None:
-                fate = "not tested: an earlier draft was rejected"
-            elif draw is None:
-                fate = "rejected: not the first choice"
-            else:
-                fate = f"rejected: draw {draw:.3f} >= {ratio:.3f}"
-            lines.append(f"  {text!r:>16}  q={q:.3f}  p={p:.3f}  min(1,p/q)={ratio:.3f}  {fate}")
-        if "pending" in step:
-            lines.append(f"  settled {step['text']!r}  best beam goes on {step['pending_text']!r}")
-        if step["token"] is not None:
-            lines.append(f"  {step['pieces'][-1]!r:>16}  {step['kind']}")
-        return "\n".join(lines)
-
-
-def summary(metrics: Record) -> str:
-    """The figures in one line; a dash where there is nothing to divide by."""
-
-    def number(name: str, form: str) -> str:
-        value = metrics.get(name)
-        return "-" if value is None else format(value, form)
-
-    return (
-        f"{metrics['tokens']} tokens  {number('tokens_per_second', '.1f')} tokens/s  "
-        f"accepted {metrics['accepted']}/{metrics['drafted']} drafted ({number('acceptance_rate', '.0%')})  "
-        f"alpha {number('mean_beta', '.2f')}  {number('tokens_per_target_pass', '.2f')} tokens/pass  "
-        f"first token {number('ttft_s', '.3f')} s"
-    )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,9 @@ from tiny import byte_level_tokenizer, save_model
 
 from specdemo import bench
 from specdemo.__main__ import main
+from specdemo.bench import stores
 from specdemo.core.errors import Refused
+from specdemo.core.step import Draft
 from specdemo.models.load import Shelf
 from specdemo.models.peers import PEERS
 from specdemo.recipe import Recipe
@@ -57,6 +59,25 @@ def test_speedups_are_medians_of_ratios_and_losses_are_named() -> None:
     text = bench.markdown([plain, draft])
     assert "1 of 3" in text and "0.80-2.00" in text
     assert json.loads(bench.as_json([plain, draft]))["bench"][1]["speedup"] == pytest.approx(1.5)
+
+
+def test_a_policy_is_held_against_the_best_fixed_gamma() -> None:
+    recipes = [
+        Recipe(method="ar", temperature=0),
+        Recipe(temperature=0, gamma=2),
+        Recipe(temperature=0, gamma=5),
+        Recipe(temperature=0, policy="egag", gamma=5, gamma_max=8),
+        Recipe(temperature=0, policy="egag", method="self"),  # nothing fixed to compare with
+    ]
+    walls = [(3.0, 1.0, 2.0, 0.5, 1.0), (3.0, 1.0, 2.0, 0.8, 1.0), (3.0, 1.0, 0.5, 1.25, 1.0)]
+    records = [
+        {"kind": "code", "name": f"code {i}", "runs": [run(wall, drafted=20 if j else 0) for j, wall in enumerate(row)]}
+        for i, row in enumerate(walls)
+    ]
+    plain, two, five, policy, other = bench.table(recipes, records)
+    assert plain.over_fixed is two.over_fixed is five.over_fixed is other.over_fixed is None
+    assert policy.over_fixed == pytest.approx((1 / 0.8, 0.8, 2.0))  # gamma 2 is the best: ratios 2, 1.25, 0.8
+    assert "1.25 [0.80, 2.00]" in bench.markdown([policy])
 
 
 def test_the_cost_model_accounts_for_a_round() -> None:
@@ -117,3 +138,23 @@ def test_unknown_classes_are_refused() -> None:
     with pytest.raises(Refused, match="known are code, repetitive"):
         bench.load_prompts(kinds=["magic"])
     assert main(["bench", "--kind", "magic"]) == 2
+
+
+def test_stores_follow_a_text_and_are_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that repeats itself is drafted right; what is kept is counted, and prompt lookup keeps nothing."""
+    monkeypatch.setattr(stores, "NEW", 40)
+    text = [i % 7 for i in range(300)]
+    found = {(cost.drafter, cost.history): cost for cost in stores.measure(text, sizes=(50, 200))}
+    assert set(found) == {(name, size) for name in stores.DRAFTERS for size in (50, 200)}
+    for (name, _), cost in found.items():
+        assert cost.seconds_per_token > 0 and cost.accepted_per_round > 2
+        assert (cost.bytes_per_token > 10) == (name != "lookup")
+    table = stores.markdown(list(found.values()))
+    assert table.count("\n") == 1 + len(stores.DRAFTERS) and "at 200" in table
+
+
+def test_the_replayed_target_says_what_the_text_says() -> None:
+    judge = stores.Replay([1, 2, 3, 4, 5])
+    verdict = judge.judge([1], Draft.chain((2, 3, 9)))
+    assert verdict.accepted == (0, 1) and verdict.token == 4
+    assert judge.judge([1, 2], Draft()).token == 3

@@ -9,7 +9,7 @@ import json
 import random
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from specdemo.bench.measure import label
@@ -28,6 +28,7 @@ class Row:
     tokens_per_second: float
     speedup: float | None  # over our own plain decoding
     interval: tuple[float, float] | None
+    over_fixed: tuple[float, float, float] | None  # a policy over the best fixed gamma: paired ratio and its interval
     slower: tuple[str, ...]  # prompts on which it lost to that
     same_text: int | None  # prompts on which its greedy text is that of plain decoding
     acceptance_rate: float | None  # accepted / drafted
@@ -65,7 +66,8 @@ def table(
         some = [record for record in records if record["kind"] == kind]
         for i, recipe in enumerate(recipes):
             base = plain.get(recipe.temperature)
-            rows.append(_row(kind, label(recipe), some, i, base, recipe, bandwidth))
+            row = _row(kind, label(recipe), some, i, base, recipe, bandwidth)
+            rows.append(replace(row, over_fixed=_over_fixed(recipes, i, some)))
         first = len(recipes)
         for temperature, base in plain.items():
             best: dict[str, Row] = {}
@@ -116,6 +118,7 @@ def _row(
         tokens_per_second=middle(_speed(run) for run in runs if run["tokens_per_second"]) or 0.0,
         speedup=middle(ratio for ratio, _ in ratios) if compared else None,
         interval=interval([ratio for ratio, _ in ratios]) if compared and ratios else None,
+        over_fixed=None,
         slower=tuple(f"{name} ({ratio:.2f}x)" for ratio, name in sorted(ratios) if ratio < 1) if compared else (),
         same_text=sum(run["text"] == plain["text"] for run, plain, _ in pairs)
         if compared and name.endswith(" T=0")
@@ -135,6 +138,26 @@ def _row(
         if bandwidth
         else None,
     )
+
+
+def _over_fixed(recipes: Sequence[Recipe], i: int, records: list[dict[str, Any]]) -> tuple[float, float, float] | None:
+    """A policy's speed over that of the best fixed gamma with the same method: paired median, and its interval."""
+    if recipes[i].method == "ar" or recipes[i].policy == "fixed":
+        return None
+
+    def alike(recipe: Recipe) -> Recipe:
+        return replace(recipe, policy="fixed", gamma=1, gamma_min=None, gamma_max=None)
+
+    def median_speed(j: int) -> float:
+        return statistics.median(_speed(record["runs"][j]) for record in records if record["runs"][j]["wall_s"])
+
+    fixed = [j for j, one in enumerate(recipes) if one.policy == "fixed" and alike(one) == alike(recipes[i])]
+    if not fixed:
+        return None
+    best = max(fixed, key=median_speed)
+    pairs = [(record["runs"][i], record["runs"][best]) for record in records]
+    ratios = [_speed(ours) / _speed(theirs) for ours, theirs in pairs if ours["wall_s"] and theirs["wall_s"]]
+    return (statistics.median(ratios), *interval(ratios)) if ratios else None
 
 
 def _speed(run: dict[str, Any]) -> float:
@@ -168,8 +191,8 @@ def _costs(run: dict[str, Any], plain: dict[str, Any], recipe: Recipe | None) ->
 
 
 COLUMNS = (
-    "class", "lane", "tokens/s", "speed-up", "95 %", "same text", "acc/drafted", "alpha", "tokens/pass", "c", "v", "o",
-    "Thm 3.8", "realised", "explained", "first ms", "MB", "bandwidth", "slower on",
+    "class", "lane", "tokens/s", "speed-up", "95 %", "over best fixed", "same text", "acc/drafted", "alpha",
+    "tokens/pass", "c", "v", "o", "Thm 3.8", "realised", "explained", "first ms", "MB", "bandwidth", "slower on",
 )  # fmt: skip
 
 
@@ -186,6 +209,7 @@ def markdown(rows: Sequence[Row]) -> str:
             number(row.tokens_per_second, 1),
             number(row.speedup),
             "-" if row.interval is None else f"{row.interval[0]:.2f}-{row.interval[1]:.2f}",
+            "-" if row.over_fixed is None else "{:.2f} [{:.2f}, {:.2f}]".format(*row.over_fixed),
             "-" if row.same_text is None else f"{row.same_text} of {row.prompts}",
             number(row.acceptance_rate),
             number(row.alpha),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,9 +10,8 @@ from pathlib import Path
 import numpy as np
 from transformers import LlamaForCausalLM
 
-from specdemo.core.step import Draft
 from specdemo.core.theory import best_gamma, walltime_improvement
-from specdemo.models.cached import CachedModel
+from specdemo.models.cost import step_seconds
 from specdemo.models.lean import Lean
 from specdemo.train.objectives import held_out_agreement
 
@@ -35,7 +32,7 @@ class Point:
 
 def measure(drafters: Mapping[str, LlamaForCausalLM], target: LlamaForCausalLM, held_out: np.ndarray) -> list[Point]:
     """Agreement on held-out text and cost in the program's own engine."""
-    costs = _costs([target, *drafters.values()])
+    costs = step_seconds([Lean(model) for model in (target, *drafters.values())])
     points = []
     for (shape, drafter), cost in zip(drafters.items(), costs[1:], strict=True):
         alpha, first = held_out_agreement(drafter, target, held_out, 1024, 24)
@@ -43,21 +40,6 @@ def measure(drafters: Mapping[str, LlamaForCausalLM], target: LlamaForCausalLM, 
         gamma = best_gamma(alpha, c)
         points.append(Point(shape, alpha, first, c, gamma, walltime_improvement(alpha, gamma, c)))
     return points
-
-
-def _costs(models: list[LlamaForCausalLM], rounds: int = 60, length: int = 200) -> list[float]:
-    """Seconds of a pass over one row, medians of passes that take turns."""
-    caches = [CachedModel(Lean(model)) for model in models]
-    text = [i % models[0].config.vocab_size for i in range(length + rounds)]
-    seconds: list[list[float]] = [[] for _ in models]
-    for cache in caches:
-        cache.score(text[:length], Draft())
-    for end in range(length + 1, len(text) + 1):
-        for cache, times in zip(caches, seconds, strict=True):
-            start = time.perf_counter()
-            cache.score(text[:end], Draft())
-            times.append(time.perf_counter() - start)
-    return [statistics.median(times) for times in seconds]
 
 
 def write(points: list[Point], folder: Path) -> str:

@@ -36,8 +36,18 @@ def recipe_of(settings: dict[str, Any], device: str) -> Recipe:
                 value = int(value)
         elif not isinstance(value, str):
             raise Refused(f"{field.name} must be a name, not {value!r}")
+        elif field.name == "skip_layers":
+            value = _numbers(field.name, value)
         clean[field.name] = value
     return Recipe(device=device, **clean)
+
+
+def _numbers(name: str, text: str) -> tuple[int, ...]:
+    """Numbers with commas or spaces between them."""
+    words = text.replace(",", " ").split()
+    if not all(word.isdecimal() for word in words):
+        raise Refused(f"{name} must be numbers like 5, 7, not {text!r}")
+    return tuple(map(int, words))
 
 
 def sidebar(usual: Recipe) -> dict[str, gr.components.Component]:
@@ -105,6 +115,9 @@ def sidebar(usual: Recipe) -> dict[str, gr.components.Component]:
         with gr.Accordion("Self-speculation", open=False):
             c["exit_layer"] = gr.Number(
                 usual.exit_layer, precision=0, label="Layers kept (empty: half of them)", elem_id="exit-layer"
+            )
+            c["skip_layers"] = gr.Textbox(
+                "", label="Or layers left out", placeholder="5, 7", max_lines=1, elem_id="skip-layers"
             )
         with gr.Accordion("Rule", open=False):
             c["rule"] = gr.Dropdown(

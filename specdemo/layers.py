@@ -1,0 +1,65 @@
+"""Which layers can self-speculation do without? A greedy search over a few texts, before anything is generated.
+
+Layers are left out one by one, each time the one whose loss costs the least agreement with the whole model (Draft &
+Verify 2309.08168 searches the same sets with Bayesian optimisation; one pass per candidate is enough for small ones).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdemo.core.step import Draft
+from specdemo.core.theory import best_gamma, walltime_improvement
+from specdemo.models.cached import CachedModel
+from specdemo.models.cost import step_seconds
+from specdemo.models.early import layer_count, with_layers
+from specdemo.models.lean import Lean
+from specdemo.models.load import Loaded
+
+
+@dataclass(frozen=True)
+class Thinned:
+    """The best drafter found with so many layers left out."""
+
+    skipped: tuple[int, ...]
+    alpha: float  # mean sum min(p, q) at temperature 1 on the texts
+    c: float  # its pass in passes of the whole model, as measured
+
+    @property
+    def gamma(self) -> int:
+        """The best draft length for it; 0 where no draft pays."""
+        return best_gamma(self.alpha, self.c)
+
+    @property
+    def speedup(self) -> float:
+        """What Theorem 3.8 promises at that length."""
+        return walltime_improvement(self.alpha, self.gamma, self.c)
+
+
+def search(target: Loaded, texts: Sequence[str], most_tokens: int = 128) -> Iterator[Thinned]:
+    """One finding per number of layers left out, from one to all but one."""
+    model, count = target.model, layer_count(target.model)
+    ids = [target.tokenizer.encode(text)[:most_tokens] for text in texts]
+    laws = [_laws(model, one) for one in ids]
+
+    def alpha(skipped: tuple[int, ...]) -> float:
+        thin = with_layers(model, [i for i in range(count) if i not in skipped])
+        pairs = zip((_laws(thin, one) for one in ids), laws, strict=True)
+        return float(torch.cat([torch.minimum(q, p).sum(-1) for q, p in pairs]).mean())
+
+    free = range(0 if isinstance(model, Lean) else 1, count)  # transformers needs layer 0 to know how long the text is
+    skipped: tuple[int, ...] = ()
+    while len(skipped) < count - 1 and set(free) - set(skipped):
+        found = {(*skipped, i): alpha((*skipped, i)) for i in free if i not in skipped}
+        skipped = max(found, key=found.__getitem__)
+        whole, thin = step_seconds([model, with_layers(model, [i for i in range(count) if i not in skipped])], 20)
+        yield Thinned(tuple(sorted(skipped)), found[skipped], thin / whole)
+
+
+def _laws(model: Lean | torch.nn.Module, tokens: Sequence[int]) -> Tensor:
+    """The law after each of `tokens`, `[n, vocab]`, from one pass: the text as a draft of itself."""
+    return CachedModel(model).score(tokens[:1], Draft.chain(tuple(tokens[1:]))).float().softmax(-1)
