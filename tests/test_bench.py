@@ -12,7 +12,7 @@ from tiny import byte_level_tokenizer, save_model
 
 from specdemo import bench
 from specdemo.__main__ import main
-from specdemo.bench import stores
+from specdemo.bench import large, stores
 from specdemo.core.errors import Refused
 from specdemo.core.step import Draft
 from specdemo.models.load import Shelf
@@ -158,3 +158,15 @@ def test_the_replayed_target_says_what_the_text_says() -> None:
     verdict = judge.judge([1], Draft.chain((2, 3, 9)))
     assert verdict.accepted == (0, 1) and verdict.token == 4
     assert judge.judge([1, 2], Draft()).token == 3
+
+
+def test_a_large_pair_is_measured_with_acceptance_imposed(capsys: pytest.CaptureFixture[str]) -> None:
+    """The script for GPUs, on a small pair: its passes are real, its text is plain decoding's, its rates as asked."""
+    small = ["--target", "tiny", "--drafter", "tiny", "--device", "cpu", "--dtype", "float32", "--tokens", "64"]
+    large.main([*small, "--quantization", "none", "--gamma", "3", "--right", "0", "0.5", "1"])
+    out = capsys.readouterr().out
+    assert "parts from" not in out and "are imposed" in out
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines() if line.startswith("|")]
+    won = {(row[2], row[3]): float(row[6]) for row in rows[2:]}
+    assert won["0", "0.00"] == won["3", "0.00"] == 1.0 and won["3", "1.00"] > 3.5
+    assert 1.2 < won["3", "0.50"] < 2.6  # (1 - 0.5^4) / (1 - 0.5) = 1.88 on average

@@ -184,8 +184,7 @@ def counted(trace: list[dict[str, Any]]) -> Counter:
             kinds["accepted"] += len(kept)
             for node in set(range(len(line["draft"]))) - kept:
                 kinds["ignored" if line["beta"][node] is None else "rejected"] += 1
-            if line["token"] is not None:
-                kinds[line["kind"]] += 1
+            kinds[line["kind"]] += len(line["tokens"]) - len(kept)
     return +kinds
 
 
@@ -227,7 +226,7 @@ def test_a_real_run_streams_and_what_is_shown_equals_the_trace(tab: Any) -> None
     expect(page.locator("[data-lane=spec] .badge")).to_have_text(KEEPS)
 
 
-@pytest.mark.parametrize("method", ["nasd", "ar"])
+@pytest.mark.parametrize("method", ["nasd", "ar", "beam"])
 def test_the_other_methods_run_on_the_page(tab: Any, method: str) -> None:
     page = tab()
     page.locator("#method input").click()
@@ -239,6 +238,21 @@ def test_the_other_methods_run_on_the_page(tab: Any, method: str) -> None:
     assert trace[0]["recipe"]["method"] == method
     assert drawn(page, lane) == counted(trace)
     expect(page.locator(f"#lane-{lane}")).to_be_visible()
+    assert not page.locator(".ahead").count()  # a search has made up its mind at the end
+
+
+def test_layers_are_left_out_on_the_page(tab: Any) -> None:
+    page = tab()
+    page.locator("#method input").click()
+    page.get_by_role("option", name="self:").click()
+    page.get_by_role("button", name="Self-speculation").click()
+    page.locator("#skip-layers input, #skip-layers textarea").fill("3, five")
+    run(page, CODE, tokens=8)
+    status(page, "failed: skip_layers must be numbers like 5, 7, not '3, five'")
+    page.locator("#skip-layers input, #skip-layers textarea").fill("3, 5 6")
+    run(page, CODE, tokens=8)
+    status(page, "done: 8 tokens")
+    assert saved(page)[0]["recipe"]["skip_layers"] == [3, 5, 6]
 
 
 def test_every_method_is_explained(tab: Any) -> None:

@@ -72,6 +72,7 @@ class Lean:
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         self._parts: list[nn.Module | Tensor] = []  # for the count of bytes
         self.idle: list[Any] = []  # engines that wait for the next request
+        self.graphs = True  # whether passes may be recorded at all
         self.embedding: Tensor = self._count(body.embed_tokens.weight)
         self._angles = body.rotary_emb
         self.layers = [self._layer(layer) for layer in body.layers]
@@ -81,7 +82,11 @@ class Lean:
     def recordable(self) -> bool:
         """Whether passes may become CUDA graphs: LLM.int8() looks at its activations on the host, all else does not."""
         modules = (part for part in self._parts if isinstance(part, nn.Module))
-        return self.device.type == "cuda" and not any("8bit" in type(module).__name__ for module in modules)
+        return (
+            self.graphs
+            and self.device.type == "cuda"
+            and not any("8bit" in type(module).__name__ for module in modules)
+        )
 
     @property
     def weight_bytes(self) -> int:

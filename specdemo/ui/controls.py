@@ -22,7 +22,7 @@ def recipe_of(settings: dict[str, Any], device: str) -> Recipe:
         if field.name not in settings:
             continue
         value, usual = settings[field.name], field.default
-        if usual is None and value is None:
+        if usual is None and value in (None, 0):  # a field of numbers cannot be left empty in every browser
             continue
         if isinstance(usual, bool):
             if not isinstance(value, bool):
@@ -114,7 +114,7 @@ def sidebar(usual: Recipe) -> dict[str, gr.components.Component]:
             c["min_length"] = gr.Slider(0, 512, usual.min_length, step=1, label="Least tokens", elem_id="min-length")
         with gr.Accordion("Self-speculation", open=False):
             c["exit_layer"] = gr.Number(
-                usual.exit_layer, precision=0, label="Layers kept (empty: half of them)", elem_id="exit-layer"
+                usual.exit_layer or 0, precision=0, label="Layers kept (0: half of them)", elem_id="exit-layer"
             )
             c["skip_layers"] = gr.Textbox(
                 "", label="Or layers left out", placeholder="5, 7", max_lines=1, elem_id="skip-layers"
