@@ -154,8 +154,10 @@ def build(recipe: Recipe, target: Loaded, drafter: Loaded | None, stores: Stores
         top=recipe.top,
     )
 
-    def draws(cache: CachedModel, kind: type, **options: int) -> Drafter:
+    def draws(cache: CachedModel, kind: type, **options: Any) -> Drafter:
         noise = shared or Noise(recipe.seed, "draft")
+        if kind is ModelDrafter:
+            options["extend"] = cache.extend
         return kind(cache.score, warp, noise, ours.vocab_size, cache.vocab_size, **options)
 
     if recipe.method == "beam":

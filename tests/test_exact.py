@@ -96,6 +96,7 @@ Make = Callable[[Warp, Explorer], Any]
 DRAFTERS: dict[str, Make] = {
     "none": lambda warp, source: Plain(),
     "model": lambda warp, source: ModelDrafter(SMALL.score, warp, source, VOCAB),
+    "straight": lambda warp, source: ModelDrafter(SMALL.score, warp, source, VOCAB, extend=SMALL.extend),
     "siblings": lambda warp, source: SiblingDrafter(SMALL, warp, source),
     "n-grams": lambda warp, source: NGramDrafter(3, "multi", 2),
     "tree": lambda warp, source: TreeDrafter(SMALL.score, warp, source, VOCAB, nodes=4, width=2),
@@ -209,7 +210,7 @@ def test_lossy_rules_are_off_by_what_theory_says(rule: Any, expected: list[float
     assert [law.get(i, 0.0) for i in range(3)] == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize("drafter", ["model", "n-grams", "guesses", "guessed forest"])
+@pytest.mark.parametrize("drafter", ["model", "straight", "n-grams", "guesses", "guessed forest"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
 def test_coupled_text_is_that_of_plain_decoding(temperature: float, drafter: str) -> None:
     """Token by token, at any temperature, for every drafter and gamma, from the same seed."""

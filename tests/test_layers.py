@@ -19,8 +19,9 @@ HILL = (
     {"recipe"},
     {"parts"},
     {"generate"},
-    {"bench", "ui", "views", "layers"},
+    {"bench", "ui", "views", "layers", "options"},
     {"prove"},
+    {"commands"},
     {"__main__", "app"},
 )
 MAY = {room: set().union(*HILL[:level]) for level, rooms in enumerate(HILL) for room in rooms}

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from tiny import CONFIGS, CONTEXT, ForestDrafter, blurred, committed, run, tiny_model
 from transformers import MambaConfig, MambaForCausalLM, PreTrainedModel
 
-from specdemo.core.decode import Drafter, Plain
+from specdemo.core.decode import Drafter, More, Plain
 from specdemo.core.errors import Refused
 from specdemo.core.gamma import Fixed
 from specdemo.core.metrics import Metrics
 from specdemo.core.rules import Target, rejection, top1
-from specdemo.core.sampling import Noise, Warp
+from specdemo.core.sampling import Noise, Shared, Warp
 from specdemo.core.step import Draft
 from specdemo.drafters.model import ModelDrafter
 from specdemo.drafters.ngram import NGramDrafter
@@ -206,6 +208,55 @@ def test_mutant_drafter_that_forgets_its_last_draft() -> None:
         return sum(len(step.verdict.accepted) for step in run([3, 1, 4], judge, drafter, Fixed(3), 24))
 
     assert accepted(skip=True) < accepted(skip=False)
+
+
+READS = ("tolist", "item", "__int__", "__float__", "__bool__", "__index__")  # what makes the host wait for a device
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama lean", "gpt2"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_straight_drafts_are_the_same_and_the_host_waits_no_longer_for_long_ones(
+    kind: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, _, lean = kind.partition(" ")
+    model: Any = Lean(tiny_model(kind)) if lean else tiny_model(kind)
+    warp, reads = Warp(temperature=temperature), Counter()
+
+    def counting(read: Any) -> Any:
+        def counted(tensor: torch.Tensor, *args: Any) -> Any:
+            reads.update(["waits"])
+            return read(tensor, *args)
+
+        return counted
+
+    for name in READS:
+        monkeypatch.setattr(torch.Tensor, name, counting(getattr(torch.Tensor, name)))
+    found = []
+    for length in (2, 5):
+        by_one, at_once = CachedModel(model), CachedModel(model)
+        slow = ModelDrafter(by_one.score, warp, Shared(3), VOCAB)
+        fast = ModelDrafter(at_once.score, warp, Shared(3), VOCAB, extend=at_once.extend)
+        tokens = [5, 9, 5]
+        for bonus in (1, 2, 3):  # what was drafted is kept, and a token of the target's own after it
+            expected = slow.propose(tokens, More(length, Fixed(length)))
+            reads.clear()
+            draft = fast.propose(tokens, More(length, Fixed(length)))
+            assert draft.tokens == expected.tokens and len(draft) == length
+            if temperature:
+                assert draft.q == pytest.approx(expected.q, rel=1e-4)
+                assert torch.allclose(draft.law, expected.law, atol=1e-5)
+            tokens = [*tokens, *draft.tokens, bonus]
+        found.append(reads["waits"])
+    assert 0 < found[0] == found[1]
+
+
+def test_broken_logits_are_refused_in_straight_drafts() -> None:
+    model = tiny_model("llama")
+    model.lm_head.weight[3] = torch.nan
+    cached = CachedModel(model)
+    drafter = ModelDrafter(cached.score, Warp(), NOISE, VOCAB, extend=cached.extend)
+    with pytest.raises(Refused, match="NaN"):
+        drafter.propose([1, 2], More(3, Fixed(3)))
 
 
 def test_a_pass_that_broke_leaves_a_usable_cache() -> None:

@@ -164,3 +164,13 @@ def test_ctrl_c_ends_the_trace(
     assert main(["run", PROMPT, *pair(models), "--json"]) == 130
     end = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert end["end"] == "cancelled" and end["metrics"]["steps"] == 3
+
+
+def test_costs_are_ratios_of_passes(models: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    target = ["costs", "--target", models["target"], "--device", "cpu"]
+    assert main([*target, "--rows", "1", "3", "--context", "16", "32"]) == 0
+    one, three = (line.split("|")[2:4] for line in capsys.readouterr().out.splitlines()[2:4])
+    assert all(cell.strip().endswith("ms, 1.00") for cell in one)
+    assert all(float(cell.split()[0]) > 0 for cell in three)
+    assert main([*target, "--context", "100000"]) == 2
+    assert "fit the model" in capsys.readouterr().err

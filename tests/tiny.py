@@ -51,6 +51,13 @@ class TableModel:
         rows = [[*tokens, *(draft.tokens[i] for i in draft.path(node))] for node in range(-1, len(draft))]
         return torch.stack([self.logits(row) for row in rows])
 
+    def extend(self, tokens: Sequence[int], count: int, pick: Callable[[Tensor, int], Tensor]) -> list[int]:
+        """Tokens picked one after the other, as `CachedModel.extend` does it."""
+        path = list(tokens)
+        for i in range(count):
+            path.append(int(pick(self.logits(path)[None], i)))
+        return path[len(tokens) :]
+
 
 class Explorer:
     """A source of randomness that takes every branch once, with its probability."""
@@ -76,6 +83,9 @@ class Explorer:
 
     def draw(self, law: Tensor, place: int = 0) -> int:
         return self.choose(law.tolist())
+
+    def pick(self, law: Tensor, place: int = 0) -> Tensor:
+        return torch.tensor([self.draw(law)])
 
     def law(self, run: Callable[[], Any]) -> dict[Any, float]:
         """The exact law of what `run` returns."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specdemo.core.decode import Drafter, decode
+from specdemo.core.decode import Drafter, More, decode
 from specdemo.core.gamma import Fixed
 from specdemo.core.step import Draft, Verdict
 from specdemo.drafters.lookup import LookupDrafter
@@ -17,6 +17,7 @@ from specdemo.drafters.ngram import NGramDrafter
 from specdemo.drafters.suffix import SuffixDrafter
 
 SIZES = (1_000, 10_000, 100_000)
+READ = More(0, Fixed(1))  # a draft of no tokens: the text is read, and that is all
 NEW = 1_000  # tokens over which a cost is taken
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "nasd": lambda: NGramDrafter(4, "multi", 3),
@@ -68,7 +69,7 @@ def measure(text: Sequence[int], sizes: Sequence[int] = SIZES, gamma: int = 4) -
             seconds, accepted, rounds = _follow(make(), text, size, gamma)
             tracemalloc.start()
             drafter = make()
-            drafter.propose(text[:size], lambda n, logits: False)
+            drafter.propose(text[:size], READ)
             kept, _ = tracemalloc.get_traced_memory()
             tracemalloc.stop()
             yield StoreCost(name, size, seconds / NEW, kept / size, accepted / rounds)
@@ -76,7 +77,7 @@ def measure(text: Sequence[int], sizes: Sequence[int] = SIZES, gamma: int = 4) -
 
 def _follow(drafter: Drafter, text: Sequence[int], size: int, gamma: int) -> tuple[float, int, int]:
     """Seconds spent on `NEW` tokens after the first `size`, tokens accepted, and rounds; reading the prompt apart."""
-    drafter.propose(text[:size], lambda n, logits: False)
+    drafter.propose(text[:size], READ)
     steps = decode(text[:size], Replay(text), drafter, Fixed(gamma), max_tokens=NEW, stop=(), clock=time.perf_counter)
     seconds, accepted, rounds = 0.0, 0, 0
     for step in steps:

@@ -37,6 +37,8 @@ class Auto:
     pays it drafts nothing, and looks again now and then.
     """
 
+    looks = False
+
     most: int
     gamma: int = 3
     fade: float = 0.9

@@ -13,7 +13,21 @@ from typing import Any, Protocol
 
 from specdemo.core.step import Draft, Step, Verdict
 
-More = Callable[[int, Any], bool]
+
+class More:
+    """May the draft grow? Asked before every token, or not at all for the first `sure` ones."""
+
+    def __init__(self, limit: int, gamma: Gamma) -> None:
+        self._limit, self._gamma = limit, gamma
+
+    def __call__(self, n: int, logits: Any) -> bool:
+        """Whether a draft of n tokens may grow; `logits` are the drafter's raw ones for the next, None if unknown."""
+        return n < self._limit and self._gamma.more(n, logits)
+
+    @property
+    def sure(self) -> int:
+        """How many tokens may be drafted whatever the logits are: a device need not show them to the host."""
+        return 0 if self._gamma.looks else self._limit
 
 
 class Drafter(Protocol):
@@ -22,9 +36,8 @@ class Drafter(Protocol):
     def propose(self, tokens: Sequence[int], more: More) -> Draft:
         """A draft that continues `tokens`.
 
-        `more(n, logits)` says whether a draft of n tokens may grow; `logits` are the drafter's raw ones for the next
-        token, or None where it has none (yet). It must be asked before a token is drawn: dropping a drawn token
-        because it turned out improbable would bias the output.
+        `more` must be asked before a token is drawn: dropping a drawn token because it turned out improbable would
+        bias the output.
         """
 
     def observe(self, step: Step) -> None:
@@ -44,6 +57,10 @@ class Gamma(Protocol):
     @property
     def gamma(self) -> int:
         """The longest draft that it would allow now."""
+
+    @property
+    def looks(self) -> bool:
+        """Whether `more` depends on logits; if not, it allows drafts of `gamma` tokens."""
 
     @property
     def notes(self) -> Mapping[str, float]:
@@ -91,7 +108,7 @@ def decode(
         began = clock()
         room = end - len(tokens) - 1  # the target's own token takes one place
         limit = min(gamma.gamma, room) if i else 0
-        draft = drafter.propose(tokens, lambda n, logits: n < limit and gamma.more(n, logits)) if limit else Draft()
+        draft = drafter.propose(tokens, More(limit, gamma)) if limit else Draft()
         drafted = clock()
         verdict = judge.judge(tokens, draft)
         judged = clock()

@@ -17,7 +17,9 @@ from specdemo.core.step import Step
 
 
 class Quiet:
-    """What most policies have in common: nothing to learn and nothing to tell."""
+    """What most policies have in common: nothing to look at, to learn or to tell."""
+
+    looks = False
 
     @property
     def notes(self) -> dict[str, float]:
@@ -88,6 +90,8 @@ class Egag(Quiet):
     to round(least + (most - least)(1 - H_norm)) tokens, asked anew before each of them.
     """
 
+    looks = True
+
     least: int
     most: int
     beta: float = 0.5
@@ -121,6 +125,8 @@ class Egag(Quiet):
 class Unsure(Quiet):
     """End a draft where a bound on the chance of acceptance falls below a threshold."""
 
+    looks = True
+
     gamma: int  # the longest draft
     sure: Callable[[Any], bool]
 
@@ -145,6 +151,8 @@ class AdaEdl(Quiet):
 
     Lambda follows what was accepted: it falls while drafts do better than `aim` and rises while they do worse.
     """
+
+    looks = True
 
     gamma: int
     aim: float = 0.9
@@ -174,6 +182,8 @@ class AdaEdl(Quiet):
 @dataclass
 class PathProbability(Quiet):
     """Stop where the most probable continuation has become improbable: the product of its probabilities so far."""
+
+    looks = True
 
     gamma: int
     threshold: float = 0.2

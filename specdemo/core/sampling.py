@@ -49,8 +49,7 @@ class Warp:
         where a row has no largest finite logit: a model that has gone wrong must never emit a token.
         """
         logits = logits.float()
-        if not all(map(math.isfinite, logits.amax(-1).tolist())):
-            raise Refused("the model gave NaN or infinite logits: try dtype float32, or another checkpoint")
+        refuse_broken(logits.amax(-1).tolist())
         if not self.needs_paths:
             return logits
         return torch.stack([self._before(row, path) for row, path in zip(logits, paths, strict=True)])
@@ -93,6 +92,12 @@ class Warp:
         return logits
 
 
+def refuse_broken(largest: Sequence[float]) -> None:
+    """Raise `Refused` unless every one of the rows' largest logits is a finite number."""
+    if not all(map(math.isfinite, largest)):
+        raise Refused("the model gave NaN or infinite logits: try dtype float32, or another checkpoint")
+
+
 def peaks(laws: Tensor, count: int) -> tuple[Peak, ...]:
     """Entropy and the `count` likeliest tokens of each of `laws` `[rows, vocab]`; tokens without mass are left out."""
     entropy = torch.special.entr(laws).sum(-1).tolist()
@@ -121,31 +126,33 @@ class Noise:
 
     def draw(self, law: Tensor, place: int = 0) -> int:
         """A token from `law` `[vocab]`; the next one of the stream, at whatever place."""
-        if law.device.type == "cpu":
-            return self._invert(law)
-        return self._race(law)
+        return int(self.pick(law, place))
 
-    def _invert(self, law: Tensor) -> int:
+    def pick(self, law: Tensor, place: int = 0) -> Tensor:
+        """The same, left on the device: `[1]`."""
+        return self._invert(law) if law.device.type == "cpu" else self._race(law)
+
+    def _invert(self, law: Tensor) -> Tensor:
         """The token at which the cumulative law passes a uniform number: one random number, the fastest on a CPU."""
         mass = law.cumsum(0, dtype=torch.float64)
-        token = int(torch.searchsorted(mass, self._uniform.random() * mass[-1], right=True))
-        return token if token < len(law) else int(law.nonzero()[-1])  # a product that was rounded up to the total
+        token = torch.searchsorted(mass, self._uniform.random() * mass[-1:], right=True)
+        return token if token < len(law) else law.nonzero()[-1]  # a product that was rounded up to the total
 
-    def _race(self, law: Tensor) -> int:
-        """The largest of p / Exp(1): no cumulative sum, and nothing that the host has to wait for before it."""
+    def _race(self, law: Tensor) -> Tensor:
+        """The largest of p / Exp(1): no cumulative sum, and nothing that the host has to wait for."""
         device = law.device
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(self._seed)
         waiting = torch.empty_like(law).exponential_(generator=self._generators[device])
-        return int((law / waiting).argmax())
+        return (law / waiting).argmax(-1, keepdim=True)
 
 
 class Certain(Noise):
     """A stream for laws that are point masses: what is drawn is known without drawing."""
 
-    def draw(self, law: Tensor, place: int = 0) -> int:
-        """The one token that `law` `[vocab]` has."""
-        return int(law.argmax())
+    def pick(self, law: Tensor, place: int = 0) -> Tensor:
+        """The one token that `law` `[vocab]` has, `[1]`."""
+        return law.argmax(-1, keepdim=True)
 
 
 class Shared:
@@ -162,9 +169,13 @@ class Shared:
 
     def draw(self, law: Tensor, place: int) -> int:
         """The token of `law` `[vocab]` that the noise at this place picks."""
+        return int(self.pick(law, place))
+
+    def pick(self, law: Tensor, place: int) -> Tensor:
+        """The same, left on the device: `[1]`."""
         if place not in self._waiting:
             if len(self._waiting) >= self._memory:
                 del self._waiting[next(iter(self._waiting))]
             key = random.Random(f"{self._seed}/{place}").getrandbits(63)
             self._waiting[place] = torch.empty(len(law)).exponential_(generator=torch.Generator().manual_seed(key))
-        return int((law / self._waiting[place].to(law.device)).argmax())
+        return (law / self._waiting[place].to(law.device, non_blocking=True)).argmax(-1, keepdim=True)

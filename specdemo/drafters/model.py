@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specdemo.core.decode import More
-from specdemo.core.sampling import Warp
+from specdemo.core.sampling import Warp, refuse_broken
 from specdemo.core.step import Draft, Step
 
 
@@ -18,7 +18,8 @@ class ModelDrafter:
 
     `score(tokens, draft)` gives raw logits `[1, own_size]`. Laws are `[vocab_size]` wide, the target's width: ids that
     only the drafter has are masked before the softmax, ids that only the target has get no mass. A text that holds an
-    id the drafter lacks (an embedding's padding) cannot be read by it, so nothing is proposed.
+    id the drafter lacks (an embedding's padding) cannot be read by it, so nothing is proposed. `extend` is
+    `CachedModel.extend`: with it, drafts whose length depends on no logits are drawn without a wait per token.
     """
 
     def __init__(
@@ -28,14 +29,18 @@ class ModelDrafter:
         noise: Any,
         vocab_size: int,
         own_size: int | None = None,
+        extend: Callable[[Sequence[int], int, Callable[[Tensor, int], Tensor]], list[int]] | None = None,
     ) -> None:
         self._score, self._warp, self._noise, self._vocab_size = score, warp, noise, vocab_size
         self._own_size = vocab_size if own_size is None else own_size
+        self._extend = extend
 
     def propose(self, tokens: Sequence[int], more: More) -> Draft:
         """Ask before drawing, so that stopping never depends on the token drawn."""
         if not readable(tokens, self._own_size, self._vocab_size):
             return Draft()
+        if self._extend and more.sure and not self._warp.needs_paths:
+            return self._straight(tokens, more.sure)
         greedy = self._warp.temperature == 0  # then laws are point masses: nothing to carry
         path, laws, q = list(tokens), [], []
         while more(len(path) - len(tokens), None):
@@ -55,6 +60,26 @@ class ModelDrafter:
         if not laws:
             return Draft.chain(new)
         return Draft.chain(new, tuple(torch.stack(q).tolist()), torch.stack(laws))
+
+    def _straight(self, tokens: Sequence[int], count: int) -> Draft:
+        """A draft of `count` tokens, whatever they are: nothing of it needs to reach the host before its end."""
+        largest, laws, q = [], [], []
+
+        def pick(logits: Tensor, i: int) -> Tensor:
+            logits = fitted(logits, self._vocab_size).float()
+            largest.append(logits.amax(-1))
+            if self._warp.temperature == 0:
+                return logits.argmax(-1)
+            law = self._warp.law(logits)[0]
+            token = self._noise.pick(law, len(tokens) + i)
+            laws.append(law)
+            q.append(law[token])
+            return token
+
+        assert self._extend is not None
+        new = tuple(self._extend(tokens, count, pick))
+        refuse_broken(torch.cat(largest).tolist())
+        return Draft.chain(new, tuple(torch.cat(q).tolist()), torch.stack(laws)) if laws else Draft.chain(new)
 
     def observe(self, step: Step) -> None:
         """Nothing to learn: the cache follows content."""

@@ -7,7 +7,7 @@ is found by content, so nobody rewinds anything and a second turn of a chat feed
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -26,7 +26,7 @@ NOTHING = torch.empty(0, 0)
 class Engine(Protocol):
     """A forward pass over the keys and values of one request."""
 
-    def run(self, new: list[int], held: int, draft: Draft) -> Tensor:
+    def run(self, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
         """Feed `new`, which ends in the draft's nodes, after the `held` positions, the last of which may be nodes too.
 
         Logits of the last `len(draft) + 1` rows, `[rows, vocab]`; of all, if `new` is shorter.
@@ -69,16 +69,37 @@ class CachedModel:
         held, known = self._keep(tokens, draft)
         fed = self._filled(draft, held, len(tokens))
         new = [*tokens[held:], *fed.tokens[max(0, held - len(tokens)) :]]
+        if len(known) > len(draft):
+            logits = known
+        else:
+            logits = self._run(new, held, fed)
+            if len(known):
+                logits = torch.cat([known, logits])
+        self._held, self._draft, self._logits = list(tokens), draft, logits[: len(draft) + 1]
+        return self._logits
+
+    @torch.inference_mode()
+    def extend(self, tokens: Sequence[int], count: int, pick: Callable[[Tensor, int], Tensor]) -> list[int]:
+        """`count` more tokens, each the `pick(logits, i)` `[1]` of the raw logits `[1, vocab]` before it.
+
+        What is picked stays on the device until the last one: the host waits once, not once a token.
+        """
+        logits = self.score(tokens, Draft())
+        picked = [pick(logits, 0)]
+        for i in range(1, count):
+            logits = self._run(picked[-1], len(tokens) + i - 1, Draft())
+            picked.append(pick(logits, i))
+        new = torch.cat(picked).tolist()
+        self._held, self._logits = [*tokens, *new[:-1]], logits
+        return new
+
+    def _run(self, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
         try:
-            logits = self._engine.run(new, held, fed) if len(known) <= len(draft) else known
+            return self._engine.run(new, held, draft)
         except BaseException:  # layers of different lengths: hold nothing
             self._engine.keep(0, [])
             self._held, self._draft = [], Draft()
             raise
-        if len(known) and logits is not known:
-            logits = torch.cat([known, logits])
-        self._held, self._draft, self._logits = list(tokens), draft, logits[: len(draft) + 1]
-        return self._logits
 
     def __del__(self) -> None:
         if isinstance(getattr(self, "_model", None), Lean):

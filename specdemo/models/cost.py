@@ -1,10 +1,13 @@
-"""What one token costs: the seconds of a pass over one row, for several models side by side."""
+"""What a pass costs: by rows, by context, and one model's beside another's. Medians of passes that take turns.
+
+Taking turns, whatever else the machine does weighs on all alike, so ratios can be trusted where seconds cannot.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedModel
 
@@ -12,18 +15,55 @@ from specdemo.core.step import Draft
 from specdemo.models.cached import CachedModel
 from specdemo.models.lean import Lean
 
+Model = Lean | PreTrainedModel
 
-def step_seconds(models: Sequence[Lean | PreTrainedModel], rounds: int = 60, length: int = 200) -> list[float]:
-    """Medians of passes that take turns, so that whatever else the machine does weighs on all alike."""
+
+def step_seconds(models: Sequence[Model], rounds: int = 60, length: int = 200) -> list[float]:
+    """Seconds of a pass over one row, for each model."""
     caches = [CachedModel(model) for model in models]
     length = min(length, *(cache.context - rounds for cache in caches))
-    text = [i % min(cache.vocab_size for cache in caches) for i in range(length + rounds)]
-    seconds: list[list[float]] = [[] for _ in models]
+    text = _text(caches, length + rounds)
     for cache in caches:
         cache.score(text[:length], Draft())
-    for end in range(length + 1, len(text) + 1):
-        for cache, times in zip(caches, seconds, strict=True):
+    return _medians([_timed(cache, text, length, rounds) for cache in caches], rounds)
+
+
+def pass_seconds(
+    model: Model, rows: Sequence[int], contexts: Sequence[int], rounds: int = 40
+) -> dict[tuple[int, int], float]:
+    """Seconds of a pass over so many rows behind so many tokens, by rows and tokens."""
+    shapes = [(n, context) for n in rows for context in contexts]
+    caches = {context: CachedModel(model) for context in contexts}
+    text = _text(list(caches.values()), max(contexts) + max(rows))
+
+    def timed(n: int, context: int) -> Callable[[int], float]:
+        def once(i: int) -> float:
+            cache = caches[context]
+            cache.score(text[: context - 1], Draft())  # so that the last token is news
             start = time.perf_counter()
-            cache.score(text[:end], Draft())[0, 0].item()  # waits for it
-            times.append(time.perf_counter() - start)
-    return [statistics.median(times) for times in seconds]
+            cache.score(text[:context], Draft.chain(tuple(text[context : context + n - 1])))[0, 0].item()
+            return time.perf_counter() - start
+
+        return once
+
+    found = _medians([timed(*shape) for shape in shapes], rounds)
+    return dict(zip(shapes, found, strict=True))
+
+
+def _timed(cache: CachedModel, text: Sequence[int], length: int, rounds: int) -> Callable[[int], float]:
+    def once(i: int) -> float:
+        start = time.perf_counter()
+        cache.score(text[: length + 1 + i], Draft())[0, 0].item()  # waits for it
+        return time.perf_counter() - start
+
+    return once
+
+
+def _medians(timed: Sequence[Callable[[int], float]], rounds: int) -> list[float]:
+    """Each is called with the number of the round, one after the other."""
+    seconds = [[once(i) for once in timed] for i in range(rounds)]
+    return [statistics.median(column) for column in zip(*seconds, strict=True)]
+
+
+def _text(caches: Sequence[CachedModel], length: int) -> list[int]:
+    return [i % min(cache.vocab_size for cache in caches) for i in range(length)]

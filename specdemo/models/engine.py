@@ -100,7 +100,7 @@ class LeanEngine:
         """Bytes of keys and values held now."""
         return self._kv[:, :, :, : self._length].numel() * self._kv.element_size() if self._room else 0
 
-    def run(self, new: list[int], held: int, draft: Draft) -> Tensor:
+    def run(self, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
         """Feed `new` after the `held` positions; logits `[len(draft) + 1, vocab]` of the last rows."""
         model = self._model
         while len(new) > CHUNK + len(draft):
@@ -119,7 +119,7 @@ class LeanEngine:
         cos, sin = self._turn(n, angles)
         if width != self._seen[0]:
             self._seen = (width, *(self._kv[:, i, None, :, :width].unbind() for i in (0, 1)))
-        ids = torch.tensor(new, device=model.device)
+        ids = torch.as_tensor(new, device=model.device)
         if self._record and n <= FEW:
             logits = self._replay(ids, mask, cos, sin, held)[-len(draft) - 1 :]
         else:

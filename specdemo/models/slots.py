@@ -109,7 +109,7 @@ class SlotEngine:
         self._layers = [Slots() for _ in range(model.config.get_text_config().num_hidden_layers)]
         self._cache = Cache(layers=self._layers)
 
-    def run(self, new: list[int], held: int, draft: Draft) -> Tensor:
+    def run(self, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
         """Feed `new` after the `held` positions; logits `[len(draft) + 1, vocab]` of the last rows.
 
         Raises `Refused` for forests on a model with a sliding window.
@@ -127,7 +127,7 @@ class SlotEngine:
             where = torch.tensor([positions(len(new), held, draft)], device=device)
             extra = {"attention_mask": mask[None, None].to(device), "position_ids": where}
         return self._model(
-            input_ids=torch.tensor([new], device=device),
+            input_ids=torch.as_tensor(new, device=device)[None],
             past_key_values=self._cache,
             logits_to_keep=len(draft) + 1,
             **extra,

@@ -42,6 +42,9 @@ class Preset:
     curve_schedule: Schedule
 
 
+KEPT = 0.2  # of what the target was before it was polished
+
+
 PRESETS = {
     "cpu": Preset(
         target=Shape(12, 256, 704, 4, 2),
@@ -49,7 +52,7 @@ PRESETS = {
         target_schedule=Schedule(steps=2300, long_part=0.12),
         polish_schedule=Schedule(steps=110, tokens=2048, long=1024, lr=1e-3, warmup=5, decay_part=0.8, save_every=10),
         # One layer takes its time to learn far positions: a good part of the windows has 2,048 tokens.
-        drafter_schedule=Schedule(steps=850, long_part=0.35),
+        drafter_schedule=Schedule(steps=1000, long_part=0.3),
         curve=(
             Shape(1, 128, 384, 2, 1),
             Shape(1, 192, 576, 3, 1),
@@ -150,16 +153,21 @@ def main() -> None:
     if options.stage in ("polish", "all"):
         target = read(options.out / "target").to(options.device)
         before = read(options.out / "target").to(options.device).requires_grad_(False)
-        share = fit(
+        check = partial(objectives.held_out_loops, target, text.held_out, 32)
+        fit(
             target,
             partial(objectives.without_loops, target, before),
             batches,
             schedule(preset.polish_schedule),
             options.work / "polish.pt",
-            partial(objectives.held_out_loops, target, text.held_out, 32),
+            check,
             "polish",
         )
-        print(f"greedy continuations that end in a loop: {share:.0%}")
+        # A straight line between the two trades loops for loss better than the training does (WiSE-FT, 2109.01903).
+        with torch.no_grad():
+            for ours, theirs in zip(target.parameters(), before.parameters(), strict=True):
+                ours.lerp_(theirs, KEPT)
+        print(f"greedy continuations that end in a loop: {check():.0%}")
         save(target, options.out / "target")
     if options.stage in ("curve", "all"):
         target = read(options.out / "target").to(options.device).requires_grad_(False)

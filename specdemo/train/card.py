@@ -155,8 +155,8 @@ licence; no other text was used.
 
 1. Target: Muon for the layers' matrices, AdamW for the rest, windows of 256 tokens first and of 2,048 at the end, a
    constant and then linearly falling learning rate.
-2. Polish: cross entropy plus the unlikelihood of going on with a loop in the target's own greedy continuations. It
-   makes loops rarer at temperature 0 and costs some loss.
+2. Polish: the unlikelihood of going on with a loop in the target's own greedy continuations, held close to what it was
+   by KL, and averaged with what it was, four to one. It makes loops rarer at temperature 0 and costs some loss.
 3. Curve: drafters of several shapes learn side by side for a short while, to see which is worth its cost.
 4. Drafter: from the target's logits, KL(p || q) plus the rejection rate itself, 1 - sum min(p, q).
 5. Card: the figures below.

@@ -1,0 +1,127 @@
+"""What the terminal does besides running a prompt: it measures, proves and searches, and prints a table."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from specdemo import bench, layers, prove
+from specdemo.bench import stores
+from specdemo.core.errors import Refused
+from specdemo.models.cached import CachedModel
+from specdemo.models.cost import pass_seconds
+from specdemo.models.load import Shelf, find_device
+from specdemo.models.peers import PEERS
+from specdemo.options import given
+from specdemo.recipe import Recipe
+
+
+def _bench(options: argparse.Namespace) -> int:
+    varying = ("method", "gamma", "policy", "temperature")
+    common = {name: value for name, value in given(options).items() if name not in varying}
+    common["top_p"] = 1.0  # the whole law: alpha is then comparable with the papers
+    recipes = []
+    for temperature in options.temperature:
+        varied: list[dict[str, Any]] = [{"method": "ar"}]
+        for method in options.method:
+            for policy in options.policy if method != "ar" else ():
+                lengths = options.gamma if policy == "fixed" else options.gamma[-1:]
+                varied += [{"method": method, "policy": policy, "gamma": gamma} for gamma in lengths]
+        recipes += [Recipe(**{**common, **one, "temperature": temperature}) for one in varied]
+    prompts = bench.load_prompts(kinds=options.kind)
+    peers = []
+    if options.peers:
+        drafting = any(recipe.drafter_spec for recipe in recipes)
+        peers = [name for name, peer in PEERS.items() if drafting or peer.assistant is None]
+    records = []
+    for record in bench.measure(recipes, prompts, Shelf(), peers):
+        records.append(record)
+        print(f"\r{len(records)} of {len(prompts)} prompts", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    bandwidth = bench.copy_bandwidth(find_device(recipes[0].device))
+    rows = bench.table(recipes, records, peers, bandwidth)
+    print(bench.markdown(rows))
+    for row in rows:
+        if row.slower:
+            print(f"slower than plain: {row.lane} on {', '.join(row.slower)}")
+    print(f"copy bandwidth of this machine: {bandwidth / 1e9:.1f} GB/s")
+    print(bench.as_json(rows))
+    if options.output:
+        options.output.write_text(bench.markdown(rows) + "\n", encoding="utf-8")
+    return 0
+
+
+def _prove(options: argparse.Namespace) -> int:
+    common = {name: value for name, value in given(options).items() if name not in ("method", "gamma", "temperature")}
+    recipes = [
+        Recipe(
+            **common,
+            method=method,
+            gamma=gamma,
+            temperature=temperature,
+            top_p=1.0,
+            rule="coupled" if temperature else "rejection",
+        )
+        for temperature in options.temperature
+        for method in options.method
+        for gamma in options.gamma
+    ]
+    prompts = prove.more(bench.load_prompts(), options.prompts)
+    findings = [prove.Finding(recipe) for recipe in recipes]
+    for i, _ in enumerate(prove.prove(findings, prompts, Shelf()), 1):
+        print(f"\r{i} of {len(prompts)} prompts", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    print(prove.markdown(findings))
+    parted = [(finding, *where) for finding in findings for where in finding.parted]
+    for finding, name, token in parted:
+        print(f"{bench.label(finding.recipe)} parts from plain decoding on {name} at token {token + 1}")
+    return 1 if parted else 0
+
+
+def _layers(options: argparse.Namespace) -> int:
+    recipe = Recipe(method="self", **given(options))
+    texts = [prompt.text for prompt in bench.load_prompts(kinds=["code"])[: options.prompts]]
+    found = []
+    print("layers left out, alpha, c, best gamma, Theorem 3.8", file=sys.stderr)
+    for thinned in layers.search(Shelf().take(recipe.target_spec), texts):
+        found.append(thinned)
+        skipped = " ".join(map(str, thinned.skipped))
+        print(f"{skipped:<40} {thinned.alpha:.3f}  {thinned.c:.3f}  {thinned.gamma}  {thinned.speedup:.2f}", flush=True)
+    best = max(found, key=lambda thinned: thinned.speedup)
+    if not best.gamma:
+        print("no set of layers left out makes drafting pay on these texts: choose another method")
+        return 0
+    flags = " ".join(f"--skip-layer {i}" for i in best.skipped)
+    print(f"best: --method self --gamma {best.gamma} {flags}")
+    return 0
+
+
+def _stores(options: argparse.Namespace) -> int:
+    tokenizer = Shelf().take(Recipe(method="nasd").target_spec).tokenizer
+    text = stores.stdlib_tokens(
+        lambda source: tokenizer.encode(source, verbose=False), max(stores.SIZES) + 2 * stores.NEW
+    )
+    print(stores.markdown(list(stores.measure(text))))
+    return 0
+
+
+def _costs(options: argparse.Namespace) -> int:
+    target = Shelf().take(Recipe(method="ar", **given(options)).target_spec)
+    longest = CachedModel(target.model).context
+    if max(options.context) + max(options.rows) > longest or min(*options.context, *options.rows) < 1:
+        raise Refused(f"contexts and rows must be 1 or more and fit the model's {longest:,} tokens together")
+    found = pass_seconds(target.model, options.rows, options.context)
+    print("| rows | " + " | ".join(f"{context:,} tokens" for context in options.context) + " |")
+    print("|---" * (len(options.context) + 1) + "|")
+    for n in options.rows:
+        cells = [
+            f"{1000 * found[n, context]:.2f} ms, {found[n, context] / found[options.rows[0], context]:.2f}"
+            for context in options.context
+        ]
+        print(f"| {n} | " + " | ".join(cells) + " |")
+    print(f"milliseconds of a pass, and how many passes over {options.rows[0]} row(s) that is at the same context")
+    return 0
+
+
+COMMANDS = {"costs": _costs, "bench": _bench, "prove": _prove, "layers": _layers, "stores": _stores}
