@@ -53,6 +53,7 @@ def _bench(options: argparse.Namespace) -> int:
 
 
 def _prove(options: argparse.Namespace) -> int:
+    _some_prompts(options.prompts)
     common = {name: value for name, value in given(options).items() if name not in ("method", "gamma", "temperature")}
     recipes = [
         Recipe(
@@ -80,6 +81,7 @@ def _prove(options: argparse.Namespace) -> int:
 
 
 def _layers(options: argparse.Namespace) -> int:
+    _some_prompts(options.prompts)
     recipe = Recipe(method="self", **given(options))
     texts = [prompt.text for prompt in bench.load_prompts(kinds=["code"])[: options.prompts]]
     found = []
@@ -88,7 +90,9 @@ def _layers(options: argparse.Namespace) -> int:
         found.append(thinned)
         skipped = " ".join(map(str, thinned.skipped))
         print(f"{skipped:<40} {thinned.alpha:.3f}  {thinned.c:.3f}  {thinned.gamma}  {thinned.speedup:.2f}", flush=True)
-    best = max(found, key=lambda thinned: thinned.speedup)
+    best = max(found, key=lambda thinned: thinned.speedup, default=None)
+    if best is None:
+        raise Refused(f"{recipe.models[0]} has no layer to spare: choose a deeper model")
     if not best.gamma:
         print("no set of layers left out makes drafting pay on these texts: choose another method")
         return 0
@@ -104,6 +108,11 @@ def _stores(options: argparse.Namespace) -> int:
     )
     print(stores.markdown(list(stores.measure(text))))
     return 0
+
+
+def _some_prompts(count: int) -> None:
+    if count < 1:
+        raise Refused(f"prompts must be at least 1, not {count}")
 
 
 def _costs(options: argparse.Namespace) -> int:

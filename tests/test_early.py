@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from specdemo.models.cached import CachedModel
 from specdemo.models.early import with_layers
 from specdemo.models.lean import Lean
 from specdemo.models.load import Shelf
-from specdemo.recipe import WITH_DRAFTER, Recipe
+from specdemo.recipe import METHODS, POLICIES, WITH_DRAFTER, Recipe
 
 GREEDY, NOISE = Warp(temperature=0), Noise(0, "unused when greedy")
 TOKENS = [5, 9, 5, 7, 1]
@@ -72,17 +73,27 @@ def test_layers_that_make_no_drafter_are_refused(kept: list[int]) -> None:
         with_layers(tiny_model("gpt2"), [1])
 
 
-@pytest.mark.parametrize("method", ["tree", "self", "suffix", "hybrid", "lookup", "lookahead"])
-def test_methods_run_by_name_and_agree_with_plain_decoding(method: str, tmp_path: object) -> None:
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in ("ar", "beam")])
+def test_methods_run_by_name_under_every_policy_and_write_what_plain_decoding_writes(
+    method: str, tmp_path: Path
+) -> None:
     """And self-speculation holds no weights but the target's."""
-    folder = str(save_model(tmp_path / "model", byte_level_tokenizer()))  # type: ignore[operator]
-    shelf, texts = Shelf(), {}
-    for name in ("ar", method):
-        recipe = Recipe(method=name, target=folder, drafter=folder, temperature=0, max_tokens=40, device="cpu")
-        lines = [line for line in generate(recipe, "def add(a, b):\n    add(a, b)\n", shelf) if "phase" not in line]
-        texts[name] = [token for line in lines[1:-1] for token in line["tokens"]]
-        assert lines[-1]["end"] == "length"
+    folder = str(save_model(tmp_path / "model", byte_level_tokenizer()))
+    shelf, drafted = Shelf(), 0
+
+    def text(recipe: Recipe) -> list[int]:
+        nonlocal drafted
+        prompt = "def add(a, b):\n    add(a, b)\n"
+        head, *steps, end = (line for line in generate(recipe, prompt, shelf) if "phase" not in line)
         if method not in WITH_DRAFTER:
-            assert lines[0]["environment"]["drafter_bytes"] is None
-    assert texts["ar"] == texts[method]
-    assert lines[-1]["metrics"]["drafted"] > 0
+            assert head["environment"]["drafter_bytes"] is None
+        assert end["end"] == "length"
+        drafted += end["metrics"]["drafted"]
+        return [token for step in steps for token in step["tokens"]]
+
+    common = {"target": folder, "drafter": folder, "temperature": 0, "max_tokens": 32, "device": "cpu"}
+    plain = text(Recipe(method="ar", **common))
+    for policy in POLICIES:
+        for rule in ("rejection", "match", "coupled"):
+            assert text(Recipe(method=method, policy=policy, rule=rule, **common)) == plain, (policy, rule)
+    assert drafted > 0

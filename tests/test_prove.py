@@ -76,3 +76,14 @@ def test_a_layer_that_does_nothing_is_left_out_first(tmp_path: Path) -> None:
     first = next(layers.search(Shelf().take(Spec(folder, device="cpu")), ["def f(x):\n    return x"]))
     assert first.skipped == (2,) and first.alpha == pytest.approx(1.0, abs=1e-5)
     assert main(["layers", "--target", folder, "--device", "cpu", "--prompts", "1"]) == 0
+
+
+def test_nothing_to_measure_is_refused_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shallow = str(save_model(tmp_path / "shallow", byte_level_tokenizer(), num_hidden_layers=1))
+    for command, words in (
+        (["prove", "--prompts", "0"], "prompts must be at least 1"),
+        (["layers", "--prompts", "-1"], "prompts must be at least 1"),
+        (["layers", "--target", shallow, "--device", "cpu"], "no layer to spare"),
+    ):
+        assert main(command) == 2
+        assert words in capsys.readouterr().err

@@ -128,13 +128,11 @@ class CachedModel:
         shared = _common(self._held, tokens)
         slots: list[int] = []
         node: int | None = -1 if self._held and shared == len(self._held) else None
-        kids = self._draft.children()
+        kids: dict[int | None, list[int]] = {**self._draft.children()}
 
         def child(node: int | None, token: int) -> int | None:
-            """The node of the last forest that follows `node` with this token."""
-            return (
-                None if node is None else next((k for k in kids.get(node, ()) if self._draft.tokens[k] == token), None)
-            )
+            """The node of the last forest that follows `node` with this token; none follows None."""
+            return next((kid for kid in kids.get(node, ()) if self._draft.tokens[kid] == token), None)
 
         for token in tokens[shared:]:
             node = child(node, token)

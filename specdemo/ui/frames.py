@@ -91,7 +91,7 @@ class Run:
         else:
             lane.metrics.add_record(event)
             lane.memory = event.get("memory") or lane.memory
-            doing = "the speculative run" if name == SPEC else "the plain run"
+            doing = "the search" if "pending" in event else "the speculative run" if name == SPEC else "the plain run"
             self.phase = ("decoding", doing)
             record = {"l": name, "i": event["i"], "t": round(event["t"], 4), "c": cells(event)}
             self.records.append(record | ({"ahead": event["pending_text"]} if "pending_text" in event else {}))
