@@ -14,6 +14,7 @@ from specdemo.models.cost import pass_seconds
 from specdemo.models.load import Shelf, find_device
 from specdemo.models.peers import PEERS
 from specdemo.options import given
+from specdemo.preflight import preflight
 from specdemo.recipe import Recipe
 
 
@@ -110,6 +111,20 @@ def _stores(options: argparse.Namespace) -> int:
     return 0
 
 
+def _preflight(options: argparse.Namespace) -> int:
+    recipe = Recipe(**{**given(options), "top_p": 1.0})
+    found = preflight(recipe, bench.load_prompts(kinds=options.kind), Shelf())
+    print(f"weights {found.weight_bytes / 1e6:,.0f} MB, keys and values {found.kv_bytes / 1e6:.2f} MB per 1,000 tokens")
+    print(f"alpha {found.alpha:.2f}  c {found.c:.2f}  " + "  ".join(f"v({n}) {v:.2f}" for n, v in found.v.items()))
+    for one in found.estimates:
+        print(
+            f"gamma {one.gamma}: {one.tokens_per_pass:.2f} tokens per pass, "
+            f"{one.speedup:.2f}x [{one.low:.2f}, {one.high:.2f}]"
+        )
+    print(found.advice)
+    return 0
+
+
 def _some_prompts(count: int) -> None:
     if count < 1:
         raise Refused(f"prompts must be at least 1, not {count}")
@@ -133,4 +148,11 @@ def _costs(options: argparse.Namespace) -> int:
     return 0
 
 
-COMMANDS = {"costs": _costs, "bench": _bench, "prove": _prove, "layers": _layers, "stores": _stores}
+COMMANDS = {
+    "preflight": _preflight,
+    "costs": _costs,
+    "bench": _bench,
+    "prove": _prove,
+    "layers": _layers,
+    "stores": _stores,
+}

@@ -15,12 +15,13 @@ ROOT = Path(__file__).parents[1]
 HILL = (
     {"core", "worker"},
     {"models", "drafters"},
-    {"remote", "preflight"},
+    {"remote"},
     {"recipe"},
     {"parts"},
     {"generate"},
-    {"bench", "ui", "views", "layers", "options"},
-    {"prove"},
+    {"bench", "layers"},
+    {"prove", "preflight"},
+    {"ui", "views", "options"},
     {"commands"},
     {"__main__", "app"},
 )

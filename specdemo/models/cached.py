@@ -49,7 +49,7 @@ class CachedModel:
 
     def __init__(self, model: PreTrainedModel | Lean, pad: int = 1) -> None:
         config = model.config.get_text_config()
-        self._model = model
+        self.model = model
         self._engine: Engine = borrow(model) if isinstance(model, Lean) else SlotEngine(model)
         self.vocab_size: int = config.vocab_size
         self.context: int = getattr(config, "max_position_embeddings", None) or sys.maxsize  # some have no limit
@@ -102,8 +102,8 @@ class CachedModel:
             raise
 
     def __del__(self) -> None:
-        if isinstance(getattr(self, "_model", None), Lean):
-            give_back(self._model, self._engine)
+        if isinstance(getattr(self, "model", None), Lean):
+            give_back(self.model, self._engine)
 
     @property
     def kv_bytes(self) -> int:

@@ -1,0 +1,167 @@
+"""Will this pair help? Acceptance from one pass over a few texts, costs from a few timed passes, nothing generated.
+
+The texts stand for what will be written. A round may start at any of their tokens: how many it would commit follows
+from beta = sum min(p, q) at the tokens after it (2211.17192, Definition 3.3), one after the other, so acceptance that
+comes in runs is priced as it comes. Where greedy decoding is asked about, only places count at which the target would
+have gone on as the text does: elsewhere its own text would be another.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdemo.bench import Prompt
+from specdemo.bench.table import interval
+from specdemo.core.decode import More
+from specdemo.core.errors import Refused
+from specdemo.core.gamma import Fixed
+from specdemo.core.sampling import Warp
+from specdemo.core.step import Draft
+from specdemo.models.cached import CachedModel
+from specdemo.models.cost import pass_seconds, step_seconds
+from specdemo.models.load import Shelf
+from specdemo.parts import Parts, build
+from specdemo.recipe import Recipe
+
+MODELS, STORES = ("draft", "self"), ("nasd", "suffix", "lookup")
+LONGEST = 8  # tokens of a draft
+MOST = 256  # tokens of a text that are read
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What drafts of one length would give: a median over the texts, with an interval of 95 %."""
+
+    gamma: int
+    tokens_per_pass: float
+    speedup: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What is to be expected of a recipe on texts like these."""
+
+    recipe: Recipe
+    alpha: float  # mean sum min(p, q) where a draft would be tested first
+    c: float  # a drafted token, in plain passes
+    v: dict[int, float]  # a pass over so many rows, in plain passes
+    estimates: tuple[Estimate, ...]
+    weight_bytes: int  # of all models
+    kv_bytes: int  # of keys and values, for a thousand tokens
+
+    @property
+    def best(self) -> Estimate:
+        """The draft length that promises most."""
+        return max(self.estimates, key=lambda one: one.speedup)
+
+    @property
+    def advice(self) -> str:
+        """One plain sentence."""
+        best = self.best
+        if best.speedup < 1.03:
+            why = "the drafter is too dear for what is accepted" if self.c > 0.3 else "too little would be accepted"
+            return f"don't: at best {best.speedup:.2f}x the speed of plain decoding, since {why}"
+        sure = "" if best.low > 1 else ", though it may make no difference"
+        return f"gamma {best.gamma}: about {best.speedup:.2f}x the speed of plain decoding{sure}"
+
+
+def preflight(recipe: Recipe, prompts: Sequence[Prompt], shelf: Shelf) -> Preflight:
+    """Estimates for `recipe` with drafts of every length. Raises `Refused` where models or method do not fit."""
+    if recipe.method not in MODELS + STORES:
+        raise Refused(f"preflight knows the methods {', '.join(MODELS + STORES)}, not {recipe.method}")
+    target = shelf.take(recipe.target_spec)
+    drafter = shelf.take(recipe.drafter_spec) if recipe.drafter_spec else None
+    warp = Warp(recipe.temperature, recipe.top_k, recipe.top_p)
+    texts = [target.tokenizer.encode(prompt.text)[:MOST] for prompt in prompts]
+    texts = [text for text in texts if len(text) > 2 * LONGEST]
+    if not texts:
+        raise Refused(f"the texts are too short to tell: give some of more than {2 * LONGEST} tokens")
+    parts = build(recipe, target, drafter)
+    context = min(200, parts.context - LONGEST - 2)
+    passes = pass_seconds(target.model, range(1, LONGEST + 2), [context], rounds=20)
+    v = {rows: seconds / passes[1, context] for (rows, _), seconds in passes.items()}
+    c = 0.0
+    if len(parts.caches) > 1:
+        ours, theirs = step_seconds([target.model, parts.caches[1].model], rounds=20)
+        c = theirs / ours
+    rounds = [_rounds(text, build(recipe, target, drafter), warp) for text in texts]
+    rounds = [one for one in rounds if any(counts for _, counts in one)]
+    if not rounds:
+        raise Refused("the target would write none of these texts: give some of its kind, or a temperature above 0")
+    estimates = []
+    for gamma in range(1, LONGEST + 1):
+        found = [_expected(one, gamma, c, v) for one in rounds]
+        ratios = [speedup for _, speedup in found]
+        estimates.append(
+            Estimate(
+                gamma,
+                statistics.median(tokens for tokens, _ in found),
+                statistics.median(ratios),
+                *interval(ratios),
+            )
+        )
+    parts.judge.judge(texts[0], Draft())  # so that keys and values of a text are held, to be weighed
+    return Preflight(
+        recipe,
+        statistics.mean(betas[0] for one in rounds for betas, counts in one if counts and betas),
+        c,
+        v,
+        tuple(estimates),
+        target.weight_bytes + (drafter.weight_bytes if drafter else 0),
+        round(1000 * parts.kv_bytes / len(texts[0])),
+    )
+
+
+Round = tuple[list[float], bool]  # chances of the tokens drafted at a place, one after the other; whether it counts
+
+
+def _rounds(text: Sequence[int], parts: Parts, warp: Warp) -> list[Round]:
+    """For each token of the text that has enough behind it: the betas of a draft that starts there."""
+    p = _laws(parts.caches[0], text, warp)
+    right = (p.argmax(-1)[:-1] == torch.tensor(text[1:], device=p.device)).tolist()
+    counts = [one or warp.temperature > 0 for one in right]
+    if len(parts.caches) > 1:
+        betas = torch.minimum(p, _laws(parts.caches[1], text, warp)).sum(-1).tolist()
+        return [(betas[i : i + LONGEST], counts[i]) for i in range(len(text) - LONGEST)]
+    rounds = []
+    for i in range(len(text) - LONGEST):
+        draft = parts.drafter.propose(text[: i + 1], More(LONGEST, Fixed(LONGEST))).tokens
+        chances: list[float] = []
+        for place, token in enumerate(draft[: len(text) - 1 - i], i):
+            chances.append(float(p[place, token]))
+            if token != text[place + 1]:
+                chances += [0.0] * (len(draft) - len(chances))  # what would follow another text is not known
+                break
+        rounds.append((chances, counts[i]))
+    return rounds
+
+
+def _laws(cached: CachedModel, text: Sequence[int], warp: Warp) -> Tensor:
+    """The law after each token, `[n, vocab]`: the text as a draft of itself."""
+    return warp.law(cached.score(text[:1], Draft.chain(tuple(text[1:]))).float())
+
+
+def _expected(rounds: Sequence[Round], gamma: int, c: float, v: dict[int, float]) -> tuple[float, float]:
+    """Tokens per round and speed-up, over the places at which rounds would start if each began where one ended."""
+    reach = [1.0, *[0.0] * (len(rounds) + gamma)]  # how likely a round starts here
+    weight = tokens = cost = 0.0
+    for i, (betas, counts) in enumerate(rounds):
+        drafted = betas[:gamma]
+        path, expected = 1.0, 1.0
+        for k, beta in enumerate(drafted):
+            reach[i + k + 1] += reach[i] * path * (1 - beta)
+            path *= beta
+            expected += path
+        reach[i + len(drafted) + 1] += reach[i] * path
+        if counts:
+            weight += reach[i]
+            tokens += reach[i] * expected
+            cost += reach[i] * (v[len(drafted) + 1] + c * len(drafted))
+    return tokens / weight, tokens / cost
