@@ -8,9 +8,11 @@ have gone on as the text does: elsewhere its own text would be another.
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,6 +62,10 @@ class Preflight:
     def best(self) -> Estimate:
         """The draft length that promises most."""
         return max(self.estimates, key=lambda one: one.speedup)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, and the advice, as JSON has it."""
+        return {**json.loads(json.dumps(asdict(self))), "advice": self.advice}
 
     @property
     def advice(self) -> str:

@@ -241,6 +241,19 @@ def test_the_other_methods_run_on_the_page(tab: Any, method: str) -> None:
     assert not page.locator(".ahead").count()  # a search has made up its mind at the end
 
 
+def test_preflight_says_what_to_expect_before_anything_is_generated(tab: Any) -> None:
+    page = tab()
+    said = page.locator("#estimate")
+    page.locator("#preflight").click()
+    expect(said).to_contain_text(re.compile("Preflight of draft: (gamma [1-8]: about|don't).*speed of plain decoding"))
+    expect(said.locator("tbody tr")).to_have_count(8)
+    page.locator("#method input").click()
+    page.get_by_role("option", name="tree:").click()
+    page.locator("#preflight").click()
+    expect(said).to_contain_text("preflight knows the methods draft, self, nasd")
+    status(page, "ready")
+
+
 def test_layers_are_left_out_on_the_page(tab: Any) -> None:
     page = tab()
     page.locator("#method input").click()
@@ -507,6 +520,10 @@ def test_the_api_streams_the_trace(served: Any) -> None:
         client.predict(CODE, gamma=0, api_name="/generate")
     with pytest.raises(Exception, match="prompt is empty"):
         client.predict("", api_name="/generate")
+    estimate = client.predict(method="nasd", temperature=1, api_name="/preflight")
+    assert estimate["advice"] and len(estimate["estimates"]) == 8 and estimate["c"] == 0
+    with pytest.raises(Exception, match="preflight knows"):
+        client.predict(method="tree", api_name="/preflight")
 
 
 def test_a_client_that_goes_away_frees_the_worker(served: Any, scripts: Scripts) -> None:

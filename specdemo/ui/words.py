@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specdemo.core.metrics import Metrics
+from specdemo.preflight import Preflight
 
 SPEC, PLAIN = "spec", "ar"
 NOTHING = "–"
@@ -154,6 +155,27 @@ def _sameness(spec: Lane, plain: Lane) -> str:
     first = next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
     cause = "which is a fault, since rows are bit-equal here" if spec.bit_equal else "a near-tie that rounding decided"
     return f"The texts part at token {first + 1}: {cause}."
+
+
+def told_of(found: Preflight) -> str:
+    """A preflight as Markdown: the advice, what it rests on, and every draft length."""
+    rows = [
+        f"| {one.gamma} | {one.tokens_per_pass:.2f} | {one.speedup:.2f}× | {one.low:.2f}–{one.high:.2f} |"
+        for one in found.estimates
+    ]
+    last = max(found.v)
+    return "\n".join(
+        [
+            f"**Preflight of {found.recipe.method}:** {found.advice}. α is {found.alpha:.2f}, a drafted token costs "
+            f"{found.c:.2f} plain passes and a pass over {last} rows {found.v[last]:.2f}. Weights take "
+            f"{_size(found.weight_bytes)}, keys and values {_size(found.kv_bytes)} per 1,000 tokens. "
+            "Nothing was generated.",
+            "",
+            "| γ | tokens per pass | expected speed-up | 95 % |",
+            "|---|---|---|---|",
+            *rows,
+        ]
+    )
 
 
 def _number(x: float | None, digits: int) -> str:
