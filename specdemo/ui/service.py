@@ -1,16 +1,19 @@
 """What stands behind the page: one worker, the models, everyone's runs. Knows nothing of gradio.
 
-Tokens are decoded in the worker's thread. Whoever wants them drains a stream, 25 times a second at most, and leaving it
-(end, Stop, a closed tab, an error) asks the stream to stop. Everything on the device goes through the one worker.
+Tokens are decoded in the worker's thread. Whoever wants them drains a stream, ten times a second at most, and leaving
+it (end, Stop, a closed tab, an error) asks the stream to stop. Everything on the device goes through the one worker.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
 from typing import Any
+
+import torch
 
 from specdemo.bench import Prompt, load_prompts
 from specdemo.core.errors import Refused
@@ -21,7 +24,7 @@ from specdemo.recipe import Recipe
 from specdemo.ui.frames import Runs
 from specdemo.worker import Stream, Worker, WorkerBusy
 
-TICK = 1 / 25  # seconds between frames: as good as immediate to the eye, and no load on the decoding thread
+TICK = 1 / 10  # seconds between frames: soon enough for the eye, and little load on the decoding thread
 LONGEST_PROMPT = 100_000  # characters; tokenising more than any context holds would only take the worker's time
 OF_EACH_KIND = 3  # prompts of a class that a preflight reads
 log = logging.getLogger(__name__)
@@ -34,6 +37,7 @@ class Service:
     """Starts runs and hands out what they gave; `worker` is the thread that decodes."""
 
     def __init__(self, models: Shelf, engine: Engine) -> None:
+        leave_a_core()
         self.worker, self.runs = Worker(), Runs()
         self._models, self._engine = models, engine
         self._stores: dict[str, Stores] = {}  # by visitor: nobody's text may show in another's drafts
@@ -96,6 +100,15 @@ class Service:
         """This visitor has gone: end what they had going, forget what it taught."""
         self.runs.leave(visitor)
         self._stores.pop(visitor, None)
+
+
+def leave_a_core() -> None:
+    """Keep torch off one of the cores, for the server and a browser on the same machine.
+
+    Its threads wait for one another several hundred times a token: one that has to share its core stops them all.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(min(torch.get_num_threads(), max(1, cores - 1)))
 
 
 async def drain(stream: Stream) -> AsyncIterator[list]:
