@@ -148,7 +148,7 @@ def test_stores_follow_a_text_and_are_weighed(monkeypatch: pytest.MonkeyPatch) -
     assert set(found) == {(name, size) for name in stores.DRAFTERS for size in (50, 200)}
     for (name, _), cost in found.items():
         assert cost.seconds_per_token > 0 and cost.accepted_per_round > 2
-        assert (cost.bytes_per_token > 10) == (name != "lookup")
+        assert (cost.bytes_per_token > 1) == (name != "lookup")
     table = stores.markdown(list(found.values()))
     assert table.count("\n") == 1 + len(stores.DRAFTERS) and "at 200" in table
 
