@@ -55,6 +55,8 @@ def _bench(options: argparse.Namespace) -> int:
 
 def _prove(options: argparse.Namespace) -> int:
     _some_prompts(options.prompts)
+    if "beam" in options.method:
+        raise Refused("a beam search writes a text of its own: prove the methods that keep the target's law")
     common = {name: value for name, value in given(options).items() if name not in ("method", "gamma", "temperature")}
     recipes = [
         Recipe(

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdemo.core.step import Draft
 from specdemo.core.theory import best_gamma, walltime_improvement
 from specdemo.models.cached import CachedModel
 from specdemo.models.cost import step_seconds
@@ -61,5 +60,5 @@ def search(target: Loaded, texts: Sequence[str], most_tokens: int = 128) -> Iter
 
 
 def _laws(model: Lean | torch.nn.Module, tokens: Sequence[int]) -> Tensor:
-    """The law after each of `tokens`, `[n, vocab]`, from one pass: the text as a draft of itself."""
-    return CachedModel(model).score(tokens[:1], Draft.chain(tuple(tokens[1:]))).float().softmax(-1)
+    """The law after each of `tokens`, `[n, vocab]`."""
+    return CachedModel(model).read(tokens).float().softmax(-1)

@@ -150,8 +150,8 @@ def _rounds(text: Sequence[int], parts: Parts, warp: Warp) -> list[Round]:
 
 
 def _laws(cached: CachedModel, text: Sequence[int], warp: Warp) -> Tensor:
-    """The law after each token, `[n, vocab]`: the text as a draft of itself."""
-    return warp.law(cached.score(text[:1], Draft.chain(tuple(text[1:]))).float())
+    """The law after each token, `[n, vocab]`."""
+    return warp.law(cached.read(text).float())
 
 
 def _expected(rounds: Sequence[Round], gamma: int, c: float, v: dict[int, float]) -> tuple[float, float]:

@@ -82,6 +82,7 @@ def test_nothing_to_measure_is_refused_in_words(tmp_path: Path, capsys: pytest.C
     shallow = str(save_model(tmp_path / "shallow", byte_level_tokenizer(), num_hidden_layers=1))
     for command, words in (
         (["prove", "--prompts", "0"], "prompts must be at least 1"),
+        (["prove", "--method", "beam"], "a text of its own"),
         (["layers", "--prompts", "-1"], "prompts must be at least 1"),
         (["layers", "--target", shallow, "--device", "cpu"], "no layer to spare"),
     ):

@@ -78,6 +78,10 @@ class CachedModel:
         self._held, self._draft, self._logits = list(tokens), draft, logits[: len(draft) + 1]
         return self._logits
 
+    def read(self, tokens: Sequence[int]) -> Tensor:
+        """Raw logits `[len(tokens), vocab]` after each of `tokens`, in one pass: the text as a draft of itself."""
+        return self.score(tokens[:1], Draft.chain(tuple(tokens[1:])))
+
     @torch.inference_mode()
     def extend(self, tokens: Sequence[int], count: int, pick: Callable[[Tensor, int], Tensor]) -> list[int]:
         """`count` more tokens, each the `pick(logits, i)` `[1]` of the raw logits `[1, vocab]` before it.
