@@ -167,6 +167,11 @@ class Runs:
             self._runs.move_to_end(run_id)
             return self._runs[run_id]
 
+    def latest(self, visitor: str) -> Run | None:
+        """This visitor's latest run."""
+        with self._lock:
+            return self._runs.get(self._of.get(visitor, ""))
+
     def leave(self, visitor: str) -> None:
         """This visitor has gone or starts anew: stop what they had going."""
         with self._lock:

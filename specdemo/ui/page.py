@@ -211,7 +211,8 @@ def build(
         estimated = gr.Markdown(elem_id="estimate")
         drawn = cockpit([service.trace_since, service.trace, service.stop_run])
         method = controls["method"]
-        about = gr.Markdown(ABOUT[usual.method], elem_id="about")
+        with gr.Tabs(elem_id="tabs"), gr.Tab("The method", id="method"):
+            about = gr.Markdown(ABOUT[usual.method], elem_id="about")
         told = {"show_progress": "hidden", "queue": False, "api_visibility": "private"}
         method.change(lambda name: ABOUT.get(name, ""), method, about, **told)
         pressed = go.click(
