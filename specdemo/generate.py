@@ -22,7 +22,7 @@ from specdemo.core.errors import Refused
 from specdemo.core.metrics import Metrics
 from specdemo.models import memory
 from specdemo.models.load import Shelf
-from specdemo.models.text import TextStream
+from specdemo.models.text import Spelling, TextStream
 from specdemo.parts import Stores, build
 from specdemo.recipe import FORESTS, Recipe
 
@@ -75,6 +75,7 @@ def generate(recipe: Recipe, prompt: str, shelf: Shelf, stores: Stores | None = 
         },
     }
     metrics, text, watched = Metrics(), TextStream(target.tokenizer, tokens), memory.Watch()
+    spelling = Spelling(target.tokenizer)
     last = None
     steps = decode(
         tokens,
@@ -95,9 +96,11 @@ def generate(recipe: Recipe, prompt: str, shelf: Shelf, stores: Stores | None = 
             if step.tokens and (last in target.stop or metrics.tokens >= min(recipe.max_tokens, room)):
                 pieces[-1] += text.rest()
             ahead = step.verdict.pending
+            named = spelling.fresh(t for law in (*step.verdict.laws, *step.verdict.drafted) for t, _ in law.top)
             yield {
                 **step.to_json(),
                 **({"pending_text": "".join(text.peek(ahead, range(-1, len(ahead) - 1)))} if step.searched else {}),
+                **({"texts": named} if named else {}),
                 "text": "".join(pieces),
                 "pieces": pieces,
                 "draft_text": drafts,

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from specdemo.ui.frames import Run, Runs, cells
-from specdemo.ui.words import PLAIN, SPEC, speedup, tiles, verdict
+from specdemo.ui.frames import Run, cells
+from specdemo.ui.runs import Runs
+from specdemo.ui.verdict import sameness, verdict
+from specdemo.ui.words import PLAIN, SPEC, speedup, tiles
 
 
 def step(i: int, *, pieces: list[str], draft: tuple = (), accepted: tuple = (), tested: int = 0, **more: Any) -> dict:
@@ -229,7 +231,9 @@ def test_texts_that_part_are_explained_by_what_the_machine_does(equal: bool, wor
     for lane, lines in ((SPEC, (PREFILL, REJECTION)), (PLAIN, (PREFILL, other))):
         for line in (header(bit_equal=equal), *lines, end()):
             run.absorb(lane, line)
-    assert "part at token 2" in verdict(run.lanes) and words in verdict(run.lanes)
+    same = sameness(run.lanes)
+    assert same and same["badge"] == "differs at token 2" and words in same["why"]
+    assert same["tone"] == ("bad" if equal else "even")
 
 
 def test_tiles_are_dashes_until_there_is_something_to_say() -> None:
@@ -265,7 +269,10 @@ def test_speed_up_is_the_ratio_of_the_two_measured_speeds() -> None:
     words = verdict(run.lanes)
     assert words.startswith("Speculation was 2.00× as fast: 83.3 against 41.7 tokens per second.")
     assert "won 2.50 tokens" in words and "as long as 1.25 plain steps" in words
-    assert words.endswith("Both runs wrote the same text.")
+    # 2.5 tokens from 2.5 drafted at a beta of 0.75, drafting 0.01 s of 0.024, verifying 0.02
+    assert "With α 0.75, 2.5 drafted per round and c 0.17, Theorem 3.8 promises" in words
+    same = sameness(run.lanes)
+    assert same and same["badge"] == "identical text" and "6 tokens" in same["why"]
 
 
 def test_a_loss_is_called_a_loss() -> None:
@@ -274,10 +281,53 @@ def test_a_loss_is_called_a_loss() -> None:
     assert "try" in words
 
 
+def law(*top: tuple[int, float]) -> dict:
+    return {"entropy": 0.5, "top": [list(pair) for pair in top]}
+
+
+@pytest.mark.parametrize(
+    ("p", "q", "tone", "words"),
+    [
+        (0.4001, 0.4, "even", "'b' 0.4001 and 'z' 0.4000: a near-tie"),
+        (0.8, 0.1, "bad", "no near-tie, so this is a fault"),
+    ],
+)
+def test_where_texts_part_the_targets_law_says_whether_it_was_a_near_tie(
+    p: float, q: float, tone: str, words: str
+) -> None:
+    run = Run((SPEC, PLAIN))
+    laws = {"laws": [law((100, p), (999, q))] + [law((1, 1.0))] * 3, "texts": {100: "b", 999: "z"}}
+    for lane, line in ((SPEC, REJECTION | laws), (PLAIN, step(1, pieces=["z"], tokens=[999]))):
+        for event in (header(bit_equal=False), PREFILL, line, end()):
+            run.absorb(lane, event)
+    same = sameness(run.lanes)
+    assert same and same["tone"] == tone and words in same["why"]
+
+
+def test_sampled_texts_are_not_asked_to_be_the_same() -> None:
+    for recipe, compared in (({"temperature": 1.0}, False), ({"temperature": 1.0, "rule": "coupled"}, True)):
+        run = Run((SPEC, PLAIN))
+        for lane, method in ((SPEC, "draft"), (PLAIN, "ar")):
+            made = header(method)
+            made["recipe"] |= recipe
+            for event in (made, PREFILL, end()):
+                run.absorb(lane, event)
+        assert (sameness(run.lanes) is not None) == compared
+
+
+def test_more_lanes_each_have_their_say() -> None:
+    run = Run((SPEC, PLAIN, "third"))
+    for lane, lines in ((PLAIN, plain_steps(0.024)), ("third", (PREFILL, REJECTION)), (SPEC, (PREFILL, ALL_KEPT))):
+        whole(run, lane, lines)
+    assert run.phase == ("done", "4 tokens, limit reached")
+    run.finish()
+    assert "draft, γ 3 ran at 1.60× plain decoding." in verdict(run.lanes)
+
+
 def test_a_different_greedy_text_is_not_passed_over() -> None:
     run = whole(whole(Run((SPEC, PLAIN))), PLAIN, plain_steps(0.01)[:3])
     run.finish()
-    assert "The texts part at token 4" in verdict(run.lanes)
+    assert (sameness(run.lanes) or {})["badge"] == "differs at token 4"
 
 
 def test_no_verdict_without_both_runs() -> None:
@@ -294,6 +344,14 @@ def test_the_registry_is_bounded_and_drops_the_one_longest_unused() -> None:
     assert len(runs) == 3 and runs.get(second.id) is None
     assert all(runs.get(run.id) is run for run in (first, third, fourth))
     assert len({run.id for run in (first, second, third, fourth)}) == 4
+
+
+def test_the_registry_holds_so_many_lines_and_always_the_newest_run() -> None:
+    runs = Runs(most_lines=8)
+    first, second = whole(Run()), whole(Run())
+    runs.keep(first)
+    runs.keep(second)
+    assert runs.get(first.id) is None and runs.get(second.id) is second
 
 
 @pytest.mark.parametrize("nonsense", [None, 7, [], {}, "no such run"])

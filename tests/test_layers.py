@@ -35,7 +35,13 @@ DOORS = {
     "transformers": ("specdemo/models/", "specdemo/train/"),
     "bitsandbytes": ("specdemo/models/", "specdemo/train/"),
     "tokenizers": ("specdemo/models/", "specdemo/train/"),
-    "gradio": ("specdemo/ui/page.py", "specdemo/ui/controls.py", "specdemo/ui/theme.py", "specdemo/ui/tabs/"),
+    "gradio": (
+        "specdemo/ui/page.py",
+        "specdemo/ui/controls.py",
+        "specdemo/ui/theme.py",
+        "specdemo/ui/api.py",
+        "specdemo/ui/tabs/",
+    ),
 }
 NO_TORCH = ("specdemo/core/decode.py", "specdemo/core/step.py", "specdemo/core/metrics.py", "specdemo/core/theory.py")
 

@@ -18,7 +18,7 @@ from typing import Any
 import browser
 import gradio_client
 import pytest
-from playwright.sync_api import BrowserContext, Page, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 from test_frames import end, header, step
 
 from specdemo.core.errors import Refused
@@ -112,11 +112,18 @@ def served(scripts: Scripts) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def context() -> Iterator[BrowserContext]:
+def chromium() -> Iterator[Browser]:
     path = browser.executable()
     assert path, browser.MISSING
-    with sync_playwright() as playwright, playwright.chromium.launch(executable_path=path, args=ARGS) as chromium:
-        yield chromium.new_context()
+    with sync_playwright() as playwright, playwright.chromium.launch(executable_path=path, args=ARGS) as opened:
+        yield opened
+
+
+@pytest.fixture
+def context(chromium: Browser) -> Iterator[BrowserContext]:
+    """A visitor of their own: nothing is remembered from one test to the next."""
+    with chromium.new_context(permissions=["clipboard-read", "clipboard-write"]) as opened:
+        yield opened
 
 
 @pytest.fixture
@@ -192,8 +199,8 @@ def text_of(trace: list[dict[str, Any]]) -> str:
     return trace[0]["prompt"] + "".join(line["text"] for line in trace if "i" in line)
 
 
-KEPT_TEXT = """lane => [...lane.children].filter(s => !["rejected", "ignored"].includes(s.dataset.kind))
-    .map(s => s.textContent).join("")"""
+KEPT_TEXT = """lane => [...lane.querySelectorAll(".given, .tok")]
+    .filter(s => !["rejected", "ignored"].includes(s.dataset.kind)).map(s => s.textContent).join("")"""
 
 
 def test_a_real_run_streams_and_what_is_shown_equals_the_trace(tab: Any) -> None:

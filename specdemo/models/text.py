@@ -80,3 +80,17 @@ class TextStream:
             pieces.append(stream.push(token))
             streams.append(stream)
         return pieces
+
+
+class Spelling:
+    """Texts of single tokens, each given once: to name those that were likely and not chosen."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._given: set[int] = set()
+
+    def fresh(self, tokens: Iterable[int]) -> dict[int, str]:
+        """The texts of those that were not asked for before; bytes that are no character alone are shown as such."""
+        new = dict.fromkeys(token for token in tokens if token not in self._given)
+        self._given |= new.keys()
+        return {token: self._tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in new}

@@ -1,7 +1,8 @@
 """From the events of a run to what the page draws: small JSON frames, and the trace to take home.
 
-A run has one lane or two (speculative, plain). Its records only ever grow, so a frame carries those from index `at`
-on, and a client that missed some asks for them by index; everything else in a frame is the small present state.
+A run has one to four lanes (speculative, plain, others beside them). Its records only ever grow, so a frame carries
+those from index `at` on, and a client that missed some asks for them by index; everything else in a frame is the small
+present state.
 Knows nothing of gradio, threads or devices. One writer per run (whoever drains its stream); anyone may read.
 """
 
@@ -9,16 +10,17 @@ from __future__ import annotations
 
 import json
 import secrets
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from specdemo.generate import ending
-from specdemo.ui.words import SPEC, Lane, guarantee, tiles, title, verdict
+from specdemo.ui.verdict import sameness, verdict
+from specdemo.ui.words import PLAIN, SPEC, Lane, guarantee, tiles, title
 
 ENDS = {"stop": ("done", "the text ended"), "length": ("done", "limit reached"), "cancelled": ("stopped", "")}
+
+NOT_KEPT = ("rejected", "ignored")
 
 Cell = list  # [kind, text, token id, p, q, draw]: positional, for there are thousands of them
 
@@ -86,12 +88,14 @@ class Run:
             lane.ended = True
             if event["end"] not in ENDS:
                 self.phase = ("failed", event["error"] or "the model gave no reason")
-            elif name == self.plan[-1]:
-                self.phase = self._ending(event["end"])
+            elif all(one.ended for one in self.lanes.values()):
+                self.phase = self._ending(self.lanes[self.plan[0]].lines[-1]["end"])
         else:
             lane.metrics.add_record(event)
             lane.memory = event.get("memory") or lane.memory
-            doing = "the search" if "pending" in event else "the speculative run" if name == SPEC else "the plain run"
+            doing = "plain" if name == PLAIN else title(lane.recipe)
+            if len(self.lanes) > 1:
+                doing += f", lane {sum(one.ended for one in self.lanes.values()) + 1} of {len(self.lanes)}"
             self.phase = ("decoding", doing)
             record = {"l": name, "i": event["i"], "t": round(event["t"], 4), "c": cells(event)}
             self.records.append(record | ({"ahead": event["pending_text"]} if "pending_text" in event else {}))
@@ -126,6 +130,7 @@ class Run:
                 "tiles": tiles(self.lanes),
                 "rates": {name: lane.rate for name, lane in self.lanes.items()},
                 "verdict": verdict(self.lanes) if self.over else "",
+                "same": sameness(self.lanes) if self.over else None,
                 "over": self.over,
             },
             separators=(",", ":"),
@@ -136,48 +141,3 @@ class Run:
         """A lane's trace as JSON Lines; None if it never began."""
         lane = self.lanes.get(name)
         return "".join(json.dumps(line) + "\n" for line in lane.lines) if lane and lane.lines else None
-
-
-class Runs:
-    """The latest runs by id and by visitor: bounded, so that a page that is up for weeks does not grow."""
-
-    def __init__(self, capacity: int = 64) -> None:
-        self._capacity = capacity
-        self._runs: OrderedDict[str, Run] = OrderedDict()
-        self._of: dict[str, str] = {}  # visitor -> id of that visitor's latest run
-        self._lock = threading.Lock()
-
-    def new(self, visitor: str, plan: tuple[str, ...]) -> Run:
-        """A run for this visitor; the one they still had going is asked to stop."""
-        self.leave(visitor)
-        run = Run(plan)
-        with self._lock:
-            self._runs[run.id] = run
-            self._of[visitor] = run.id
-            while len(self._runs) > self._capacity:
-                gone, _ = self._runs.popitem(last=False)
-                self._of = {who: what for who, what in self._of.items() if what != gone}
-        return run
-
-    def get(self, run_id: object) -> Run | None:
-        """The run of that id, which thereby becomes the last to be dropped; None if there is none (any more)."""
-        with self._lock:
-            if not isinstance(run_id, str) or run_id not in self._runs:
-                return None
-            self._runs.move_to_end(run_id)
-            return self._runs[run_id]
-
-    def latest(self, visitor: str) -> Run | None:
-        """This visitor's latest run."""
-        with self._lock:
-            return self._runs.get(self._of.get(visitor, ""))
-
-    def leave(self, visitor: str) -> None:
-        """This visitor has gone or starts anew: stop what they had going."""
-        with self._lock:
-            run = self._runs.get(self._of.pop(visitor, ""))
-        if run is not None:
-            run.stop()
-
-    def __len__(self) -> int:
-        return len(self._runs)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import html
 import json
+import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -24,15 +25,21 @@ from specdemo.models.load import Shelf
 from specdemo.models.pairs import ASSETS, PAIRS
 from specdemo.recipe import Recipe
 from specdemo.ui.about import ABOUT
+from specdemo.ui.api import endpoints
 from specdemo.ui.controls import recipe_of, sidebar
 from specdemo.ui.frames import Run
 from specdemo.ui.service import Engine, Service, drain, reason
+from specdemo.ui.settings import from_link, recipe_settings, restored
 from specdemo.ui.theme import theme
-from specdemo.ui.words import PLAIN, SPEC, told_of
+from specdemo.ui.words import LANES, PLAIN, SPEC, title, told_of
 from specdemo.worker import WorkerBusy
 
-HERE = Path(__file__).parent
+COCKPIT = Path(__file__).parent / "cockpit"
+SCRIPTS = ("lanes.js", "tip.js", "replay.js", "charts.js", "inspector.js", "whole.js")  # one scope, in this order
 EXAMPLES = ASSETS / "examples.json"
+EXTRA = tuple(name for name in LANES if name not in (SPEC, PLAIN))  # places for kept lanes
+PICK = "(method) => { const one = %s[method]; return [one.prompt, method, one.temperature]; }"
+RECORDED_TOP = 5  # tokens of every law that a run on the page records, for the inspector
 
 HEADER = """<header><h1>specdemo</h1><p>Speculative decoding, token by token: what was drafted, what the target kept,
 and what it bought.</p></header>"""
@@ -45,12 +52,25 @@ def cockpit(server_functions: list[Callable]) -> gr.HTML:
         return wraps(method)(lambda asked: method(asked))
 
     return gr.HTML(
-        html_template=(HERE / "cockpit.html").read_text(encoding="utf-8"),
-        js_on_load=(HERE / "cockpit.js").read_text(encoding="utf-8"),
+        html_template=(COCKPIT / "cockpit.html").read_text(encoding="utf-8"),
+        js_on_load="\n".join((COCKPIT / name).read_text(encoding="utf-8") for name in SCRIPTS),
         apply_default_css=False,
         server_functions=[free(method) for method in server_functions],
         elem_id="cockpit",
     )
+
+
+def script(name: str, known: dict[str, str]) -> str:
+    """One of the page's own functions, with the values that it is to know."""
+    text = (COCKPIT / f"{name}.js").read_text(encoding="utf-8")
+    for placeholder, value in known.items():
+        text = text.replace(placeholder, value)
+    return text
+
+
+def told_of_lanes(recipes: list[Recipe]) -> str:
+    """The kept lanes, in words."""
+    return f"Kept lanes, run with every comparison: {'; '.join(map(title, map(asdict, recipes)))}." if recipes else ""
 
 
 def toast(run: Run) -> None:
@@ -62,7 +82,7 @@ def launch_options() -> dict[str, Any]:
     """How the page is to be served: look, and nothing that leaves the machine."""
     return {
         "theme": theme(),
-        "css": (HERE / "cockpit.css").read_text(encoding="utf-8"),
+        "css": (COCKPIT / "cockpit.css").read_text(encoding="utf-8"),
         "footer_links": ["api", "settings"],
         "run_history": False,
         "enable_monitoring": False,
@@ -80,18 +100,27 @@ def build(
 ) -> gr.Blocks:
     """The page, ready to launch. `.worker` on it is the thread that decodes, to be watched or closed."""
     service = Service(shelf if shelf is not None else Shelf(), engine)
+    shown_examples = json.loads(examples.read_text(encoding="utf-8")) if examples else {"ready": [], "methods": {}}
     usual = Recipe(pair=pair, device=device)
-    usual = replace(usual, gamma=PAIRS[pair].gamma)
+    usual = replace(usual, gamma=PAIRS[pair].gamma, top=RECORDED_TOP)
 
-    async def show(request: gr.Request, prompt: str, compare: bool, *values: Any) -> AsyncIterator[str]:
-        settings = dict(zip(controls, values, strict=True))
-        plan = (PLAIN,) if settings["method"] == "ar" else (SPEC, PLAIN) if compare else (SPEC,)
+    def settings_of(values: Any) -> dict[str, Any]:
+        return dict(zip(names, values, strict=True))
+
+    async def show(request: gr.Request, kept: Any, *values: Any) -> AsyncIterator[str]:
+        settings = settings_of(values)
+        prompt, compare = settings["prompt"], settings["compare"]
+        beside = dict(zip(EXTRA, others(kept), strict=False))
+        plain = (PLAIN,) if compare or beside else ()
+        plan = (PLAIN, *beside) if settings["method"] == "ar" else (SPEC, *plain, *beside)
         run = service.runs.new(request.session_hash or "", plan)
         shown = run.frame(0)
         yield shown
         try:
-            recipe = recipe_of(settings, device)
-            lanes = [(lane, replace(recipe, method="ar") if lane == PLAIN else recipe) for lane in plan]
+            recipe = recipe_of(recipe_settings(settings), device)
+            lanes = list({SPEC: recipe, PLAIN: replace(recipe, method="ar"), **beside}.items())
+            lanes = [(name, one) for name, one in lanes if name in plan]
+            random.shuffle(lanes)  # nobody always has the cold or the warm machine
             stream = service.start(lanes, prompt, request.session_hash or "")
         except (Refused, WorkerBusy) as error:
             run.finish(reason(error))
@@ -119,69 +148,44 @@ def build(
         finally:
             run.finish()  # a tab that has gone leaves its run unfinished
 
-    async def api(
-        prompt: str,
-        pair: str = usual.pair or pair,
-        method: str = usual.method,
-        gamma: int = usual.gamma,
-        temperature: float = usual.temperature,
-        top_p: float = usual.top_p,
-        top_k: int = usual.top_k,
-        seed: int = usual.seed,
-        max_tokens: int = usual.max_tokens,
-        rule: str = usual.rule,
-        quantization: str = usual.quantization,
-        drafter_quantization: str = usual.drafter_quantization,
-        ngram: int = usual.ngram,
-        filler_top_k: int = usual.filler_top_k,
-        policy: str = usual.policy,
-    ) -> AsyncIterator[str]:
-        """Decode a prompt. Streams the trace, a JSON line per item: a header, the steps, an end."""
-        asked = {
-            "pair": pair,
-            "method": method,
-            "gamma": gamma,
-            "policy": policy,
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "seed": seed,
-            "max_tokens": max_tokens,
-            "rule": rule,
-            "quantization": quantization,
-            "drafter_quantization": drafter_quantization,
-            "ngram": ngram,
-            "filler_top_k": filler_top_k,
-        }
-        try:
-            stream = service.start([(SPEC, recipe_of(asked, device))], prompt)
-        except (Refused, WorkerBusy) as error:
-            raise gr.Error(reason(error), print_exception=False) from None
-        async with aclosing(drain(stream)) as batches:
-            async for batch in batches:
-                for _, event in batch:
-                    if "phase" not in event:
-                        yield json.dumps(event)
-        if stream.error:
-            raise gr.Error(reason(stream.error), print_exception=False)
-
-    async def estimate(request: gr.Request, prompt: str, *values: Any) -> AsyncIterator[str]:
+    async def estimate(*values: Any) -> AsyncIterator[str]:
         yield "*Preflight: reading a few texts and timing a few passes …*"
+        settings = settings_of(values)
+        prompt = settings["prompt"]
         try:
-            recipe = recipe_of(dict(zip(controls, values, strict=True)), device)
+            recipe = recipe_of(recipe_settings(settings), device)
             yield told_of(await service.preflight(recipe, prompt if isinstance(prompt, str) else ""))
         except Exception as error:  # whatever it was, the page goes on and says so
             yield f"**Preflight:** {html.escape(reason(error))}"
 
-    async def preflight_api(
-        pair: str = usual.pair or pair, method: str = usual.method, temperature: float = usual.temperature
-    ) -> dict[str, Any]:
-        """What speed-up is to be expected of a pair and a method, without generating anything."""
+    def keep(kept: Any, *values: Any) -> tuple[Any, str]:
+        wanted = dict(zip(controls, values, strict=True))
         try:
-            asked = {"pair": pair, "method": method, "temperature": temperature}
-            return (await service.preflight(recipe_of(asked, device))).as_dict()
-        except (Refused, WorkerBusy) as error:
-            raise gr.Error(reason(error), print_exception=False) from None
+            lanes = [*others(kept), recipe_of(wanted, device)]
+        except Refused as error:
+            gr.Warning(html.escape(str(error)))
+            return gr.skip(), told_of_lanes(others(kept))
+        if len(lanes) > len(EXTRA):
+            gr.Warning(f"{len(EXTRA)} lanes are kept already: drop them first")
+            return gr.skip(), told_of_lanes(lanes[:-1])
+        return [*(kept or []), wanted], told_of_lanes(lanes)
+
+    def others(kept: Any) -> list[Recipe]:
+        """Recipes of the lanes that this visitor kept; none of what cannot be meant."""
+        found = []
+        for wanted in kept if isinstance(kept, list) else ():
+            settings, refused = restored(wanted, usual_settings, device)
+            if isinstance(wanted, dict) and not refused:
+                found.append(recipe_of(recipe_settings(settings), device))
+        return found[: len(EXTRA)]
+
+    def restore(saved: Any, kept: Any, request: gr.Request) -> list[Any]:
+        link = from_link(dict(request.query_params), usual_settings)
+        settings, refused = restored(link or saved, usual_settings, device)
+        for sentence in refused:
+            gr.Warning(html.escape(f"A setting was left as it is usual: {sentence}"))
+        changed = [gr.skip() if settings[name] == usual_settings[name] else settings[name] for name in names]
+        return [*changed, told_of_lanes(others(kept))]
 
     def leave(request: gr.Request) -> None:
         service.leave(request.session_hash or "")
@@ -198,18 +202,45 @@ def build(
             autofocus=True,
         )
         with gr.Row(elem_id="examples"):
-            for example in json.loads(examples.read_text(encoding="utf-8")) if examples else []:
+            set_by_chip = [prompt, controls["method"], controls["temperature"]]
+            for example in shown_examples["ready"]:
                 chip = gr.Button(example["title"], size="sm", elem_classes="chip")
                 choice = json.dumps([example["prompt"], example["method"], example["temperature"]])
-                set_by_chip = [prompt, controls["method"], controls["temperature"]]
                 chip.click(None, None, set_by_chip, js=f"() => {choice}", api_visibility="private")
+            for which, words in (("best", "This method at its best"), ("worst", "… and at its worst")):
+                chip = gr.Button(words, size="sm", elem_classes="chip", elem_id=f"at-{which}")
+                choices = json.dumps({name: one[which] for name, one in shown_examples["methods"].items()})
+                chip.click(None, controls["method"], set_by_chip, js=PICK % choices, api_visibility="private")
         with gr.Row(elem_id="actions"):
             go = gr.Button("Run", variant="primary", elem_id="run", scale=0)
             gr.Button("Stop", variant="secondary", elem_id="stop", scale=0)
             ahead = gr.Button("Preflight", variant="secondary", elem_id="preflight", scale=0)
-            compare = gr.Checkbox(label="Compare: run plain decoding afterwards", elem_id="compare", container=False)
+            compare = gr.Checkbox(label="Compare with plain decoding", elem_id="compare", container=False)
+            more = gr.Button("Keep as a lane", size="sm", elem_id="keep-lane", scale=0)
+            fewer = gr.Button("Drop kept lanes", size="sm", elem_id="drop-lanes", scale=0)
+            link = gr.Button("Link to these settings", size="sm", elem_id="link", scale=0)
+            usually = gr.Button("Reset", size="sm", elem_id="reset", scale=0)
+        kept_lanes = gr.Markdown(elem_id="kept-lanes")
         estimated = gr.Markdown(elem_id="estimate")
-        drawn = cockpit([service.trace_since, service.trace, service.stop_run])
+        drawn = cockpit(
+            [
+                service.trace_since,
+                service.trace,
+                service.csv,
+                service.svg,
+                service.round,
+                service.figures,
+                service.import_trace,
+                service.recorded,
+                service.stop_run,
+            ]
+        )
+        settable = [*controls.values(), prompt, compare]
+        names = [*controls, "prompt", "compare"]
+        usual_settings = dict(zip(names, (one.value for one in settable), strict=True))
+        usual_settings["prompt"], usual_settings["compare"] = "", False
+        saved = gr.BrowserState(storage_key="specdemo-settings", secret="specdemo")
+        kept = gr.BrowserState(storage_key="specdemo-lanes", secret="specdemo")
         method = controls["method"]
         with gr.Tabs(elem_id="tabs"), gr.Tab("The method", id="method"):
             about = gr.Markdown(ABOUT[usual.method], elem_id="about")
@@ -217,7 +248,7 @@ def build(
         method.change(lambda name: ABOUT.get(name, ""), method, about, **told)
         pressed = go.click(
             show,
-            [prompt, compare, *controls.values()],
+            [kept, *settable],
             drawn,
             preprocess=False,  # the recipe judges raw values, in its own words
             show_progress="hidden",
@@ -227,7 +258,7 @@ def build(
         )
         ahead.click(
             estimate,
-            [prompt, *controls.values()],
+            settable,
             estimated,
             preprocess=False,
             show_progress="hidden",
@@ -237,8 +268,15 @@ def build(
         )
         failed = "() => { window.dispatchEvent(new Event('specdemo:failed')) }"  # a full queue, a lost server
         pressed.failure(None, None, None, js=failed, api_visibility="private")
-        gr.api(api, api_name="generate", concurrency_limit=None)
-        gr.api(preflight_api, api_name="preflight", concurrency_limit=None)
+        for name, function in endpoints(service, usual, device).items():
+            gr.api(function, api_name=name, concurrency_limit=None)
+        more.click(keep, [kept, *controls.values()], [kept, kept_lanes], preprocess=False, **told)
+        fewer.click(None, None, [kept, kept_lanes], js="() => [null, '']", api_visibility="private")
+        known = {"NAMES": json.dumps(names), "USUAL": json.dumps(list(usual_settings.values()))}
+        gr.on([one.change for one in settable], None, settable, saved, js=script("save", known), **told)
+        link.click(None, settable, None, js=script("link", known), api_visibility="private")
+        usually.click(None, None, settable, js=f"() => {known['USUAL']}", api_visibility="private")
+        demo.load(restore, [saved, kept], [*settable, kept_lanes], preprocess=False, **told)
         demo.unload(leave)
     demo.queue(max_size=64)
     demo.worker = service.worker

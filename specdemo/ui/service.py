@@ -7,6 +7,7 @@ it (end, Stop, a closed tab, an error) asks the stream to stop. Everything on th
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -18,15 +19,22 @@ import torch
 from specdemo.bench import Prompt, load_prompts
 from specdemo.core.errors import Refused
 from specdemo.models.load import Shelf
+from specdemo.models.pairs import ASSETS
 from specdemo.parts import Stores
 from specdemo.preflight import Preflight, preflight
 from specdemo.recipe import Recipe
-from specdemo.ui.frames import Runs
+from specdemo.ui import rounds
+from specdemo.ui.frames import Run
+from specdemo.ui.picture import as_svg
+from specdemo.ui.runs import Runs
+from specdemo.ui.traces import read_traces
+from specdemo.ui.words import Lane
 from specdemo.worker import Stream, Worker, WorkerBusy
 
 TICK = 1 / 10  # seconds between frames: soon enough for the eye, and little load on the decoding thread
 LONGEST_PROMPT = 100_000  # characters; tokenising more than any context holds would only take the worker's time
 OF_EACH_KIND = 3  # prompts of a class that a preflight reads
+RECORDED = ASSETS / "traces"
 log = logging.getLogger(__name__)
 
 Engine = Callable[[Recipe, str, Shelf, Stores], Iterator[dict[str, Any]]]
@@ -86,10 +94,60 @@ class Service:
         return run.frame(have) if run and isinstance(have, int) and have >= 0 else None
 
     def trace(self, asked: Any) -> str | None:
-        """The trace to save: `[run id, lane]`."""
+        """The trace to save: `[run id, lane]`; all lanes, one after the other, if the lane is "all"."""
+        run, lane = self._lane(asked)
+        if run is None:
+            return None
+        return "".join(filter(None, map(run.trace, run.plan))) if lane == "all" else run.trace(lane)
+
+    def csv(self, asked: Any) -> str | None:
+        """The table of rounds to save: `[run id, lane]`."""
+        lane = self._begun(asked)
+        return rounds.as_csv(lane) if lane else None
+
+    def svg(self, asked: Any) -> str | None:
+        """The token stream as a picture to save: `[run id, lane]`."""
+        lane = self._begun(asked)
+        return as_svg(lane) if lane else None
+
+    def round(self, asked: Any) -> str | None:
+        """One round in detail, as JSON: `[run id, lane, number]`."""
+        if not isinstance(asked, list) or len(asked) != 3 or type(asked[2]) is not int:
+            return None
+        lane = self._begun(asked[:2])
+        found = rounds.picture(lane, asked[2]) if lane else None
+        return _json(found) if found else None
+
+    def figures(self, asked: Any) -> str | None:
+        """All rounds of a lane as a table, and what its charts show, as JSON: `[run id, lane]`."""
+        lane = self._begun(asked)
+        return _json(rounds.figures(lane)) if lane else None
+
+    def import_trace(self, text: Any) -> str:
+        """A frame that shows recorded traces, or `{"refused": a sentence}`."""
+        try:
+            run = read_traces(text)
+        except Refused as error:
+            return _json({"refused": str(error)})
+        self.runs.keep(run)
+        return run.frame(0)
+
+    def recorded(self, name: Any) -> str | None:
+        """The names and titles of the recorded traces, as JSON; with a name, a frame that shows that one."""
+        known = {path.stem: path for path in sorted(RECORDED.glob("*.jsonl"))}
+        if not name:
+            return _json([[stem, stem.replace("-", " ")] for stem in known])
+        return self.import_trace(known[name].read_text("utf-8")) if name in known else None
+
+    def _lane(self, asked: Any) -> tuple[Run | None, str]:
         run_id, lane = asked if isinstance(asked, list) and len(asked) == 2 else (None, "")
-        run = self.runs.get(run_id)
-        return run.trace(lane) if run and isinstance(lane, str) else None
+        return self.runs.get(run_id), lane if isinstance(lane, str) else ""
+
+    def _begun(self, asked: Any) -> Lane | None:
+        """The lane `[run id, lane]`, if it has begun."""
+        run, name = self._lane(asked)
+        lane = run.lanes.get(name) if run else None
+        return lane if lane and lane.recipe else None
 
     def stop_run(self, run_id: Any) -> None:
         """Stop, which knows the run by its unguessable id. The frames go on to the end, so the tail is not lost."""
@@ -125,6 +183,11 @@ async def drain(stream: Stream) -> AsyncIterator[list]:
             await asyncio.sleep(TICK)
     finally:
         stream.stop()
+
+
+def _json(value: Any) -> str:
+    """As the page takes it: nothing on the way is to take a model's text for markup."""
+    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def reason(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""What the page says of a lane or of two: titles, badges, tiles, the verdict. Every figure comes from the trace."""
+"""What the page says of a lane: title, badge, tiles; and of a preflight. Every figure comes from the trace."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from specdemo.core.metrics import Metrics
 from specdemo.preflight import Preflight
 
 SPEC, PLAIN = "spec", "ar"
+LANES = (SPEC, PLAIN, "third", "fourth")  # the places on the page
 NOTHING = "–"
 
 
@@ -72,14 +73,14 @@ def tiles(lanes: Mapping[str, Lane]) -> dict[str, tuple[str, str]]:
     drafted = m["drafted"]
     return {
         "acceptance": (
-            _percent(m["acceptance_rate"]),
-            f"{m['accepted']} of {drafted} drafted · α {_number(m['alpha'], 2)}" if drafted else "nothing drafted",
+            percent(m["acceptance_rate"]),
+            f"{m['accepted']} of {drafted} drafted · α {number(m['alpha'], 2)}" if drafted else "nothing drafted",
         ),
         "tokens_per_pass": (
-            _number(m["tokens_per_target_pass"] if m["steps"] > 1 else None, 2),
+            number(m["tokens_per_target_pass"] if m["steps"] > 1 else None, 2),
             f"{max(m['steps'] - 1, 0)} target passes",
         ),
-        "tokens_per_second": (_number(m["tokens_per_second"], 1), f"{m['tokens']} tokens, prefill apart"),
+        "tokens_per_second": (number(m["tokens_per_second"], 1), f"{m['tokens']} tokens, prefill apart"),
         "ttft": (_milliseconds(m["ttft_s"]), "from the worker's start"),
         "memory": (
             _size(lane.memory.get("rss_bytes")),
@@ -93,68 +94,12 @@ def tiles(lanes: Mapping[str, Lane]) -> dict[str, tuple[str, str]]:
     }
 
 
-def speedup(lanes: Mapping[str, Lane]) -> float | None:
-    """Tokens per second of the speculative lane over those of the plain lane, once both are measured."""
-    if not all(name in lanes and lanes[name].ended for name in (SPEC, PLAIN)):
+def speedup(lanes: Mapping[str, Lane], name: str = SPEC) -> float | None:
+    """Tokens per second of a lane over those of the plain lane, once both are measured."""
+    if name == PLAIN or not all(one in lanes and lanes[one].ended for one in (name, PLAIN)):
         return None
-    fast, plain = (lanes[name].metrics.as_dict()["tokens_per_second"] for name in (SPEC, PLAIN))
+    fast, plain = (lanes[one].metrics.as_dict()["tokens_per_second"] for one in (name, PLAIN))
     return fast / plain if fast and plain else None
-
-
-def verdict(lanes: Mapping[str, Lane]) -> str:
-    """Did it help, and where did the time go? Empty when nothing was compared.
-
-    A round is priced in plain steps, so the words add up: speed-up = tokens won per round / plain steps it took.
-    """
-    ratio = speedup(lanes)
-    if ratio is None:
-        return ""
-    spec, plain = (lanes[name].metrics.as_dict() for name in (SPEC, PLAIN))
-    if lanes[SPEC].recipe["method"] == "beam":
-        return (
-            f"The search ran at {ratio:.2f}× the speed of plain decoding: {spec['tokens_per_second']:.1f} against "
-            f"{plain['tokens_per_second']:.1f} tokens per second. It is after a probable text, not a fast one."
-        )
-    rounds, step = spec["steps"] - 1, plain["decode_s"] / max(plain["steps"] - 1, 1)
-    draft, verify, host = (spec[part] / rounds / step for part in ("draft_s", "verify_s", "host_s"))
-    if ratio > 1.02:
-        outcome = f"Speculation was {ratio:.2f}× as fast"
-    elif ratio < 0.98:
-        outcome = f"Speculation lost: {ratio:.2f}× the speed of plain decoding"
-    else:
-        outcome = "Speculation made no difference"
-    words = [
-        f"{outcome}: {spec['tokens_per_second']:.1f} against {plain['tokens_per_second']:.1f} tokens per second.",
-        f"A round won {spec['tokens_per_target_pass']:.2f} tokens and took as long as {draft + verify + host:.2f} "
-        f"plain steps (drafting {draft:.2f}, verifying {verify:.2f}, the rest {host:.2f}).",
-    ]
-    if ratio < 0.98:
-        words.append(_advice(spec, draft, verify, host))
-    if lanes[SPEC].recipe["temperature"] == 0 and lanes[SPEC].exact:
-        words.append(_sameness(lanes[SPEC], lanes[PLAIN]))
-    return " ".join(words)
-
-
-def _advice(spec: Mapping[str, Any], draft: float, verify: float, host: float) -> str:
-    if not spec["drafted"]:
-        return "Nothing was drafted: the text held no context that the drafter knew."
-    if spec["acceptance_rate"] < 0.5:
-        return f"Only {_percent(spec['acceptance_rate'])} of the drafted tokens were accepted: try a shorter draft."
-    if draft >= max(verify, host):
-        return "The drafter is too dear for this target: try a shorter draft, a smaller drafter, or NASD."
-    if verify > 1.3:
-        return "Verifying several tokens costs this device clearly more than one: try a shorter draft."
-    return "The rounds cost more than they won: try a shorter draft or a larger target."
-
-
-def _sameness(spec: Lane, plain: Lane) -> str:
-    ours, theirs = spec.tokens, plain.tokens
-    if ours == theirs:
-        return "Both runs wrote the same text."
-    pairs = enumerate(zip(ours, theirs, strict=False))
-    first = next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
-    cause = "which is a fault, since rows are bit-equal here" if spec.bit_equal else "a near-tie that rounding decided"
-    return f"The texts part at token {first + 1}: {cause}."
 
 
 def told_of(found: Preflight) -> str:
@@ -178,11 +123,13 @@ def told_of(found: Preflight) -> str:
     )
 
 
-def _number(x: float | None, digits: int) -> str:
+def number(x: float | None, digits: int) -> str:
+    """A number, or a dash where there is none."""
     return NOTHING if x is None else f"{x:.{digits}f}"
 
 
-def _percent(x: float | None) -> str:
+def percent(x: float | None) -> str:
+    """A share in per cent, or a dash."""
     return NOTHING if x is None else f"{x:.0%}".replace("%", " %")
 
 

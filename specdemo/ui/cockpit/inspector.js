@@ -1,0 +1,162 @@
+// One round in detail, and all rounds of a lane. What is shown is asked of the server, which has the trace.
+
+const round = { lane: null, i: 0, asked: 0 };
+let figuresOf = null; // the lane whose figures are drawn
+
+function openRounds(names) {
+  $("#round-lane").replaceChildren(...names.map((name) => make("option", { value: name, text: `${HEADINGS[name]}: ${$(".title", lanes[name].box).textContent}` })));
+  round.lane = names[0];
+  figuresOf = null;
+  $("#figures").hidden = false;
+  if ($("#figures").open) showFigures();
+}
+
+function closeRounds() {
+  $("#inspector").hidden = true;
+  $("#figures").hidden = true;
+  $(".current")?.classList.remove("current");
+  round.asked += 1;
+}
+
+async function inspectRound(name, i) {
+  if (busy) return; // the trace of a run that goes on is not complete
+  const mine = (round.asked += 1);
+  const [was, of] = [round.lane, run];
+  Object.assign(round, { lane: name, i });
+  const text = await server.round([of, name, i]);
+  if (mine !== round.asked || of !== run) return; // another was asked for meanwhile
+  if (!text) return say("failed", "the server no longer holds this run: run it again");
+  drawPicture(JSON.parse(text));
+  if (was !== name && $("#figures").open) showFigures();
+}
+
+function drawPicture(found) {
+  $("#inspector").hidden = false;
+  $("#round-lane").value = round.lane;
+  const slider = $("#round-at");
+  slider.max = found.rounds - 1;
+  slider.value = found.i;
+  slider.setAttribute("aria-valuetext", `round ${found.i} of ${found.rounds - 1}`);
+  setText($("#round-number"), `${found.i} of ${found.rounds - 1}`);
+  const facts = found.facts.map(([name, value]) => `${name} ${value}`).join(" · ");
+  setText($("#round-words"), `${found.words} At ${found.t.toFixed(3)} s. ${facts}.`);
+  $("#round-tree").replaceChildren(...(found.chain ? [] : [drawTree(found)]));
+  const cards = found.nodes.map((node, n) => drawNode(node, n));
+  if (found.last) cards.push(drawLast(found.last));
+  $("#round-nodes").replaceChildren(...cards);
+  $("#round-times").replaceChildren(drawTimes(found.times));
+  $(".current")?.classList.remove("current");
+  const { span } = lanes[round.lane].rounds[found.i];
+  span.classList.add("current");
+  follow(lanes[round.lane].lane, span);
+}
+
+function shown(text) { return text === "" ? "◌" : text.replace(/\r?\n/g, "⏎").replace(/\t/g, "⇥").replace(/ /g, "␣"); }
+
+function drawNode(node, n) {
+  const title = make("h3", {}, make("span", { class: "tok", "data-kind": node.state, text: shown(node.text) }),
+    make("small", { text: node.state === "ignored" ? "never tested" : node.state }));
+  const card = make("article", { class: "node", "data-state": node.state, id: `node-${n}` }, title);
+  card.append(drawTest(node));
+  if (node.bars.length) card.append(drawBars(node.bars, "p", "q"));
+  const entropy = node.entropy_p === null ? [] : [`H(p) ${node.entropy_p.toFixed(2)}`, ...(node.entropy_q === null ? [] : [`H(q) ${node.entropy_q.toFixed(2)}`])];
+  const beta = node.beta === null ? [] : [`β ${node.beta.toFixed(3)}`];
+  const facts = [`p ${show(node.p)}`, node.point ? "q: a point mass" : `q ${show(node.q)}`, ...beta, ...entropy].join(" · ");
+  card.append(make("p", { class: "quiet", text: facts }), make("p", { class: "why", text: node.words }));
+  return card;
+}
+
+function drawTest(node) { // the draw on [0, 1), and how far it is kept
+  const x = (share) => 4 + 192 * share;
+  const parts = [svg("rect", { x: x(0), y: 8, width: 192, height: 8, class: "lost" }), svg("rect", { x: x(0), y: 8, width: 192 * node.bound, height: 8, class: "kept" })];
+  if (node.draw !== null) parts.push(svg("path", { d: `M${x(node.draw)} 3v18`, class: "draw" }));
+  const words = node.draw === null ? "Kept up to min(1, p/q)" : `The draw ${show(node.draw)} against min(1, p/q) = ${show(node.bound)}`;
+  return canvas(words, 200, 24, ...parts, svg("title", { text: words }));
+}
+
+function drawBars(bars, ...names) { // a row per token: p above q, what they share is shaded
+  const rows = bars.map(([text, p, q]) => {
+    const width = (mass) => 100 * Math.min(1, Math.max(0, mass ?? 0));
+    const track = make("span", { class: "track" });
+    const bar = (mass, kind) => { const span = make("span", { class: kind }); span.style.width = `${width(mass)}%`; return span; };
+    track.append(bar(p, "p"));
+    if (names.length > 1) { track.append(bar(q, "q")); if (p !== null && q !== null) track.append(bar(Math.min(p, q), "both")); }
+    const number = (mass) => (mass === null ? "?" : mass.toFixed(3));
+    const masses = names.length > 1 ? `${number(p)} ${number(q)}` : number(p);
+    return make("div", { class: "law" }, make("code", { text: shown(text) }), track, make("span", { class: "mass", text: masses }));
+  });
+  const words = names.length > 1 ? "likeliest tokens: p, q; what they share is β" : `likeliest tokens of the ${names[0]}`;
+  return make("div", { class: "laws" }, make("p", { class: "quiet", text: words }), ...rows);
+}
+
+function drawLast(last) {
+  const card = make("article", { class: "node", "data-state": last.kind }, make("h3", {},
+    make("span", { class: "tok", "data-kind": last.kind, text: shown(last.text) }), make("small", { text: last.kind })));
+  if (last.bars.length) card.append(drawBars(last.bars, last.law === "p" ? "law p" : "residual"));
+  card.append(make("p", { class: "why", text: last.words }));
+  return card;
+}
+
+function drawTimes(times) {
+  const total = times.draft + times.verify + times.host;
+  const bar = make("div", { class: "times", "aria-hidden": "true" });
+  for (const part of PARTS) { const span = make("span", { class: part }); span.style.width = `${(100 * times[part]) / total}%`; bar.append(span); }
+  const words = PARTS.map((part) => make("span", { class: part, text: `${part} ${(1000 * times[part]).toFixed(2)} ms` }));
+  return make("div", {}, bar, make("p", { class: "key" }, ...words));
+}
+
+function drawTree({ nodes, path }) { // depth to the right, leaves below one another
+  const depth = [], row = [], accepted = new Set(path);
+  let leaves = 0;
+  const children = (n) => nodes.flatMap((node, i) => (node.parent === n ? [i] : []));
+  const place = (n, d) => {
+    const below = children(n);
+    for (const child of below) place(child, d + 1);
+    if (n < 0) return;
+    depth[n] = d;
+    row[n] = below.length ? (row[below[0]] + row[below.at(-1)]) / 2 : leaves++;
+  };
+  place(-1, 0);
+  const x = (n) => (n < 0 ? 8 : 8 + depth[n] * 92), y = (n) => (n < 0 ? (10 + Math.max(leaves - 1, 0) * 13) : 14 + row[n] * 26);
+  const wide = 8 + (Math.max(0, ...depth) + 1) * 92, high = 16 + Math.max(leaves, 1) * 26;
+  const edges = nodes.map((node, n) => svg("path", { d: `M${x(node.parent) + (node.parent < 0 ? 0 : 70)} ${y(node.parent)}L${x(n)} ${y(n)}`, class: accepted.has(n) ? "edge path" : "edge" }));
+  const labels = nodes.map((node, n) => {
+    const group = svg("g", { class: `leaf ${node.state}` }, svg("rect", { x: x(n), y: y(n) - 10, width: 70, height: 20, rx: 4 }),
+      svg("text", { x: x(n) + 35, y: y(n) + 4, class: "middle", text: shown(node.text).slice(0, 9) }), svg("title", { text: `${node.text}: ${node.words}` }));
+    group.addEventListener("click", () => { const card = $(`#node-${n}`); $("#round-nodes").scrollLeft = card.offsetLeft - $("#round-nodes").offsetLeft; });
+    return group;
+  });
+  const picture = canvas(`The draft as a tree of ${nodes.length} tokens, ${path.length} of them accepted`, wide, high, ...edges, svg("circle", { cx: x(-1), cy: y(-1), r: 4, class: "root" }), ...labels);
+  picture.style.width = `${wide}px`;
+  return picture;
+}
+
+// --- all rounds ------------------------------------------------------------------------------------------------
+
+async function showFigures() {
+  const [of, name] = [run, round.lane];
+  if (figuresOf === name) return;
+  figuresOf = name;
+  const text = await server.figures([of, name]);
+  if (of !== run || figuresOf !== name) return;
+  if (!text) return say("failed", "the server no longer holds this run: run it again");
+  const found = JSON.parse(text);
+  $("#chart-positions").replaceChildren(chartPositions(found.positions));
+  $("#chart-times").replaceChildren(chartTimes(found.rows));
+  $("#chart-whatif").replaceChildren(chartWhatIf(found.what_if, found.why_not));
+  const head = make("thead", {}, make("tr", {}, ...found.columns.map((text) => make("th", { scope: "col", text: text.replace(/_/g, " ") }))));
+  const body = make("tbody");
+  for (const cells of found.rows) {
+    const row = make("tr", {}, ...cells.map((cell, k) => make("td", { text: cell === null ? "–" : k === 12 ? shown(cell) : String(cell) })));
+    row.addEventListener("click", () => inspectRound(name, cells[0]));
+    body.append(row);
+  }
+  $("#rounds").replaceChildren(make("caption", { text: `${HEADINGS[name]}: ${$(".title", lanes[name].box).textContent}` }), head, body);
+}
+
+$("#figures").addEventListener("toggle", () => { if ($("#figures").open) showFigures(); });
+$("#round-lane").addEventListener("change", (e) => inspectRound(e.target.value, Math.min(round.i, lanes[e.target.value].rounds.length - 1)));
+$("#round-at").addEventListener("input", (e) => inspectRound(round.lane, Number(e.target.value)));
+$("#round-back").addEventListener("click", () => inspectRound(round.lane, Math.max(0, round.i - 1)));
+$("#round-on").addEventListener("click", () => inspectRound(round.lane, Math.min(lanes[round.lane].rounds.length - 1, round.i + 1)));
+$("#round-close").addEventListener("click", () => { $("#inspector").hidden = true; $(".current")?.classList.remove("current"); });

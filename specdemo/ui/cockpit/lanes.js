@@ -1,0 +1,277 @@
+// The run as it is drawn. Frames come as JSON strings: new records from index `at` on, and the present state.
+// Whatever was written by a model or a visitor reaches the page through textContent, never as markup.
+const $ = (selector, within = element) => within.querySelector(selector);
+const NOT_KEPT = new Set(["rejected", "ignored"]);
+const PATIENCE_MS = 2500; // without a frame for this long, ask: frames may have been lost
+const HEADINGS = { spec: "Speculative", ar: "Plain", third: "Third lane", fourth: "Fourth lane" };
+
+let run = null; // id of the run on show
+let busy = false; // from the press of Run until the last frame
+let have = 0; // records received
+let pending = []; // records received and not yet drawn
+let state = null; // the newest frame without its records
+let drawing = false;
+let asking = false;
+let stopWanted = false;
+let began = 0;
+let heard = 0;
+const past = new Set(); // earlier runs, whose last frames may still arrive
+const cellOf = new WeakMap(); // token span -> [cell, step index]
+const lanes = {}; // by name: the box, the lane in it, its rounds so far, as {span, t, tokens: so many committed by then}
+
+// --- building --------------------------------------------------------------------------------------------------
+
+function make(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name === "text") node.textContent = value;
+    else if (value === true) node.setAttribute(name, "");
+    else if (value !== false && value !== null) node.setAttribute(name, value);
+  }
+  node.append(...children);
+  return node;
+}
+
+for (const [name, heading] of Object.entries(HEADINGS)) {
+  const button = (what, text) => make("button", { type: "button", class: "small", id: `${what}-${name}`, disabled: true, text });
+  const header = make("header", {},
+    make("h2", { text: heading }), make("span", { class: "title" }), make("span", { class: "badge", hidden: true }),
+    make("span", { class: "rate" }));
+  const footer = make("footer", {}, button("copy", "Copy text"), button("trace", "Save trace"), button("csv", "Save rounds (CSV)"), button("svg", "Save picture (SVG)"));
+  const lane = make("div", { class: "lane", id: `lane-${name}`, role: "log", "aria-live": "off", tabindex: 0,
+    "aria-label": `${heading}: arrow keys move from token to token, Enter shows the round` });
+  const box = make("article", { class: "box", "data-lane": name, hidden: name !== "spec" }, header, lane, footer);
+  $(".lanes").append(box);
+  lanes[name] = { box, lane, rounds: [], shown: 0 };
+}
+
+// --- receiving -------------------------------------------------------------------------------------------------
+
+function take(frame) {
+  if (!frame || past.has(frame.run)) return;
+  if (frame.run !== run) reset(frame.run, frame.plan);
+  heard = performance.now();
+  if (stopWanted) { stopWanted = false; server.stop_run(run); }
+  if (frame.at > have) return catchUp();
+  const fresh = frame.r.slice(have - frame.at);
+  have += fresh.length;
+  pending.push(...fresh);
+  state = frame;
+  if (drawing) return;
+  drawing = true;
+  // a hidden tab gets no animation frames
+  document.visibilityState === "hidden" ? setTimeout(draw, 0) : requestAnimationFrame(draw);
+}
+
+async function catchUp() {
+  if (asking || run === null) return;
+  asking = true;
+  try {
+    const missed = await server.trace_since([run, have]);
+    if (missed) take(JSON.parse(missed));
+    else if (busy) over("failed", "failed: the server no longer knows this run");
+  } catch {
+    if (busy) over("failed", "failed: the server cannot be reached");
+  } finally {
+    asking = false;
+  }
+}
+
+function reset(id, plan) {
+  if (run !== null) past.add(run);
+  run = id;
+  have = 0;
+  pending = [];
+  for (const [name, one] of Object.entries(lanes)) {
+    one.box.hidden = !plan.includes(name);
+    one.lane.replaceChildren();
+    $(".title", one.box).textContent = $(".rate", one.box).textContent = "";
+    $(".badge", one.box).hidden = true;
+    for (const button of one.box.querySelectorAll("button")) button.disabled = true;
+    one.rounds = [];
+    one.shown = 0;
+  }
+  $(".lanes").dataset.count = plan.length;
+  $(".outcome").hidden = true;
+  $("#save-all").disabled = true;
+  hideTip();
+  closeReplay();
+  closeRounds();
+}
+
+// --- drawing ---------------------------------------------------------------------------------------------------
+
+function draw() {
+  drawing = false;
+  const news = {};
+  for (const record of pending) (news[record.l] ??= []).push(record);
+  pending = [];
+  for (const [name, records] of Object.entries(news)) {
+    const { lane } = lanes[name];
+    const atBottom = lane.scrollHeight - lane.scrollTop - lane.clientHeight < 40;
+    const fragment = document.createDocumentFragment();
+    for (const record of records) record.head ? drawHead(name, record.head, fragment) : drawRound(name, record, fragment);
+    $(".ahead", lane)?.remove();
+    lane.append(fragment);
+    drawAhead(lane, records.at(-1).ahead);
+    if (atBottom) lane.scrollTop = lane.scrollHeight;
+  }
+  for (const [name, [value, note]] of Object.entries(state.tiles)) {
+    const tile = $(`[data-kpi=${name}]`);
+    setText($(".value", tile), value);
+    setText($(".note", tile), note);
+  }
+  showRates();
+  spark();
+  if (state.over) return finish();
+  if (busy && element.dataset.stopping !== "yes") say(state.phase[0], state.phase[1]);
+}
+
+function showRates() {
+  for (const [name, rate] of Object.entries(state.rates)) setText($(".rate", lanes[name].box), rate);
+}
+
+function drawHead(name, head, fragment) {
+  const { box } = lanes[name];
+  $(".title", box).textContent = head.title;
+  const badge = $(".badge", box);
+  badge.hidden = false;
+  badge.dataset.exact = head.exact;
+  badge.textContent = head.badge;
+  badge.title = head.why;
+  fragment.append(make("span", { class: "given", text: head.prompt }));
+}
+
+function drawRound(name, record, fragment) {
+  const round = make("span", { class: "round" });
+  let kept = 0;
+  for (const cell of record.c) {
+    const [kind, text] = cell;
+    const span = document.createElement("span");
+    span.className = "tok";
+    span.dataset.kind = kind;
+    if (NOT_KEPT.has(kind)) {
+      span.textContent = text.replace(/\r?\n/g, "⏎").replace(/\t/g, "⇥");
+    } else {
+      span.textContent = text;
+      if (text.startsWith("\n")) span.dataset.newline = "";
+      kept += 1;
+    }
+    cellOf.set(span, [cell, record.i]);
+    round.append(span);
+  }
+  fragment.append(round);
+  const one = lanes[name];
+  one.rounds.push({ span: round, t: record.t, tokens: (one.rounds.at(-1)?.tokens ?? 0) + kept });
+  one.shown = one.rounds.length;
+}
+
+function drawAhead(lane, text) { // how a search would go on, which the next round may think better of
+  if (text) lane.append(make("span", { class: "ahead", text }));
+}
+
+function spark() {
+  const canvas = $(".spark");
+  const [width, height, scale] = [canvas.clientWidth, canvas.clientHeight, window.devicePixelRatio || 1];
+  if (canvas.width !== width * scale || canvas.height !== height * scale) {
+    canvas.width = width * scale;
+    canvas.height = height * scale;
+  }
+  const pen = canvas.getContext("2d");
+  pen.setTransform(scale, 0, 0, scale, 0, 0);
+  pen.clearRect(0, 0, width, height);
+  const curves = Object.entries(lanes).map(([name, one]) => [name, speeds(one.rounds)]).filter(([, s]) => s.length > 1);
+  if (!curves.length) return;
+  const top = Math.max(...curves.flatMap(([, s]) => s.map(([, y]) => y))) * 1.1;
+  const end = Math.max(...curves.map(([, s]) => s.at(-1)[0]));
+  const style = getComputedStyle(element);
+  for (const [name, curve] of curves) {
+    const first = name === "spec" || curves.length === 1;
+    pen.beginPath();
+    for (const [x, y] of curve) pen.lineTo((x / end) * (width - 2) + 1, height - 1 - (y / top) * (height - 3));
+    pen.lineWidth = 1.5;
+    pen.lineJoin = "round";
+    pen.setLineDash(first ? [] : { ar: [3, 3], third: [7, 3], fourth: [1, 3] }[name]);
+    pen.strokeStyle = style.getPropertyValue(first ? "--ink" : "--quiet");
+    pen.stroke();
+  }
+}
+
+function speeds(rounds) { // tokens per second over the latest eight rounds; the prefill is left out
+  const out = [];
+  const every = Math.max(1, Math.floor(rounds.length / 200)); // no more points than can be told apart
+  for (let i = 4; i < rounds.length; i += every) {
+    const [before, now] = [rounds[Math.max(0, i - Math.max(8, every))], rounds[i]];
+    if (now.t > before.t) out.push([now.t - rounds[0].t, (now.tokens - before.tokens) / (now.t - before.t)]);
+  }
+  return out;
+}
+
+// --- what is going on, in words --------------------------------------------------------------------------------
+
+function setText(node, text) { if (node.textContent !== text) node.textContent = text; }
+
+function say(phase, text) {
+  const root = $(".cockpit");
+  if (root.dataset.phase !== phase) root.dataset.phase = phase;
+  setText($("#status"), text ? `${phase}: ${text}` : phase);
+}
+
+function tick() {
+  if (!busy) return;
+  setText($(".clock"), `${((performance.now() - began) / 1000).toFixed(1)} s`);
+  if (run !== null && performance.now() - heard > PATIENCE_MS) { heard = performance.now(); catchUp(); }
+}
+
+function press() {
+  busy = true;
+  stopWanted = false;
+  began = heard = performance.now();
+  if (run !== null) past.add(run);
+  run = null;
+  element.dataset.stopping = "no";
+  markButtons();
+  say("queued", "");
+  tick();
+}
+
+function finish() {
+  for (const name of state.plan) {
+    const { box, lane } = lanes[name];
+    for (const button of box.querySelectorAll("button")) button.disabled = !lane.childElementCount;
+  }
+  setText($("#verdict"), state.verdict);
+  const same = $("#sameness");
+  same.hidden = !state.same;
+  if (state.same) {
+    same.textContent = state.same.badge;
+    same.dataset.tone = state.same.tone;
+    setText($("#verdict"), [state.verdict, state.same.why].filter(Boolean).join(" "));
+  }
+  $(".outcome").hidden = !$("#verdict").textContent;
+  const drawn = state.plan.filter((name) => lanes[name].rounds.length);
+  $("#save-all").disabled = !drawn.length;
+  if (drawn.length) { openReplay(drawn); openRounds(drawn); }
+  over(state.phase[0], state.phase.filter(Boolean).join(": "));
+}
+
+function over(phase, sentence) {
+  tick();
+  busy = false;
+  element.dataset.stopping = "no";
+  $(".cockpit").dataset.phase = phase;
+  setText($("#status"), sentence);
+  markButtons();
+}
+
+function markButtons() {
+  document.getElementById("run")?.setAttribute("aria-disabled", busy);
+  document.getElementById("stop")?.setAttribute("aria-disabled", !busy);
+}
+
+function stop() {
+  if (!busy || element.dataset.stopping === "yes") return;
+  element.dataset.stopping = "yes";
+  say("stopping", "");
+  run === null ? (stopWanted = true) : server.stop_run(run);
+}

@@ -1,0 +1,82 @@
+// One token in a few words, where the pointer or the keyboard is.
+
+function explain([kind, , , p, q, draw]) {
+  if (kind === "ignored") return "Never tested: a draft before it was not kept.";
+  if (kind === "correction") return "The target's own choice where a draft was rejected.";
+  if (kind === "bonus") return "The whole draft was kept; this one came with the same target pass.";
+  if (kind === "plain") return "The target's own choice; nothing was drafted.";
+  const bound = chance(p, q);
+  if (draw === null) return kind === "accepted" ? "Kept by the rule, without a draw." : "Turned down by the rule, without a draw.";
+  return kind === "accepted" ? `Kept: the draw is below ${show(bound)}.` : `Rejected: the draw is not below ${show(bound)}.`;
+}
+
+function chance(p, q) { return p === null ? null : Math.min(1, p / (q ?? 1)); }
+function show(x) { return x === null ? "–" : x !== 0 && x < 0.001 ? x.toExponential(1) : x.toFixed(3); }
+
+function showTip(span) {
+  hideTip();
+  const [cell, step] = cellOf.get(span);
+  const [kind, text, id, p, q, draw] = cell;
+  const drafted = p !== null;
+  const rows = [["token", `${JSON.stringify(text)} · id ${id}`], ["step", String(step)]];
+  if (drafted) {
+    rows.push(["p, target", show(p)], ["q, drafter", q === null ? "point mass" : show(q)]);
+    rows.push(["min(1, p/q)", show(chance(p, q))], ["draw", draw === null ? "none" : show(draw)]);
+  }
+  const tip = $("#tip");
+  const heading = document.createElement("strong");
+  heading.textContent = kind === "ignored" ? "never tested" : kind;
+  const list = document.createElement("dl");
+  for (const [name, value] of rows) {
+    const [dt, dd] = [document.createElement("dt"), document.createElement("dd")];
+    dt.textContent = name;
+    dd.textContent = value;
+    list.append(dt, dd);
+  }
+  const words = document.createElement("p");
+  words.textContent = explain(cell);
+  tip.dataset.kind = kind;
+  tip.replaceChildren(heading, list, words);
+  tip.hidden = false;
+  const at = span.getClientRects()[0] ?? span.getBoundingClientRect();
+  const size = tip.getBoundingClientRect();
+  const below = at.bottom + 8 + size.height < window.innerHeight;
+  tip.style.left = `${Math.max(8, Math.min(at.left, window.innerWidth - size.width - 8))}px`;
+  tip.style.top = `${below ? at.bottom + 8 : Math.max(8, at.top - size.height - 8)}px`;
+  span.parentElement.classList.add("mates");
+  span.setAttribute("aria-describedby", "tip");
+}
+
+function hideTip() {
+  $("#tip").hidden = true;
+  $(".mates")?.classList.remove("mates");
+  $("[aria-describedby]")?.removeAttribute("aria-describedby");
+}
+
+function walk(lane, key) { // a lane is one stop of the Tab key; the arrows go from token to token inside it
+  const shown = [...lane.querySelectorAll(".tok")].filter((span) => span.getClientRects().length);
+  if (!shown.length) return false;
+  const here = shown.indexOf(document.activeElement);
+  const next = { ArrowRight: here + 1, ArrowLeft: here < 0 ? shown.length - 1 : here - 1, Home: 0, End: shown.length - 1 }[key];
+  if (next === undefined) return false;
+  const span = shown[Math.max(0, Math.min(next, shown.length - 1))];
+  span.tabIndex = -1;
+  span.focus();
+  return true;
+}
+
+for (const [name, { lane }] of Object.entries(lanes)) {
+  const inspect = (span) => inspectRound(name, cellOf.get(span)[1]);
+  lane.addEventListener("pointerover", (e) => { const span = e.target.closest(".tok"); span ? showTip(span) : hideTip(); });
+  lane.addEventListener("pointerleave", hideTip);
+  lane.addEventListener("scroll", () => { if (!lane.contains(document.activeElement)) hideTip(); });
+  lane.addEventListener("focusin", (e) => { if (e.target.matches(".tok")) showTip(e.target); });
+  lane.addEventListener("focusout", hideTip);
+  lane.addEventListener("click", (e) => { const span = e.target.closest(".tok"); if (span && getSelection().isCollapsed) inspect(span); });
+  lane.addEventListener("keydown", (e) => {
+    if (e.ctrlKey || e.metaKey || e.altKey) return;
+    if (e.key === "Enter" && e.target.matches(".tok")) inspect(e.target);
+    else if (!walk(lane, e.key)) return;
+    e.preventDefault();
+  });
+}
