@@ -18,13 +18,12 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
-import browser
-from playwright.sync_api import Browser, Page, expect, sync_playwright
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import browser
 import torch
-from test_page import ARGS, CODE, run, saved, status
+from pagekit import ARGS, CODE, run, saved, status
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from app import choose_port
 from specdemo.bench.table import interval

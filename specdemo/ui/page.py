@@ -244,6 +244,7 @@ def build(
         method = controls["method"]
         with gr.Tabs(elem_id="tabs"), gr.Tab("The method", id="method"):
             about = gr.Markdown(ABOUT[usual.method], elem_id="about")
+        queued = {"show_progress": "hidden", "concurrency_limit": None, "api_visibility": "private"}
         told = {"show_progress": "hidden", "queue": False, "api_visibility": "private"}
         method.change(lambda name: ABOUT.get(name, ""), method, about, **told)
         pressed = go.click(
@@ -270,13 +271,13 @@ def build(
         pressed.failure(None, None, None, js=failed, api_visibility="private")
         for name, function in endpoints(service, usual, device).items():
             gr.api(function, api_name=name, concurrency_limit=None)
-        more.click(keep, [kept, *controls.values()], [kept, kept_lanes], preprocess=False, **told)
+        more.click(keep, [kept, *controls.values()], [kept, kept_lanes], preprocess=False, **queued)
         fewer.click(None, None, [kept, kept_lanes], js="() => [null, '']", api_visibility="private")
         known = {"NAMES": json.dumps(names), "USUAL": json.dumps(list(usual_settings.values()))}
         gr.on([one.change for one in settable], None, settable, saved, js=script("save", known), **told)
         link.click(None, settable, None, js=script("link", known), api_visibility="private")
         usually.click(None, None, settable, js=f"() => {known['USUAL']}", api_visibility="private")
-        demo.load(restore, [saved, kept], [*settable, kept_lanes], preprocess=False, **told)
+        demo.load(restore, [saved, kept], [*settable, kept_lanes], preprocess=False, **queued)
         demo.unload(leave)
     demo.queue(max_size=64)
     demo.worker = service.worker
