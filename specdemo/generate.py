@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import cache
 from importlib.metadata import version
@@ -22,15 +22,19 @@ from specdemo.core.errors import Refused
 from specdemo.core.metrics import Metrics
 from specdemo.models import memory
 from specdemo.models.load import Shelf
-from specdemo.models.text import Spelling, TextStream
+from specdemo.models.text import Message, Spelling, TextStream, rendered
 from specdemo.parts import Stores, build
 from specdemo.recipe import FORESTS, Recipe
 
 Record = dict[str, Any]
 
 
-def generate(recipe: Recipe, prompt: str, shelf: Shelf, stores: Stores | None = None) -> Iterator[Record]:
-    """Run `recipe` on `prompt`. Raises `Refused` before the header if it cannot be met.
+def generate(
+    recipe: Recipe, prompt: str | Sequence[Message], shelf: Shelf, stores: Stores | None = None
+) -> Iterator[Record]:
+    """Run `recipe` on `prompt`, which with `recipe.chat` may be a whole conversation.
+
+    Raises `Refused` before the header if it cannot be met.
 
     A failure after the header ends the trace with `"end": "error"`. May be closed at any time; whoever closes it
     writes the last line with `ending("cancelled", metrics)`.
@@ -47,7 +51,7 @@ def generate(recipe: Recipe, prompt: str, shelf: Shelf, stores: Stores | None = 
     parity = target.parity  # asked once, before the clock starts
     start = time.perf_counter()
     parts = build(recipe, target, drafter, stores)
-    tokens = target.tokenizer.encode(prompt)
+    text, tokens = rendered(target.tokenizer, prompt, recipe.chat)
     room = parts.context - len(tokens)
     if room < 1:
         raise Refused(
@@ -60,7 +64,7 @@ def generate(recipe: Recipe, prompt: str, shelf: Shelf, stores: Stores | None = 
         "recipe": asdict(recipe),
         "exact": recipe.exact,
         "bit_equal": parity.equal and recipe.method not in FORESTS,  # the rows of chains were compared, no others
-        "prompt": prompt,
+        "prompt": text,
         "prompt_tokens": tokens,
         "vocab_size": target.model.config.get_text_config().vocab_size,
         "environment": {
@@ -74,7 +78,7 @@ def generate(recipe: Recipe, prompt: str, shelf: Shelf, stores: Stores | None = 
             "drafter_bytes": drafter.weight_bytes if drafter else None,
         },
     }
-    metrics, text, watched = Metrics(), TextStream(target.tokenizer, tokens), memory.Watch()
+    metrics, spoken, watched = Metrics(), TextStream(target.tokenizer, tokens), memory.Watch()
     spelling = Spelling(target.tokenizer)
     last = None
     steps = decode(
@@ -91,15 +95,15 @@ def generate(recipe: Recipe, prompt: str, shelf: Shelf, stores: Stores | None = 
         for step in steps:
             metrics.add(step)
             last = step.tokens[-1] if step.tokens else last
-            drafts = text.peek(step.draft.tokens, step.draft.parents)
-            pieces = [text.push(token) for token in step.tokens]
+            drafts = spoken.peek(step.draft.tokens, step.draft.parents)
+            pieces = [spoken.push(token) for token in step.tokens]
             if step.tokens and (last in target.stop or metrics.tokens >= min(recipe.max_tokens, room)):
-                pieces[-1] += text.rest()
+                pieces[-1] += spoken.rest()
             ahead = step.verdict.pending
             named = spelling.fresh(t for law in (*step.verdict.laws, *step.verdict.drafted) for t, _ in law.top)
             yield {
                 **step.to_json(),
-                **({"pending_text": "".join(text.peek(ahead, range(-1, len(ahead) - 1)))} if step.searched else {}),
+                **({"pending_text": "".join(spoken.peek(ahead, range(-1, len(ahead) - 1)))} if step.searched else {}),
                 **({"texts": named} if named else {}),
                 "text": "".join(pieces),
                 "pieces": pieces,

@@ -56,6 +56,12 @@ def parser() -> Parser:
     add("--bad-word", dest="bad_words", action="append", metavar="TEXT", help="text never to produce; may be repeated")
     add("--seed", type=int)
     add("--max-tokens", type=int)
+    add(
+        "--chat",
+        action="store_true",
+        default=None,
+        help="the prompt is said by a user, in the chat template of the model",
+    )
     add("--top", type=int, metavar="N", help="write the N likeliest tokens of every law into the trace")
     add("--ngram", type=int, metavar="N", help="order of NASD's n-grams")
     add("--ngram-levels", help=f"NASD's storage: {names(NGRAM_LEVELS)}")

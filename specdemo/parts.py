@@ -71,6 +71,18 @@ class Kit:
 Made = tuple[Drafter, tuple[CachedModel, ...]]  # a drafter, and the caches that it brings
 
 
+def _cache(recipe: Recipe, stores: Stores | None, loaded: Loaded, pad: int = 1) -> CachedModel:
+    """A model with its keys and values; in a conversation, those of the turns before, so that only news are read."""
+    key = ("keys and values", loaded.spec, recipe.method)  # lanes that are compared share nothing
+    kept = stores.get(key) if recipe.chat and stores is not None else None
+    if kept is not None and kept.model is loaded.model:
+        return kept
+    made = CachedModel(loaded.model, pad)
+    if recipe.chat and stores is not None:
+        stores[key] = made
+    return made
+
+
 def _plain(kit: Kit) -> Made:
     return Plain(), ()
 
@@ -78,7 +90,7 @@ def _plain(kit: Kit) -> Made:
 def _model(kit: Kit, kind: type = ModelDrafter, **options: int) -> Made:
     assert kit.drafter is not None
     check_pair(kit.target.tokenizer, kit.drafter.tokenizer)
-    cache = CachedModel(kit.drafter.model)
+    cache = _cache(kit.recipe, kit.stores, kit.drafter)
     return kit.draws(cache, kind, **options), (cache,)
 
 
@@ -136,7 +148,7 @@ def build(recipe: Recipe, target: Loaded, drafter: Loaded | None, stores: Stores
     """Turn names into objects. `stores` holds what a user's earlier runs taught, if that is to be kept."""
     words = tuple(tuple(target.tokenizer.encode(word, add_special_tokens=False)) for word in recipe.bad_words)
     warp = Warp(recipe.temperature, recipe.top_k, recipe.top_p, recipe.repetition_penalty, words)
-    ours = CachedModel(target.model, target.parity.pad)
+    ours = _cache(recipe, stores, target, target.parity.pad)
     kind = RULES[recipe.rule]
     rule = kind.apply
     if recipe.skip_sample_adjustment:

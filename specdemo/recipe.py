@@ -76,6 +76,7 @@ class Recipe:
     exit_layer: int | None = None  # self-speculation keeps this many layers; None: half of them
     skip_layers: tuple[int, ...] = ()  # or all but these
     threshold: float | None = None  # of a rule that has one; None: its usual one
+    chat: bool = False  # the prompt is said by a user, in the model's own chat template
     skip_sample_adjustment: bool = False  # draw corrections from p: lossy
 
     def __post_init__(self) -> None:

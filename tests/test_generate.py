@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from tiny import byte_level_tokenizer, save_model
 
+from specdemo.core.errors import Refused
 from specdemo.core.step import Step
 from specdemo.generate import generate
+from specdemo.models.cached import CachedModel
 from specdemo.models.load import Shelf
 from specdemo.recipe import Recipe
 
@@ -104,3 +106,51 @@ def test_beams_are_committed_as_they_agree(target: str) -> None:
     tokens = [token for step in steps for token in step["tokens"]]
     tokenizer = Shelf().take(recipe.target_spec).tokenizer
     assert tokenizer.decode([*head["prompt_tokens"], *tokens], skip_special_tokens=True) == PROMPT + whole
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> str:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return str(save_model(tmp_path_factory.mktemp("talker") / "target", tokenizer))
+
+
+def test_a_chat_template_is_what_the_model_reads(talker: str, target: str) -> None:
+    recipe = Recipe(target=talker, method="ar", temperature=0, max_tokens=4, device="cpu", chat=True)
+    head = next(line for line in generate(recipe, "Hello", Shelf()) if "specdemo" in line)
+    assert head["prompt"] == "<user>Hello\n<assistant>"
+    tokenizer = Shelf().take(recipe.target_spec).tokenizer
+    assert head["prompt_tokens"] == tokenizer.encode(head["prompt"], add_special_tokens=False)
+    with pytest.raises(Refused, match="no chat template"):
+        list(generate(replace(recipe, target=target), "Hello", Shelf()))
+
+
+def test_a_second_turn_reads_only_what_is_new(talker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same text as without the cache, from fewer tokens read."""
+    read: list[int] = []
+    score = CachedModel._keep
+    monkeypatch.setattr(
+        CachedModel, "_keep", lambda self, *given: read.append(-(found := score(self, *given))[0]) or found
+    )
+    recipe = Recipe(target=talker, method="nasd", temperature=0, max_tokens=12, device="cpu", chat=True)
+    shelf, stores = Shelf(), {}
+
+    def turn(talk: list[dict[str, str]], stores: dict | None) -> tuple[str, int, int]:
+        del read[:]
+        head, *steps, _ = (line for line in generate(recipe, talk, shelf, stores) if "phase" not in line)
+        return "".join(line["text"] for line in steps), len(head["prompt_tokens"]), -read[0]
+
+    talk = [{"role": "user", "content": "one"}]
+    answer, first, held = turn(talk, stores)
+    assert held == 0
+    talk += [{"role": "assistant", "content": answer}, {"role": "user", "content": "two"}]
+    again, length, held = turn(talk, stores)
+    fresh, _, none = turn(talk, None)
+    assert again == fresh and none == 0
+    assert first <= held < length  # at least the first question; the answer as far as it is cut into the same tokens

@@ -127,6 +127,13 @@ def sidebar(usual: Recipe) -> dict[str, gr.components.Component]:
                 elem_id="rule",
             )
             c["top_k"] = gr.Slider(0, 100, usual.top_k, step=1, label="Top-k (0 is off)", elem_id="top-k")
+        with gr.Accordion("Chat", open=False):
+            c["chat"] = gr.Checkbox(
+                usual.chat,
+                label="Chat template",
+                info="The prompt is said by a user, in the model's own template; each run is a turn of a conversation.",
+                elem_id="chat",
+            )
         with gr.Accordion("Recording", open=False):
             c["top"] = gr.Slider(
                 0, 16, usual.top, step=1, label="Likeliest tokens of every law (0: none)", elem_id="top"

@@ -144,6 +144,7 @@ def build(
             run.finish(reason(stream.error) if stream.error else None)
             if run.phase[0] == "failed":
                 toast(run)
+            service.heard(request.session_hash or "", prompt, run)
             yield run.frame(len(run.records))
         finally:
             run.finish()  # a tab that has gone leaves its run unfinished
@@ -187,6 +188,10 @@ def build(
         changed = [gr.skip() if settings[name] == usual_settings[name] else settings[name] for name in names]
         return [*changed, told_of_lanes(others(kept))]
 
+    def forget(request: gr.Request) -> None:
+        service.talks.pop(request.session_hash or "", None)
+        gr.Info("The next prompt begins a new conversation.")
+
     def leave(request: gr.Request) -> None:
         service.leave(request.session_hash or "")
 
@@ -219,6 +224,7 @@ def build(
             more = gr.Button("Keep as a lane", size="sm", elem_id="keep-lane", scale=0)
             fewer = gr.Button("Drop kept lanes", size="sm", elem_id="drop-lanes", scale=0)
             link = gr.Button("Link to these settings", size="sm", elem_id="link", scale=0)
+            anew = gr.Button("New conversation", size="sm", elem_id="new-talk", scale=0)
             usually = gr.Button("Reset", size="sm", elem_id="reset", scale=0)
         kept_lanes = gr.Markdown(elem_id="kept-lanes")
         estimated = gr.Markdown(elem_id="estimate")
@@ -271,6 +277,7 @@ def build(
         pressed.failure(None, None, None, js=failed, api_visibility="private")
         for name, function in endpoints(service, usual, device).items():
             gr.api(function, api_name=name, concurrency_limit=None)
+        anew.click(forget, None, None, **queued)
         more.click(keep, [kept, *controls.values()], [kept, kept_lanes], preprocess=False, **queued)
         fewer.click(None, None, [kept, kept_lanes], js="() => [null, '']", api_visibility="private")
         known = {"NAMES": json.dumps(names), "USUAL": json.dumps(list(usual_settings.values()))}

@@ -20,6 +20,7 @@ from specdemo.bench import Prompt, load_prompts
 from specdemo.core.errors import Refused
 from specdemo.models.load import Shelf
 from specdemo.models.pairs import ASSETS
+from specdemo.models.text import Message
 from specdemo.parts import Stores
 from specdemo.preflight import Preflight, preflight
 from specdemo.recipe import Recipe
@@ -48,6 +49,7 @@ class Service:
         leave_a_core()
         self.worker, self.runs = Worker(), Runs()
         self._models, self._engine = models, engine
+        self.talks: dict[str, list[Message]] = {}  # by visitor: what was said in the conversation so far
         self._stores: dict[str, Stores] = {}  # by visitor: nobody's text may show in another's drafts
 
     def start(self, jobs: list[tuple[str, Recipe]], prompt: Any, visitor: str = "") -> Lines:
@@ -57,11 +59,12 @@ class Service:
         if len(prompt) > LONGEST_PROMPT:
             raise Refused(f"the prompt has {len(prompt):,} characters: shorten it to {LONGEST_PROMPT:,} at most")
         stores = self._stores.setdefault(visitor, {}) if visitor else {}
+        said = [*self.talks.get(visitor, ()), {"role": "user", "content": prompt}]
 
         def steps() -> Iterator[tuple[str, dict[str, Any]]]:
             for lane, recipe in jobs:
                 event: dict[str, Any] = {}
-                for event in self._engine(recipe, prompt, self._models, stores):
+                for event in self._engine(recipe, said if recipe.chat else prompt, self._models, stores):
                     yield lane, event
                 if event.get("end") == "error":
                     return
@@ -154,10 +157,19 @@ class Service:
         if run := self.runs.get(run_id):
             run.stop()
 
+    def heard(self, visitor: str, prompt: str, run: Run) -> None:
+        """A turn of this visitor's conversation is over: what the first lane wrote is the answer."""
+        lane = run.lanes[run.plan[0]]
+        if lane.recipe.get("chat") and run.phase[0] == "done":
+            answer = "".join(line["text"] for line in lane.lines if "i" in line)
+            talk = self.talks.setdefault(visitor, [])
+            talk += [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+
     def leave(self, visitor: str) -> None:
         """This visitor has gone: end what they had going, forget what it taught."""
         self.runs.leave(visitor)
         self._stores.pop(visitor, None)
+        self.talks.pop(visitor, None)
 
 
 def leave_a_core() -> None:
