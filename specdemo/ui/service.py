@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
 import torch
 
-from specdemo.bench import Prompt, load_prompts
+from specdemo.bench import Prompt, Turn, load_prompts, measure
 from specdemo.core.errors import Refused
 from specdemo.models.load import Shelf
 from specdemo.parts import Stores
@@ -41,6 +41,7 @@ class Service:
         self.worker, self.runs = Worker(), Runs()
         self._models, self._engine = models, engine
         self._stores: dict[str, Stores] = {}  # by visitor: nobody's text may show in another's drafts
+        self._benches: dict[str, Stream[Turn | dict[str, Any]]] = {}  # by visitor, the latest of each
 
     def start(self, jobs: list[tuple[str, Recipe]], prompt: Any, visitor: str = "") -> Lines:
         """Decode `prompt` by each recipe in turn; items are a lane's name and a line of its trace."""
@@ -79,6 +80,20 @@ class Service:
                     return found
         raise stream.error or RuntimeError("the worker gave no answer")
 
+    def bench(
+        self, recipes: Sequence[Recipe], prompts: Sequence[Prompt], visitor: str
+    ) -> Stream[Turn | dict[str, Any]]:
+        """Measure every recipe on every prompt; what this visitor still had measured is asked to stop."""
+        self.stop_bench(visitor)
+        stream = self.worker.submit(lambda: measure(recipes, prompts, self._models))
+        self._benches[visitor] = stream
+        return stream
+
+    def stop_bench(self, visitor: str) -> None:
+        """End what this visitor has measured, after the step that is being made."""
+        if stream := self._benches.pop(visitor, None):
+            stream.stop()
+
     def trace_since(self, asked: Any) -> str | None:
         """For a browser that missed frames: `[run id, how many records it has]`."""
         run_id, have = asked if isinstance(asked, list) and len(asked) == 2 else (None, 0)
@@ -99,6 +114,7 @@ class Service:
     def leave(self, visitor: str) -> None:
         """This visitor has gone: end what they had going, forget what it taught."""
         self.runs.leave(visitor)
+        self.stop_bench(visitor)
         self._stores.pop(visitor, None)
 
 
