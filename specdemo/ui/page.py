@@ -28,6 +28,7 @@ from specdemo.ui.controls import recipe_of, sidebar
 from specdemo.ui.frames import Run
 from specdemo.ui.service import Engine, Service, drain, reason
 from specdemo.ui.tabs.bench import bench_tab
+from specdemo.ui.tabs.memory import memory_tab
 from specdemo.ui.theme import theme
 from specdemo.ui.words import PLAIN, SPEC, told_of
 from specdemo.worker import WorkerBusy
@@ -217,6 +218,8 @@ def build(
                 about = gr.Markdown(ABOUT[usual.method], elem_id="about")
             with gr.Tab("Bench", id="bench") as looked_at:
                 bench_tab(service, controls, usual, looked_at)
+            with gr.Tab("Memory", id="memory") as looked_at:
+                memory_tab(service, device, looked_at)
         told = {"show_progress": "hidden", "queue": False, "api_visibility": "private"}
         method.change(lambda name: ABOUT.get(name, ""), method, about, **told)
         pressed = go.click(
