@@ -52,7 +52,7 @@ class Outcome:
         else:
             part = f"partial, {done} of {whole} prompts are measured" if done else "nothing is measured"
             words = f"failed: {error}; {part}" if error else f"stopped: {part}"
-        return _bar(done, whole, words, role="status")
+        return _bar(done, whole, words, ' role="status"')  # the one that is read out
 
     def rows(self) -> list[Row]:
         """The table's rows, losing ones included."""
@@ -113,6 +113,6 @@ def bars(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def _bar(over: int, total: int, words: str, role: str = "none") -> str:
+def _bar(over: int, total: int, words: str, attributes: str = "") -> str:
     progress = f'<progress value="{over}" max="{total}" aria-label="how much is measured"></progress>'
-    return f'{progress}<p role="{role}">{html.escape(words)}</p>'
+    return f"{progress}<p{attributes}>{html.escape(words)}</p>"
