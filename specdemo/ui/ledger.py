@@ -81,7 +81,7 @@ def of_machine(device: str) -> str:
             [f"{name}, available", _mb(free)],
             [f"{name}, in all", _mb(total)],
         ]
-    return _table("machine", ["MB", ""], rows, "")
+    return _table("machine", ["in use and available", "MB"], rows, "")
 
 
 def of_pairs(device: str, pairs: Mapping[str, Pair] = PAIRS) -> str:
@@ -110,14 +110,12 @@ def _pair(pair: Pair, quantization: str, device: torch.device, free: int) -> lis
 def _table(name: str, head: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> str:
     """HTML, in a box of its own that scrolls where it is too wide."""
 
-    def line(cells: Sequence[str], kind: str, scope: str) -> str:
-        first, *others = map(html.escape, cells)
-        return (
-            f'<tr><th scope="{scope}">{first}</th>' + "".join(f"<{kind}>{cell}</{kind}>" for cell in others) + "</tr>"
-        )
+    def cells(texts: Sequence[str], tag: str, attributes: str = "") -> str:
+        return "".join(f"<{tag}{attributes}>{html.escape(text)}</{tag}>" for text in texts)
 
-    body = "".join(line(row, "td", "row") for row in rows)
-    table = f"<table><thead>{line(head, 'th', 'col')}</thead><tbody>{body}</tbody></table>"
+    heads, head_of_row = cells(head, "th", ' scope="col"'), ' scope="row"'
+    body = "".join(f"<tr>{cells(row[:1], 'th', head_of_row)}{cells(row[1:], 'td')}</tr>" for row in rows)
+    table = f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
     return f'<div role="region" aria-label="{name}" tabindex="0">{table}</div>' + (f"<p>{note}</p>" if note else "")
 
 
