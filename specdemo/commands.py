@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
 
 from specdemo import bench, layers, prove
 from specdemo.bench import stores
@@ -21,35 +20,30 @@ from specdemo.recipe import Recipe
 def _bench(options: argparse.Namespace) -> int:
     varying = ("method", "gamma", "policy", "temperature")
     common = {name: value for name, value in given(options).items() if name not in varying}
-    common["top_p"] = 1.0  # the whole law: alpha is then comparable with the papers
-    recipes = []
-    for temperature in options.temperature:
-        varied: list[dict[str, Any]] = [{"method": "ar"}]
-        for method in options.method:
-            for policy in options.policy if method != "ar" else ():
-                lengths = options.gamma if policy == "fixed" else options.gamma[-1:]
-                varied += [{"method": method, "policy": policy, "gamma": gamma} for gamma in lengths]
-        recipes += [Recipe(**{**common, **one, "temperature": temperature}) for one in varied]
+    varied = bench.grid(options.method, options.gamma, options.policy, options.temperature)
+    recipes = [Recipe(**{**common, **one}) for one in varied]
     prompts = bench.load_prompts(kinds=options.kind)
     peers = []
     if options.peers:
         drafting = any(recipe.drafter_spec for recipe in recipes)
         peers = [name for name, peer in PEERS.items() if drafting or peer.assistant is None]
-    records = []
-    for record in bench.measure(recipes, prompts, Shelf(), peers):
-        records.append(record)
-        print(f"\r{len(records)} of {len(prompts)} prompts", end="", file=sys.stderr, flush=True)
+    records, shown = [], ""
+    for item in bench.measure(recipes, prompts, Shelf(), peers):
+        if isinstance(item, dict):
+            records.append(item)
+        elif str(item) != shown:
+            shown = str(item)
+            print(f"\r{shown:<78}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     bandwidth = bench.copy_bandwidth(find_device(recipes[0].device))
     rows = bench.table(recipes, records, peers, bandwidth)
     print(bench.markdown(rows))
-    for row in rows:
-        if row.slower:
-            print(f"slower than plain: {row.lane} on {', '.join(row.slower)}")
+    for line in bench.slower(rows):
+        print(line)
     print(f"copy bandwidth of this machine: {bandwidth / 1e9:.1f} GB/s")
     print(bench.as_json(rows))
     if options.output:
-        options.output.write_text(bench.markdown(rows) + "\n", encoding="utf-8")
+        options.output.write_text(bench.report(recipes, len(prompts), records, rows), encoding="utf-8")
     return 0
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from specdemo.core.step import Draft
 from specdemo.models.load import Shelf
 from specdemo.models.peers import PEERS
 from specdemo.recipe import Recipe
+
+measuring = import_module("specdemo.bench.measure")  # the package has a function of that name
 
 
 def run(wall: float, drafted: int = 0, text: tuple[int, ...] = (1, 2), **changes: Any) -> dict[str, Any]:
@@ -118,7 +122,8 @@ def test_real_models_are_measured_in_pairs(tmp_path: Path) -> None:
     settings = {"temperature": 0, "max_tokens": 12, "device": "cpu", **models}
     recipes = [Recipe(method=method, **settings) for method in ("ar", "draft", "nasd")]
     prompts, peers = bench.load_prompts(kinds=["adversarial"])[:3], list(PEERS)
-    records = list(bench.measure(recipes, prompts, Shelf(), peers))
+    items = list(bench.measure(recipes, prompts, Shelf(), peers))
+    records = [item for item in items if isinstance(item, dict)]
     assert [record["name"] for record in records] == ["adversarial 1", "adversarial 2", "adversarial 3"]
     for record in records:
         plain, draft, _, *theirs = record["runs"]
@@ -170,3 +175,94 @@ def test_a_large_pair_is_measured_with_acceptance_imposed(capsys: pytest.Capture
     won = {(row[2], row[3]): float(row[6]) for row in rows[2:]}
     assert won["0", "0.00"] == won["3", "0.00"] == 1.0 and won["3", "1.00"] > 3.5
     assert 1.2 < won["3", "0.50"] < 2.6  # (1 - 0.5^4) / (1 - 0.5) = 1.88 on average
+
+
+class Scripted:
+    """In place of `generate`: steps of a second on a clock that the test holds, and whether it was left properly."""
+
+    def __init__(self, end: str = "length") -> None:
+        self.now, self.end, self.closed, self.steps = 0.0, end, 0, 0
+
+    def __call__(self, recipe: Recipe, text: str, shelf: Shelf) -> Iterator[dict[str, Any]]:
+        start = self.now
+        try:
+            yield {"phase": "loading", "text": "loading the target"}
+            yield {"environment": {"target_bytes": 7, "drafter_bytes": None}}
+            for i in range(4):
+                self.now += 1
+                self.steps += 1
+                yield {"i": i, "tokens": [i, i], "t": self.now - start}
+            error = "out of memory" if self.end == "error" else None
+            figures = {"drafted": 0, "peak_device_bytes": None, "kv_bytes": 1}
+            yield {"end": self.end, "error": error, "metrics": figures}
+        finally:
+            self.closed += 1
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Scripted:
+    script = Scripted()
+    monkeypatch.setattr(measuring, "generate", script)
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: script.now)
+    return script
+
+
+SOME = [bench.Prompt("code", "code 1", "a"), bench.Prompt("prose", "prose 1", "b")]
+TWO = [Recipe(method="ar", temperature=0), Recipe(method="nasd", temperature=0)]
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.5, 100.0])
+def test_what_a_caller_does_between_steps_is_not_measured(scripted: Scripted, pause: float) -> None:
+    records, turns = [], []
+    for item in bench.measure(TWO, SOME, Shelf()):
+        scripted.now += pause
+        (records if isinstance(item, dict) else turns).append(item)
+    runs = [run for record in records for run in record["runs"]]
+    assert [run["wall_s"] for run in runs] == [3.0] * 4  # three seconds after the first token, whatever the pauses
+    assert [run["paused_s"] for run in runs] == [3 * pause] * 4
+    assert bench.disturbed(records) == (4 if pause else 0)
+    timed = [turn for turn in turns if turn.number and "loading" not in turn.doing]
+    assert [turn.number for turn in timed] == [n for n in (1, 2, 3, 4) for _ in range(5)]  # its beginning, its steps
+    assert {turn.total for turn in turns} == {4} and str(turns[0]) == "warming up: ar T=0"
+    assert str(timed[-1]).startswith("4 of 4: prose 1, ")
+
+
+def test_a_bench_can_be_left_in_the_middle_of_a_run(scripted: Scripted) -> None:
+    items = bench.measure(TWO, SOME, Shelf())
+    for _ in range(16):
+        item = next(items)
+    assert isinstance(item, bench.Turn) and item.number == 1
+    before, over = scripted.steps, scripted.closed
+    items.close()
+    assert scripted.steps == before and scripted.closed == over + 1
+
+
+def test_a_run_that_fails_ends_the_bench_and_says_which(scripted: Scripted) -> None:
+    scripted.end = "error"
+    with pytest.raises(RuntimeError, match="ar T=0 failed: out of memory"):
+        list(bench.measure(TWO, SOME, Shelf()))
+
+
+def test_a_grid_is_plain_decoding_and_every_combination() -> None:
+    found = [bench.label(Recipe(**one)) for one in bench.grid(["draft", "self"], [2, 5], ["fixed", "egag"], [0.0, 1.0])]
+    assert found == [
+        f"{lane} T={temperature}"
+        for temperature in (0, 1)
+        for lane in (
+            "ar",
+            *(f"{method}{how}" for method in ("draft", "self") for how in (" gamma=2", " gamma=5", " egag")),
+        )
+    ]
+    assert [one.get("gamma") for one in bench.grid(["draft"], [2, 5], ["egag"], [0.0])] == [None, 5]
+
+
+def test_a_report_says_what_was_run_and_where_it_lost() -> None:
+    where = {"processor": "CPU", "device": "cpu", "dtype": "float32", "threads": 1, "engine": "lean"}
+    where |= {"python": "3", "torch": "2", "transformers": "5"}
+    losing = {"kind": "code", "name": "code 1", "runs": [run(1.0, environment=where), run(4.0, drafted=20)]}
+    rows = bench.table(TWO, [losing])
+    whole, part = (bench.report(TWO, prompts, [losing], rows) for prompts in (1, 2))
+    assert bench.markdown(rows) in whole and "- slower than plain: nasd gamma=4 T=0 on code 1 (0.50x)" in whole
+    assert "Partial" not in whole and "**Partial**: stopped after 1 of 2 prompts" in part
+    losing["runs"][1]["paused_s"] = 1.0
+    assert "took turns with 1 of these" in bench.report(TWO, 1, [losing], rows) and "took turns" not in whole

@@ -1,6 +1,22 @@
 """Recipes x prompts, paired and alternating in one process: a table for people, one JSON line for machines."""
 
-from specdemo.bench.measure import Prompt, copy_bandwidth, label, load_prompts, measure
+from specdemo.bench.measure import Prompt, Turn, copy_bandwidth, grid, label, load_prompts, measure
+from specdemo.bench.report import disturbed, report, slower
 from specdemo.bench.table import Row, as_json, markdown, table
 
-__all__ = ["Prompt", "Row", "as_json", "copy_bandwidth", "label", "load_prompts", "markdown", "measure", "table"]
+__all__ = [
+    "Prompt",
+    "Row",
+    "Turn",
+    "as_json",
+    "copy_bandwidth",
+    "disturbed",
+    "grid",
+    "label",
+    "load_prompts",
+    "markdown",
+    "measure",
+    "report",
+    "slower",
+    "table",
+]

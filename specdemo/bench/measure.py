@@ -1,7 +1,8 @@
 """Run every lane on every prompt and keep what each run took.
 
 Every prompt is decoded by every lane, in a shuffled order, right after one another, so that whatever else the machine
-does weighs on all alike. Models are loaded and have run once before anything is timed.
+does weighs on all alike. Models are loaded and have run once before anything is timed. It can be left after any step;
+the time that its caller takes between two steps is in no figure but `paused_s`.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,18 @@ class Prompt:
     text: str
 
 
+@dataclass(frozen=True)
+class Turn:
+    """A run that is under way: the `number`th of `total`, or 0 while everything runs once to warm up."""
+
+    number: int
+    total: int
+    doing: str
+
+    def __str__(self) -> str:
+        return f"{self.number} of {self.total}: {self.doing}" if self.number else f"warming up: {self.doing}"
+
+
 def load_prompts(path: Path = PROMPTS, kinds: Sequence[str] = ()) -> list[Prompt]:
     """The bundled prompts, of all classes or of these."""
     classes = json.loads(path.read_text("utf-8"))
@@ -56,13 +70,31 @@ def label(recipe: Recipe) -> str:
     return f"{recipe.method}{'' if recipe.method == 'ar' else length}{rule} T={recipe.temperature:g}"
 
 
+def grid(
+    methods: Sequence[str], gammas: Sequence[int], policies: Sequence[str], temperatures: Sequence[float]
+) -> Iterator[dict[str, Any]]:
+    """The settings that vary from recipe to recipe: at each temperature plain decoding, then every combination.
+
+    Policies other than `fixed` begin with the last of `gammas`. Nothing is cut from the law, so that alpha is
+    comparable with the papers'.
+    """
+    for temperature in temperatures:
+        whole = {"temperature": temperature, "top_p": 1.0, "top_k": 0}
+        yield {"method": "ar", **whole}
+        for method in methods:
+            for policy in policies if method != "ar" else ():
+                for gamma in gammas if policy == "fixed" else gammas[-1:]:
+                    yield {"method": method, "policy": policy, "gamma": gamma, **whole}
+
+
 def measure(
     recipes: Sequence[Recipe], prompts: Sequence[Prompt], shelf: Shelf, peers: Sequence[str] = (), seed: int = 0
-) -> Iterator[dict[str, Any]]:
-    """Run everything; one record per prompt: its name, class, and what each run took, in the order of `recipes`.
+) -> Iterator[Turn | dict[str, Any]]:
+    """Run everything. A `Turn` when a run begins and after each of its steps, and a record per prompt when all are in.
 
-    `peers` are run with the settings of every plain recipe, after the recipes in each record's `runs`: all peers of the
-    first plain recipe, then all of the second.
+    A record: the prompt's name, its class, and what each run took, in the order of `recipes`. `peers` are run with the
+    settings of every plain recipe, after the recipes in each record's `runs`: all peers of the first plain recipe, then
+    all of the second. Raises `RuntimeError` where a run fails, since nothing can then be compared.
     """
     plain = [recipe for recipe in recipes if recipe.method == "ar"]
     drafting = next((recipe for recipe in recipes if recipe.drafter_spec), None)
@@ -72,39 +104,59 @@ def measure(
     if peers:
         theirs = Peers(plain[0].target_spec, drafting.drafter_spec if drafting else None)
     order = list(range(len(lanes)))
+    total = len(lanes) * len(prompts)
 
-    def run(lane: tuple[Recipe, str | None], text: str) -> dict[str, Any]:
+    def run(lane: tuple[Recipe, str | None], prompt: Prompt, number: int) -> Generator[Turn, None, dict[str, Any]]:
         recipe, peer = lane
+        name = label(recipe) if peer is None else f"transformers {peer} T={recipe.temperature:g}"
+        turn = Turn(number, total, f"{prompt.name}, {name}" if number else name)
+        yield turn
         if peer is None:
-            return _ours(recipe, text, shelf)
+            return (yield from _ours(recipe, prompt.text, shelf, turn))
         assert theirs is not None
         gamma = drafting.gamma if drafting else recipe.gamma
-        return theirs.run(PEERS[peer], text, recipe.temperature, gamma, recipe.max_tokens, recipe.seed)
+        return theirs.run(PEERS[peer], prompt.text, recipe.temperature, gamma, recipe.max_tokens, recipe.seed)
 
     for recipe, peer in lanes:
-        run((replace(recipe, max_tokens=8), peer), prompts[0].text)
+        yield from run((replace(recipe, max_tokens=8), peer), prompts[0], 0)
     rng = random.Random(seed)
+    numbers = count(1)
     for prompt in prompts:
         rng.shuffle(order)
         runs: list[Any] = [None] * len(lanes)
         for i in order:
-            runs[i] = run(lanes[i], prompt.text)
+            runs[i] = yield from run(lanes[i], prompt, next(numbers))
         yield {"kind": prompt.kind, "name": prompt.name, "runs": runs}
 
 
-def _ours(recipe: Recipe, text: str, shelf: Shelf) -> dict[str, Any]:
+def _ours(recipe: Recipe, text: str, shelf: Shelf, turn: Turn) -> Generator[Turn, None, dict[str, Any]]:
     """A run's metrics, with its tokens, the seconds on the wall after the first one, and what it moved and held."""
-    head, *steps, end = (line for line in generate(recipe, text, shelf) if "phase" not in line)
+    lines: list[dict[str, Any]] = []
+    pauses: list[float] = []
+    for line in generate(recipe, text, shelf):
+        if "phase" in line:
+            yield replace(turn, doing=line["text"])
+            continue
+        lines.append(line)
+        if "i" in line:
+            since = time.perf_counter()
+            yield turn
+            pauses.append(time.perf_counter() - since)
+    head, *steps, end = lines
+    if end["end"] == "error":
+        raise RuntimeError(f"{label(recipe)} failed: {end['error']}")
     metrics, environment = end["metrics"], head["environment"]
     weights = [environment["target_bytes"], environment["drafter_bytes"] or 0]
-    passes = len(steps) - 1
+    passes, paused = len(steps) - 1, sum(pauses[:-1])
     return {
         **metrics,
         "text": [token for step in steps for token in step["tokens"]],
         "decode_tokens": sum(len(step["tokens"]) for step in steps[1:]),
-        "wall_s": steps[-1]["t"] - steps[0]["t"],
+        "wall_s": steps[-1]["t"] - steps[0]["t"] - paused,
+        "paused_s": paused,
         "bytes_read": weights[0] * passes + weights[1] * metrics["drafted"],
         "held_bytes": metrics["peak_device_bytes"] or sum(weights) + metrics["kv_bytes"],
+        "environment": environment,
     }
 
 

@@ -120,7 +120,7 @@ def load(spec: Spec) -> Loaded:
 def reference(spec: Spec) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model as `transformers` itself runs it, and its tokenizer: what engines are built from and compared with."""
     device = find_device(spec.device)
-    dtype = spec.dtype if spec.dtype != "auto" else _natural_dtype(spec.quantization, device)
+    dtype = spec.dtype if spec.dtype != "auto" else natural_dtype(spec.quantization, device)
     config = _config(spec.name)
     options = _quantization(spec, config, device, dtype)
     logging.disable_progress_bar()  # it would write over the streamed text
@@ -141,7 +141,8 @@ def reference(spec: Spec) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     return model.eval().requires_grad_(False), tokenizer
 
 
-def _natural_dtype(quantization: str, device: torch.device) -> str:
+def natural_dtype(quantization: str, device: torch.device) -> str:
+    """What dtype "auto" means there."""
     if quantization == "int8":
         return "float16"  # LLM.int8() computes its outliers in it whatever it is given
     return "float32" if device.type == "cpu" else "bfloat16"

@@ -30,6 +30,8 @@ from specdemo.ui.controls import recipe_of, sidebar
 from specdemo.ui.frames import Run
 from specdemo.ui.service import Engine, Service, drain, reason
 from specdemo.ui.settings import from_link, recipe_settings, restored
+from specdemo.ui.tabs.bench import bench_tab
+from specdemo.ui.tabs.memory import memory_tab
 from specdemo.ui.theme import theme
 from specdemo.ui.words import LANES, PLAIN, SPEC, title, told_of
 from specdemo.worker import WorkerBusy
@@ -248,8 +250,13 @@ def build(
         saved = gr.BrowserState(storage_key="specdemo-settings", secret="specdemo")
         kept = gr.BrowserState(storage_key="specdemo-lanes", secret="specdemo")
         method = controls["method"]
-        with gr.Tabs(elem_id="tabs"), gr.Tab("The method", id="method"):
-            about = gr.Markdown(ABOUT[usual.method], elem_id="about")
+        with gr.Tabs(elem_id="tabs"):
+            with gr.Tab("The method", id="method"):
+                about = gr.Markdown(ABOUT[usual.method], elem_id="about")
+            with gr.Tab("Bench", id="bench") as looked_at:
+                bench_tab(service, controls, usual, looked_at)
+            with gr.Tab("Memory", id="memory") as looked_at:
+                memory_tab(service, device, looked_at)
         queued = {"show_progress": "hidden", "concurrency_limit": None, "api_visibility": "private"}
         told = {"show_progress": "hidden", "queue": False, "api_visibility": "private"}
         method.change(lambda name: ABOUT.get(name, ""), method, about, **told)

@@ -10,13 +10,13 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
 import torch
 
-from specdemo.bench import Prompt, load_prompts
+from specdemo.bench import Prompt, Turn, load_prompts, measure
 from specdemo.core.errors import Refused
 from specdemo.models.load import Shelf
 from specdemo.models.pairs import ASSETS
@@ -51,6 +51,7 @@ class Service:
         self._models, self._engine = models, engine
         self.talks: dict[str, list[Message]] = {}  # by visitor: what was said in the conversation so far
         self._stores: dict[str, Stores] = {}  # by visitor: nobody's text may show in another's drafts
+        self._benches: dict[str, Stream[Turn | dict[str, Any]]] = {}  # by visitor, the latest of each
 
     def start(self, jobs: list[tuple[str, Recipe]], prompt: Any, visitor: str = "") -> Lines:
         """Decode `prompt` by each recipe in turn; items are a lane's name and a line of its trace."""
@@ -89,6 +90,20 @@ class Service:
                 for found in batch:
                     return found
         raise stream.error or RuntimeError("the worker gave no answer")
+
+    def bench(
+        self, recipes: Sequence[Recipe], prompts: Sequence[Prompt], visitor: str
+    ) -> Stream[Turn | dict[str, Any]]:
+        """Measure every recipe on every prompt; what this visitor still had measured is asked to stop."""
+        self.stop_bench(visitor)
+        stream = self.worker.submit(lambda: measure(recipes, prompts, self._models))
+        self._benches[visitor] = stream
+        return stream
+
+    def stop_bench(self, visitor: str) -> None:
+        """End what this visitor has measured, after the step that is being made."""
+        if stream := self._benches.pop(visitor, None):
+            stream.stop()
 
     def trace_since(self, asked: Any) -> str | None:
         """For a browser that missed frames: `[run id, how many records it has]`."""
@@ -168,6 +183,7 @@ class Service:
     def leave(self, visitor: str) -> None:
         """This visitor has gone: end what they had going, forget what it taught."""
         self.runs.leave(visitor)
+        self.stop_bench(visitor)
         self._stores.pop(visitor, None)
         self.talks.pop(visitor, None)
 

@@ -1,0 +1,123 @@
+"""Who holds how much memory, as tables in megabytes: a run, the machine, and what each pair would need.
+
+What is of a run is from its trace; the rest is asked of the machine at the moment. Knows nothing of gradio.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from specdemo.models import memory
+from specdemo.models.load import QUANTIZATIONS, find_device, natural_dtype
+from specdemo.models.pairs import PAIRS, Pair
+from specdemo.ui.frames import Run
+from specdemo.ui.words import NOTHING, Lane, title
+
+NOTES = {
+    "run": "Keys and values are those of all models of the run. The process is all that it has resident, Python, torch "
+    "and every model included; its peak is since it began.",
+    "pairs": "Estimates from the headers of the weights, which are not loaded for it. Loading takes more for a moment, "
+    "and a longer text more keys and values.",
+}
+
+
+def of_run(run: Run | None) -> str:
+    """What each lane of a run held, a column each."""
+    lanes = [lane for lane in run.lanes.values() if lane.lines] if run else []
+    if not lanes:
+        return "<p>Nothing has run yet: press Run, and look again.</p>"
+    columns = [_held(lane) for lane in lanes]
+    rows = [[what, *(column[what] for column in columns)] for what in columns[0]]
+    head = ["MB", *(title(lane.recipe) for lane in lanes)]
+    return _table("latest run", head, [row for row in rows if set(row[1:]) != {NOTHING}], NOTES["run"])
+
+
+def _held(lane: Lane) -> dict[str, str]:
+    sizes = lane.lines[0]["environment"]
+    steps = [line["memory"] for line in lane.lines if line.get("memory")]
+    last = steps[-1] if steps else {}
+    end = lane.lines[-1].get("metrics", {})
+
+    def most(name: str) -> float | None:
+        known = [one.get(name) for one in steps] + [end.get(f"peak_{name}")]
+        return max((n for n in known if n is not None), default=None)
+
+    kv = most("kv_bytes")
+    return {
+        "weights of the target": _mb(sizes.get("target_bytes")),
+        "weights of the drafter": _mb(sizes.get("drafter_bytes")),
+        "keys and values, at the last step": _mb(last.get("kv_bytes")),
+        "keys and values, at most": _mb(kv),
+        "their share of weights, keys and values": (
+            f"{kv / (lane.weights + kv):.0%}".replace("%", " %") if lane.weights and kv is not None else NOTHING
+        ),
+        "process, at the last step": _mb(last.get("rss_bytes")),
+        "process, at most": _mb(most("rss_bytes")),
+        "tensors on the device, at the last step": _mb(last.get("device_bytes")),
+        "tensors on the device, at most": _mb(most("device_bytes")),
+    }
+
+
+def of_machine(device: str) -> str:
+    """What this process and the machine have in use, and what is left."""
+    where, now = find_device(device), memory.process_bytes()
+    free, total = memory.room(torch.device("cpu"))
+    rows = [
+        ["process, now", _mb(now)],
+        ["process, at most since it began", _mb(max(now, memory.peak_process_bytes()))],
+        ["system, available", _mb(free)],
+        ["system, in all", _mb(total)],
+    ]
+    if where.type == "cuda":
+        free, total = memory.room(where)
+        name = torch.cuda.get_device_name(where)
+        rows += [
+            [f"{name}, tensors now", _mb(memory.device_bytes(where))],
+            [f"{name}, tensors at most since the process began", _mb(memory.peak_device_bytes(where))],
+            [f"{name}, reserved for tensors", _mb(memory.reserved_device_bytes(where))],
+            [f"{name}, available", _mb(free)],
+            [f"{name}, in all", _mb(total)],
+        ]
+    return _table("machine", ["in use and available", "MB"], rows, "")
+
+
+def of_pairs(device: str, pairs: Mapping[str, Pair] = PAIRS) -> str:
+    """What every pair would need with its target quantised in every way, and whether it fits into what is free."""
+    where = find_device(device)
+    free, _ = memory.room(where)
+    rows = [_pair(pair, quantization, where, free) for pair in pairs.values() for quantization in QUANTIZATIONS]
+    head = ["MB", "target", "drafter", "KV of 1,000 tokens", "sum", "fits"]
+    return _table("pairs", head, rows, f"{NOTES['pairs']} {_mb(free)} MB are free now.")
+
+
+def _pair(pair: Pair, quantization: str, device: torch.device, free: int) -> list[str]:
+    dtype = natural_dtype(quantization, device)
+    how = "" if quantization == "none" else f" {quantization} and"
+    head = f"{pair.title}; target in{how} {dtype}"
+    target = memory.needs(pair.target, getattr(torch, dtype), quantization, device)
+    drafter = memory.needs(pair.drafter, getattr(torch, natural_dtype("none", device)), "none", device)
+    if target is None or drafter is None:
+        return [head, *[NOTHING] * 4, "not downloaded"]
+    kv = target.kv + drafter.kv
+    total = target.weights + drafter.weights + kv
+    fits = "yes" if total <= free else f"no, by {_mb(total - free)}"
+    return [head, *map(_mb, (target.weights, drafter.weights, kv, total)), fits]
+
+
+def _table(name: str, head: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> str:
+    """HTML, in a box of its own that scrolls where it is too wide."""
+
+    def cells(texts: Sequence[str], tag: str, attributes: str = "") -> str:
+        return "".join(f"<{tag}{attributes}>{html.escape(text)}</{tag}>" for text in texts)
+
+    heads, head_of_row = cells(head, "th", ' scope="col"'), ' scope="row"'
+    body = "".join(f"<tr>{cells(row[:1], 'th', head_of_row)}{cells(row[1:], 'td')}</tr>" for row in rows)
+    table = f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<div role="region" aria-label="{name}" tabindex="0">{table}</div>' + (f"<p>{note}</p>" if note else "")
+
+
+def _mb(n: float | None) -> str:
+    return NOTHING if n is None else f"{n / 1e6:,.1f}"

@@ -1,0 +1,44 @@
+"""The Memory tab: filled when it is looked at, and by a button."""
+
+from __future__ import annotations
+
+import html
+
+import gradio as gr
+
+from specdemo.core.errors import Refused
+from specdemo.ui.ledger import of_machine, of_pairs, of_run
+from specdemo.ui.service import Service
+
+LOOK = """div { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13px; }
+th, td { padding: 6px 0 6px 16px; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
+th:first-child { padding-left: 0; text-align: left; font-weight: 500; min-width: 10em; white-space: normal; }
+thead th { color: var(--quiet); font-weight: 500; }
+p { color: var(--quiet); font-size: 13px; max-width: 80ch; margin: 8px 0 4px; }"""
+
+
+def memory_tab(service: Service, device: str, looked_at: gr.Tab) -> None:
+    """Lay out the tab and wire it."""
+    titles = {"run": "Your latest run", "machine": "This machine", "pairs": "What each pair would need"}
+    tables = []
+    for name, title in titles.items():
+        gr.Markdown(f"### {title}")
+        tables.append(gr.HTML(elem_id=f"memory-{name}", css_template=LOOK, apply_default_css=False))
+    again = gr.Button("Refresh", size="sm", scale=0, elem_id="memory-refresh")
+
+    def look(request: gr.Request) -> tuple[str, str, str]:
+        try:
+            return of_run(service.runs.latest(request.session_hash or "")), of_machine(device), of_pairs(device)
+        except Refused as error:
+            return html.escape(str(error)), "", ""
+
+    gr.on(
+        [looked_at.select, again.click],
+        look,
+        None,
+        tables,
+        queue=False,
+        show_progress="hidden",
+        api_visibility="private",
+    )
