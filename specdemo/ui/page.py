@@ -27,6 +27,7 @@ from specdemo.ui.about import ABOUT
 from specdemo.ui.controls import recipe_of, sidebar
 from specdemo.ui.frames import Run
 from specdemo.ui.service import Engine, Service, drain, reason
+from specdemo.ui.tabs.theory import theory_tab
 from specdemo.ui.theme import theme
 from specdemo.ui.words import PLAIN, SPEC, told_of
 from specdemo.worker import WorkerBusy
@@ -62,7 +63,7 @@ def launch_options() -> dict[str, Any]:
     """How the page is to be served: look, and nothing that leaves the machine."""
     return {
         "theme": theme(),
-        "css": (HERE / "cockpit.css").read_text(encoding="utf-8"),
+        "css": "".join(sheet.read_text(encoding="utf-8") for sheet in sorted(HERE.rglob("*.css"))),
         "footer_links": ["api", "settings"],
         "run_history": False,
         "enable_monitoring": False,
@@ -211,8 +212,11 @@ def build(
         estimated = gr.Markdown(elem_id="estimate")
         drawn = cockpit([service.trace_since, service.trace, service.stop_run])
         method = controls["method"]
-        with gr.Tabs(elem_id="tabs"), gr.Tab("The method", id="method"):
-            about = gr.Markdown(ABOUT[usual.method], elem_id="about")
+        with gr.Tabs(elem_id="tabs"):
+            with gr.Tab("The method", id="method"):
+                about = gr.Markdown(ABOUT[usual.method], elem_id="about")
+            with gr.Tab("Theory", id="theory") as looked_at:
+                theory_tab(service.runs.latest, looked_at)
         told = {"show_progress": "hidden", "queue": False, "api_visibility": "private"}
         method.change(lambda name: ABOUT.get(name, ""), method, about, **told)
         pressed = go.click(
