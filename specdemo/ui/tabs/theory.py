@@ -44,8 +44,8 @@ DRAFTS, PRICES = tuple(map(str, GAMMAS)), tuple(map(str, COSTS))
 
 DRAWINGS = (  # two in a row: what gives the curves, title, x, y, colours, named in the legend, its title, id
     (
-        (understand.token_curves, "Tokens per pass", "α", "tokens", BY_GAMMA, (*DRAFTS, ENDLESS), "γ", "theory-tokens"),
-        (understand.speed_curves, "Speed-up", "α", "speed-up", BY_GAMMA, DRAFTS, "γ", "theory-speed"),
+        (understand.token_curves, "Tokens per pass", "α", "tokens", BY_GAMMA, (*DRAFTS, ENDLESS), "γ", "plot-tokens"),
+        (understand.speed_curves, "Speed-up", "α", "speed-up", BY_GAMMA, DRAFTS, "γ", "plot-speed"),
     ),
     (
         (
@@ -56,13 +56,13 @@ DRAWINGS = (  # two in a row: what gives the curves, title, x, y, colours, named
             BY_FORM,
             (THEOREM,),
             " ",
-            "theory-gamma",
+            "plot-gamma",
         ),
-        (understand.best_curves, "Best draft length", "α", "γ", BY_COST, PRICES, "c", "theory-best"),
+        (understand.best_curves, "Best draft length", "α", "γ", BY_COST, PRICES, "c", "plot-best"),
     ),
     (
-        (understand.operation_curves, "Operations per token", "α", "times plain", BY_GAMMA, DRAFTS, "γ", "theory-ops"),
-        (understand.share_curves, "α, and accepted / drafted", "γ", "share", BY_FORM, (SHARE,), " ", "theory-share"),
+        (understand.operation_curves, "Operations per token", "α", "times plain", BY_GAMMA, DRAFTS, "γ", "plot-ops"),
+        (understand.share_curves, "α, and accepted / drafted", "γ", "share", BY_FORM, (SHARE,), " ", "plot-share"),
     ),
 )
 
