@@ -1,18 +1,71 @@
-"""The closed forms against the papers' tables."""
+"""The closed forms against the papers' tables, and against counting what they are the expectation of."""
 
 from __future__ import annotations
 
+import itertools
+import math
+import random
+import statistics
+
 import pytest
 
-from specdemo.core.theory import best_gamma, expected_tokens, walltime_improvement
+from specdemo.core.theory import (
+    accepted_share,
+    alpha_of_share,
+    best_gamma,
+    bretagnolle_huber,
+    can_improve,
+    divergence,
+    expected_tokens,
+    least_improvement,
+    operations,
+    overlap,
+    pinsker,
+    share_speedup,
+    speedup,
+    thumb_gamma,
+    walltime_improvement,
+)
+
+ALPHAS = [0.0, 0.1, 0.35, 0.6, 0.85, 0.99, 1.0]
 
 
 @pytest.mark.parametrize(
-    ("alpha", "gamma", "speed"),
-    [(0.6, 2, 1.96), (0.7, 3, 2.53), (0.8, 2, 2.44), (0.8, 5, 3.69), (0.9, 2, 2.71), (0.9, 10, 6.86)],
+    ("alpha", "gamma", "more", "speed"),
+    [
+        (0.6, 2, 1.53, 1.96),
+        (0.7, 3, 1.58, 2.53),
+        (0.8, 2, 1.23, 2.44),
+        (0.8, 5, 1.63, 3.69),
+        (0.9, 2, 1.11, 2.71),
+        (0.9, 10, 1.60, 6.86),
+    ],
 )
-def test_leviathan_table_1(alpha: float, gamma: int, speed: float) -> None:
+def test_leviathan_table_1(alpha: float, gamma: int, more: float, speed: float) -> None:
     assert walltime_improvement(alpha, gamma, c=0) == pytest.approx(speed, abs=0.005)
+    assert operations(alpha, gamma, c=0) == pytest.approx(more, abs=0.005)
+
+
+# Drafter's c, gamma, alpha, measured speed-up: English to German at temperature 0 and 1, then CNN/DM at 0 and 1.
+TABLE_2 = [
+    (0.02, 7, 0.75, 3.4), (0.04, 7, 0.80, 2.8), (0.11, 7, 0.82, 1.7),
+    (0.02, 7, 0.62, 2.6), (0.04, 5, 0.68, 2.4), (0.11, 3, 0.71, 1.4),
+    (0.02, 5, 0.65, 3.1), (0.04, 5, 0.73, 3.0), (0.11, 3, 0.74, 2.2),
+    (0.02, 5, 0.53, 2.3), (0.04, 3, 0.55, 2.2), (0.11, 3, 0.56, 1.7),
+]  # fmt: skip
+
+
+def test_leviathan_table_2_was_measured_near_the_theorem() -> None:
+    shares = [measured / walltime_improvement(alpha, gamma, c) for c, gamma, alpha, measured in TABLE_2]
+    assert [round(100 * share) for share in (min(shares), statistics.median(shares), max(shares))] == [68, 109, 129]
+
+
+@pytest.mark.parametrize(("gamma", "share", "speed"), [(2, 0.8, 2.17), (4, 0.7, 2.71), (6, 0.6, 2.88), (8, 0.5, 2.78)])
+def test_the_practice_guide_s_table(gamma: int, share: float, speed: float) -> None:
+    assert share_speedup(share, gamma, c=0.1) == pytest.approx(speed, abs=0.006)  # 2.875 is printed as 2.88
+    alpha = alpha_of_share(share, gamma)
+    assert alpha > share  # what stands behind a rejection is drafted and never tested
+    assert walltime_improvement(alpha, gamma, c=0.1) == pytest.approx(share_speedup(share, gamma, c=0.1))
 
 
 @pytest.mark.parametrize(
@@ -39,3 +92,92 @@ def test_limits() -> None:
     assert expected_tokens(0.0, 5) == 1
     assert best_gamma(0.3, 0.3) == 0  # no gamma improves unless alpha > c
     assert best_gamma(0.31, 0.3) == 1
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 5])
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_expectations_equal_the_sum_over_every_outcome(alpha: float, gamma: int) -> None:
+    """Every pattern of gamma coins, each with its probability: how many tokens came of it."""
+    tokens = accepted = 0.0
+    for coins in itertools.product([True, False], repeat=gamma):
+        chance = math.prod(alpha if coin else 1 - alpha for coin in coins)
+        kept = len(list(itertools.takewhile(bool, coins)))
+        tokens += chance * (kept + 1)
+        accepted += chance * kept / gamma
+    assert expected_tokens(alpha, gamma) == pytest.approx(tokens)
+    assert accepted_share(alpha, gamma) == pytest.approx(accepted)
+    # gamma drafter tokens at 0.2 and gamma + 1 rows of the target, where plain decoding needs a row per token
+    assert operations(alpha, gamma, 0.2) == pytest.approx((0.2 * gamma + gamma + 1) / tokens)
+
+
+def test_one_alpha_falls_with_gamma_and_the_other_does_not() -> None:
+    for alpha in (0.1, 0.5, 0.9):
+        shares = [accepted_share(alpha, gamma) for gamma in range(1, 20)]
+        assert shares[0] == pytest.approx(alpha) and shares == sorted(shares, reverse=True) and shares[-1] < alpha
+        assert [alpha_of_share(share, gamma) for gamma, share in enumerate(shares, 1)] == pytest.approx([alpha] * 19)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_an_alpha_is_found_for_any_share(share: float) -> None:
+    assert accepted_share(alpha_of_share(share, 3.5), 3.5) == pytest.approx(share, abs=1e-9)
+
+
+@pytest.mark.parametrize("c", [0.0, 0.05, 0.3, 0.6, 1.0, 1.5])
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_some_gamma_improves_just_where_alpha_is_above_c(alpha: float, c: float) -> None:
+    best = max(walltime_improvement(alpha, gamma, c) for gamma in range(1, 100))
+    assert (best > 1 + 1e-12) == can_improve(alpha, c) == (best_gamma(alpha, c) > 0)
+    if can_improve(alpha, c):
+        assert best >= least_improvement(alpha, c) - 1e-12 and least_improvement(alpha, c) > 1
+    assert least_improvement(alpha, c) == pytest.approx(walltime_improvement(alpha, 1, c))
+
+
+def test_dear_rows_and_a_slow_host_shorten_the_best_draft() -> None:
+    def dear(rows: int) -> float:
+        return 1 + 0.2 * (rows - 1)
+
+    found = best_gamma(0.8, 0.05, v=dear, o=0.1)
+    gains = {gamma: speedup(expected_tokens(0.8, gamma), gamma, 0.05, dear(gamma + 1), 0.1) for gamma in range(1, 65)}
+    assert 0 < found < best_gamma(0.8, 0.05)
+    assert gains[found] == max(gains.values()) > 1
+    assert best_gamma(0.8, 0.05, v=lambda rows: 5.0) == 0  # no round can win five plain passes
+    assert best_gamma(0.5, 0.0, o=1.0) == 0  # two tokens at the very most, for two passes
+
+
+@pytest.mark.parametrize(("c", "gamma"), [(0.1, 3.0), (0.05, math.sqrt(19)), (1.0, 0.0), (1.5, 0.0)])
+def test_the_rule_of_thumb(c: float, gamma: float) -> None:
+    assert thumb_gamma(c) == pytest.approx(gamma)
+
+
+def test_the_rule_of_thumb_is_blind_to_acceptance() -> None:
+    assert {best_gamma(alpha, 0.1) for alpha in (0.6, 0.8, 0.9)} == {3, 6, 10} and round(thumb_gamma(0.1)) == 3
+
+
+def a_law(chance: random.Random, size: int) -> list[float]:
+    weights = [chance.random() ** 4 for _ in range(size)]
+    return [weight / sum(weights) for weight in weights]
+
+
+def test_the_bounds_on_beta_hold_and_the_one_often_quoted_does_not() -> None:
+    chance = random.Random(7)
+    useful = {pinsker: 0, bretagnolle_huber: 0}
+    for _ in range(2_000):
+        p, q = (a_law(chance, 3) for _ in range(2))
+        beta, kl = overlap(p, q), divergence(p, q)
+        assert beta == pytest.approx(1 - sum(abs(a - b) for a, b in zip(p, q, strict=True)) / 2)  # 1 - D_LK
+        for bound in useful:
+            assert 0 <= bound(kl) <= beta + 1e-12
+        useful[max(useful, key=lambda bound: bound(kl))] += 1
+    assert all(useful.values())  # each is the better one somewhere
+    e = 0.01
+    beta, kl = overlap([1, 0], [e, 1 - e]), divergence([1, 0], [e, 1 - e])
+    assert beta == e and kl == pytest.approx(-math.log(e))
+    assert 1 / (1 + kl) > beta >= max(pinsker(kl), bretagnolle_huber(kl))
+
+
+def test_divergence_of_what_q_lacks_is_infinite() -> None:
+    assert divergence([0.5, 0.5], [1.0, 0.0]) == math.inf
+    assert divergence([1.0, 0.0], [0.5, 0.5]) == pytest.approx(math.log(2))
+    assert divergence([0.3, 0.7], [0.3, 0.7]) == 0
+    assert pinsker(math.inf) == bretagnolle_huber(math.inf) == 0
+    assert pinsker(0) == 1 and bretagnolle_huber(0) == 0.5

@@ -32,11 +32,13 @@ from specdemo.ui.service import Engine, Service, drain, reason
 from specdemo.ui.settings import from_link, recipe_settings, restored
 from specdemo.ui.tabs.bench import bench_tab
 from specdemo.ui.tabs.memory import memory_tab
+from specdemo.ui.tabs.theory import theory_tab
 from specdemo.ui.theme import theme
 from specdemo.ui.words import LANES, PLAIN, SPEC, title, told_of
 from specdemo.worker import WorkerBusy
 
-COCKPIT = Path(__file__).parent / "cockpit"
+HERE = Path(__file__).parent
+COCKPIT = HERE / "cockpit"
 SCRIPTS = ("lanes.js", "tip.js", "replay.js", "charts.js", "inspector.js", "whole.js")  # one scope, in this order
 EXAMPLES = ASSETS / "examples.json"
 EXTRA = tuple(name for name in LANES if name not in (SPEC, PLAIN))  # places for kept lanes
@@ -84,7 +86,7 @@ def launch_options() -> dict[str, Any]:
     """How the page is to be served: look, and nothing that leaves the machine."""
     return {
         "theme": theme(),
-        "css": (COCKPIT / "cockpit.css").read_text(encoding="utf-8"),
+        "css": "".join(sheet.read_text(encoding="utf-8") for sheet in sorted(HERE.rglob("*.css"))),
         "footer_links": ["api", "settings"],
         "run_history": False,
         "enable_monitoring": False,
@@ -253,6 +255,8 @@ def build(
         with gr.Tabs(elem_id="tabs"):
             with gr.Tab("The method", id="method"):
                 about = gr.Markdown(ABOUT[usual.method], elem_id="about")
+            with gr.Tab("Theory", id="theory") as looked_at:
+                theory_tab(service.runs.latest, looked_at)
             with gr.Tab("Bench", id="bench") as looked_at:
                 bench_tab(service, controls, usual, looked_at)
             with gr.Tab("Memory", id="memory") as looked_at:
