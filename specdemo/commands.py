@@ -19,6 +19,7 @@ from specdemo.recipe import Recipe
 
 
 def _bench(options: argparse.Namespace) -> int:
+    _some("repeat", options.repeat)
     varying = ("method", "gamma", "policy", "temperature")
     common = {name: value for name, value in given(options).items() if name not in varying}
     common["top_p"] = 1.0  # the whole law: alpha is then comparable with the papers
@@ -36,9 +37,9 @@ def _bench(options: argparse.Namespace) -> int:
         drafting = any(recipe.drafter_spec for recipe in recipes)
         peers = [name for name, peer in PEERS.items() if drafting or peer.assistant is None]
     records = []
-    for record in bench.measure(recipes, prompts, Shelf(), peers):
+    for record in bench.measure(recipes, prompts, Shelf(), peers, repeat=options.repeat):
         records.append(record)
-        print(f"\r{len(records)} of {len(prompts)} prompts", end="", file=sys.stderr, flush=True)
+        print(f"\r{len(records)} of {len(prompts) * options.repeat} prompts", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     bandwidth = bench.copy_bandwidth(find_device(recipes[0].device))
     rows = bench.table(recipes, records, peers, bandwidth)
@@ -54,7 +55,7 @@ def _bench(options: argparse.Namespace) -> int:
 
 
 def _prove(options: argparse.Namespace) -> int:
-    _some_prompts(options.prompts)
+    _some("prompts", options.prompts)
     if "beam" in options.method:
         raise Refused("a beam search writes a text of its own: prove the methods that keep the target's law")
     common = {name: value for name, value in given(options).items() if name not in ("method", "gamma", "temperature")}
@@ -84,7 +85,7 @@ def _prove(options: argparse.Namespace) -> int:
 
 
 def _layers(options: argparse.Namespace) -> int:
-    _some_prompts(options.prompts)
+    _some("prompts", options.prompts)
     recipe = Recipe(method="self", **given(options))
     texts = [prompt.text for prompt in bench.load_prompts(kinds=["code"])[: options.prompts]]
     found = []
@@ -127,9 +128,9 @@ def _preflight(options: argparse.Namespace) -> int:
     return 0
 
 
-def _some_prompts(count: int) -> None:
+def _some(what: str, count: int) -> None:
     if count < 1:
-        raise Refused(f"prompts must be at least 1, not {count}")
+        raise Refused(f"{what} must be at least 1, not {count}")
 
 
 def _costs(options: argparse.Namespace) -> int:

@@ -84,6 +84,7 @@ def parser() -> Parser:
     race.add_argument("--temperature", nargs="+", type=float, default=[0.0])
     race.add_argument("--kind", nargs="+", default=[], help="classes of prompts (default: all)")
     race.add_argument("--max-tokens", type=int, default=128)
+    race.add_argument("--repeat", type=int, default=1, metavar="N", help="every prompt N times, with another seed each")
     race.add_argument("--peers", action="store_true", help="transformers' own ways to decode the same weights too")
     race.add_argument("--output", type=Path, metavar="FILE", help="also write the table to a Markdown file")
     proof = commands.add_parser("prove", help="is the text that of plain decoding, token by token, on this machine?")

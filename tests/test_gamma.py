@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from specdemo.core.auto import Prices
 from specdemo.core.errors import Refused
 from specdemo.core.gamma import POLICIES, AdaEdl, Auto, Dynamic, Egag, Heuristic, PathProbability, confidence, svip
 from specdemo.core.step import Draft, Step, Verdict
@@ -119,5 +120,5 @@ def test_bounds_come_from_the_recipe_or_the_policy() -> None:
     with pytest.raises(Refused, match="gamma_min 5 is above gamma_max 4"):
         Recipe(policy="egag", gamma_min=5, gamma_max=4)
     for policy in POLICIES.values():
-        made = policy.make(4, policy.least, policy.most)
+        made = policy.make(4, policy.least, policy.most, Prices())
         assert 0 <= made.gamma <= policy.most and made.notes is not None

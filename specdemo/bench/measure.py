@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +58,17 @@ def label(recipe: Recipe) -> str:
 
 
 def measure(
-    recipes: Sequence[Recipe], prompts: Sequence[Prompt], shelf: Shelf, peers: Sequence[str] = (), seed: int = 0
+    recipes: Sequence[Recipe],
+    prompts: Sequence[Prompt],
+    shelf: Shelf,
+    peers: Sequence[str] = (),
+    seed: int = 0,
+    repeat: int = 1,
 ) -> Iterator[dict[str, Any]]:
     """Run everything; one record per prompt: its name, class, and what each run took, in the order of `recipes`.
 
-    `peers` are run with the settings of every plain recipe, after the recipes in each record's `runs`: all peers of the
-    first plain recipe, then all of the second.
+    With `repeat` above 1 all prompts come again, with the next seed. `peers` are run with the settings of every plain
+    recipe, after the recipes in each record's `runs`: all peers of the first plain recipe, then all of the second.
     """
     plain = [recipe for recipe in recipes if recipe.method == "ar"]
     drafting = next((recipe for recipe in recipes if recipe.drafter_spec), None)
@@ -73,8 +79,8 @@ def measure(
         theirs = Peers(plain[0].target_spec, drafting.drafter_spec if drafting else None)
     order = list(range(len(lanes)))
 
-    def run(lane: tuple[Recipe, str | None], text: str) -> dict[str, Any]:
-        recipe, peer = lane
+    def run(lane: tuple[Recipe, str | None], text: str, again: int = 0) -> dict[str, Any]:
+        recipe, peer = replace(lane[0], seed=lane[0].seed + again), lane[1]
         if peer is None:
             return _ours(recipe, text, shelf)
         assert theirs is not None
@@ -84,11 +90,11 @@ def measure(
     for recipe, peer in lanes:
         run((replace(recipe, max_tokens=8), peer), prompts[0].text)
     rng = random.Random(seed)
-    for prompt in prompts:
+    for again, prompt in product(range(repeat), prompts):
         rng.shuffle(order)
         runs: list[Any] = [None] * len(lanes)
         for i in order:
-            runs[i] = run(lanes[i], prompt.text)
+            runs[i] = run(lanes[i], prompt.text, again)
         yield {"kind": prompt.kind, "name": prompt.name, "runs": runs}
 
 
