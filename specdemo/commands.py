@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from typing import Any
 
-from specdemo import bench, layers, prove
+from specdemo import bench, foretold, layers, prove
 from specdemo.bench import stores
+from specdemo.bench.written import write
 from specdemo.core.errors import Refused
 from specdemo.models.cached import CachedModel
 from specdemo.models.cost import pass_seconds
 from specdemo.models.load import Shelf, find_device
 from specdemo.models.peers import PEERS
 from specdemo.options import given
-from specdemo.preflight import preflight
+from specdemo.preflight import preflight, texts_for
 from specdemo.recipe import Recipe
 
 
@@ -116,7 +118,7 @@ def _stores(options: argparse.Namespace) -> int:
 
 def _preflight(options: argparse.Namespace) -> int:
     recipe = Recipe(**{**given(options), "top_p": 1.0})
-    found = preflight(recipe, bench.load_prompts(kinds=options.kind), Shelf())
+    found = preflight(recipe, texts_for(recipe, options.kind), Shelf())
     print(f"weights {found.weight_bytes / 1e6:,.0f} MB, keys and values {found.kv_bytes / 1e6:.2f} MB per 1,000 tokens")
     print(f"alpha {found.alpha:.2f}  c {found.c:.2f}  " + "  ".join(f"v({n}) {v:.2f}" for n, v in found.v.items()))
     for one in found.estimates:
@@ -125,6 +127,32 @@ def _preflight(options: argparse.Namespace) -> int:
             f"{one.speedup:.2f}x [{one.low:.2f}, {one.high:.2f}]"
         )
     print(found.advice)
+    return 0
+
+
+def _foretold(options: argparse.Namespace) -> int:
+    varying = ("method", "temperature")
+    common = {name: value for name, value in given(options).items() if name not in varying} | {"top_p": 1.0}
+    shelf = Shelf()
+    if options.write:
+        write(Recipe(**common), shelf)
+        return 0
+    _some("repeat", options.repeat)
+    prompts = bench.load_prompts(kinds=options.kind)
+    kinds = list(dict.fromkeys(prompt.kind for prompt in prompts))
+    found = []
+    for temperature in options.temperature:
+        recipes = [Recipe(**common, method=method, temperature=temperature) for method in options.method]
+        asked = foretold.ask(recipes, kinds, shelf)
+        plain = replace(recipes[0], method="ar")
+        found += foretold.compare(
+            asked, recipes, list(bench.measure([plain, *recipes], prompts, shelf, repeat=options.repeat))
+        )
+    print(foretold.markdown(found))
+    target = Recipe(**common).models[0]
+    itself = Recipe(**{**common, "pair": None, "target": target, "drafter": target}, temperature=options.temperature[0])
+    print(f"the target drafting for itself: {preflight(itself, texts_for(itself, kinds[:1]), shelf).advice}")
+    print(foretold.as_json(found))
     return 0
 
 
@@ -156,6 +184,7 @@ COMMANDS = {
     "costs": _costs,
     "bench": _bench,
     "prove": _prove,
+    "foretold": _foretold,
     "layers": _layers,
     "stores": _stores,
 }

@@ -2,5 +2,17 @@
 
 from specdemo.bench.measure import Prompt, copy_bandwidth, label, load_prompts, measure
 from specdemo.bench.table import Row, as_json, markdown, table
+from specdemo.bench.written import load_written
 
-__all__ = ["Prompt", "Row", "as_json", "copy_bandwidth", "label", "load_prompts", "markdown", "measure", "table"]
+__all__ = [
+    "Prompt",
+    "Row",
+    "as_json",
+    "copy_bandwidth",
+    "label",
+    "load_prompts",
+    "load_written",
+    "markdown",
+    "measure",
+    "table",
+]

@@ -35,6 +35,7 @@ class Prompt:
     kind: str
     name: str
     text: str
+    written: str = ""  # how the target itself went on, if that is known
 
 
 def load_prompts(path: Path = PROMPTS, kinds: Sequence[str] = ()) -> list[Prompt]:

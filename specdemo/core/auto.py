@@ -22,14 +22,16 @@ class Prices:
     token: float = 0.0  # c: a drafted token, as a first guess
 
     def verify(self, rows: int) -> float:
-        """v(rows): on a line between what is known, never falling, and beyond it as the last line goes on."""
+        """v(rows), on a line between what is known, and beyond it as the last line goes on.
+
+        More rows never cost less, and whatever disturbs a measurement makes it longer: so the lower one is believed.
+        """
         known = sorted(self.passes.items())
-        risen = [(n, max(cost for _, cost in known[: i + 1])) for i, (n, cost) in enumerate(known)]
-        if len(risen) == 1:
-            return risen[0][1]
-        (a, low), (b, high) = next(
-            (pair for pair in zip(risen, risen[1:], strict=False) if rows <= pair[1][0]), risen[-2:]
-        )
+        right = [(n, max(1.0, min(cost for _, cost in known[i:]))) for i, (n, _) in enumerate(known)]
+        if len(right) == 1:
+            return right[0][1]
+        pairs = list(zip(right, right[1:], strict=False))
+        (a, low), (b, high) = next((pair for pair in pairs if rows <= pair[1][0]), pairs[-1])
         return low + (high - low) * (rows - a) / (b - a)
 
 
@@ -48,8 +50,8 @@ class Auto:
 
     most: int
     prices: Prices = field(default_factory=Prices)
-    guess: float = 0.65  # acceptance before anything is known
-    trust: float = 16.0  # tests that weigh as much as what was believed before them
+    guess: float = 0.7  # acceptance before anything is known
+    trust: float = 12.0  # tests that weigh as much as what was believed before them
     fade: float = 0.98
     gain: float = 1.05  # what drafting must promise over plain decoding: a try costs more than it tells
     rest: tuple[int, int] = (16, 128)  # plain rounds before it looks again: at first, and at most

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from specdemo.bench import Prompt, load_prompts
+from specdemo.bench import Prompt
 from specdemo.core.errors import Refused
 from specdemo.models.load import Shelf
 from specdemo.parts import Stores
-from specdemo.preflight import Preflight, preflight
+from specdemo.preflight import Preflight, preflight, texts_for
 from specdemo.recipe import Recipe
 from specdemo.ui.frames import Runs
 from specdemo.worker import Stream, Worker, WorkerBusy
@@ -63,7 +63,7 @@ class Service:
     async def preflight(self, recipe: Recipe, prompt: str = "") -> Preflight:
         """Estimates for `recipe` from the bundled texts, and from `prompt` if there is one."""
         kinds: dict[str, list[Prompt]] = {}
-        for one in load_prompts():
+        for one in texts_for(recipe):
             kinds.setdefault(one.kind, []).append(one)
         texts = [one for some in kinds.values() for one in some[:OF_EACH_KIND]]
         if prompt:
