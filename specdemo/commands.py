@@ -135,7 +135,7 @@ def _foretold(options: argparse.Namespace) -> int:
     common = {name: value for name, value in given(options).items() if name not in varying} | {"top_p": 1.0}
     shelf = Shelf()
     if options.write:
-        write(Recipe(**common), shelf)
+        write(Recipe(**common, method="ar"), shelf)
         return 0
     _some("repeat", options.repeat)
     prompts = bench.load_prompts(kinds=options.kind)
@@ -149,7 +149,7 @@ def _foretold(options: argparse.Namespace) -> int:
             asked, recipes, list(bench.measure([plain, *recipes], prompts, shelf, repeat=options.repeat))
         )
     print(foretold.markdown(found))
-    target = Recipe(**common).models[0]
+    target = recipes[0].models[0]
     itself = Recipe(**{**common, "pair": None, "target": target, "drafter": target}, temperature=options.temperature[0])
     print(f"the target drafting for itself: {preflight(itself, texts_for(itself, kinds[:1]), shelf).advice}")
     print(foretold.as_json(found))
