@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 
-from specdemo import bench, layers, prove
+from specdemo import bench, foretold, layers, prove
 from specdemo.bench import stores
+from specdemo.bench.written import write
 from specdemo.core.errors import Refused
 from specdemo.models.cached import CachedModel
 from specdemo.models.cost import pass_seconds
 from specdemo.models.load import Shelf, find_device
 from specdemo.models.peers import PEERS
 from specdemo.options import given
-from specdemo.preflight import preflight
+from specdemo.preflight import preflight, texts_for
 from specdemo.recipe import Recipe
 
 
 def _bench(options: argparse.Namespace) -> int:
+    _some("repeat", options.repeat)
     varying = ("method", "gamma", "policy", "temperature")
     common = {name: value for name, value in given(options).items() if name not in varying}
     varied = bench.grid(options.method, options.gamma, options.policy, options.temperature)
@@ -28,7 +31,7 @@ def _bench(options: argparse.Namespace) -> int:
         drafting = any(recipe.drafter_spec for recipe in recipes)
         peers = [name for name, peer in PEERS.items() if drafting or peer.assistant is None]
     records, shown = [], ""
-    for item in bench.measure(recipes, prompts, Shelf(), peers):
+    for item in bench.measure(recipes, prompts, Shelf(), peers, repeat=options.repeat):
         if isinstance(item, dict):
             records.append(item)
         elif str(item) != shown:
@@ -48,7 +51,7 @@ def _bench(options: argparse.Namespace) -> int:
 
 
 def _prove(options: argparse.Namespace) -> int:
-    _some_prompts(options.prompts)
+    _some("prompts", options.prompts)
     if "beam" in options.method:
         raise Refused("a beam search writes a text of its own: prove the methods that keep the target's law")
     common = {name: value for name, value in given(options).items() if name not in ("method", "gamma", "temperature")}
@@ -78,7 +81,7 @@ def _prove(options: argparse.Namespace) -> int:
 
 
 def _layers(options: argparse.Namespace) -> int:
-    _some_prompts(options.prompts)
+    _some("prompts", options.prompts)
     recipe = Recipe(method="self", **given(options))
     texts = [prompt.text for prompt in bench.load_prompts(kinds=["code"])[: options.prompts]]
     found = []
@@ -109,7 +112,7 @@ def _stores(options: argparse.Namespace) -> int:
 
 def _preflight(options: argparse.Namespace) -> int:
     recipe = Recipe(**{**given(options), "top_p": 1.0})
-    found = preflight(recipe, bench.load_prompts(kinds=options.kind), Shelf())
+    found = preflight(recipe, texts_for(recipe, options.kind), Shelf())
     print(f"weights {found.weight_bytes / 1e6:,.0f} MB, keys and values {found.kv_bytes / 1e6:.2f} MB per 1,000 tokens")
     print(f"alpha {found.alpha:.2f}  c {found.c:.2f}  " + "  ".join(f"v({n}) {v:.2f}" for n, v in found.v.items()))
     for one in found.estimates:
@@ -121,9 +124,34 @@ def _preflight(options: argparse.Namespace) -> int:
     return 0
 
 
-def _some_prompts(count: int) -> None:
+def _foretold(options: argparse.Namespace) -> int:
+    varying = ("method", "temperature")
+    common = {name: value for name, value in given(options).items() if name not in varying} | {"top_p": 1.0}
+    shelf = Shelf()
+    if options.write:
+        write(Recipe(**common, method="ar"), shelf)
+        return 0
+    _some("repeat", options.repeat)
+    prompts = bench.load_prompts(kinds=options.kind)
+    kinds = list(dict.fromkeys(prompt.kind for prompt in prompts))
+    found = []
+    for temperature in options.temperature:
+        recipes = [Recipe(**common, method=method, temperature=temperature) for method in options.method]
+        asked = foretold.ask(recipes, kinds, shelf)
+        plain = replace(recipes[0], method="ar")
+        items = bench.measure([plain, *recipes], prompts, shelf, repeat=options.repeat)
+        found += foretold.compare(asked, recipes, [item for item in items if isinstance(item, dict)])
+    print(foretold.markdown(found))
+    target = recipes[0].models[0]
+    itself = Recipe(**{**common, "pair": None, "target": target, "drafter": target}, temperature=options.temperature[0])
+    print(f"the target drafting for itself: {preflight(itself, texts_for(itself, kinds[:1]), shelf).advice}")
+    print(foretold.as_json(found))
+    return 0
+
+
+def _some(what: str, count: int) -> None:
     if count < 1:
-        raise Refused(f"prompts must be at least 1, not {count}")
+        raise Refused(f"{what} must be at least 1, not {count}")
 
 
 def _costs(options: argparse.Namespace) -> int:
@@ -149,6 +177,7 @@ COMMANDS = {
     "costs": _costs,
     "bench": _bench,
     "prove": _prove,
+    "foretold": _foretold,
     "layers": _layers,
     "stores": _stores,
 }

@@ -90,6 +90,7 @@ def parser() -> Parser:
     race.add_argument("--temperature", nargs="+", type=float, default=[0.0])
     race.add_argument("--kind", nargs="+", default=[], help="classes of prompts (default: all)")
     race.add_argument("--max-tokens", type=int, default=128)
+    race.add_argument("--repeat", type=int, default=1, metavar="N", help="every prompt N times, with another seed each")
     race.add_argument("--peers", action="store_true", help="transformers' own ways to decode the same weights too")
     race.add_argument("--output", type=Path, metavar="FILE", help="also write a report in Markdown")
     proof = commands.add_parser("prove", help="is the text that of plain decoding, token by token, on this machine?")
@@ -108,6 +109,19 @@ def parser() -> Parser:
     ahead.add_argument("--skip-layer", dest="skip_layers", action="append", type=int, metavar="I")
     ahead.add_argument("--temperature", type=float, default=0.0)
     ahead.add_argument("--kind", nargs="+", default=[], help="classes of prompts (default: all)")
+    truth = commands.add_parser("foretold", help="what preflight foretells beside what is then measured")
+    models(truth)
+    truth.add_argument(
+        "--method", nargs="+", default=["draft", "nasd", "self"], help="draft, self, nasd, suffix, lookup"
+    )
+    truth.add_argument("--gamma", type=int, default=3)
+    truth.add_argument("--temperature", nargs="+", type=float, default=[0.0])
+    truth.add_argument("--kind", nargs="+", default=[], help="classes of prompts (default: all)")
+    truth.add_argument("--max-tokens", type=int, default=64)
+    truth.add_argument(
+        "--repeat", type=int, default=1, metavar="N", help="every prompt N times, with another seed each"
+    )
+    truth.add_argument("--write", action="store_true", help="let the target write anew the texts that are read")
     thin = commands.add_parser("layers", help="which layers self-speculation can do without")
     models(thin)
     thin.add_argument("--prompts", type=int, default=6)

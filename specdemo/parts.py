@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from specdemo.core.auto import Prices
 from specdemo.core.beam import BeamSearch
 from specdemo.core.decode import Drafter, Gamma, Judge, Plain
 from specdemo.core.gamma import POLICIES, Fixed
@@ -188,5 +189,6 @@ def build(recipe: Recipe, target: Loaded, drafter: Loaded | None, stores: Stores
     if recipe.method == "lookahead":  # as deep as its window reaches, whatever the policy
         gamma: Gamma = Fixed(recipe.lookahead_window + recipe.lookahead_n)
     else:
-        gamma = POLICIES[recipe.policy].make(recipe.gamma, *recipe.gamma_bounds)
+        prices = Prices(target.parity.cost, sum(cache.weight_bytes for cache in caches) / ours.weight_bytes)
+        gamma = POLICIES[recipe.policy].make(recipe.gamma, *recipe.gamma_bounds, prices)
     return Parts(judge, made, gamma, (ours, *caches))

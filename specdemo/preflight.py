@@ -3,7 +3,8 @@
 The texts stand for what will be written. A round may start at any of their tokens: how many it would commit follows
 from beta = sum min(p, q) at the tokens after it (2211.17192, Definition 3.3), one after the other, so acceptance that
 comes in runs is priced as it comes. Where greedy decoding is asked about, only places count at which the target would
-have gone on as the text does: elsewhere its own text would be another.
+have gone on as the text does: elsewhere its own text would be another. A text of the target's own is the best thing to
+read, since it repeats itself as the next one will: n-grams promise far too little on anything else.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdemo.bench import Prompt
+from specdemo.bench import Prompt, load_prompts, load_written
 from specdemo.bench.table import interval
 from specdemo.core.decode import More
 from specdemo.core.errors import Refused
@@ -26,13 +27,14 @@ from specdemo.core.sampling import Warp
 from specdemo.core.step import Draft
 from specdemo.models.cached import CachedModel
 from specdemo.models.cost import pass_seconds, step_seconds
-from specdemo.models.load import Shelf
+from specdemo.models.load import Loaded, Shelf
+from specdemo.models.pairs import PAIRS
 from specdemo.parts import Parts, build
 from specdemo.recipe import Recipe
 
 MODELS, STORES = ("draft", "self"), ("nasd", "suffix", "lookup")
 LONGEST = 8  # tokens of a draft
-MOST = 256  # tokens of a text that are read
+MOST = 512  # tokens of a text that are read
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,13 @@ class Preflight:
         return f"gamma {best.gamma}: about {best.speedup:.2f}x the speed of plain decoding{sure}"
 
 
+def texts_for(recipe: Recipe, kinds: Sequence[str] = ()) -> list[Prompt]:
+    """What there is to read for a recipe: the bundled target's own texts if it is the target, else bare prompts."""
+    if recipe.models[0] == PAIRS["bundled"].target:
+        return load_written(recipe.temperature, kinds)
+    return load_prompts(kinds=kinds)
+
+
 def preflight(recipe: Recipe, prompts: Sequence[Prompt], shelf: Shelf) -> Preflight:
     """Estimates for `recipe` with drafts of every length. Raises `Refused` where models or method do not fit."""
     if recipe.method not in MODELS + STORES:
@@ -85,8 +94,8 @@ def preflight(recipe: Recipe, prompts: Sequence[Prompt], shelf: Shelf) -> Prefli
     target = shelf.take(recipe.target_spec)
     drafter = shelf.take(recipe.drafter_spec) if recipe.drafter_spec else None
     warp = Warp(recipe.temperature, recipe.top_k, recipe.top_p)
-    texts = [target.tokenizer.encode(prompt.text)[:MOST] for prompt in prompts]
-    texts = [text for text in texts if len(text) > 2 * LONGEST]
+    texts = [_read(target, prompt, recipe.max_tokens) for prompt in prompts]
+    texts = [(text, start) for text, start in texts if len(text) - start > LONGEST]
     if not texts:
         raise Refused(f"the texts are too short to tell: give some of more than {2 * LONGEST} tokens")
     parts = build(recipe, target, drafter)
@@ -97,7 +106,7 @@ def preflight(recipe: Recipe, prompts: Sequence[Prompt], shelf: Shelf) -> Prefli
     if len(parts.caches) > 1:
         ours, theirs = step_seconds([target.model, parts.caches[1].model], rounds=20)
         c = theirs / ours
-    rounds = [_rounds(text, build(recipe, target, drafter), warp) for text in texts]
+    rounds = [_rounds(text, start, build(recipe, target, drafter), warp) for text, start in texts]
     rounds = [one for one in rounds if any(counts for _, counts in one)]
     if not rounds:
         raise Refused("the target would write none of these texts: give some of its kind, or a temperature above 0")
@@ -113,7 +122,8 @@ def preflight(recipe: Recipe, prompts: Sequence[Prompt], shelf: Shelf) -> Prefli
                 *interval(ratios),
             )
         )
-    parts.judge.judge(texts[0], Draft())  # so that keys and values of a text are held, to be weighed
+    first, _ = texts[0]
+    parts.judge.judge(first, Draft())  # so that keys and values of a text are held, to be weighed
     return Preflight(
         recipe,
         statistics.mean(betas[0] for one in rounds for betas, counts in one if counts and betas),
@@ -121,23 +131,32 @@ def preflight(recipe: Recipe, prompts: Sequence[Prompt], shelf: Shelf) -> Prefli
         v,
         tuple(estimates),
         target.weight_bytes + (drafter.weight_bytes if drafter else 0),
-        round(1000 * parts.kv_bytes / len(texts[0])),
+        round(1000 * parts.kv_bytes / len(first)),
     )
 
 
 Round = tuple[list[float], bool]  # chances of the tokens drafted at a place, one after the other; whether it counts
 
 
-def _rounds(text: Sequence[int], parts: Parts, warp: Warp) -> list[Round]:
-    """For each token of the text that has enough behind it: the betas of a draft that starts there."""
+def _read(target: Loaded, prompt: Prompt, length: int) -> tuple[list[int], int]:
+    """Tokens of a text, and how many of them are there before a first round: one, or the prompt of a written text."""
+    text = target.tokenizer.encode(prompt.text)[:MOST]
+    if not prompt.written:
+        return text, 1 if len(text) > 2 * LONGEST else len(text)
+    written = target.tokenizer.encode(prompt.written, add_special_tokens=False)
+    return text + written[: min(length, MOST) + LONGEST], len(text)
+
+
+def _rounds(text: Sequence[int], start: int, parts: Parts, warp: Warp) -> list[Round]:
+    """For each token of the text from `start` on that has enough behind it: the betas of a draft that starts there."""
     p = _laws(parts.caches[0], text, warp)
     right = (p.argmax(-1)[:-1] == torch.tensor(text[1:], device=p.device)).tolist()
     counts = [one or warp.temperature > 0 for one in right]
     if len(parts.caches) > 1:
         betas = torch.minimum(p, _laws(parts.caches[1], text, warp)).sum(-1).tolist()
-        return [(betas[i : i + LONGEST], counts[i]) for i in range(len(text) - LONGEST)]
+        return [(betas[i : i + LONGEST], counts[i]) for i in range(start - 1, len(text) - LONGEST)]
     rounds = []
-    for i in range(len(text) - LONGEST):
+    for i in range(start - 1, len(text) - LONGEST):
         draft = parts.drafter.propose(text[: i + 1], More(LONGEST, Fixed(LONGEST))).tokens
         chances: list[float] = []
         for place, token in enumerate(draft[: len(text) - 1 - i], i):

@@ -135,6 +135,18 @@ def test_real_models_are_measured_in_pairs(tmp_path: Path) -> None:
     assert all(row.same_text in (None, 3) for row in rows)
 
 
+def test_prompts_come_again_with_another_seed(tmp_path: Path) -> None:
+    target = str(save_model(tmp_path / "target", byte_level_tokenizer()))
+    recipes = [Recipe(method="ar", target=target, temperature=1.0, top_p=1.0, max_tokens=12, device="cpu")]
+    prompts = bench.load_prompts(kinds=["prose"])[:2]
+    items = bench.measure(recipes, prompts, Shelf(), repeat=2)
+    records = [item for item in items if isinstance(item, dict)]
+    assert [record["name"] for record in records] == ["prose 1", "prose 2"] * 2
+    texts = [record["runs"][0]["text"] for record in records]
+    assert texts[0] != texts[2] and texts[1] != texts[3]
+    assert main(["bench", "--repeat", "0"]) == 2
+
+
 def test_copying_has_a_speed() -> None:
     assert bench.copy_bandwidth(torch.device("cpu")) > 1e8
 

@@ -16,6 +16,7 @@ import torch
 from tiny import Explorer, GuessDrafter, SiblingDrafter, TableModel, committed, run
 from torch import Tensor
 
+from specdemo.core.auto import Prices
 from specdemo.core.decode import Plain
 from specdemo.core.gamma import POLICIES, Fixed
 from specdemo.core.rules import RULES, Target, match, ratio, rejection, residual, threshold, typical
@@ -244,7 +245,7 @@ def test_the_theorem(policy: str, drafter: str, rule: str) -> None:
         warp, explorer = WARPS[name], Explorer()
 
         def once(warp: Warp = warp, explorer: Explorer = explorer) -> tuple[int, ...]:
-            gamma = POLICIES[policy].make(2, 1, 3)
+            gamma = POLICIES[policy].make(2, 1, 3, Prices())
             judge = Target(TARGET.score, warp, RULES[rule].apply, explorer, explorer, 2)
             steps = run(PROMPT, judge, DRAFTERS[drafter](warp, explorer), gamma, 3)
             lengths.update(len(step.draft) for step in steps)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from specdemo.core.auto import Prices
 from specdemo.core.errors import Refused
 from specdemo.core.gamma import POLICIES, AdaEdl, Auto, Dynamic, Egag, Heuristic, PathProbability, confidence, svip
 from specdemo.core.step import Draft, Step, Verdict
@@ -113,11 +114,77 @@ def test_auto_finds_the_best_gamma(alpha: float, c: float, expected: int) -> Non
         assert seen.count(0) > 0.85 * len(seen) and 1 in seen[100:]  # it looks again now and then
 
 
+def settled(policy: Auto, rounds: int = 40, c: float = 0.13) -> int:
+    """The gamma after rounds of which two drafted tokens are kept and the third is not, at c a token."""
+    for _ in range(rounds):
+        drafted = policy.gamma
+        policy.observe(step(drafted, min(2, drafted), draft_s=c * drafted))
+    return policy.gamma
+
+
+def test_one_slow_round_does_not_move_auto() -> None:
+    policy = Auto(8)
+    gamma, c = settled(policy), policy.notes["auto_c"]
+    policy.observe(step(gamma, 2, draft_s=9.0))
+    policy.observe(step(gamma, 2, draft_s=0.13 * gamma, verify_s=60.0))
+    assert policy.gamma == gamma and policy.notes["auto_c"] == pytest.approx(c) == pytest.approx(0.13)
+
+
+def test_the_drafters_reading_of_the_prompt_is_no_cost_of_a_draft() -> None:
+    policy = Auto(8, Prices(token=0.2))
+    policy.observe(step(3, 2, draft_s=40.0))
+    assert policy.notes["auto_c"] == 0.2
+    policy.observe(step(3, 2, draft_s=0.39))
+    assert policy.notes["auto_c"] == pytest.approx(0.13)
+
+
+def test_auto_believes_the_prices_of_passes() -> None:
+    """A pass that costs what its rows do leaves nothing to win; a step up ends drafts before it."""
+    assert settled(Auto(8, Prices({1: 1.0, 8: 8.0}))) == 0
+    flat, step_up = Auto(8), Auto(8, Prices({1: 1.0, 2: 1.0, 3: 3.0}))
+    assert settled(flat) == 2 and settled(step_up) == 1
+
+
+def test_prices_between_and_beyond_what_is_known() -> None:
+    prices = Prices({1: 1.0, 2: 1.1, 5: 1.4, 8: 1.4})
+    assert [prices.verify(n) for n in (1, 2, 3, 5, 8, 20)] == pytest.approx([1.0, 1.1, 1.2, 1.4, 1.4, 1.4])
+    assert Prices({1: 1.0, 2: 1.1}).verify(4) == pytest.approx(1.3)
+    disturbed = Prices({1: 1.0, 2: 1.1, 5: 2.5, 8: 1.4})  # more rows never cost less: 5 were measured in a bad moment
+    assert disturbed.verify(5) == pytest.approx(1.4)
+    assert Prices().verify(9) == 1.0
+
+
+def test_auto_looks_again_less_and_less_often() -> None:
+    policy = Auto(8, Prices(token=5.0))
+    waits, idle = [], 0
+    for _ in range(600):
+        drafted = policy.gamma
+        idle = 0 if drafted else idle + 1
+        waits += [idle] if not drafted else []
+        policy.observe(step(drafted, 0, draft_s=5.0 * drafted))
+    ends = [wait for wait, after in zip(waits, waits[1:], strict=False) if after == 1]
+    assert ends[:4] == [16, 32, 64, 128] and set(ends[4:]) <= {128}
+
+
+def test_auto_reads_chances_where_coins_were_thrown_and_leaves_of_trees() -> None:
+    lucky = Verdict((0,), 1, draw=(0.1,), beta=(0.25,))
+    told = Step(1, (7, 1), Draft.chain((7,)), lucky, 1, draft_s=0.1, verify_s=1.0, host_s=0.0, t=0.0)
+    policy, other = Auto(8), Auto(8)
+    policy.observe(told)
+    other.observe(step(1, 1, draft_s=0.1))
+    assert policy.notes["auto_a1"] < 0.7 < other.notes["auto_a1"]
+    tree = Draft((7, 8, 9), (-1, -1, 0))  # 7 or 8, and 9 after 7
+    whole = Step(1, (7, 9, 1), tree, Verdict((0, 2), 1), 2, draft_s=0.1, verify_s=1.0, host_s=0.0, t=0.0)
+    policy = Auto(8)
+    policy.observe(whole)  # nothing was rejected
+    assert all(a >= 0.7 for a in policy._acceptances())
+
+
 def test_bounds_come_from_the_recipe_or_the_policy() -> None:
     assert Recipe(policy="dynamic").gamma_bounds == (3, 12)
     assert Recipe(policy="egag", gamma_min=2, gamma_max=5).gamma_bounds == (2, 5)
     with pytest.raises(Refused, match="gamma_min 5 is above gamma_max 4"):
         Recipe(policy="egag", gamma_min=5, gamma_max=4)
     for policy in POLICIES.values():
-        made = policy.make(4, policy.least, policy.most)
+        made = policy.make(4, policy.least, policy.most, Prices())
         assert 0 <= made.gamma <= policy.most and made.notes is not None

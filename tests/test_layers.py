@@ -21,6 +21,7 @@ HILL = (
     {"generate"},
     {"bench", "layers"},
     {"prove", "preflight"},
+    {"foretold"},
     {"ui", "views", "options"},
     {"commands"},
     {"__main__", "app"},

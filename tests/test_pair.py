@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from specdemo.bench import load_prompts
+from specdemo.bench import load_prompts, load_written
 from specdemo.core.step import Draft
 from specdemo.generate import generate
 from specdemo.models.cached import CachedModel
@@ -123,3 +123,13 @@ def test_files_are_what_the_card_says(role: str) -> None:
     loaded = Shelf().take(Recipe(target=str(folder), method="ar", device="cpu").target_spec)
     assert CachedModel(loaded.model).context == 2048
     assert CachedModel(loaded.model).score([1, 2], Draft()).shape == (1, len(loaded.tokenizer))
+
+
+def test_the_texts_that_preflight_reads_are_what_the_target_writes(target: Loaded) -> None:
+    """Told by its first choices: whoever trains the target anew has to write them anew, too."""
+    for prompt in load_written(0.0)[::8]:
+        start = target.tokenizer.encode(prompt.text)
+        text = start + target.tokenizer.encode(prompt.written)
+        first = CachedModel(target.model).read(text).argmax(-1).tolist()
+        right = [first[i] == text[i + 1] for i in range(len(start) - 1, len(text) - 1)]
+        assert len(right) > 50 and sum(right) > 0.95 * len(right), prompt.name

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from tiny import byte_level_tokenizer, save_model
 
 from specdemo.__main__ import main
-from specdemo.bench import Prompt
+from specdemo.bench import Prompt, load_prompts
 from specdemo.core.errors import Refused
+from specdemo.core.sampling import Warp
 from specdemo.core.theory import expected_tokens
 from specdemo.models.load import Shelf
-from specdemo.preflight import LONGEST, Estimate, Preflight, _expected, preflight
+from specdemo.parts import build
+from specdemo.preflight import LONGEST, Estimate, Preflight, _expected, _read, _rounds, preflight, texts_for
 from specdemo.recipe import Recipe
 
 TEXT = "def add(first, second):\n    return first + second\n\n\n" * 3
@@ -51,6 +55,51 @@ def test_one_model_is_enough_for_the_others(folder: str, method: str) -> None:
     found = preflight(Recipe(target=folder, method=method, temperature=1.0, top_p=1.0, device="cpu"), PROMPTS, Shelf())
     assert 0 < found.alpha < 1 and (found.c > 0) == (method == "self")
     assert all(1 <= one.tokens_per_pass <= one.gamma + 1 and one.low <= one.high for one in found.estimates)
+
+
+def test_a_draft_that_costs_what_it_saves_is_advised_against() -> None:
+    """The target drafting for itself: always right, and no cheaper than what it spares, so no gamma can win."""
+    v = dict.fromkeys(range(1, LONGEST + 2), 1.0)
+    found = [(g, *_expected([([1.0] * LONGEST, True)] * 400, g, 1.0, v)) for g in range(1, LONGEST + 1)]
+    estimates = tuple(Estimate(g, tokens, speedup, speedup, speedup) for g, tokens, speedup in found)
+    assert [one.tokens_per_pass for one in estimates] == pytest.approx([g + 1 for g in range(1, LONGEST + 1)])
+    assert Preflight(Recipe(), 1.0, 1.0, v, estimates, 1, 1).advice.startswith("don't")
+
+
+def test_of_a_written_text_what_the_target_wrote_counts(folder: str) -> None:
+    recipe = Recipe(target=folder, method="nasd", temperature=1.0, top_p=1.0, device="cpu", max_tokens=20)
+    target = Shelf().take(recipe.target_spec)
+    prompt = Prompt("code", "code 1", TEXT, "x = 1\n" * 40)
+    tokens, start = _read(target, prompt, recipe.max_tokens)
+    assert start == len(target.tokenizer.encode(TEXT)) and len(tokens) == start + 20 + LONGEST
+    warp = Warp(1.0, 0, 1.0)
+    counted = _rounds(tokens, start, build(recipe, target, None), warp)
+    whole = _rounds(tokens, 1, build(recipe, target, None), warp)
+    assert len(counted) == 20 + 1 and whole[-len(counted) :] == counted  # n-grams know the prompt all the same
+    assert _read(target, Prompt("code", "code 1", "x" * 5), 20) == (target.tokenizer.encode("x" * 5), 5)  # too short
+
+
+def test_texts_are_the_bundled_targets_own_or_bare_prompts(folder: str) -> None:
+    own = texts_for(Recipe(temperature=0.2))
+    assert {one.kind for one in own} == {one.kind for one in load_prompts()} and all(one.written for one in own)
+    assert not {one.text for one in own} & {one.text for one in load_prompts()}  # nothing that is measured is read
+    assert [one.written for one in texts_for(Recipe(temperature=0.9))] != [one.written for one in own]
+    assert texts_for(Recipe(target=folder, method="nasd"), ["prose"]) == load_prompts(kinds=["prose"])
+    with pytest.raises(Refused, match="unknown class of prompts 'magic'"):
+        texts_for(Recipe(), ["magic"])
+
+
+def test_what_was_foretold_is_held_against_what_is_measured(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["--method", "nasd", "self", "--temperature", "1", "--kind", "prose", "--max-tokens", "12"]
+    assert main(["foretold", "--target", folder, "--device", "cpu", *settings]) == 0
+    head, _, *lines = capsys.readouterr().out.splitlines()
+    assert "foretold / measured" in head and lines[0].startswith("| prose | nasd gamma=3 T=1 |")
+    assert lines[2].startswith("the target drafting for itself: ")
+    nasd, self_ = json.loads(lines[3])["foretold"]
+    for one in (nasd, self_):
+        assert one["kind"] == "prose" and one["prompts"] == 8 and one["measured"] > 0
+        assert one["ratio"] == pytest.approx(one["foretold"] / one["measured"])
+    assert nasd["recipe"]["method"] == "nasd" and self_["tokens_per_pass"] > 1
 
 
 def test_advice_is_plain() -> None:

@@ -3,6 +3,7 @@
 from specdemo.bench.measure import Prompt, Turn, copy_bandwidth, grid, label, load_prompts, measure
 from specdemo.bench.report import disturbed, report, slower
 from specdemo.bench.table import Row, as_json, markdown, table
+from specdemo.bench.written import load_written
 
 __all__ = [
     "Prompt",
@@ -14,6 +15,7 @@ __all__ = [
     "grid",
     "label",
     "load_prompts",
+    "load_written",
     "markdown",
     "measure",
     "report",

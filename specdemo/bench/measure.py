@@ -13,7 +13,7 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ class Prompt:
     kind: str
     name: str
     text: str
+    written: str = ""  # how the target itself went on, if that is known
 
 
 @dataclass(frozen=True)
@@ -88,13 +89,19 @@ def grid(
 
 
 def measure(
-    recipes: Sequence[Recipe], prompts: Sequence[Prompt], shelf: Shelf, peers: Sequence[str] = (), seed: int = 0
+    recipes: Sequence[Recipe],
+    prompts: Sequence[Prompt],
+    shelf: Shelf,
+    peers: Sequence[str] = (),
+    seed: int = 0,
+    repeat: int = 1,
 ) -> Iterator[Turn | dict[str, Any]]:
     """Run everything. A `Turn` when a run begins and after each of its steps, and a record per prompt when all are in.
 
     A record: the prompt's name, its class, and what each run took, in the order of `recipes`. `peers` are run with the
     settings of every plain recipe, after the recipes in each record's `runs`: all peers of the first plain recipe, then
-    all of the second. Raises `RuntimeError` where a run fails, since nothing can then be compared.
+    all of the second. With `repeat` above 1 all prompts come again, with the next seed. Raises `RuntimeError` where a
+    run fails, since nothing can then be compared.
     """
     plain = [recipe for recipe in recipes if recipe.method == "ar"]
     drafting = next((recipe for recipe in recipes if recipe.drafter_spec), None)
@@ -104,10 +111,12 @@ def measure(
     if peers:
         theirs = Peers(plain[0].target_spec, drafting.drafter_spec if drafting else None)
     order = list(range(len(lanes)))
-    total = len(lanes) * len(prompts)
+    total = len(lanes) * len(prompts) * repeat
 
-    def run(lane: tuple[Recipe, str | None], prompt: Prompt, number: int) -> Generator[Turn, None, dict[str, Any]]:
-        recipe, peer = lane
+    def run(
+        lane: tuple[Recipe, str | None], prompt: Prompt, number: int, again: int = 0
+    ) -> Generator[Turn, None, dict[str, Any]]:
+        recipe, peer = replace(lane[0], seed=lane[0].seed + again), lane[1]
         name = label(recipe) if peer is None else f"transformers {peer} T={recipe.temperature:g}"
         turn = Turn(number, total, f"{prompt.name}, {name}" if number else name)
         yield turn
@@ -121,11 +130,11 @@ def measure(
         yield from run((replace(recipe, max_tokens=8), peer), prompts[0], 0)
     rng = random.Random(seed)
     numbers = count(1)
-    for prompt in prompts:
+    for again, prompt in product(range(repeat), prompts):
         rng.shuffle(order)
         runs: list[Any] = [None] * len(lanes)
         for i in order:
-            runs[i] = yield from run(lanes[i], prompt, next(numbers))
+            runs[i] = yield from run(lanes[i], prompt, next(numbers), again)
         yield {"kind": prompt.kind, "name": prompt.name, "runs": runs}
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from specdemo.core.auto import Auto
+from specdemo.core.auto import Auto, Prices
 from specdemo.core.step import Step
 
 
@@ -214,32 +214,40 @@ def largest(logits: Any) -> float:
 class Policy:
     """A named policy: one line for people, how it is made, and its own bounds where none are given.
 
-    `make(gamma, least, most)`: gamma is where a policy begins that has a gamma of its own.
+    `make(gamma, least, most, prices)`: gamma is where a policy begins that has a gamma of its own.
     """
 
     title: str
-    make: Callable[[int, int, int], Any]
+    make: Callable[[int, int, int, Prices], Any]
     least: int = 1
     most: int = 8
 
 
 POLICIES = {
-    "fixed": Policy("always gamma tokens", lambda gamma, least, most: Fixed(gamma)),
+    "fixed": Policy("always gamma tokens", lambda gamma, least, most, prices: Fixed(gamma)),
     "dynamic": Policy(
         "one longer when 80 % was accepted, one shorter at 40 %",
-        lambda gamma, least, most: Dynamic(min(most, max(least, gamma)), least, most),
+        lambda gamma, least, most, prices: Dynamic(min(most, max(least, gamma)), least, most),
         least=3,
         most=12,
     ),
     "heuristic": Policy(
         "two longer after a full accept, else one shorter",
-        lambda gamma, least, most: Heuristic(min(most, gamma), most),
+        lambda gamma, least, most, prices: Heuristic(min(most, gamma), most),
         most=20,
     ),
-    "egag": Policy("by the entropy of the drafter's law (EGAG)", lambda gamma, least, most: Egag(least, most)),
-    "adaedl": Policy("until an entropy bound on acceptance fails (AdaEDL)", lambda gamma, least, most: AdaEdl(most)),
-    "svip": Policy("until the drafter's entropy is high (SVIP)", lambda gamma, least, most: svip(most)),
-    "confidence": Policy("until no token has a probability of 0.4", lambda gamma, least, most: confidence(most)),
-    "path": Policy("until the path's probability is below 0.2", lambda gamma, least, most: PathProbability(most)),
-    "auto": Policy("what gives most tokens per second, measured as it runs", lambda gamma, least, most: Auto(most)),
+    "egag": Policy("by the entropy of the drafter's law (EGAG)", lambda gamma, least, most, prices: Egag(least, most)),
+    "adaedl": Policy(
+        "until an entropy bound on acceptance fails (AdaEDL)", lambda gamma, least, most, prices: AdaEdl(most)
+    ),
+    "svip": Policy("until the drafter's entropy is high (SVIP)", lambda gamma, least, most, prices: svip(most)),
+    "confidence": Policy(
+        "until no token has a probability of 0.4", lambda gamma, least, most, prices: confidence(most)
+    ),
+    "path": Policy(
+        "until the path's probability is below 0.2", lambda gamma, least, most, prices: PathProbability(most)
+    ),
+    "auto": Policy(
+        "what gives most tokens per second, measured as it runs", lambda gamma, least, most, prices: Auto(most, prices)
+    ),
 }

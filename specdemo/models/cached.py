@@ -18,6 +18,7 @@ from specdemo.core.errors import Refused
 from specdemo.core.step import Draft
 from specdemo.models.engine import borrow, give_back
 from specdemo.models.lean import Lean
+from specdemo.models.memory import weight_bytes
 from specdemo.models.slots import SlotEngine
 
 NOTHING = torch.empty(0, 0)
@@ -113,6 +114,11 @@ class CachedModel:
     def kv_bytes(self) -> int:
         """Bytes of keys and values held now."""
         return self._engine.kv_bytes
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights that a pass goes through."""
+        return self.model.weight_bytes if isinstance(self.model, Lean) else weight_bytes(self.model)
 
     def _filled(self, draft: Draft, held: int, length: int) -> Draft:
         """The draft with a tail that nobody reads, if the pass would have too few rows and the context has room."""

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from specdemo.bench import Prompt, Turn, load_prompts, measure
+from specdemo.bench import Prompt, Turn, measure
 from specdemo.core.errors import Refused
 from specdemo.models.load import Shelf
 from specdemo.models.pairs import ASSETS
 from specdemo.models.text import Message
 from specdemo.parts import Stores
-from specdemo.preflight import Preflight, preflight
+from specdemo.preflight import Preflight, preflight, texts_for
 from specdemo.recipe import Recipe
 from specdemo.ui import rounds
 from specdemo.ui.frames import Run
@@ -75,7 +75,7 @@ class Service:
     async def preflight(self, recipe: Recipe, prompt: str = "") -> Preflight:
         """Estimates for `recipe` from the bundled texts, and from `prompt` if there is one."""
         kinds: dict[str, list[Prompt]] = {}
-        for one in load_prompts():
+        for one in texts_for(recipe):
             kinds.setdefault(one.kind, []).append(one)
         texts = [one for some in kinds.values() for one in some[:OF_EACH_KIND]]
         if prompt:
