@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from specdemo.core.beam import BeamSearch
 from specdemo.core.decode import Drafter, Gamma, Judge, Plain
+from specdemo.core.errors import Refused
 from specdemo.core.gamma import POLICIES, Fixed
 from specdemo.core.rules import RULES, Target
 from specdemo.core.sampling import Certain, Noise, Shared, Warp
@@ -19,6 +20,8 @@ from specdemo.drafters.model import ModelDrafter
 from specdemo.drafters.ngram import NGramDrafter
 from specdemo.drafters.suffix import SuffixDrafter
 from specdemo.drafters.tree import TreeDrafter
+from specdemo.drafters.universal import UniversalDrafter
+from specdemo.models.bridge import Bridge
 from specdemo.models.cached import CachedModel
 from specdemo.models.early import layer_count, with_layers
 from specdemo.models.load import Loaded
@@ -36,11 +39,7 @@ class Parts:
     drafter: Drafter
     gamma: Gamma
     caches: tuple[CachedModel, ...]
-
-    @property
-    def context(self) -> int:
-        """Tokens that every model of this run can hold."""
-        return min(cache.context for cache in self.caches)
+    context: int  # tokens of a text that every model of this run can hold
 
     @property
     def kv_bytes(self) -> int:
@@ -56,6 +55,7 @@ class Kit:
     target: Loaded
     drafter: Loaded | None
     stores: Stores | None
+    bridge: Bridge | None  # to a drafter of another vocabulary
     draws: Callable[..., Drafter]  # `draws(cache, kind, **options)`: a drafter of this kind on this model's law
 
     def kept(self, make: Callable[[Any], Any], *key: Any) -> Any:
@@ -77,9 +77,17 @@ def _plain(kit: Kit) -> Made:
 
 def _model(kit: Kit, kind: type = ModelDrafter, **options: int) -> Made:
     assert kit.drafter is not None
-    check_pair(kit.target.tokenizer, kit.drafter.tokenizer)
     cache = CachedModel(kit.drafter.model)
-    return kit.draws(cache, kind, **options), (cache,)
+    if kit.bridge is None:
+        return kit.draws(cache, kind, **options), (cache,)
+    if kind is not ModelDrafter:
+        raise Refused(
+            "the branches of a tree cannot be put into the tokens of another vocabulary: choose method draft or hybrid"
+        )
+    # Judged as point masses, the likeliest continuation is accepted more often than one that was drawn.
+    warp, noise = replace(_warp(kit.recipe, kit.drafter), temperature=0), Certain(kit.recipe.seed, "draft")
+    inner = ModelDrafter(cache.score, warp, noise, cache.vocab_size, extend=cache.extend)
+    return UniversalDrafter(inner, kit.bridge.read, kit.bridge.write, cache.context), (cache,)
 
 
 def _self(kit: Kit) -> Made:
@@ -132,10 +140,28 @@ DRAFTERS: dict[str, Callable[[Kit], Made]] = {
 }
 
 
+def _warp(recipe: Recipe, loaded: Loaded) -> Warp:
+    """What the recipe does to a model's logits; words are banned in the tokens of that model."""
+    words = tuple(tuple(loaded.tokenizer.encode(word, add_special_tokens=False)) for word in recipe.bad_words)
+    return Warp(recipe.temperature, recipe.top_k, recipe.top_p, recipe.repetition_penalty, words)
+
+
+def _bridge(recipe: Recipe, target: Loaded, drafter: Loaded | None) -> Bridge | None:
+    """Between two vocabularies, where there are two. Raises `Refused` unless the recipe allows that."""
+    if drafter is None:
+        return None
+    try:
+        check_pair(target.tokenizer, drafter.tokenizer)
+    except Refused:
+        if not recipe.universal:
+            raise
+        return Bridge(target.tokenizer, drafter.tokenizer, drafter.tokenizer.encode(""))
+    return None
+
+
 def build(recipe: Recipe, target: Loaded, drafter: Loaded | None, stores: Stores | None = None) -> Parts:
     """Turn names into objects. `stores` holds what a user's earlier runs taught, if that is to be kept."""
-    words = tuple(tuple(target.tokenizer.encode(word, add_special_tokens=False)) for word in recipe.bad_words)
-    warp = Warp(recipe.temperature, recipe.top_k, recipe.top_p, recipe.repetition_penalty, words)
+    warp = _warp(recipe, target)
     ours = CachedModel(target.model, target.parity.pad)
     kind = RULES[recipe.rule]
     rule = kind.apply
@@ -172,9 +198,11 @@ def build(recipe: Recipe, target: Loaded, drafter: Loaded | None, stores: Stores
             top_k=recipe.top_k,
             min_length=recipe.min_length,
         )
-    made, caches = DRAFTERS[recipe.method](Kit(recipe, target, drafter, stores, draws))
+    kit = Kit(recipe, target, drafter, stores, _bridge(recipe, target, drafter), draws)
+    made, caches = DRAFTERS[recipe.method](kit)
     if recipe.method == "lookahead":  # as deep as its window reaches, whatever the policy
         gamma: Gamma = Fixed(recipe.lookahead_window + recipe.lookahead_n)
     else:
         gamma = POLICIES[recipe.policy].make(recipe.gamma, *recipe.gamma_bounds)
-    return Parts(judge, made, gamma, (ours, *caches))
+    counted = (ours, *(() if kit.bridge else caches))  # a drafter of another vocabulary counts its own tokens
+    return Parts(judge, made, gamma, (ours, *caches), min(cache.context for cache in counted))

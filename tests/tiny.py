@@ -251,6 +251,15 @@ def byte_level_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
 
 
+def letters_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
+    """Ids are places in `words`; a word of two letters is what a pair of them is merged into."""
+    merges = [(word[0], word[1]) for word in words if len(word) == 2]
+    bpe = models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=merges)
+    tokenizer = Tokenizer(bpe)
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
 def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
     """As Llama 2 and Mistral have: leading spaces by convention, bytes as a fallback."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
