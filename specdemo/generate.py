@@ -46,8 +46,9 @@ def generate(recipe: Recipe, prompt: str, shelf: Shelf, stores: Stores | None = 
     target, drafter = loaded[0], loaded[1] if len(loaded) > 1 else None
     parity = target.parity  # asked once, before the clock starts
     start = time.perf_counter()
-    parts = build(recipe, target, drafter, stores)
-    tokens = target.tokenizer.encode(prompt)
+    given = target.tokenizer.encode(prompt)
+    parts = build(recipe, target, drafter, stores, prompt)
+    tokens = target.opening if target.encoder else given  # what an encoder read is no part of the text
     room = parts.context - len(tokens)
     if room < 1:
         raise Refused(
@@ -61,7 +62,8 @@ def generate(recipe: Recipe, prompt: str, shelf: Shelf, stores: Stores | None = 
         "exact": recipe.exact,
         "bit_equal": parity.equal and recipe.method not in FORESTS,  # the rows of chains were compared, no others
         "prompt": prompt,
-        "prompt_tokens": tokens,
+        "prompt_tokens": given,
+        "encoder": target.encoder,
         "vocab_size": target.model.config.get_text_config().vocab_size,
         "environment": {
             **_environment(),

@@ -26,7 +26,7 @@ from specdemo.models.cached import CachedModel
 from specdemo.models.early import layer_count, with_layers
 from specdemo.models.load import Loaded
 from specdemo.models.pairs import check_pair
-from specdemo.recipe import Recipe
+from specdemo.recipe import FORESTS, Recipe
 
 Stores = dict[Any, Any]  # what a user's earlier runs taught, by what it was learnt from
 
@@ -55,8 +55,14 @@ class Kit:
     target: Loaded
     drafter: Loaded | None
     stores: Stores | None
+    prompt: str  # for an encoder to read; n-grams may draft from it too
     bridge: Bridge | None  # to a drafter of another vocabulary
     draws: Callable[..., Drafter]  # `draws(cache, kind, **options)`: a drafter of this kind on this model's law
+
+    @property
+    def source(self) -> list[int]:
+        """What the target's encoder reads; nothing if it has none."""
+        return _source(self.target, self.prompt)
 
     def kept(self, make: Callable[[Any], Any], *key: Any) -> Any:
         """A drafter with the store of earlier runs, if those are to be kept; its own store is kept then."""
@@ -77,7 +83,7 @@ def _plain(kit: Kit) -> Made:
 
 def _model(kit: Kit, kind: type = ModelDrafter, **options: int) -> Made:
     assert kit.drafter is not None
-    cache = CachedModel(kit.drafter.model)
+    cache = CachedModel(kit.drafter.model, source=_source(kit.drafter, kit.prompt))
     if kit.bridge is None:
         return kit.draws(cache, kind, **options), (cache,)
     if kind is not ModelDrafter:
@@ -101,11 +107,11 @@ def _self(kit: Kit) -> Made:
 
 def _ngrams(kit: Kit) -> Made:
     order, levels, filler = kit.recipe.ngram, kit.recipe.ngram_levels, kit.recipe.filler_top_k
-    return kit.kept(lambda store: NGramDrafter(order, levels, filler, store), order, levels), ()
+    return kit.kept(lambda store: NGramDrafter(order, levels, filler, store, kit.source), order, levels), ()
 
 
 def _suffix(kit: Kit) -> Made:
-    return kit.kept(lambda store: SuffixDrafter(store=store)), ()
+    return kit.kept(lambda store: SuffixDrafter(store=store, source=kit.source)), ()
 
 
 def _tree(kit: Kit) -> Made:
@@ -146,6 +152,11 @@ def _warp(recipe: Recipe, loaded: Loaded) -> Warp:
     return Warp(recipe.temperature, recipe.top_k, recipe.top_p, recipe.repetition_penalty, words)
 
 
+def _source(loaded: Loaded, prompt: str) -> list[int]:
+    """The prompt in the tokens of a model whose encoder reads it; without an encoder there is nothing apart to read."""
+    return loaded.tokenizer.encode(prompt) if loaded.encoder else []
+
+
 def _bridge(recipe: Recipe, target: Loaded, drafter: Loaded | None) -> Bridge | None:
     """Between two vocabularies, where there are two. Raises `Refused` unless the recipe allows that."""
     if drafter is None:
@@ -155,14 +166,27 @@ def _bridge(recipe: Recipe, target: Loaded, drafter: Loaded | None) -> Bridge | 
     except Refused:
         if not recipe.universal:
             raise
-        return Bridge(target.tokenizer, drafter.tokenizer, drafter.tokenizer.encode(""))
+        return Bridge(target.tokenizer, drafter.tokenizer, drafter.opening)
     return None
 
 
-def build(recipe: Recipe, target: Loaded, drafter: Loaded | None, stores: Stores | None = None) -> Parts:
-    """Turn names into objects. `stores` holds what a user's earlier runs taught, if that is to be kept."""
+def build(
+    recipe: Recipe, target: Loaded, drafter: Loaded | None, stores: Stores | None = None, prompt: str = ""
+) -> Parts:
+    """Turn names into objects. `stores` holds what a user's earlier runs taught, if that is to be kept.
+
+    Encoders read the `prompt`. Raises `Refused` for models or a method that do not go together.
+    """
+    if drafter is not None and target.encoder != drafter.encoder:
+        role = "target" if target.encoder else "drafter"
+        raise Refused(f"the {role} has an encoder and the other model has none: choose two of one kind")
+    if target.encoder and recipe.method in FORESTS:
+        raise Refused(
+            f"method {recipe.method} shows the target several texts at once, and a model with an encoder takes one: "
+            "choose method draft, nasd, suffix or ar"
+        )
     warp = _warp(recipe, target)
-    ours = CachedModel(target.model, target.parity.pad)
+    ours = CachedModel(target.model, target.parity.pad, _source(target, prompt))
     kind = RULES[recipe.rule]
     rule = kind.apply
     if recipe.skip_sample_adjustment:
@@ -198,7 +222,7 @@ def build(recipe: Recipe, target: Loaded, drafter: Loaded | None, stores: Stores
             top_k=recipe.top_k,
             min_length=recipe.min_length,
         )
-    kit = Kit(recipe, target, drafter, stores, _bridge(recipe, target, drafter), draws)
+    kit = Kit(recipe, target, drafter, stores, prompt, _bridge(recipe, target, drafter), draws)
     made, caches = DRAFTERS[recipe.method](kit)
     if recipe.method == "lookahead":  # as deep as its window reaches, whatever the policy
         gamma: Gamma = Fixed(recipe.lookahead_window + recipe.lookahead_n)

@@ -85,6 +85,8 @@ def preflight(recipe: Recipe, prompts: Sequence[Prompt], shelf: Shelf) -> Prefli
         raise Refused(f"preflight knows the methods {', '.join(MODELS + STORES)}, not {recipe.method}")
     target = shelf.take(recipe.target_spec)
     drafter = shelf.take(recipe.drafter_spec) if recipe.drafter_spec else None
+    if target.encoder:
+        raise Refused("preflight reads texts as they go on, and a model with an encoder begins anew: run or bench it")
     warp = Warp(recipe.temperature, recipe.top_k, recipe.top_p)
     texts = [target.tokenizer.encode(prompt.text)[:MOST] for prompt in prompts]
     texts = [text for text in texts if len(text) > 2 * LONGEST]
