@@ -20,6 +20,7 @@ from tiny import (
     byte_level_tokenizer,
     committed,
     from_config,
+    letters_tokenizer,
     run,
     save_model,
     tiny_model,
@@ -192,6 +193,9 @@ def test_ngrams_and_suffixes_draft_from_what_was_read() -> None:
 # --- checkpoints -------------------------------------------------------------------------------------------------
 
 
+LETTERS = [chr(i) for i in range(32, 127)]
+
+
 def reading_tokenizer() -> PreTrainedTokenizerFast:
     """As T5's, what is read ends in a special token."""
     tokenizer = byte_level_tokenizer()
@@ -202,7 +206,7 @@ def reading_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def save_encoder(folder: Path, config: Any, seed: int = 0) -> str:
+def save_encoder(folder: Path, config: Any, seed: int = 0, tokenizer: Any = None) -> str:
     torch.manual_seed(seed)
     model = from_config(config)
     with torch.no_grad():
@@ -211,7 +215,7 @@ def save_encoder(folder: Path, config: Any, seed: int = 0) -> str:
                 parameter.mul_(4.0)
     model.generation_config.forced_eos_token_id = None
     model.save_pretrained(folder)
-    reading_tokenizer().save_pretrained(folder)
+    (tokenizer or reading_tokenizer()).save_pretrained(folder)
     return str(folder)
 
 
@@ -220,12 +224,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("models")
     sizes = {"vocab_size": 300, "d_model": 64, "d_kv": 16, "d_ff": 64, "num_heads": 4, "pad_token_id": 1}
     t5 = {**sizes, "decoder_start_token_id": 1, "eos_token_id": 0}
+    letters = T5Config(**{**t5, "vocab_size": len(LETTERS)}, num_layers=1)
     stacks = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
     bart = {"vocab_size": 300, "d_model": 64, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "pad_token_id": 1}
     places = {"max_position_embeddings": 80, "bos_token_id": 0, "eos_token_id": 0, "decoder_start_token_id": 2}
     return {
         "t5": save_encoder(root / "t5", T5Config(**t5, num_layers=2)),
         "small": save_encoder(root / "small", T5Config(**t5, num_layers=1), seed=1),
+        "stranger": save_encoder(root / "stranger", letters, 1, letters_tokenizer(LETTERS)),
         "gated": save_encoder(root / "gated", T5Config(**t5, num_layers=2, feed_forward_proj="gated-gelu"), seed=2),
         "bart": save_encoder(root / "bart", BartConfig(**bart, **stacks, **places, tie_word_embeddings=False)),
         "decoder": str(save_model(root / "decoder", byte_level_tokenizer())),
@@ -268,6 +274,10 @@ def test_another_model_drafts(models: dict[str, str]) -> None:
     base = Recipe(target=models["t5"], drafter=models["small"], temperature=0, max_tokens=24, device="cpu")
     assert tokens_of(lines(base)[1]) == tokens_of(lines(replace(base, method="ar"))[1])
     assert lines(replace(base, temperature=1.0))[2]["metrics"]["drafted"] > 0
+    stranger = replace(base, drafter=models["stranger"], universal=True)
+    _, steps, end = lines(stranger, "some letters")
+    assert tokens_of(steps) == tokens_of(lines(replace(base, method="ar"), "some letters")[1])
+    assert end["metrics"]["drafted"] > 0
 
 
 def test_the_terminal_shows_the_prompt_apart(models: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
