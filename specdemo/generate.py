@@ -50,8 +50,9 @@ def generate(
     target, drafter = loaded[0], loaded[1] if len(loaded) > 1 else None
     parity = target.parity  # asked once, before the clock starts
     start = time.perf_counter()
-    parts = build(recipe, target, drafter, stores)
-    text, tokens = rendered(target.tokenizer, prompt, recipe.chat)
+    text, given = rendered(target.tokenizer, prompt, recipe.chat)
+    parts = build(recipe, target, drafter, stores, text)
+    tokens = target.opening if target.encoder else given  # what an encoder read is no part of the text
     room = parts.context - len(tokens)
     if room < 1:
         raise Refused(
@@ -65,7 +66,8 @@ def generate(
         "exact": recipe.exact,
         "bit_equal": parity.equal and recipe.method not in FORESTS,  # the rows of chains were compared, no others
         "prompt": text,
-        "prompt_tokens": tokens,
+        "prompt_tokens": given,
+        "encoder": target.encoder,
         "vocab_size": target.model.config.get_text_config().vocab_size,
         "environment": {
             **_environment(),

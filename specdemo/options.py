@@ -31,6 +31,12 @@ def parser() -> Parser:
         add("--pair", help=f"a ready pair: {names(PAIRS)} (default: bundled)")
         add("--target", metavar="M", help="Hugging Face id or local directory")
         add("--drafter", metavar="M", help="Hugging Face id or local directory")
+        add(
+            "--universal",
+            action="store_const",
+            const=True,
+            help="re-encode the text of a drafter of another vocabulary",
+        )
         add("--dtype", help=names(DTYPES))
         add("--quantization", help=f"of the target: {names(QUANTIZATIONS)}")
         add("--drafter-quantization", help=f"of the drafter: {names(QUANTIZATIONS)}")

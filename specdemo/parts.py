@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from specdemo.core.auto import Prices
 from specdemo.core.beam import BeamSearch
 from specdemo.core.decode import Drafter, Gamma, Judge, Plain
+from specdemo.core.errors import Refused
 from specdemo.core.gamma import POLICIES, Fixed
 from specdemo.core.rules import RULES, Target
 from specdemo.core.sampling import Certain, Noise, Shared, Warp
@@ -20,11 +21,13 @@ from specdemo.drafters.model import ModelDrafter
 from specdemo.drafters.ngram import NGramDrafter
 from specdemo.drafters.suffix import SuffixDrafter
 from specdemo.drafters.tree import TreeDrafter
+from specdemo.drafters.universal import UniversalDrafter
+from specdemo.models.bridge import Bridge
 from specdemo.models.cached import CachedModel
 from specdemo.models.early import layer_count, with_layers
 from specdemo.models.load import Loaded
 from specdemo.models.pairs import check_pair
-from specdemo.recipe import Recipe
+from specdemo.recipe import FORESTS, Recipe
 
 Stores = dict[Any, Any]  # what a user's earlier runs taught, by what it was learnt from
 
@@ -37,11 +40,7 @@ class Parts:
     drafter: Drafter
     gamma: Gamma
     caches: tuple[CachedModel, ...]
-
-    @property
-    def context(self) -> int:
-        """Tokens that every model of this run can hold."""
-        return min(cache.context for cache in self.caches)
+    context: int  # tokens of a text that every model of this run can hold
 
     @property
     def kv_bytes(self) -> int:
@@ -57,7 +56,14 @@ class Kit:
     target: Loaded
     drafter: Loaded | None
     stores: Stores | None
+    prompt: str  # for an encoder to read; n-grams may draft from it too
+    bridge: Bridge | None  # to a drafter of another vocabulary
     draws: Callable[..., Drafter]  # `draws(cache, kind, **options)`: a drafter of this kind on this model's law
+
+    @property
+    def source(self) -> list[int]:
+        """What the target's encoder reads; nothing if it has none."""
+        return _source(self.target, self.prompt)
 
     def kept(self, make: Callable[[Any], Any], *key: Any) -> Any:
         """A drafter with the store of earlier runs, if those are to be kept; its own store is kept then."""
@@ -72,16 +78,15 @@ class Kit:
 Made = tuple[Drafter, tuple[CachedModel, ...]]  # a drafter, and the caches that it brings
 
 
-def _cache(recipe: Recipe, stores: Stores | None, loaded: Loaded, pad: int = 1) -> CachedModel:
+def _cache(recipe: Recipe, stores: Stores | None, loaded: Loaded, prompt: str, pad: int = 1) -> CachedModel:
     """A model with its keys and values; in a conversation, those of the turns before, so that only news are read."""
+    if not recipe.chat or stores is None or loaded.encoder:  # an encoder reads all of it anew
+        return CachedModel(loaded.model, pad, _source(loaded, prompt))
     key = ("keys and values", loaded.spec, recipe.method)  # lanes that are compared share nothing
-    kept = stores.get(key) if recipe.chat and stores is not None else None
-    if kept is not None and kept.model is loaded.model:
-        return kept
-    made = CachedModel(loaded.model, pad)
-    if recipe.chat and stores is not None:
-        stores[key] = made
-    return made
+    kept = stores.get(key)
+    if kept is None or kept.model is not loaded.model:
+        kept = stores[key] = CachedModel(loaded.model, pad)
+    return kept
 
 
 def _plain(kit: Kit) -> Made:
@@ -90,9 +95,17 @@ def _plain(kit: Kit) -> Made:
 
 def _model(kit: Kit, kind: type = ModelDrafter, **options: int) -> Made:
     assert kit.drafter is not None
-    check_pair(kit.target.tokenizer, kit.drafter.tokenizer)
-    cache = _cache(kit.recipe, kit.stores, kit.drafter)
-    return kit.draws(cache, kind, **options), (cache,)
+    cache = _cache(kit.recipe, kit.stores, kit.drafter, kit.prompt)
+    if kit.bridge is None:
+        return kit.draws(cache, kind, **options), (cache,)
+    if kind is not ModelDrafter:
+        raise Refused(
+            "the branches of a tree cannot be put into the tokens of another vocabulary: choose method draft or hybrid"
+        )
+    # Judged as point masses, the likeliest continuation is accepted more often than one that was drawn.
+    warp, noise = replace(_warp(kit.recipe, kit.drafter), temperature=0), Certain(kit.recipe.seed, "draft")
+    inner = ModelDrafter(cache.score, warp, noise, cache.vocab_size, extend=cache.extend)
+    return UniversalDrafter(inner, kit.bridge.read, kit.bridge.write, cache.context), (cache,)
 
 
 def _self(kit: Kit) -> Made:
@@ -106,11 +119,11 @@ def _self(kit: Kit) -> Made:
 
 def _ngrams(kit: Kit) -> Made:
     order, levels, filler = kit.recipe.ngram, kit.recipe.ngram_levels, kit.recipe.filler_top_k
-    return kit.kept(lambda store: NGramDrafter(order, levels, filler, store), order, levels), ()
+    return kit.kept(lambda store: NGramDrafter(order, levels, filler, store, kit.source), order, levels), ()
 
 
 def _suffix(kit: Kit) -> Made:
-    return kit.kept(lambda store: SuffixDrafter(store=store)), ()
+    return kit.kept(lambda store: SuffixDrafter(store=store, source=kit.source)), ()
 
 
 def _tree(kit: Kit) -> Made:
@@ -145,11 +158,47 @@ DRAFTERS: dict[str, Callable[[Kit], Made]] = {
 }
 
 
-def build(recipe: Recipe, target: Loaded, drafter: Loaded | None, stores: Stores | None = None) -> Parts:
-    """Turn names into objects. `stores` holds what a user's earlier runs taught, if that is to be kept."""
-    words = tuple(tuple(target.tokenizer.encode(word, add_special_tokens=False)) for word in recipe.bad_words)
-    warp = Warp(recipe.temperature, recipe.top_k, recipe.top_p, recipe.repetition_penalty, words)
-    ours = _cache(recipe, stores, target, target.parity.pad)
+def _warp(recipe: Recipe, loaded: Loaded) -> Warp:
+    """What the recipe does to a model's logits; words are banned in the tokens of that model."""
+    words = tuple(tuple(loaded.tokenizer.encode(word, add_special_tokens=False)) for word in recipe.bad_words)
+    return Warp(recipe.temperature, recipe.top_k, recipe.top_p, recipe.repetition_penalty, words)
+
+
+def _source(loaded: Loaded, prompt: str) -> list[int]:
+    """The prompt in the tokens of a model whose encoder reads it; without an encoder there is nothing apart to read."""
+    return loaded.tokenizer.encode(prompt) if loaded.encoder else []
+
+
+def _bridge(recipe: Recipe, target: Loaded, drafter: Loaded | None) -> Bridge | None:
+    """Between two vocabularies, where there are two. Raises `Refused` unless the recipe allows that."""
+    if drafter is None:
+        return None
+    try:
+        check_pair(target.tokenizer, drafter.tokenizer)
+    except Refused:
+        if not recipe.universal:
+            raise
+        return Bridge(target.tokenizer, drafter.tokenizer, drafter.opening)
+    return None
+
+
+def build(
+    recipe: Recipe, target: Loaded, drafter: Loaded | None, stores: Stores | None = None, prompt: str = ""
+) -> Parts:
+    """Turn names into objects. `stores` holds what a user's earlier runs taught, if that is to be kept.
+
+    Encoders read the `prompt`. Raises `Refused` for models or a method that do not go together.
+    """
+    if drafter is not None and target.encoder != drafter.encoder:
+        role = "target" if target.encoder else "drafter"
+        raise Refused(f"the {role} has an encoder and the other model has none: choose two of one kind")
+    if target.encoder and recipe.method in FORESTS:
+        raise Refused(
+            f"method {recipe.method} shows the target several texts at once, and a model with an encoder takes one: "
+            "choose method draft, nasd, suffix or ar"
+        )
+    warp = _warp(recipe, target)
+    ours = _cache(recipe, stores, target, prompt, target.parity.pad)
     kind = RULES[recipe.rule]
     rule = kind.apply
     if recipe.skip_sample_adjustment:
@@ -185,10 +234,12 @@ def build(recipe: Recipe, target: Loaded, drafter: Loaded | None, stores: Stores
             top_k=recipe.top_k,
             min_length=recipe.min_length,
         )
-    made, caches = DRAFTERS[recipe.method](Kit(recipe, target, drafter, stores, draws))
+    kit = Kit(recipe, target, drafter, stores, prompt, _bridge(recipe, target, drafter), draws)
+    made, caches = DRAFTERS[recipe.method](kit)
     if recipe.method == "lookahead":  # as deep as its window reaches, whatever the policy
         gamma: Gamma = Fixed(recipe.lookahead_window + recipe.lookahead_n)
     else:
         prices = Prices(target.parity.cost, sum(cache.weight_bytes for cache in caches) / ours.weight_bytes)
         gamma = POLICIES[recipe.policy].make(recipe.gamma, *recipe.gamma_bounds, prices)
-    return Parts(judge, made, gamma, (ours, *caches))
+    counted = (ours, *(() if kit.bridge else caches))  # a drafter of another vocabulary counts its own tokens
+    return Parts(judge, made, gamma, (ours, *caches), min(cache.context for cache in counted))

@@ -25,6 +25,7 @@ from specdemo.core.errors import Refused
 from specdemo.core.gamma import Fixed
 from specdemo.core.sampling import Warp
 from specdemo.core.step import Draft
+from specdemo.drafters.universal import UniversalDrafter
 from specdemo.models.cached import CachedModel
 from specdemo.models.cost import pass_seconds, step_seconds
 from specdemo.models.load import Loaded, Shelf
@@ -93,12 +94,18 @@ def preflight(recipe: Recipe, prompts: Sequence[Prompt], shelf: Shelf) -> Prefli
         raise Refused(f"preflight knows the methods {', '.join(MODELS + STORES)}, not {recipe.method}")
     target = shelf.take(recipe.target_spec)
     drafter = shelf.take(recipe.drafter_spec) if recipe.drafter_spec else None
+    if target.encoder:
+        raise Refused("preflight reads texts as they go on, and a model with an encoder begins anew: run or bench it")
     warp = Warp(recipe.temperature, recipe.top_k, recipe.top_p)
     texts = [_read(target, prompt, recipe.max_tokens) for prompt in prompts]
     texts = [(text, start) for text, start in texts if len(text) - start > LONGEST]
     if not texts:
         raise Refused(f"the texts are too short to tell: give some of more than {2 * LONGEST} tokens")
     parts = build(recipe, target, drafter)
+    if isinstance(parts.drafter, UniversalDrafter):
+        raise Refused(
+            "preflight compares laws over one vocabulary and these models have two: run or bench them instead"
+        )
     context = min(200, parts.context - LONGEST - 2)
     passes = pass_seconds(target.model, range(1, LONGEST + 2), [context], rounds=20)
     v = {rows: seconds / passes[1, context] for (rows, _), seconds in passes.items()}

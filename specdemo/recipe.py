@@ -58,6 +58,7 @@ class Recipe:
     max_tokens: int = 256
     top: int = 0  # tokens of every law that the trace holds, with its entropy
     dtype: str = "auto"
+    universal: bool = False  # a drafter of another vocabulary is allowed: its text is re-encoded
     quantization: str = "none"
     drafter_quantization: str = "none"
     device: str = "auto"

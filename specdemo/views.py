@@ -34,7 +34,7 @@ class Coloured:
         """Print a record's share of the text, or the summary."""
         if "specdemo" in record:
             self._exact = record["exact"]
-            print(record["prompt"], end="", flush=True)
+            print(record["prompt"], end="\n" if record.get("encoder") else "", flush=True)
         elif "i" in record:
             print("".join(spans(record)), end="", flush=True)
         else:
@@ -63,7 +63,7 @@ class Rounds:
     def show(self, record: Record) -> None:
         """Print one round."""
         if "specdemo" in record:
-            self._position = len(record["prompt_tokens"])
+            self._position = 0 if record.get("encoder") else len(record["prompt_tokens"])
         elif "i" in record:
             print(self._round(record), flush=True)
             self._position += len(record["tokens"])

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import Explorer, GuessDrafter, SiblingDrafter, TableModel, committed, run
+from tiny import Explorer, GuessDrafter, SiblingDrafter, TableModel, committed, letters_tokenizer, run
 from torch import Tensor
 
 from specdemo.core.auto import Prices
@@ -29,11 +29,14 @@ from specdemo.drafters.model import ModelDrafter
 from specdemo.drafters.ngram import NGramDrafter
 from specdemo.drafters.suffix import SuffixDrafter
 from specdemo.drafters.tree import TreeDrafter
+from specdemo.drafters.universal import UniversalDrafter
+from specdemo.models.bridge import Bridge
 
 VOCAB = 4
 PROMPT = (2, 0, 2, 0)
 TARGET = TableModel(VOCAB, seed=1)
 SMALL = TableModel(VOCAB, seed=2)
+PEAKED = TableModel(VOCAB, seed=5, spread=4.0)  # sure enough for any draft-length policy
 STOP = (3,)
 WARPS = {
     "plain": Warp(),
@@ -93,6 +96,31 @@ def distance(a: dict[Any, float], b: dict[Any, float]) -> float:
     return sum(abs(a.get(key, 0.0) - b.get(key, 0.0)) for key in a.keys() | b.keys()) / 2
 
 
+OURS, THEIRS = letters_tokenizer(["a", "b", "ab", "c"]), letters_tokenizer(["a", "c", "b", "ba"])
+
+
+@cache
+def bridged(tokens: tuple[int, ...]) -> Bridge:
+    bridge = Bridge(OURS, THEIRS, ())
+    bridge.read(tokens)
+    return bridge
+
+
+@cache
+def rewritten(tokens: tuple[int, ...], new: tuple[int, ...]) -> list[int]:
+    return bridged(tokens).write(tokens, new)
+
+
+def universal(warp: Warp, source: Any) -> UniversalDrafter:
+    """A drafter of other letters, in another order, that merges others of them, and draws what it drafts."""
+    return UniversalDrafter(
+        ModelDrafter(PEAKED.score, replace(warp, bad_words=()), source, VOCAB),
+        lambda tokens: bridged(tuple(tokens)).read(tokens),
+        lambda tokens, new: rewritten(tuple(tokens), tuple(new)),
+        context=99,
+    )
+
+
 Make = Callable[[Warp, Explorer], Any]
 DRAFTERS: dict[str, Make] = {
     "none": lambda warp, source: Plain(),
@@ -107,6 +135,7 @@ DRAFTERS: dict[str, Make] = {
     "hybrid": lambda warp, source: HybridDrafter(
         SuffixDrafter(), ModelDrafter(SMALL.score, warp, source, VOCAB), trusted=2
     ),
+    "universal": universal,
     "guesses": lambda warp, source: GuessDrafter(VOCAB),
     "guessed forest": lambda warp, source: GuessDrafter(VOCAB, width=2),
 }
@@ -211,7 +240,7 @@ def test_lossy_rules_are_off_by_what_theory_says(rule: Any, expected: list[float
     assert [law.get(i, 0.0) for i in range(3)] == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize("drafter", ["model", "straight", "n-grams", "guesses", "guessed forest"])
+@pytest.mark.parametrize("drafter", ["model", "straight", "n-grams", "universal", "guesses", "guessed forest"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
 def test_coupled_text_is_that_of_plain_decoding(temperature: float, drafter: str) -> None:
     """Token by token, at any temperature, for every drafter and gamma, from the same seed."""

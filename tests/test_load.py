@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny import byte_level_tokenizer, save_model, sentencepiece_tokenizer
-from transformers import T5Config
+from transformers import ViTConfig
 
 from specdemo.core.errors import Refused
 from specdemo.generate import generate
@@ -76,8 +76,8 @@ def test_directories_that_are_no_models(tmp_path: Path) -> None:
 
 
 def test_models_that_do_not_continue_text(tmp_path: Path) -> None:
-    T5Config().save_pretrained(tmp_path / "t5")
-    assert "not a causal language model" in refusal(Spec(str(tmp_path / "t5")))
+    ViTConfig().save_pretrained(tmp_path / "vit")
+    assert "not a causal language model" in refusal(Spec(str(tmp_path / "vit")))
 
 
 def test_damaged_weights(tmp_path: Path) -> None:

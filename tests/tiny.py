@@ -14,16 +14,22 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    BartConfig,
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MarianConfig,
     MistralConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    T5Config,
+    T5GemmaConfig,
+    T5GemmaModuleConfig,
 )
 
 from specdemo.core.decode import Drafter, Gamma, Judge, More, decode
@@ -206,10 +212,32 @@ CONFIGS: dict[str, PretrainedConfig] = {
 }
 
 
+HEADS = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+STACKS = {"vocab_size": 61, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, **HEADS}
+STACKS |= {"max_position_embeddings": CONTEXT, "pad_token_id": 1, "forced_eos_token_id": None}
+STACKS |= {"tie_word_embeddings": False}  # or a random one says its last token again and again
+GEMMA = {**LLAMA, "head_dim": 8, "sliding_window": 8, "pad_token_id": 0, "bos_token_id": 2}
+ENCODERS: dict[str, PretrainedConfig] = {
+    "t5": T5Config(
+        vocab_size=61, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0, pad_token_id=0
+    ),
+    "bart": BartConfig(**STACKS, bos_token_id=0, decoder_start_token_id=2, forced_bos_token_id=0),
+    "marian": MarianConfig(**STACKS, decoder_start_token_id=1),
+    "t5gemma": T5GemmaConfig(
+        encoder=T5GemmaModuleConfig(**GEMMA), decoder=T5GemmaModuleConfig(**GEMMA), vocab_size=61, bos_token_id=2
+    ),
+}
+
+
+def from_config(config: PretrainedConfig) -> PreTrainedModel:
+    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    return kind.from_config(config)
+
+
 def tiny_model(kind: str, seed: int = 0) -> PreTrainedModel:
     """A random model of this architecture with laws worth telling apart."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[kind])
+    model = from_config({**CONFIGS, **ENCODERS}[kind])
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:
@@ -220,7 +248,7 @@ def tiny_model(kind: str, seed: int = 0) -> PreTrainedModel:
 
 def blurred(model: PreTrainedModel, kind: str, noise: float = 0.03, seed: int = 1) -> PreTrainedModel:
     """A drafter that agrees with `model` often but not always."""
-    copy = AutoModelForCausalLM.from_config(CONFIGS[kind])
+    copy = from_config({**CONFIGS, **ENCODERS}[kind])
     copy.load_state_dict(model.state_dict())
     torch.manual_seed(seed)
     with torch.no_grad():
@@ -249,6 +277,15 @@ def byte_level_tokenizer() -> PreTrainedTokenizerFast:
     )
     tokenizer.train_from_iterator(TEXTS[:1], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+
+
+def letters_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
+    """Ids are places in `words`; a word of two letters is what a pair of them is merged into."""
+    merges = [(word[0], word[1]) for word in words if len(word) == 2]
+    bpe = models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=merges)
+    tokenizer = Tokenizer(bpe)
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:

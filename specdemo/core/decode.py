@@ -29,6 +29,10 @@ class More:
         """How many tokens may be drafted whatever the logits are: a device need not show them to the host."""
         return 0 if self._gamma.looks else self._limit
 
+    def within(self, limit: int) -> More:
+        """The same, for drafts of at most `limit` tokens."""
+        return More(min(limit, self._limit), self._gamma)
+
 
 class Drafter(Protocol):
     """Proposes tokens."""

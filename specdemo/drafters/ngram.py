@@ -57,11 +57,17 @@ class NGramDrafter:
 
     `n` is the order: contexts have up to n - 1 tokens; `levels` "multi" backs off to shorter ones, "one" does not.
     `filler_top_k` above 1 also counts, more lightly, the target's runners-up at each committed position; 1 is NAPD.
-    Give an earlier `store` to keep what former generations taught.
+    Give an earlier `store` to keep what former generations taught, and a `source` that is no part of the text but may
+    well come up in it: what an encoder read.
     """
 
     def __init__(
-        self, n: int = 3, levels: str = "multi", filler_top_k: int = 1, store: NGramStore | None = None
+        self,
+        n: int = 3,
+        levels: str = "multi",
+        filler_top_k: int = 1,
+        store: NGramStore | None = None,
+        source: Sequence[int] = (),
     ) -> None:
         if n < 2:
             raise Refused(f"an n-gram needs n of at least 2, not {n}")
@@ -71,6 +77,8 @@ class NGramDrafter:
         self._longest = n - 1
         self._seen = 0  # tokens counted so far
         self._unread: list[Step] = []
+        self._learn(source)
+        self._seen = 0
 
     def propose(self, tokens: Sequence[int], more: More) -> Draft:
         """Predictions as long as the context is known."""

@@ -80,14 +80,19 @@ class SuffixDrafter:
     """Chains from a `SuffixStore` that learns prompt and output as they come.
 
     The longer the ending that matched, the longer the draft: `factor` tokens for each of its tokens. Give an earlier
-    `store` to draft from former texts too.
+    `store` to draft from former texts too, and a `source` that is no part of the text but may well come up in it: what
+    an encoder read.
     """
 
-    def __init__(self, factor: float = 2.0, store: SuffixStore | None = None) -> None:
+    def __init__(self, factor: float = 2.0, store: SuffixStore | None = None, source: Sequence[int] = ()) -> None:
         self.store = store or SuffixStore()
-        self.store.begin()
         self._factor = factor
         self._seen = 0
+        self.store.begin()
+        if source:
+            for token in source:
+                self.store.add(token)
+            self.store.begin()
 
     def match(self, tokens: Sequence[int]) -> int:
         """Length of the longest ending of `tokens` that occurred before: how far a draft may be trusted."""

@@ -1,4 +1,4 @@
-"""A causal language model whose KV cache follows whatever token list it is shown.
+"""A language model whose KV cache follows whatever token list it is shown.
 
 All cache surgery is decided here. The caller passes the whole token list every time; what the cache holds of it already
 is found by content, so nobody rewinds anything and a second turn of a chat feeds only its new tokens.
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from specdemo.core.errors import Refused
 from specdemo.core.step import Draft
+from specdemo.models.encdec import EncoderDecoderEngine, has_encoder, opening
 from specdemo.models.engine import borrow, give_back
 from specdemo.models.lean import Lean
 from specdemo.models.memory import weight_bytes
@@ -45,15 +46,27 @@ class CachedModel:
     """The model as a function from tokens and a draft to logits, with a KV cache of one request.
 
     Weights are shared: any number of these may stand on one model. `vocab_size` is that of the logits. Passes of fewer
-    than `pad` rows are filled up to as many (`parity.py` says when that is worth it).
+    than `pad` rows are filled up to as many (`parity.py` says when that is worth it). The encoder of an encoder-decoder
+    reads `source`, and tokens are those of its decoder; without one it has something short to read, which is enough to
+    time and compare passes. Raises `Refused` for a source that is too long.
     """
 
-    def __init__(self, model: PreTrainedModel | Lean, pad: int = 1) -> None:
+    def __init__(self, model: PreTrainedModel | Lean, pad: int = 1, source: Sequence[int] = ()) -> None:
         config = model.config.get_text_config()
         self.model = model
-        self._engine: Engine = borrow(model) if isinstance(model, Lean) else SlotEngine(model)
         self.vocab_size: int = config.vocab_size
         self.context: int = getattr(config, "max_position_embeddings", None) or sys.maxsize  # some have no limit
+        if len(source) > self.context:
+            raise Refused(
+                f"the prompt has {len(source):,} tokens and the encoder reads {self.context:,}: shorten it by at least "
+                f"{len(source) - self.context:,}"
+            )
+        if isinstance(model, Lean):
+            self._engine: Engine = borrow(model)
+        elif has_encoder(model.config):
+            self._engine = EncoderDecoderEngine(model, source or opening(model))
+        else:
+            self._engine = SlotEngine(model)
         self._pad = pad
         self._held: list[int] = []  # tokens of the cache's leading chain,
         self._draft = Draft()  # the forest that hangs on its end,

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdemo.core.errors import Refused
+from specdemo.models.encdec import has_encoder
 from specdemo.models.lean import Lean
 
 
@@ -20,9 +21,13 @@ def layer_count(model: PreTrainedModel | Lean) -> int:
 def with_layers(model: PreTrainedModel | Lean, kept: Sequence[int]) -> PreTrainedModel | Lean:
     """The same model through the layers `kept` only; nothing is copied but the list of them.
 
-    Raises `Refused` for layers that it does not have, and where layer 0, which knows how long the text is, is left out
-    of a model that runs through `transformers`.
+    Raises `Refused` for layers that it does not have, for a model with an encoder, and where layer 0, which knows how
+    long the text is, is left out of a model that runs through `transformers`.
     """
+    if has_encoder(model.config):
+        raise Refused(
+            f"{type(model).__name__} has an encoder, and self-speculation is for decoders: choose method nasd"
+        )
     count = layer_count(model)
     if not kept or not set(kept) < set(range(count)):
         raise Refused(f"self-speculation keeps some of the layers 0 to {count - 1}, not all, not {list(kept)}")

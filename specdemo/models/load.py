@@ -19,6 +19,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     AutoTokenizer,
     BitsAndBytesConfig,
     PretrainedConfig,
@@ -30,6 +31,7 @@ from transformers.utils import logging
 from specdemo.core.errors import Refused
 from specdemo.core.step import Draft
 from specdemo.models.cached import CachedModel
+from specdemo.models.encdec import has_encoder, opening
 from specdemo.models.lean import Lean, why_not
 from specdemo.models.memory import weight_bytes
 from specdemo.models.packed import pack
@@ -73,6 +75,16 @@ class Loaded:
     def parity(self) -> Parity:
         """Whether several rows cost and give what one does; asked once, on first use."""
         return check(self.model)
+
+    @property
+    def encoder(self) -> bool:
+        """Whether an encoder reads the prompt, and what is decoded begins anew."""
+        return has_encoder(self.model.config)
+
+    @property
+    def opening(self) -> list[int]:
+        """The tokens that stand before any decoded text."""
+        return opening(self.model) if self.encoder else self.tokenizer.encode("")
 
     @property
     def stop(self) -> frozenset[int]:
@@ -126,7 +138,7 @@ def reference(spec: Spec) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     logging.disable_progress_bar()  # it would write over the streamed text
     try:
         tokenizer = AutoTokenizer.from_pretrained(spec.name, trust_remote_code=False)
-        model = AutoModelForCausalLM.from_pretrained(
+        model = _kind(config).from_pretrained(
             spec.name,
             dtype=getattr(torch, dtype),
             use_safetensors=True,
@@ -168,9 +180,13 @@ def _config(name: str) -> PretrainedConfig:
         raise Refused(
             f"{name} is a kind of model that this transformers does not know: {_first_line(error)}"
         ) from error
-    if type(config) not in AutoModelForCausalLM._model_mapping:
+    if type(config) not in _kind(config)._model_mapping:
         raise Refused(f"{name} is not a causal language model ({config.model_type}): choose one that continues text")
     return config
+
+
+def _kind(config: PretrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForSeq2SeqLM]:
+    return AutoModelForSeq2SeqLM if has_encoder(config) else AutoModelForCausalLM
 
 
 def _quantization(spec: Spec, config: PretrainedConfig, device: torch.device, dtype: str) -> dict[str, object]:
@@ -184,7 +200,7 @@ def _quantization(spec: Spec, config: PretrainedConfig, device: torch.device, dt
     if spec.quantization == "int8":
         return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
     with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        skeleton = _kind(config).from_config(config, trust_remote_code=False)
     head = skeleton.get_output_embeddings()
     for name, module in skeleton.named_modules():
         if isinstance(module, nn.Linear) and module is not head and module.in_features % BLOCK:

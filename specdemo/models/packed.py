@@ -26,6 +26,8 @@ def can_pack(weight: Tensor) -> bool:
 class PackedLinear(nn.Module):
     """A frozen linear layer: `[..., in]` to `[..., out]`."""
 
+    weight = None  # models that look at the dtype of a plain weight (T5 does) find none
+
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.nbytes = weight.numel() * weight.element_size()

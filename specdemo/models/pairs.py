@@ -45,14 +45,17 @@ def check_pair(target: PreTrainedTokenizerBase, drafter: PreTrainedTokenizerBase
         raise Refused(
             f"the tokenizers differ in {len(differ):,} of {len(ours.keys() | theirs.keys()):,} ids (id {first} is "
             f"{ours.get(first)!r} for the target and {theirs.get(first)!r} for the drafter): "
-            "choose two models of one family"
+            "choose two models of one family, or let the drafter's text be re-encoded (universal)"
         )
     for kind in ("bos_token_id", "eos_token_id"):
         if getattr(target, kind) != getattr(drafter, kind):
             raise Refused(
                 f"the tokenizers differ in {kind} ({getattr(target, kind)} for the target, {getattr(drafter, kind)} "
-                "for the drafter): choose two models of one family"
+                "for the drafter): choose two models of one family, or let the drafter's text be re-encoded (universal)"
             )
     sample = "def f(x):\n    return  'naïve 東京 🙂'  # 12345\n"
     if target.encode(sample, add_special_tokens=False) != drafter.encode(sample, add_special_tokens=False):
-        raise Refused("the tokenizers cut the same text differently: choose two models of one family")
+        raise Refused(
+            "the tokenizers cut the same text differently: choose two models of one family, or let the drafter's text "
+            "be re-encoded (universal)"
+        )

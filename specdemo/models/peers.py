@@ -10,6 +10,8 @@ import torch
 from transformers import set_seed
 from transformers.generation.streamers import BaseStreamer
 
+from specdemo.core.errors import Refused
+from specdemo.models.encdec import has_encoder
 from specdemo.models.load import Spec, reference
 
 
@@ -63,6 +65,8 @@ class Peers:
 
     def __init__(self, target: Spec, drafter: Spec | None) -> None:
         self._target, self._tokenizer = reference(target)
+        if has_encoder(self._target.config):
+            raise Refused(f"{target.name} has an encoder: bench it without its peers")
         self._drafter = reference(drafter)[0] if drafter else None
 
     def run(self, peer: Peer, text: str, temperature: float, gamma: int, max_tokens: int, seed: int) -> dict[str, Any]:

@@ -96,15 +96,20 @@ def can_roll_back(model: PreTrainedModel) -> bool:
     return not model._is_stateful and set(kinds) <= {"full_attention", "sliding_attention"}
 
 
+def refuse_recurrent(model: PreTrainedModel) -> None:
+    """Raise `Refused` for a model that cannot roll back."""
+    if not can_roll_back(model):
+        raise Refused(
+            f"{type(model).__name__} keeps a recurrent state that cannot take back a rejected token: "
+            "choose a model with attention layers only"
+        )
+
+
 class SlotEngine:
     """The model's own forward pass, with `Slots` as its cache."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        if not can_roll_back(model):
-            raise Refused(
-                f"{type(model).__name__} keeps a recurrent state that cannot take back a rejected token: "
-                "choose a model with attention layers only"
-            )
+        refuse_recurrent(model)
         self._model, self._windowed = model, has_window(model)
         self._layers = [Slots() for _ in range(model.config.get_text_config().num_hidden_layers)]
         self._cache = Cache(layers=self._layers)

@@ -78,6 +78,10 @@ def sidebar(usual: Recipe) -> dict[str, gr.components.Component]:
             "max_tokens": gr.Slider(1, 1024, usual.max_tokens, step=1, label="Max new tokens", elem_id="max-tokens"),
             "seed": gr.Number(usual.seed, precision=0, label="Seed", elem_id="seed"),
         }
+        with gr.Accordion("Vocabularies", open=False):
+            c["universal"] = gr.Checkbox(
+                usual.universal, label="Re-encode the text of a drafter of another vocabulary", elem_id="universal"
+            )
         with gr.Accordion("Quantisation", open=False):
             c["quantization"] = choice("Target", "quantization", QUANTIZATIONS, elem_id="quantization")
             c["drafter_quantization"] = choice(

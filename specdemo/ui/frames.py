@@ -82,7 +82,8 @@ class Run:
             lane.weights = sum(filter(None, sizes)) or None
             self.phase = ("prefill", f"{len(event['prompt_tokens'])} prompt tokens")
             badge, why = guarantee(lane)
-            head = {"prompt": event["prompt"], "exact": lane.exact, "badge": badge, "why": why}
+            apart = "\n\n" if event.get("encoder") else ""  # what an encoder read is no beginning of the text
+            head = {"prompt": event["prompt"] + apart, "exact": lane.exact, "badge": badge, "why": why}
             self.records.append({"l": name, "head": {**head, "title": title(lane.recipe)}})
         elif "end" in event:
             lane.ended = True
