@@ -26,7 +26,7 @@ from specdemo.core.sampling import Warp
 from specdemo.core.step import Draft
 from specdemo.models.cached import CachedModel
 from specdemo.models.cost import pass_seconds, step_seconds
-from specdemo.models.load import Shelf
+from specdemo.models.shelf import Shelf
 from specdemo.parts import Parts, build
 from specdemo.recipe import Recipe
 

@@ -29,7 +29,7 @@ from test_page import ARGS, CODE, run, saved, status
 from app import choose_port
 from specdemo.bench.table import interval
 from specdemo.generate import generate
-from specdemo.models.load import Shelf
+from specdemo.models.shelf import Shelf
 from specdemo.recipe import Recipe
 from specdemo.ui.page import build, launch_options
 

@@ -11,7 +11,7 @@ from tiny import byte_level_tokenizer, save_model
 
 from specdemo.core.step import Step
 from specdemo.generate import generate
-from specdemo.models.load import Shelf
+from specdemo.models.shelf import Shelf
 from specdemo.recipe import Recipe
 
 PROMPT = "for i in range(10):"

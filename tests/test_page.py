@@ -23,8 +23,8 @@ from test_frames import end, header, step
 
 from specdemo.core.errors import Refused
 from specdemo.generate import generate
-from specdemo.models.load import Shelf
 from specdemo.models.pairs import PAIRS
+from specdemo.models.shelf import Shelf
 from specdemo.recipe import METHODS, Recipe
 from specdemo.ui.about import ABOUT
 from specdemo.ui.page import build, launch_options

@@ -9,7 +9,7 @@ from specdemo.__main__ import main
 from specdemo.bench import Prompt
 from specdemo.core.errors import Refused
 from specdemo.core.theory import expected_tokens
-from specdemo.models.load import Shelf
+from specdemo.models.shelf import Shelf
 from specdemo.preflight import LONGEST, Estimate, Preflight, _expected, preflight
 from specdemo.recipe import Recipe
 

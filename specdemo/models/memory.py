@@ -1,9 +1,10 @@
-"""What is used: process and device memory, in bytes."""
+"""What is used and what is free: process and device memory, in bytes."""
 
 from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import torch
@@ -54,3 +55,37 @@ def weight_bytes(model: torch.nn.Module) -> int:
     tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}
     packed = (module.nbytes for module in model.modules() if isinstance(module, PackedLinear))
     return sum(t.numel() * t.element_size() for t in tensors.values()) + sum(packed)
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether this is about memory that could not be had. On a CPU torch says so in words only."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that could be taken on this device now; on the host no more than a container's limit leaves."""
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's own to give again
+        return torch.cuda.mem_get_info(device)[0] + kept
+    return min(psutil.virtual_memory().available, *_left_by_limits())
+
+
+def _left_by_limits() -> list[int]:
+    """What each control group that this process is in still allows (Linux; version 2, then 1)."""
+    left = []
+    for folder, limit, used in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        try:
+            numbers = [(Path(folder) / name).read_text().strip() for name in (limit, used)]
+            lines = (Path(folder) / "memory.stat").read_text().split()
+        except OSError:
+            continue
+        if numbers[0].isdecimal():
+            stat = dict(zip(lines[::2], lines[1::2], strict=True))
+            reclaimable = int(stat.get("inactive_file", stat.get("total_inactive_file", 0)))
+            left.append(max(0, int(numbers[0]) - int(numbers[1]) + reclaimable))
+    return left

@@ -10,7 +10,8 @@ import torch
 from transformers import set_seed
 from transformers.generation.streamers import BaseStreamer
 
-from specdemo.models.load import Spec, reference
+from specdemo.models.load import reference
+from specdemo.models.spec import Spec
 
 
 @dataclass(frozen=True)
