@@ -1,9 +1,9 @@
 """What models take, planned and measured: ``python -m specdemo.bench.room``, for `docs/models.md`.
 
 Every case is a process of its own: a small model is loaded and run first, so that libraries have set themselves up,
-then the case, with a prompt that fills half of the context. Measured is anonymous memory (on an accelerator, what
-tensors take): files that the system may drop again do not count. The models are the bundled ones and others drawn at
-random on the spot.
+then the case, with a long prompt. Measured is anonymous memory and what stays mapped of the weights' files (on an
+accelerator, what tensors take); pages of files that are only passed through do not count, the system drops them. The
+models are the bundled ones and others drawn at random on the spot.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,10 @@ import psutil
 import torch
 
 from specdemo.generate import generate
-from specdemo.models.memory import device_bytes, peak_device_bytes
+from specdemo.models.memory import device_bytes, give_back, peak_device_bytes
 from specdemo.models.pairs import PAIRS
 from specdemo.models.plan import plan
+from specdemo.models.quantise import unavailable
 from specdemo.models.shapes import save_random
 from specdemo.models.shelf import Shelf
 from specdemo.models.spec import QUANTIZATIONS, find_device
@@ -64,14 +65,18 @@ def measure(name: str, folder: str, quantization: str, device: str) -> Case:
     }
     shelf, small = Shelf(), Recipe(target=BUNDLED["drafter"], **asked)
     drive(small, "def f():\n", shelf)
+    if QUANTIZATIONS[quantization].bits:
+        drive(replace(small, quantization="int8"), "def f():\n", shelf)  # the library takes 45 MB once
     tokenizer = shelf.take(small.target_spec).tokenizer  # every model here has it
     recipe = Recipe(target=folder, quantization=quantization, **asked)
     length = len(tokenizer.encode(prompt)) + recipe.max_tokens
     planned = plan(recipe.target_spec.resolved(), length)
     where = find_device(device)
-    before = used(where)
+    give_back()
+    before, anonymous = used(where), used(where, mapped=False)
     with highest(where) as peak:
         drive(recipe, prompt, shelf)
+        give_back()
         after = used(where)
     return Case(
         name,
@@ -80,8 +85,22 @@ def measure(name: str, folder: str, quantization: str, device: str) -> Case:
         planned.weights + planned.kv,
         after - before,
         planned.peak,
-        peak[0] - before,
+        max(peak[0] - anonymous, after - before),
     )
+
+
+def rounds(count: int, device: str) -> Iterator[int]:
+    """Bytes in use after each round of loading, running, switching and unloading."""
+    shelf, where = Shelf(), find_device(device)
+    forms = ("none", "bf16", "nf4") if unavailable("nf4", where) is None else ("none", "bf16")
+    for i in range(count + 1):
+        for form in forms:
+            drive(
+                Recipe(quantization=form, drafter_quantization=form, device=device, max_tokens=32), "def f():\n", shelf
+            )
+        shelf.clear()
+        if i:  # libraries have set themselves up in the first
+            yield used(where)
 
 
 def drive(recipe: Recipe, prompt: str, shelf: Shelf) -> None:
@@ -90,12 +109,12 @@ def drive(recipe: Recipe, prompt: str, shelf: Shelf) -> None:
     assert end["end"] in ("length", "stop"), end["error"]
 
 
-def used(device: torch.device) -> int:
-    """Bytes that only this process has, and that nothing but itself can give back."""
+def used(device: torch.device, mapped: bool = True) -> int:
+    """Bytes of this process, without pages of files unless `mapped`."""
     if (tensors := device_bytes(device)) is not None:
         return tensors
     memory = psutil.Process().memory_info()
-    return memory.rss - getattr(memory, "shared", 0)
+    return memory.rss - (0 if mapped else getattr(memory, "shared", 0))
 
 
 @contextmanager
@@ -103,11 +122,11 @@ def highest(device: torch.device) -> Iterator[list[int]]:
     """A list whose only item is the most that was used meanwhile."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    found, over = [used(device)], threading.Event()
+    found, over = [used(device, mapped=False)], threading.Event()
 
     def look() -> None:
         while not over.wait(EVERY_S):
-            found[0] = max(found[0], used(device))
+            found[0] = max(found[0], used(device, mapped=False))
 
     watch = threading.Thread(target=look, daemon=True)
     watch.start()
@@ -144,7 +163,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--quantization", nargs="+", choices=QUANTIZATIONS, default=["none", "bf16", "int8", "nf4"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--one", nargs=3, metavar=("NAME", "FOLDER", "QUANTIZATION"), help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, metavar="N", help="instead: load, run, switch and unload N times")
     options = parser.parse_args(arguments)
+    if options.rounds:
+        found = [f"{taken / 1e6:.1f}" for taken in rounds(options.rounds, options.device)]
+        print(f"MB in use after each round: {' '.join(found)}")
+        return
     if options.one:
         print(json.dumps(asdict(measure(*options.one, options.device))))
         return
@@ -165,6 +189,7 @@ def main(arguments: list[str] | None = None) -> None:
             cases.append(Case(**json.loads(done.stdout.splitlines()[-1])))
             print(f"{len(cases)} measured", end="\r", file=sys.stderr, flush=True)
     print(markdown(cases))
+    print(json.dumps([asdict(case) for case in cases]))
 
 
 if __name__ == "__main__":

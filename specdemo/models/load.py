@@ -31,7 +31,7 @@ from specdemo.models.cached import CachedModel
 from specdemo.models.errand import News, Tell, quietly
 from specdemo.models.hub import Hub
 from specdemo.models.lean import Lean, why_not
-from specdemo.models.memory import weight_bytes
+from specdemo.models.memory import given_back_at_once, weight_bytes
 from specdemo.models.packed import pack
 from specdemo.models.parity import Parity, check
 from specdemo.models.placement import place
@@ -67,14 +67,15 @@ def load(spec: Spec, hub: Hub | None = None, tell: Tell = quietly) -> Loaded:
 
     Raises `Refused` with the cause where that cannot be.
     """
-    model, tokenizer = reference(spec, hub, tell)
-    if reason := why_not(model):
-        pack(model)
-        loaded = Loaded(spec, model, tokenizer, weight_bytes(model), f"transformers: {reason}")
-    else:
-        lean = Lean(model, consume=True)
-        loaded = Loaded(spec, lean, tokenizer, lean.weight_bytes, "lean")
-    del model
+    with given_back_at_once():
+        model, tokenizer = reference(spec, hub, tell)
+        if reason := why_not(model):
+            pack(model)
+            loaded = Loaded(spec, model, tokenizer, weight_bytes(model), f"transformers: {reason}")
+        else:
+            lean = Lean(model, consume=True)
+            loaded = Loaded(spec, lean, tokenizer, lean.weight_bytes, "lean")
+        del model
     CachedModel(loaded.model).score([0], Draft.chain((0,)))
     return loaded
 

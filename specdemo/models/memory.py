@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -55,6 +59,35 @@ def weight_bytes(model: torch.nn.Module) -> int:
     tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}
     packed = (module.nbytes for module in model.modules() if isinstance(module, PackedLinear))
     return sum(t.numel() * t.element_size() for t in tensors.values()) + sum(packed)
+
+
+@contextmanager
+def given_back_at_once() -> Iterator[None]:
+    """Within, whatever is freed in larger pieces goes back to the system at once (glibc; nothing elsewhere).
+
+    Loading frees what it read after laying it out anew. glibc would keep the holes: up to as much again as the weights.
+    Afterwards it keeps what passes free, as it would have come to do by itself.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is None:
+        yield
+        return
+    mmap_threshold, trim_threshold = -3, -1  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD of malloc.h
+    mallopt(mmap_threshold, 128 << 10)
+    try:
+        yield
+    finally:
+        mallopt(mmap_threshold, 32 << 20)  # the most to which glibc raises it by itself,
+        mallopt(trim_threshold, 64 << 20)  # and what follows from that
+
+
+def give_back() -> None:
+    """Let go of the memory of what was dropped, to the system and to the other users of the accelerator."""
+    gc.collect()  # a model and its idle engine hold one another
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+        trim(0)
 
 
 def ran_out(error: BaseException) -> bool:

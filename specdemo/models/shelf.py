@@ -5,22 +5,17 @@ Used by one thread only, the one that owns the device.
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
-
-import torch
 
 from specdemo.core.errors import Refused
 from specdemo.models.errand import Errand, News
 from specdemo.models.hub import Hub
 from specdemo.models.lean import Lean
 from specdemo.models.load import Loaded, load
-from specdemo.models.memory import ran_out
+from specdemo.models.memory import give_back, ran_out
 from specdemo.models.plan import Plan, lacking, plan, refuse_lacking, smaller
 from specdemo.models.reasons import size
 from specdemo.models.spec import Spec
@@ -148,12 +143,3 @@ class Shelf:
                 f"{' and '.join(one.spec.title for one in plans)} need {size(weights)} for weights and models may take "
                 f"{size(self._budget)} here: choose a smaller pair"
             )
-
-
-def give_back() -> None:
-    """Let go of the memory of what was dropped, to the system and to the other users of the accelerator."""
-    gc.collect()  # a model and its idle engine hold one another
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
-        trim(0)  # glibc keeps what was freed in pieces below its threshold

@@ -112,7 +112,7 @@ class Service:
 
         if self._idle:
             self._idle.cancel()
-        self._idle = threading.Timer(self._models.idle_s + 1, submit)
+        self._idle = threading.Timer(self._models.idle_s, submit)
         self._idle.daemon = True
         self._idle.start()
 
