@@ -63,6 +63,7 @@ def test_gemmas_alternating_windows_roll_back(method: str, tmp_path: Path) -> No
         vocab_size=len(tokenizer),
         max_position_embeddings=256,
         initializer_range=0.5,
+        tie_word_embeddings=False,
         eos_token_id=tokenizer.eos_token_id,
     )
     torch.manual_seed(0)

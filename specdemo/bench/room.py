@@ -82,7 +82,7 @@ def measure(name: str, folder: str, quantization: str, device: str) -> Case:
         name,
         quantization,
         planned.parameters,
-        planned.weights + planned.kv,
+        planned.resting,
         after - before,
         planned.peak,
         max(peak[0] - anonymous, after - before),

@@ -32,6 +32,7 @@ FLOATS = ("F32", "BF16", "F16")
 STORED = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}  # bytes of a value; all else has 1
 ROWS = 16  # of logits that a round holds: a draft of usual length, filled up
 LAWS = 5  # copies of those in float32: processed, as a law, sorted, accumulated, drawn from
+KERNELS = 14_000_000  # that oneDNN compiles for the shapes of a model's passes (measured: bench/room.py)
 SMALLER = ("bf16", "int8", "nf4")  # what is suggested, in this order
 
 
@@ -44,13 +45,19 @@ class Plan:
     parameters: int  # numbers, not bytes
     weights: int
     kv: int
-    working: int  # activations, logits, masks
+    settled: int  # what stays beside them once it has run: compiled kernels, buffers
+    passing: int  # the most that a pass takes while it runs: activations, logits, masks
     loading: int
 
     @property
+    def resting(self) -> int:
+        """Between two runs."""
+        return self.weights + self.kv + self.settled
+
+    @property
     def total(self) -> int:
-        """Once it is loaded and runs."""
-        return self.weights + self.kv + self.working
+        """While it runs."""
+        return self.resting + self.passing
 
     @property
     def peak(self) -> int:
@@ -78,22 +85,23 @@ def plan_of(spec: Spec, config: PretrainedConfig, context: int, shapes: Shapes |
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    room = _room(context, KEYS if lean else KEYS // 2)
+    room = _room(context, KEYS) if lean else max(context, 1)  # what is reserved and never written takes nothing
     rows = min(max(context, 1), CHUNK) if lean else max(context, 1)
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     parts = _parts(model, spec) if shapes is None else _stored(model, spec, shapes)
-    working = (
-        rows * (4 * text.hidden_size + 2 * (heads + 2 * kv_heads) * head_dim + 3 * inner) * width
-        + (rows * heads // kv_heads * room * width if lean else 0)  # the mask of a prompt's piece
-        + ROWS * text.vocab_size * (width + 4 * LAWS)
-    )
+    activations = rows * (4 * text.hidden_size + 2 * (heads + 2 * kv_heads) * head_dim + 3 * inner) * width
+    if lean:
+        activations += rows * heads // kv_heads * room * width  # the mask of a prompt's piece
+    layers = quantised_layers(model).values() if QUANTIZATIONS[spec.quantization].bits else ()
+    unpacked = max((layer.weight.numel() for layer in layers), default=0) * width
     return Plan(
         spec,
         context,
         sum(weight.numel() for weight in model.parameters()),
         weights=sum(parts) + _copies(model, spec, lean),
         kv=2 * text.num_hidden_layers * kv_heads * head_dim * room * width,
-        working=working,
+        settled=activations // 2 + (KERNELS if _packs(spec) and not layers else 0),
+        passing=activations * 3 // 2 + ROWS * text.vocab_size * (width + 4 * LAWS) + 4 * unpacked,
         loading=_while_loading(model, spec, lean),
     )
 
@@ -125,7 +133,7 @@ def refuse_lacking(plans: Sequence[Plan], suggest: Sequence[Plan] = ()) -> None:
         raise Refused(
             f"{names} need{'s' if len(plans) == 1 else ''} {size(needed)} on {where} (weights "
             f"{size(sum(one.weights for one in plans))}, keys and values {size(sum(one.kv for one in plans))}, working "
-            f"space {size(sum(one.working for one in plans))}) and {size(free)} are free: {way}"
+            f"space {size(sum(one.settled + one.passing for one in plans))}) and {size(free)} are free: {way}"
         )
 
 
@@ -181,9 +189,12 @@ def _copies(model: PreTrainedModel, spec: Spec, lean: bool) -> int:
     head, inner = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or head.weight is not inner.weight:
         return 0
-    packs = spec.device == "cpu" and can_pack(torch.empty(0, dtype=getattr(torch, spec.dtype)))
     folds = lean and spec.dtype == "float32"
-    return head.weight.numel() * WIDTH[spec.dtype] if packs or folds else 0
+    return head.weight.numel() * WIDTH[spec.dtype] if _packs(spec) or folds else 0
+
+
+def _packs(spec: Spec) -> bool:
+    return spec.device == "cpu" and can_pack(torch.empty(0, dtype=getattr(torch, spec.dtype)))
 
 
 def _while_loading(model: PreTrainedModel, spec: Spec, lean: bool) -> int:
