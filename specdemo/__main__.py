@@ -14,10 +14,10 @@ from specdemo.commands import COMMANDS
 from specdemo.core.errors import Refused
 from specdemo.core.metrics import Metrics
 from specdemo.generate import Record, ending, generate
-from specdemo.models.load import Shelf
+from specdemo.models.shelf import Shelf
 from specdemo.options import given, parser
 from specdemo.recipe import Recipe
-from specdemo.views import Coloured, Json, Rounds
+from specdemo.views import Coloured, Json, Loading, Rounds
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -49,7 +49,7 @@ def _open(path: Path | None) -> AbstractContextManager[TextIO | None]:
 
 def _run(records: Iterator[Record], options: argparse.Namespace, trace: TextIO | None) -> int:
     view = Json() if options.json else Rounds() if options.steps else Coloured()
-    metrics = Metrics()
+    metrics, loading = Metrics(), Loading()
     began = False
 
     def put(record: Record) -> None:
@@ -60,8 +60,9 @@ def _run(records: Iterator[Record], options: argparse.Namespace, trace: TextIO |
     try:
         for record in records:
             if "phase" in record:
-                print(f"{record['text']} ...", file=sys.stderr)
+                loading(record)
                 continue
+            loading()
             began = True
             if "i" in record:
                 metrics.add_record(record)

@@ -12,8 +12,9 @@ from specdemo.bench.written import write
 from specdemo.core.errors import Refused
 from specdemo.models.cached import CachedModel
 from specdemo.models.cost import pass_seconds
-from specdemo.models.load import Shelf, find_device
 from specdemo.models.peers import PEERS
+from specdemo.models.shelf import Shelf
+from specdemo.models.spec import find_device
 from specdemo.options import given
 from specdemo.preflight import preflight, texts_for
 from specdemo.recipe import Recipe

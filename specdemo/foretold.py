@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from specdemo import bench
-from specdemo.models.load import Shelf
+from specdemo.models.shelf import Shelf
 from specdemo.preflight import Preflight, preflight, texts_for
 from specdemo.recipe import Recipe
 

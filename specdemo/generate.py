@@ -6,7 +6,6 @@ the trace's lines: a header, a line per step, an end.
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 from collections.abc import Iterator, Sequence
@@ -21,12 +20,15 @@ from specdemo.core.decode import decode
 from specdemo.core.errors import Refused
 from specdemo.core.metrics import Metrics
 from specdemo.models import memory
-from specdemo.models.load import Shelf
+from specdemo.models.reasons import size
+from specdemo.models.shelf import Shelf
 from specdemo.models.text import Message, Spelling, TextStream, rendered
 from specdemo.parts import Stores, build
 from specdemo.recipe import FORESTS, Recipe
 
 Record = dict[str, Any]
+
+CHARACTERS = 3  # of a token, roughly
 
 
 def generate(
@@ -42,10 +44,9 @@ def generate(
     if not prompt:
         raise Refused("the prompt is empty: type something to continue")
     specs = [spec for spec in (recipe.target_spec, recipe.drafter_spec) if spec is not None]
-    for role, spec in zip(("target", "drafter"), specs, strict=False):
-        if spec not in shelf:
-            yield {"phase": "loading", "text": f"loading the {role}, {os.path.basename(spec.name) or spec.name}"}
-            shelf.take(spec)
+    context = len(prompt) // CHARACTERS + recipe.max_tokens  # what the prompt has in tokens is not known yet
+    for news in shelf.bring(specs, context):
+        yield {"phase": "loading", **asdict(news)}
     loaded = [shelf.take(spec) for spec in specs]
     target, drafter = loaded[0], loaded[1] if len(loaded) > 1 else None
     parity = target.parity  # asked once, before the clock starts
@@ -116,8 +117,20 @@ def generate(
                     "kv_bytes": parts.kv_bytes,
                 },
             }
-    except (Refused, RuntimeError) as error:  # a model that fails in mid-run ends its own run, in words
-        yield ending("error", metrics, str(error) or type(error).__name__)
+    except (Refused, RuntimeError, MemoryError) as error:  # a model that fails in mid-run ends its own run, in words
+        failed, out = str(error) or type(error).__name__, memory.ran_out(error)
+    else:
+        failed, out = None, False
+    if out:  # not in the handler, where the traceback still holds what was computed
+        held = parts.kv_bytes
+        del parts, steps
+        shelf.recover()
+        failed = (
+            f"memory ran out (keys and values took {size(held)}, {size(memory.free_bytes(device))} are free again): "
+            "shorten the prompt or the text, quantise the models, or choose a smaller pair"
+        )
+    if failed is not None:
+        yield ending("error", metrics, failed)
         return
     figures = {
         "peak_rss_bytes": memory.peak_process_bytes(),

@@ -7,8 +7,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from specdemo.models.load import DTYPES, QUANTIZATIONS
 from specdemo.models.pairs import PAIRS
+from specdemo.models.spec import DTYPES, QUANTIZATIONS
 from specdemo.recipe import METHODS, NGRAM_LEVELS, POLICIES, RULES, Recipe
 
 
@@ -40,7 +40,8 @@ def parser() -> Parser:
         add("--dtype", help=names(DTYPES))
         add("--quantization", help=f"of the target: {names(QUANTIZATIONS)}")
         add("--drafter-quantization", help=f"of the drafter: {names(QUANTIZATIONS)}")
-        add("--device", help="auto, cpu, cuda, cuda:N or mps")
+        add("--device", help="auto, cpu, cuda, cuda:N, mps, or spread over all")
+        add("--drafter-device", metavar="DEVICE", help="of the drafter, if not the target's")
 
     top = Parser(prog="specdemo", description="See, measure and trust speculative decoding.")
     commands = top.add_subparsers(dest="command", required=True, parser_class=Parser)

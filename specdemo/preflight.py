@@ -28,8 +28,9 @@ from specdemo.core.step import Draft
 from specdemo.drafters.universal import UniversalDrafter
 from specdemo.models.cached import CachedModel
 from specdemo.models.cost import pass_seconds, step_seconds
-from specdemo.models.load import Loaded, Shelf
+from specdemo.models.load import Loaded
 from specdemo.models.pairs import PAIRS
+from specdemo.models.shelf import Shelf
 from specdemo.parts import Parts, build
 from specdemo.recipe import Recipe
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from specdemo.bench import Prompt
 from specdemo.generate import generate
-from specdemo.models.load import Shelf
+from specdemo.models.shelf import Shelf
 from specdemo.recipe import Recipe
 
 PARTS = (1.0, 0.75, 0.5, 0.25)

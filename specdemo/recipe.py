@@ -10,8 +10,8 @@ from specdemo.core.errors import Refused
 from specdemo.core.gamma import POLICIES
 from specdemo.core.rules import RULES
 from specdemo.core.sampling import Warp
-from specdemo.models.load import DTYPES, QUANTIZATIONS, Spec
-from specdemo.models.pairs import PAIRS
+from specdemo.models.pairs import PAIRS, REVISIONS
+from specdemo.models.spec import DTYPES, QUANTIZATIONS, Spec
 
 METHODS = {
     "draft": "a smaller model drafts, the target verifies",
@@ -62,6 +62,7 @@ class Recipe:
     quantization: str = "none"
     drafter_quantization: str = "none"
     device: str = "auto"
+    drafter_device: str | None = None  # None: the target's
     ngram: int = 4
     ngram_levels: str = "multi"
     filler_top_k: int = 3
@@ -160,7 +161,7 @@ class Recipe:
     @property
     def target_spec(self) -> Spec:
         """How to load the target."""
-        return Spec(self.models[0], self.dtype, self.quantization, self.device)
+        return self._spec(self.models[0], self.quantization, self.device)
 
     @property
     def drafter_spec(self) -> Spec | None:
@@ -168,7 +169,10 @@ class Recipe:
         name = self.models[1]
         if self.method not in WITH_DRAFTER or name is None:
             return None
-        return Spec(name, self.dtype, self.drafter_quantization, self.device)
+        return self._spec(name, self.drafter_quantization, self.drafter_device or self.device)
+
+    def _spec(self, name: str, quantization: str, device: str) -> Spec:
+        return Spec(name, self.dtype, quantization, device, REVISIONS.get(name))
 
     @property
     def exact(self) -> bool:

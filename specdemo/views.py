@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 
 from specdemo.generate import Record
@@ -39,6 +40,23 @@ class Coloured:
             print("".join(spans(record)), end="", flush=True)
         else:
             print(f"\n\n{summary(record['metrics'])}  {'exact' if self._exact else 'LOSSY'}  end: {record['end']}")
+
+
+class Loading:
+    """What is being fetched and read: a line that changes where somebody sees it change, else a line for each thing."""
+
+    def __init__(self) -> None:
+        self._shown = ""
+
+    def __call__(self, record: Record | None = None) -> None:
+        """Show a phase; None: it is over, and the line is wiped."""
+        live = sys.stderr.isatty()
+        text = record["text"] if record else ""
+        if live and (text or self._shown):
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+        elif text and text.partition(",")[0] != self._shown.partition(",")[0]:
+            print(f"{text} ...", file=sys.stderr)
+        self._shown = text
 
 
 def spans(step: Record) -> Iterator[str]:

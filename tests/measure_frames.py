@@ -21,8 +21,8 @@ import browser
 from pagekit import ARGS
 from playwright.sync_api import expect, sync_playwright
 
-from specdemo.models.load import Shelf
 from specdemo.models.pairs import ASSETS
+from specdemo.models.shelf import Shelf
 from specdemo.recipe import Recipe
 from specdemo.ui.page import build, launch_options
 

@@ -28,7 +28,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from app import choose_port
 from specdemo.bench.table import interval
 from specdemo.generate import generate
-from specdemo.models.load import Shelf
+from specdemo.models.shelf import Shelf
 from specdemo.recipe import Recipe
 from specdemo.ui.page import build, launch_options
 

@@ -22,7 +22,7 @@ from test_frames import end, header, step
 
 from specdemo.core.errors import Refused
 from specdemo.generate import generate
-from specdemo.models.load import Shelf
+from specdemo.models.shelf import Shelf
 from specdemo.recipe import Recipe
 from specdemo.ui.page import build, launch_options
 

@@ -18,7 +18,7 @@ from pagekit import ARGS, run, status
 from PIL import Image
 from playwright.sync_api import Page, expect, sync_playwright
 
-from specdemo.models.load import Shelf
+from specdemo.models.shelf import Shelf
 from specdemo.ui.page import build, launch_options
 
 PROMPT = 'class Stack:\n    """A last-in, first-out container."""\n\n    def __init__(self, items=()):'

@@ -17,8 +17,8 @@ from specdemo.__main__ import main
 from specdemo.bench import large, stores
 from specdemo.core.errors import Refused
 from specdemo.core.step import Draft
-from specdemo.models.load import Shelf
 from specdemo.models.peers import PEERS
+from specdemo.models.shelf import Shelf
 from specdemo.recipe import Recipe
 
 measuring = import_module("specdemo.bench.measure")  # the package has a function of that name

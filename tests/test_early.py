@@ -21,7 +21,7 @@ from specdemo.generate import generate
 from specdemo.models.cached import CachedModel
 from specdemo.models.early import with_layers
 from specdemo.models.lean import Lean
-from specdemo.models.load import Shelf
+from specdemo.models.shelf import Shelf
 from specdemo.recipe import METHODS, POLICIES, WITH_DRAFTER, Recipe
 
 GREEDY, NOISE = Warp(temperature=0), Noise(0, "unused when greedy")

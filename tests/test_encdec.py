@@ -41,7 +41,7 @@ from specdemo.drafters.suffix import SuffixDrafter
 from specdemo.generate import generate
 from specdemo.models.cached import CachedModel
 from specdemo.models.encdec import opening
-from specdemo.models.load import Shelf
+from specdemo.models.shelf import Shelf
 from specdemo.preflight import preflight
 from specdemo.recipe import Recipe
 
@@ -238,7 +238,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
-SHELF = Shelf(room=8)  # each checkpoint is loaded once
+SHELF = Shelf()  # each checkpoint is loaded once
 PROMPT = "for i in range(10):\n    print(i, 'naïve café', '東京', '🙂🙃')\n"
 
 

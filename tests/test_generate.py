@@ -13,7 +13,7 @@ from specdemo.core.errors import Refused
 from specdemo.core.step import Step
 from specdemo.generate import generate
 from specdemo.models.cached import CachedModel
-from specdemo.models.load import Shelf
+from specdemo.models.shelf import Shelf
 from specdemo.recipe import Recipe
 
 PROMPT = "for i in range(10):"

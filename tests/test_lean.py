@@ -29,8 +29,9 @@ from specdemo.core.step import Draft
 from specdemo.models.cached import CachedModel
 from specdemo.models.engine import CHUNK, LeanEngine
 from specdemo.models.lean import Lean, why_not
-from specdemo.models.load import Spec, load, reference
+from specdemo.models.load import load, reference
 from specdemo.models.slots import SlotEngine
+from specdemo.models.spec import Spec
 
 VOCAB = 61
 

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import psutil
 import pytest
-import torch
 from test_frames import end, header, step
-from tiny import byte_level_tokenizer, save_model
 
-from specdemo.generate import generate
 from specdemo.models import memory
-from specdemo.models.load import Shelf, Spec, load, natural_dtype
 from specdemo.models.pairs import PAIRS, Pair
-from specdemo.recipe import Recipe
+from specdemo.models.plan import plan
+from specdemo.models.spec import Spec
 from specdemo.ui import ledger
 from specdemo.ui.frames import Run
 from specdemo.ui.words import PLAIN, SPEC
 
-CPU = torch.device("cpu")
 BUNDLED = PAIRS["bundled"]
 
 
@@ -30,47 +25,22 @@ def rows(table: str) -> dict[str, list[str]]:
     return {first: rest for first, *rest in found}
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8", "nf4"])
-@pytest.mark.parametrize("name", [BUNDLED.target, BUNDLED.drafter])
-def test_needs_are_what_a_loaded_model_takes(name: str, quantization: str) -> None:
-    dtype = getattr(torch, natural_dtype(quantization, CPU))
-    found = memory.needs(name, dtype, quantization, CPU)
-    loaded = load(Spec(name, quantization=quantization, device="cpu"))
-    assert found is not None and loaded.model.dtype == dtype
-    assert found.weights == pytest.approx(loaded.weight_bytes, rel=0.02)
-
-
-def test_a_head_of_its_own_is_counted_once(tmp_path: Path) -> None:
-    """A model of another shape: untied, with as many heads for keys as for queries."""
-    folder = save_model(tmp_path / "untied", byte_level_tokenizer(), tie_word_embeddings=False, num_key_value_heads=4)
-    found = memory.needs(str(folder), torch.float32, "none", CPU)
-    assert found is not None
-    assert found.weights == pytest.approx(load(Spec(str(folder), "float32", device="cpu")).weight_bytes, rel=0.02)
-
-
-def test_keys_and_values_grow_as_foreseen() -> None:
-    recipe = Recipe(max_tokens=24, temperature=0, device="cpu")
-    head, *_, last, _ = (line for line in generate(recipe, "def f(x):\n", Shelf()) if "phase" not in line)
-    per_token = [memory.needs(name, torch.float32, "none", CPU) for name in recipe.models]
-    assert all(per_token) and len(per_token) == 2
-    held = len(head["prompt_tokens"]) + recipe.max_tokens
-    foreseen = sum(one.kv for one in per_token) / 1000 * held
-    assert foreseen * (held - 6) / held < last["memory"]["kv_bytes"] < foreseen * (held + 6) / held
-
-
 def test_a_model_that_is_not_here_is_not_asked_for() -> None:
-    for name in ("someone/something", "/no/such/folder"):
-        assert memory.needs(name, torch.float32, "none", CPU) is None
-    table = rows(ledger.of_pairs("cpu", {"far": Pair("<far>", "someone/something", BUNDLED.drafter, 4)}))
-    assert table["&lt;far&gt;; target in float32"] == [*["–"] * 4, "not downloaded"] and len(table) == 4
+    table = rows(ledger.of_pairs("cpu"))
+    far = PAIRS["qwen3-8b"]
+    assert table[far.title][:3] == ["–"] * 3 and table[far.title][-1].endswith("not downloaded")
+    assert float(table[far.title][3].replace(",", "")) > 30_000  # eight thousand million numbers of four bytes
+    assert "someone" not in ledger.of_pairs("cpu", {"far": Pair("<far>", "someone/something", BUNDLED.drafter, 4)})
 
 
-def test_pairs_add_up_and_fit_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pairs_are_planned_and_fit_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
     def shown() -> list[str]:
-        return rows(ledger.of_pairs("cpu"))[f"{BUNDLED.title}; target in float32"]
+        return rows(ledger.of_pairs("cpu", {"bundled": BUNDLED}))[f"{BUNDLED.title}; target in float32"]
 
     target, drafter, kv, total, fits = shown()
-    assert float(target) + float(drafter) + float(kv) == pytest.approx(float(total), abs=0.2) and fits == "yes"
+    planned = [plan(Spec(name, device="cpu").resolved(), 1000) for name in (BUNDLED.target, BUNDLED.drafter)]
+    assert [target, drafter] == [f"{one.weights / 1e6:,.1f}" for one in planned] and fits == "yes"
+    assert float(target) + float(drafter) + float(kv) < float(total)
     monkeypatch.setattr(memory, "room", lambda device: (60_000_000, 90_000_000))
     assert shown()[-1] == f"no, by {float(total) - 60:.1f}"
 

@@ -28,8 +28,8 @@ from playwright.sync_api import expect
 
 from specdemo.core.errors import Refused
 from specdemo.generate import generate
-from specdemo.models.load import Shelf
 from specdemo.models.pairs import PAIRS
+from specdemo.models.shelf import Shelf
 from specdemo.recipe import METHODS, Recipe
 from specdemo.ui.about import ABOUT
 from specdemo.ui.page import build

@@ -14,9 +14,10 @@ from specdemo.bench import load_prompts, load_written
 from specdemo.core.step import Draft
 from specdemo.generate import generate
 from specdemo.models.cached import CachedModel
-from specdemo.models.load import Loaded, Shelf
+from specdemo.models.load import Loaded
 from specdemo.models.packed import can_pack
 from specdemo.models.pairs import ASSETS
+from specdemo.models.shelf import Shelf
 from specdemo.recipe import Recipe
 
 GREEDY = {"temperature": 0, "dtype": "float32", "device": "cpu"}
@@ -24,7 +25,7 @@ GREEDY = {"temperature": 0, "dtype": "float32", "device": "cpu"}
 
 @pytest.fixture(scope="module")
 def shelf() -> Shelf:
-    return Shelf(room=8)
+    return Shelf()
 
 
 @pytest.fixture(scope="module")

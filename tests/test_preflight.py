@@ -12,7 +12,7 @@ from specdemo.bench import Prompt, load_prompts
 from specdemo.core.errors import Refused
 from specdemo.core.sampling import Warp
 from specdemo.core.theory import expected_tokens
-from specdemo.models.load import Shelf
+from specdemo.models.shelf import Shelf
 from specdemo.parts import build
 from specdemo.preflight import LONGEST, Estimate, Preflight, _expected, _read, _rounds, preflight, texts_for
 from specdemo.recipe import Recipe

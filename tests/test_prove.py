@@ -10,7 +10,8 @@ from tiny import byte_level_tokenizer, save_model
 from specdemo import layers, prove
 from specdemo.__main__ import main
 from specdemo.bench import Prompt, load_prompts
-from specdemo.models.load import Shelf, Spec
+from specdemo.models.shelf import Shelf
+from specdemo.models.spec import Spec
 from specdemo.recipe import Recipe
 
 PROMPTS = [Prompt("code", f"code {i}", text) for i, text in enumerate(("def a", "x = [1, 1, 1,", "class B:"))]

@@ -11,7 +11,7 @@ import pytest
 from test_frames import ALL_KEPT, CUT, PREFILL, REJECTION, end, header, step
 
 from specdemo.generate import generate
-from specdemo.models.load import Shelf
+from specdemo.models.shelf import Shelf
 from specdemo.recipe import Recipe
 from specdemo.ui import rounds
 from specdemo.ui.frames import Run

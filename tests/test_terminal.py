@@ -113,7 +113,7 @@ BAD = {
     "unknown policy": ([PROMPT, "--policy", "magic"], "known are fixed"),
     "unknown device": ([PROMPT, "--device", "abacus"], "known are auto, cpu"),
     "unknown dtype": ([PROMPT, "--dtype", "int7"], "known are auto, float32"),
-    "unknown quantization": ([PROMPT, "--quantization", "int7"], "known are none, int8, nf4"),
+    "unknown quantization": ([PROMPT, "--quantization", "int7"], "known are none, bf16, fp16, int8, nf4, fp4"),
     "trace that cannot be written": ([PROMPT, "--trace", "/nowhere/at/all"], "cannot write the trace"),
 }
 

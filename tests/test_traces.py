@@ -10,8 +10,8 @@ from test_frames import ALL_KEPT, CUT, PREFILL, REJECTION, end, header, whole
 
 from specdemo.core.errors import Refused
 from specdemo.generate import generate
-from specdemo.models.load import Shelf
 from specdemo.models.pairs import ASSETS
+from specdemo.models.shelf import Shelf
 from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
 from specdemo.ui.traces import LARGEST, MOST_STEPS, read_traces

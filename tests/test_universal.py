@@ -25,8 +25,8 @@ from specdemo.drafters.suffix import SuffixDrafter
 from specdemo.drafters.universal import UniversalDrafter
 from specdemo.generate import generate
 from specdemo.models.bridge import TAIL, Bridge
-from specdemo.models.load import Shelf
 from specdemo.models.pairs import PAIRS
+from specdemo.models.shelf import Shelf
 from specdemo.recipe import Recipe
 from specdemo.ui.controls import recipe_of
 
@@ -260,7 +260,7 @@ def text_of(recipe: Recipe, shelf: Shelf) -> tuple[list[int], dict[str, Any]]:
 
 def test_the_bundled_target_with_drafters_of_other_vocabularies(strangers: dict[str, str]) -> None:
     """Greedy and coupled text is plain decoding's; exchanged ids cost no acceptance at all, other words some."""
-    shelf = Shelf(room=4)
+    shelf = Shelf()
     base = Recipe(
         target=BUNDLED.target, drafter=BUNDLED.drafter, universal=True, temperature=0, max_tokens=96, device="cpu"
     )

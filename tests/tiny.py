@@ -307,11 +307,13 @@ def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
 
 
-def save_model(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int = 0, **changes: Any) -> Path:
+def save_model(
+    folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int = 0, shards: str = "5GB", **changes: Any
+) -> Path:
     """A random Llama with this tokenizer, on disk as any checkpoint."""
     torch.manual_seed(seed)
     sizes = {**LLAMA, "hidden_size": 64, "max_position_embeddings": 128, "vocab_size": len(tokenizer)}
     model = LlamaForCausalLM(LlamaConfig(**{**sizes, "eos_token_id": tokenizer.eos_token_id, **changes}))
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size=shards)
     tokenizer.save_pretrained(folder)
     return folder

@@ -27,10 +27,11 @@ from specdemo.core.sampling import Certain, Noise, Warp
 from specdemo.core.step import Draft, Step
 from specdemo.models.cached import CachedModel
 from specdemo.models.lean import Lean
-from specdemo.models.load import Loaded, Spec, find_device, load
+from specdemo.models.load import Loaded, load
 from specdemo.models.memory import peak_device_bytes
 from specdemo.models.pairs import PAIRS
 from specdemo.models.shapes import SHAPES, save_random
+from specdemo.models.spec import Spec, find_device
 
 PROMPT = tuple(range(5, 133))
 

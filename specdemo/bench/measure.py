@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from specdemo.generate import generate
-from specdemo.models.load import Shelf
 from specdemo.models.pairs import ASSETS
 from specdemo.models.peers import PEERS, Peers
+from specdemo.models.shelf import Shelf
 from specdemo.recipe import Recipe, known
 
 PROMPTS = ASSETS / "prompts.json"

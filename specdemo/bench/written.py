@@ -15,8 +15,8 @@ from typing import Any
 
 from specdemo.bench.measure import Prompt
 from specdemo.generate import generate
-from specdemo.models.load import Shelf
 from specdemo.models.pairs import ASSETS
+from specdemo.models.shelf import Shelf
 from specdemo.recipe import Recipe, known
 
 WRITTEN = ASSETS / "written.json"

@@ -11,7 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, EncoderDecoderCache, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    Cache,
+    DynamicCache,
+    EncoderDecoderCache,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from specdemo.core.errors import Refused
 from specdemo.core.step import Draft
@@ -21,6 +29,11 @@ from specdemo.models.slots import Slots, refuse_recurrent
 def has_encoder(config: PretrainedConfig) -> bool:
     """Whether a model of this kind reads its prompt apart from what it writes."""
     return bool(getattr(config, "is_encoder_decoder", False))
+
+
+def auto_class(config: PretrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForSeq2SeqLM]:
+    """What loads a model of this kind."""
+    return AutoModelForSeq2SeqLM if has_encoder(config) else AutoModelForCausalLM
 
 
 def opening(model: PreTrainedModel) -> list[int]:
@@ -39,7 +52,7 @@ class EncoderDecoderEngine:
     """The decoder's forward pass behind what the encoder made of `source`, which it reads with the first pass."""
 
     def __init__(self, model: PreTrainedModel, source: Sequence[int]) -> None:
-        refuse_recurrent(model)
+        refuse_recurrent(type(model), model.config)
         self._model, self._source = model, list(source)
         self._read: Any = None  # what the encoder made of the source
         self._own = Cache(layer_class_to_replicate=Slots)

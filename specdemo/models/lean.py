@@ -37,6 +37,8 @@ def why_not(model: PreTrainedModel) -> str | None:
         return f"its activation is {config.hidden_act}, not silu"
     if has_window(model):
         return "it has a sliding window"
+    if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+        return "it is spread over several devices"
     if (kind := config.rope_parameters["rope_type"]) not in ROPES:
         return f"its rotary embedding is of kind {kind}"
     return None
@@ -61,7 +63,8 @@ class Lean:
     Raises `ValueError` for a model that `why_not` turns down.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, consume: bool = False) -> None:
+        """`consume`: the model's layers are let go one by one, so that no more than one of them is held twice."""
         if reason := why_not(model):
             raise ValueError(reason)
         self.config, self.generation_config = model.config, model.generation_config
@@ -75,7 +78,11 @@ class Lean:
         self.graphs = True  # whether passes may be recorded at all
         self.embedding: Tensor = self._count(body.embed_tokens.weight)
         self._angles = body.rotary_emb
-        self.layers = [self._layer(layer) for layer in body.layers]
+        self.layers = []
+        for i, layer in enumerate(body.layers):
+            self.layers.append(self._layer(layer))
+            if consume:
+                body.layers[i] = layer = nn.Identity()
         self.leave, self.head = self._after_norm(body.norm, [model.lm_head])
 
     @property

@@ -1,23 +1,19 @@
-"""What is used, what is free, and what a model will need, in bytes."""
+"""What is used and what is free: process and device memory, in bytes."""
 
 from __future__ import annotations
 
-import math
+import ctypes
+import gc
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-from safetensors import safe_open
-from transformers import AutoConfig
 
-from specdemo.models.packed import PackedLinear, can_pack
-
-SCALES = {"int8": 1.0, "nf4": 0.5 + 1 / 64 + 4 / (64 * 256)}  # bytes of a quantised weight, with those of its scales
+from specdemo.models.packed import PackedLinear
 
 
 def process_bytes() -> int:
@@ -71,50 +67,71 @@ def room(device: torch.device) -> tuple[int, int]:
     return system.available, system.total
 
 
-@dataclass(frozen=True)
-class Needs:
-    """What a model will take."""
-
-    weights: int
-    kv: int  # keys and values of a thousand tokens
-
-
-def needs(name: str, dtype: torch.dtype, quantization: str, device: torch.device) -> Needs | None:
-    """An estimate from the headers of the weights, which are not read; None for a model that is not on this machine.
-
-    Two-dimensional weights are quantised unless a row is a token's: those stay as they are. Where products are packed,
-    a head that shares the embedding has a copy of its own.
-    """
-    try:
-        folder = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError):
-        return None
-    shapes: dict[str, list[int]] = {}
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as weights:
-            shapes |= {key: weights.get_slice(key).get_shape() for key in weights.keys()}
-    if not shapes:
-        return None
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).get_text_config()
-    whole, small = 0, 0
-    for shape in shapes.values():
-        if quantization in SCALES and len(shape) == 2 and shape[0] != config.vocab_size:
-            small += math.prod(shape)
-        else:
-            whole += math.prod(shape)
-    if config.tie_word_embeddings and can_pack(torch.empty(0, dtype=dtype, device=device)):
-        whole += config.vocab_size * config.hidden_size
-    heads = config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    rows = config.num_hidden_layers * (getattr(config, "num_key_value_heads", None) or heads)
-    return Needs(
-        round(whole * dtype.itemsize + small * SCALES.get(quantization, 0.0)),
-        2 * rows * size * 1000 * dtype.itemsize,
-    )
-
-
 def weight_bytes(model: torch.nn.Module) -> int:
     """Bytes of a model's parameters and buffers, tied ones once, as they are stored (packed where quantised)."""
     tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}
     packed = (module.nbytes for module in model.modules() if isinstance(module, PackedLinear))
     return sum(t.numel() * t.element_size() for t in tensors.values()) + sum(packed)
+
+
+@contextmanager
+def given_back_at_once() -> Iterator[None]:
+    """Within, whatever is freed in larger pieces goes back to the system at once (glibc; nothing elsewhere).
+
+    Loading frees what it read after laying it out anew. glibc would keep the holes: up to as much again as the weights.
+    Afterwards it keeps what passes free, as it would have come to do by itself.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is None:
+        yield
+        return
+    mmap_threshold, trim_threshold = -3, -1  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD of malloc.h
+    mallopt(mmap_threshold, 128 << 10)
+    try:
+        yield
+    finally:
+        mallopt(mmap_threshold, 32 << 20)  # the most to which glibc raises it by itself,
+        mallopt(trim_threshold, 64 << 20)  # and what follows from that
+
+
+def give_back() -> None:
+    """Let go of the memory of what was dropped, to the system and to the other users of the accelerator."""
+    gc.collect()  # a model and its idle engine hold one another
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+        trim(0)
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether this is about memory that could not be had. On a CPU torch says so in words only."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that could be taken on this device now; on the host no more than a container's limit leaves."""
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's own to give again
+        return torch.cuda.mem_get_info(device)[0] + kept
+    return min(psutil.virtual_memory().available, *_left_by_limits())
+
+
+def _left_by_limits() -> list[int]:
+    """What each control group that this process is in still allows (Linux; version 2, then 1)."""
+    left = []
+    for folder, limit, used in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        try:
+            numbers = [(Path(folder) / name).read_text().strip() for name in (limit, used)]
+            lines = (Path(folder) / "memory.stat").read_text().split()
+        except OSError:
+            continue
+        if numbers[0].isdecimal():
+            stat = dict(zip(lines[::2], lines[1::2], strict=True))
+            reclaimable = int(stat.get("inactive_file", stat.get("total_inactive_file", 0)))
+            left.append(max(0, int(numbers[0]) - int(numbers[1]) + reclaimable))
+    return left

@@ -12,7 +12,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from specdemo.core.errors import Refused
 from specdemo.models.encdec import has_encoder
-from specdemo.models.load import Spec, reference
+from specdemo.models.load import reference
+from specdemo.models.spec import Spec
 
 
 @dataclass(frozen=True)

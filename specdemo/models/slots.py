@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from specdemo.core.errors import Refused
@@ -90,17 +90,17 @@ def has_window(model: PreTrainedModel) -> bool:
     )
 
 
-def can_roll_back(model: PreTrainedModel) -> bool:
+def can_roll_back(kind: type[PreTrainedModel], config: PretrainedConfig) -> bool:
     """Whether every layer is attention; a recurrent state cannot un-see a rejected token."""
-    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"]
-    return not model._is_stateful and set(kinds) <= {"full_attention", "sliding_attention"}
+    layers = getattr(config.get_text_config(), "layer_types", None) or ["full_attention"]
+    return not kind._is_stateful and set(layers) <= {"full_attention", "sliding_attention"}
 
 
-def refuse_recurrent(model: PreTrainedModel) -> None:
-    """Raise `Refused` for a model that cannot roll back."""
-    if not can_roll_back(model):
+def refuse_recurrent(kind: type[PreTrainedModel], config: PretrainedConfig) -> None:
+    """Raise `Refused` for a kind of model that cannot take back a token."""
+    if not can_roll_back(kind, config):
         raise Refused(
-            f"{type(model).__name__} keeps a recurrent state that cannot take back a rejected token: "
+            f"{kind.__name__} keeps a recurrent state that cannot take back a rejected token: "
             "choose a model with attention layers only"
         )
 
@@ -109,7 +109,7 @@ class SlotEngine:
     """The model's own forward pass, with `Slots` as its cache."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        refuse_recurrent(model)
+        refuse_recurrent(type(model), model.config)
         self._model, self._windowed = model, has_window(model)
         self._layers = [Slots() for _ in range(model.config.get_text_config().num_hidden_layers)]
         self._cache = Cache(layers=self._layers)

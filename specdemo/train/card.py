@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specdemo.generate import generate
-from specdemo.models.load import Shelf
+from specdemo.models.shelf import Shelf
 from specdemo.recipe import Recipe
 from specdemo.train import curve, objectives
 from specdemo.train.corpus import Corpus, held_out_texts

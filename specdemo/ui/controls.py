@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import fields
 from typing import Any
 
@@ -10,8 +11,9 @@ import gradio as gr
 from specdemo.core.errors import Refused
 from specdemo.core.gamma import POLICIES
 from specdemo.core.rules import RULES
-from specdemo.models.load import QUANTIZATIONS
-from specdemo.models.pairs import PAIRS
+from specdemo.models.pairs import PAIRS, offers
+from specdemo.models.quantise import unavailable
+from specdemo.models.spec import QUANTIZATIONS, find_device
 from specdemo.recipe import METHODS, NGRAM_LEVELS, Recipe
 
 
@@ -22,7 +24,7 @@ def recipe_of(settings: dict[str, Any], device: str) -> Recipe:
         if field.name not in settings:
             continue
         value, usual = settings[field.name], field.default
-        if usual is None and value in (None, 0):  # a field of numbers cannot be left empty in every browser
+        if usual is None and value in (None, 0, ""):  # a field of numbers cannot be left empty in every browser
             continue
         if isinstance(usual, bool):
             if not isinstance(value, bool):
@@ -38,7 +40,9 @@ def recipe_of(settings: dict[str, Any], device: str) -> Recipe:
             raise Refused(f"{field.name} must be a name, not {value!r}")
         elif field.name == "skip_layers":
             value = _numbers(field.name, value)
-        clean[field.name] = value
+        clean[field.name] = value.strip() if isinstance(value, str) else value
+    if clean.get("target"):
+        clean.pop("pair", None)  # one's own models in place of a ready pair
     return Recipe(device=device, **clean)
 
 
@@ -50,14 +54,15 @@ def _numbers(name: str, text: str) -> tuple[int, ...]:
     return tuple(map(int, words))
 
 
-def sidebar(usual: Recipe) -> dict[str, gr.components.Component]:
-    """The controls, by the name of the recipe's field that each one sets."""
+def sidebar(usual: Recipe, unload: Callable[[], Awaitable[str]]) -> dict[str, gr.components.Component]:
+    """The controls, by the name of the recipe's field that each one sets. `unload` frees memory and says how much."""
+    device = find_device(usual.device)
 
     def choice(label: str, name: str, known: dict[str, Any], **more: Any) -> gr.Dropdown:
         return gr.Dropdown(list(known), value=getattr(usual, name), label=label, **more)
 
     with gr.Sidebar(width=310, elem_id="settings"):
-        pairs = [(pair.title, name) for name, pair in PAIRS.items()]
+        pairs = [(offer.label, offer.name) for offer in offers(usual.device)]
         c: dict[str, gr.components.Component] = {
             "pair": gr.Dropdown(pairs, value=usual.pair, label="Drafter and target", elem_id="pair"),
             "method": gr.Dropdown(
@@ -82,10 +87,30 @@ def sidebar(usual: Recipe) -> dict[str, gr.components.Component]:
             c["universal"] = gr.Checkbox(
                 usual.universal, label="Re-encode the text of a drafter of another vocabulary", elem_id="universal"
             )
-        with gr.Accordion("Quantisation", open=False):
-            c["quantization"] = choice("Target", "quantization", QUANTIZATIONS, elem_id="quantization")
-            c["drafter_quantization"] = choice(
-                "Drafter", "drafter_quantization", QUANTIZATIONS, elem_id="drafter-quantization"
+        c["pair"].change(
+            lambda name: PAIRS[name].gamma if name in PAIRS else gr.skip(),
+            c["pair"],
+            c["gamma"],
+            show_progress="hidden",
+            queue=False,
+            api_visibility="private",
+        )
+        with gr.Accordion("Your own models", open=False):
+            c["target"] = gr.Textbox(
+                "", label="Target", placeholder="Hugging Face id or local directory", max_lines=1, elem_id="target"
+            )
+            c["drafter"] = gr.Textbox(
+                "", label="Drafter", placeholder="of the same family", max_lines=1, elem_id="drafter"
+            )
+        with gr.Accordion("Quantisation and memory", open=False):
+            ways = [
+                (f"{name}: {unavailable(name, device) or known.title}", name) for name, known in QUANTIZATIONS.items()
+            ]
+            for name, label in (("quantization", "Target"), ("drafter_quantization", "Drafter")):
+                c[name] = gr.Dropdown(ways, value=getattr(usual, name), label=label, elem_id=name.replace("_", "-"))
+            freed = gr.Markdown(elem_id="freed")
+            gr.Button("Unload models", size="sm", elem_id="unload").click(
+                unload, None, freed, show_progress="hidden", concurrency_limit=None, api_visibility="private"
             )
         with gr.Accordion("NASD", open=False):
             c["ngram"] = gr.Slider(2, 8, usual.ngram, step=1, label="Order n", elem_id="ngram")

@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 
 from specdemo.models import memory
-from specdemo.models.load import QUANTIZATIONS, find_device, natural_dtype
-from specdemo.models.pairs import PAIRS, Pair
+from specdemo.models.pairs import PAIRS, Pair, offers
+from specdemo.models.plan import plan
+from specdemo.models.quantise import unavailable
+from specdemo.models.spec import QUANTIZATIONS, Spec, find_device
 from specdemo.ui.frames import Run
 from specdemo.ui.words import NOTHING, Lane, title
 
+CONTEXT = 1000  # tokens
 NOTES = {
     "run": "Keys and values are those of all models of the run. The process is all that it has resident, Python, torch "
     "and every model included; its peak is since it began.",
-    "pairs": "Estimates from the headers of the weights, which are not loaded for it. Loading takes more for a moment, "
-    "and a longer text more keys and values.",
+    "pairs": "Planned from the configurations; no weights are loaded for it. The sum holds the working space of a pass "
+    "too. Of pairs that are not on this machine the catalogue tells the sum alone.",
 }
 
 
@@ -85,26 +89,35 @@ def of_machine(device: str) -> str:
 
 
 def of_pairs(device: str, pairs: Mapping[str, Pair] = PAIRS) -> str:
-    """What every pair would need with its target quantised in every way, and whether it fits into what is free."""
+    """What every pair would need with its target quantised in every way, and whether it fits into what is free.
+
+    Of models that are not on this machine only what the catalogue says is known: they are not asked for.
+    """
     where = find_device(device)
     free, _ = memory.room(where)
-    rows = [_pair(pair, quantization, where, free) for pair in pairs.values() for quantization in QUANTIZATIONS]
-    head = ["MB", "target", "drafter", "KV of 1,000 tokens", "sum", "fits"]
+    known = {offer.name: offer.needs for offer in offers(device)}
+    rows = []
+    for name, pair in pairs.items():
+        if Path(pair.target).is_dir() and Path(pair.drafter).is_dir():
+            ways = [way for way in QUANTIZATIONS if unavailable(way, where) is None]
+            rows += [_pair(pair, way, where, free) for way in ways]
+        elif name in known:
+            rows.append([pair.title, *[NOTHING] * 3, _mb(known[name]), f"{_fits(known[name], free)}; not downloaded"])
+    head = ["MB", "target", "drafter", "KV for 1,000 tokens", "sum", "fits"]
     return _table("pairs", head, rows, f"{NOTES['pairs']} {_mb(free)} MB are free now.")
 
 
 def _pair(pair: Pair, quantization: str, device: torch.device, free: int) -> list[str]:
-    dtype = natural_dtype(quantization, device)
+    asked = [Spec(pair.target, quantization=quantization, device=str(device)), Spec(pair.drafter, device=str(device))]
+    target, drafter = (plan(spec.resolved(), CONTEXT) for spec in asked)
     how = "" if quantization == "none" else f" {quantization} and"
-    head = f"{pair.title}; target in{how} {dtype}"
-    target = memory.needs(pair.target, getattr(torch, dtype), quantization, device)
-    drafter = memory.needs(pair.drafter, getattr(torch, natural_dtype("none", device)), "none", device)
-    if target is None or drafter is None:
-        return [head, *[NOTHING] * 4, "not downloaded"]
-    kv = target.kv + drafter.kv
-    total = target.weights + drafter.weights + kv
-    fits = "yes" if total <= free else f"no, by {_mb(total - free)}"
-    return [head, *map(_mb, (target.weights, drafter.weights, kv, total)), fits]
+    total = target.total + drafter.total
+    figures = (target.weights, drafter.weights, target.kv + drafter.kv, total)
+    return [f"{pair.title}; target in{how} {target.spec.dtype}", *map(_mb, figures), _fits(total, free)]
+
+
+def _fits(total: int, free: int) -> str:
+    return "yes" if total <= free else f"no, by {_mb(total - free)}"
 
 
 def _table(name: str, head: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> str:

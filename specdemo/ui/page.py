@@ -21,8 +21,8 @@ import gradio as gr
 
 from specdemo.core.errors import Refused
 from specdemo.generate import generate
-from specdemo.models.load import Shelf
 from specdemo.models.pairs import ASSETS, PAIRS
+from specdemo.models.shelf import Shelf
 from specdemo.recipe import Recipe
 from specdemo.ui.about import ABOUT
 from specdemo.ui.api import endpoints
@@ -200,7 +200,7 @@ def build(
         service.leave(request.session_hash or "")
 
     with gr.Blocks(title="specdemo", analytics_enabled=False, fill_width=True) as demo:
-        controls = sidebar(usual)
+        controls = sidebar(usual, service.unload)
         gr.HTML(HEADER, elem_id="masthead", apply_default_css=False)
         prompt = gr.Textbox(
             label="Prompt",

@@ -10,16 +10,18 @@ import asyncio
 import json
 import logging
 import os
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 import torch
 
 from specdemo.bench import Prompt, Turn, measure
 from specdemo.core.errors import Refused
-from specdemo.models.load import Shelf
 from specdemo.models.pairs import ASSETS
+from specdemo.models.reasons import size
+from specdemo.models.shelf import Shelf
 from specdemo.models.text import Message
 from specdemo.parts import Stores
 from specdemo.preflight import Preflight, preflight, texts_for
@@ -52,6 +54,7 @@ class Service:
         self.talks: dict[str, list[Message]] = {}  # by visitor: what was said in the conversation so far
         self._stores: dict[str, Stores] = {}  # by visitor: nobody's text may show in another's drafts
         self._benches: dict[str, Stream[Turn | dict[str, Any]]] = {}  # by visitor, the latest of each
+        self._idle: threading.Timer | None = None
 
     def start(self, jobs: list[tuple[str, Recipe]], prompt: Any, visitor: str = "") -> Lines:
         """Decode `prompt` by each recipe in turn; items are a lane's name and a line of its trace."""
@@ -63,12 +66,15 @@ class Service:
         said = [*self.talks.get(visitor, ()), {"role": "user", "content": prompt}]
 
         def steps() -> Iterator[tuple[str, dict[str, Any]]]:
-            for lane, recipe in jobs:
-                event: dict[str, Any] = {}
-                for event in self._engine(recipe, said if recipe.chat else prompt, self._models, stores):
-                    yield lane, event
-                if event.get("end") == "error":
-                    return
+            try:
+                for lane, recipe in jobs:
+                    event: dict[str, Any] = {}
+                    for event in self._engine(recipe, said if recipe.chat else prompt, self._models, stores):
+                        yield lane, event
+                    if event.get("end") == "error":
+                        return
+            finally:
+                self._tidy_later()
 
         return self.worker.submit(steps)
 
@@ -104,6 +110,37 @@ class Service:
         """End what this visitor has measured, after the step that is being made."""
         if stream := self._benches.pop(visitor, None):
             stream.stop()
+
+    async def unload(self) -> str:
+        """Let go of all models; what that gave, in words. Runs that are going on keep theirs to their end."""
+
+        def job() -> Iterator[str]:
+            held = self._models.weight_bytes
+            self._models.clear()
+            yield f"{size(held)} of weights unloaded." if held else "No model was loaded."
+
+        stream = self.worker.submit(job)
+        async with aclosing(drain(stream)) as batches:
+            async for batch in batches:
+                for said in batch:
+                    return said
+        return reason(stream.error or RuntimeError("the worker gave no answer"))
+
+    def _tidy_later(self) -> None:
+        """Once nobody has run anything for long enough, unload what is idle."""
+
+        def tidy() -> Iterator[int]:
+            yield self._models.tidy()
+
+        def submit() -> None:
+            with suppress(RuntimeError):  # busy, so not idle; or closed
+                self.worker.submit(tidy)
+
+        if self._idle:
+            self._idle.cancel()
+        self._idle = threading.Timer(self._models.idle_s, submit)
+        self._idle.daemon = True
+        self._idle.start()
 
     def trace_since(self, asked: Any) -> str | None:
         """For a browser that missed frames: `[run id, how many records it has]`."""

@@ -1,0 +1,196 @@
+"""What models take, planned and measured: ``python -m specdemo.bench.room``, for `docs/models.md`.
+
+Every case is a process of its own: a small model is loaded and run first, so that libraries have set themselves up,
+then the case, with a long prompt. Measured is anonymous memory and what stays mapped of the weights' files (on an
+accelerator, what tensors take); pages of files that are only passed through do not count, the system drops them. The
+models are the bundled ones and others drawn at random on the spot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from specdemo.generate import generate
+from specdemo.models.memory import device_bytes, give_back, peak_device_bytes
+from specdemo.models.pairs import PAIRS
+from specdemo.models.plan import plan
+from specdemo.models.quantise import unavailable
+from specdemo.models.shapes import save_random
+from specdemo.models.shelf import Shelf
+from specdemo.models.spec import QUANTIZATIONS, find_device
+from specdemo.recipe import Recipe
+
+EVERY_S = 0.002  # between two looks at the memory
+CONTEXT = 1024
+DRAWN = ("llama-30m", "llama-100m", "llama-300m", "qwen2-wide", "gpt2", "pythia-70m")
+BUNDLED = {role: getattr(PAIRS["bundled"], role) for role in ("target", "drafter")}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model in one form: bytes as planned, and as measured once loaded and run, and at the highest."""
+
+    model: str
+    quantization: str
+    parameters: int
+    planned: int
+    measured: int
+    planned_peak: int
+    measured_peak: int
+
+
+def measure(name: str, folder: str, quantization: str, device: str) -> Case:
+    """Load and run it, watching memory. In a process that has done nothing else."""
+    prompt = "x = 1\n" * (CONTEXT // 8)
+    asked: dict[str, Any] = {
+        "method": "nasd",
+        "temperature": 0.8,
+        "ngram_keep": False,
+        "max_tokens": 48,
+        "device": device,
+    }
+    shelf, small = Shelf(), Recipe(target=BUNDLED["drafter"], **asked)
+    drive(small, "def f():\n", shelf)
+    if QUANTIZATIONS[quantization].bits:
+        drive(replace(small, quantization="int8"), "def f():\n", shelf)  # the library takes 45 MB once
+    tokenizer = shelf.take(small.target_spec).tokenizer  # every model here has it
+    recipe = Recipe(target=folder, quantization=quantization, **asked)
+    length = len(tokenizer.encode(prompt)) + recipe.max_tokens
+    planned = plan(recipe.target_spec.resolved(), length)
+    where = find_device(device)
+    give_back()
+    before, anonymous = used(where), used(where, mapped=False)
+    with highest(where) as peak:
+        drive(recipe, prompt, shelf)
+        give_back()
+        after = used(where)
+    return Case(
+        name,
+        quantization,
+        planned.parameters,
+        planned.resting,
+        after - before,
+        planned.peak,
+        max(peak[0] - anonymous, after - before),
+    )
+
+
+def rounds(count: int, device: str) -> Iterator[int]:
+    """Bytes in use after each round of loading, running, switching and unloading."""
+    shelf, where = Shelf(), find_device(device)
+    forms = ("none", "bf16", "nf4") if unavailable("nf4", where) is None else ("none", "bf16")
+    for i in range(count + 1):
+        for form in forms:
+            drive(
+                Recipe(quantization=form, drafter_quantization=form, device=device, max_tokens=32), "def f():\n", shelf
+            )
+        shelf.clear()
+        if i:  # libraries have set themselves up in the first
+            yield used(where)
+
+
+def drive(recipe: Recipe, prompt: str, shelf: Shelf) -> None:
+    """Run it to its end."""
+    *_, end = generate(recipe, prompt, shelf)
+    assert end["end"] in ("length", "stop"), end["error"]
+
+
+def used(device: torch.device, mapped: bool = True) -> int:
+    """Bytes of this process, without pages of files unless `mapped`."""
+    if (tensors := device_bytes(device)) is not None:
+        return tensors
+    memory = psutil.Process().memory_info()
+    return memory.rss - (0 if mapped else getattr(memory, "shared", 0))
+
+
+@contextmanager
+def highest(device: torch.device) -> Iterator[list[int]]:
+    """A list whose only item is the most that was used meanwhile."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    found, over = [used(device, mapped=False)], threading.Event()
+
+    def look() -> None:
+        while not over.wait(EVERY_S):
+            found[0] = max(found[0], used(device, mapped=False))
+
+    watch = threading.Thread(target=look, daemon=True)
+    watch.start()
+    try:
+        yield found
+    finally:
+        over.set()
+        watch.join()
+        found[0] = max(found[0], peak_device_bytes(device) or 0)
+
+
+def markdown(cases: list[Case]) -> str:
+    """A row per case."""
+    lines = [
+        "| model | parameters | quantisation | planned | measured | off by | planned peak | measured peak | off by |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for case in cases:
+        lines.append(
+            f"| {case.model} | {case.parameters / 1e6:.1f} M | {case.quantization} "
+            f"| {_beside(case.planned, case.measured)} | {_beside(case.planned_peak, case.measured_peak)} |"
+        )
+    return "\n".join(lines)
+
+
+def _beside(planned: int, measured: int) -> str:
+    return f"{planned / 1e6:.1f} MB | {measured / 1e6:.1f} MB | {planned / measured - 1:+.0%}"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", nargs="+", choices=[*BUNDLED, *DRAWN], default=[*BUNDLED, *DRAWN])
+    parser.add_argument("--quantization", nargs="+", choices=QUANTIZATIONS, default=["none", "bf16", "int8", "nf4"])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--one", nargs=3, metavar=("NAME", "FOLDER", "QUANTIZATION"), help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, metavar="N", help="instead: load, run, switch and unload N times")
+    options = parser.parse_args(arguments)
+    if options.rounds:
+        found = [f"{taken / 1e6:.1f}" for taken in rounds(options.rounds, options.device)]
+        print(f"MB in use after each round: {' '.join(found)}")
+        return
+    if options.one:
+        print(json.dumps(asdict(measure(*options.one, options.device))))
+        return
+    cases = []
+    with tempfile.TemporaryDirectory() as place:
+        for name in options.model:
+            if name in DRAWN:
+                save_random(name, Path(place, name), BUNDLED["target"], torch.bfloat16, torch.device("cpu"))
+        for name, quantization in product(options.model, options.quantization):
+            folder = BUNDLED.get(name) or str(Path(place, name))
+            command = [sys.executable, "-m", "specdemo.bench.room", "--device", options.device]
+            done = subprocess.run(
+                [*command, "--one", name, folder, quantization], stdout=subprocess.PIPE, text=True, check=False
+            )
+            if done.returncode:
+                print(f"{name} in {quantization} could not be measured", file=sys.stderr)
+                continue
+            cases.append(Case(**json.loads(done.stdout.splitlines()[-1])))
+            print(f"{len(cases)} measured", end="\r", file=sys.stderr, flush=True)
+    print(markdown(cases))
+    print(json.dumps([asdict(case) for case in cases]))
+
+
+if __name__ == "__main__":
+    main()

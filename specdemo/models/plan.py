@@ -1,0 +1,213 @@
+"""What a model will take, before any of its weights are read: weights as they will be kept, keys and values, the rest.
+
+Weights are counted from the configuration (a model without weights) and, where a checkpoint is quantised already, from
+the headers of its safetensors files. Bytes throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from specdemo.core.errors import Refused
+from specdemo.models.engine import BLOCK as KEYS
+from specdemo.models.engine import CHUNK
+from specdemo.models.errand import Tell, quietly
+from specdemo.models.hub import Hub, Shapes
+from specdemo.models.lean import why_not
+from specdemo.models.load import configuration
+from specdemo.models.memory import free_bytes
+from specdemo.models.packed import can_pack
+from specdemo.models.quantise import BLOCK, quantised_layers, skeleton, stored_quantised, unavailable
+from specdemo.models.reasons import size
+from specdemo.models.spec import QUANTIZATIONS, SPREAD, Spec, main_device
+
+WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
+FLOATS = ("F32", "BF16", "F16")
+STORED = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}  # bytes of a value; all else has 1
+ROWS = 16  # of logits that a round holds: a draft of usual length, filled up
+LAWS = 5  # copies of those in float32: processed, as a law, sorted, accumulated, drawn from
+KERNELS = 14_000_000  # that oneDNN compiles for the shapes of a model's passes (measured: bench/room.py)
+SMALLER = ("bf16", "int8", "nf4")  # what is suggested, in this order
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one model takes where. `loading`: the most that is held besides, and only while weights are read."""
+
+    spec: Spec
+    context: int  # tokens
+    parameters: int  # numbers, not bytes
+    weights: int
+    kv: int
+    settled: int  # what stays beside them once it has run: compiled kernels, buffers
+    passing: int  # the most that a pass takes while it runs: activations, logits, masks
+    loading: int
+
+    @property
+    def resting(self) -> int:
+        """Between two runs."""
+        return self.weights + self.kv + self.settled
+
+    @property
+    def total(self) -> int:
+        """While it runs."""
+        return self.resting + self.passing
+
+    @property
+    def peak(self) -> int:
+        """The most at any time."""
+        return max(self.total, self.weights + self.loading)
+
+
+def plan(spec: Spec, context: int, hub: Hub | None = None, tell: Tell = quietly) -> Plan:
+    """What `spec`, resolved, takes with room for `context` tokens.
+
+    Fetches the configuration if need be. Raises `Refused` for what cannot be loaded at all.
+    """
+    hub = hub or Hub()
+    config = configuration(spec, hub, tell)
+    shapes = hub.shapes(spec.name, spec.revision) if stored_quantised(config) else None
+    return plan_of(spec, config, context, shapes)
+
+
+def plan_of(spec: Spec, config: PretrainedConfig, context: int, shapes: Shapes | None = None) -> Plan:
+    """The same from what is known; `shapes`: of the files, for a checkpoint that is quantised already."""
+    model = skeleton(config)
+    lean = why_not(model) is None and spec.device != SPREAD
+    text = config.get_text_config()
+    width = WIDTH[spec.dtype]
+    heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    room = _room(context, KEYS) if lean else max(context, 1)  # what is reserved and never written takes nothing
+    rows = min(max(context, 1), CHUNK) if lean else max(context, 1)
+    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    parts = _parts(model, spec) if shapes is None else _stored(model, spec, shapes)
+    activations = rows * (4 * text.hidden_size + 2 * (heads + 2 * kv_heads) * head_dim + 3 * inner) * width
+    if lean:
+        activations += rows * heads // kv_heads * room * width  # the mask of a prompt's piece
+    layers = quantised_layers(model).values() if QUANTIZATIONS[spec.quantization].bits else ()
+    unpacked = max((layer.weight.numel() for layer in layers), default=0) * width
+    return Plan(
+        spec,
+        context,
+        sum(weight.numel() for weight in model.parameters()),
+        weights=sum(parts) + _copies(model, spec, lean),
+        kv=2 * text.num_hidden_layers * kv_heads * head_dim * room * width,
+        settled=activations // 2 + (KERNELS if _packs(spec) and not layers else 0),
+        passing=activations * 3 // 2 + ROWS * text.vocab_size * (width + 4 * LAWS) + 4 * unpacked,
+        loading=_while_loading(model, spec, lean),
+    )
+
+
+def lacking(plans: Sequence[Plan]) -> dict[str, tuple[int, int]]:
+    """What these need together and what is free, for every device where that is too little."""
+    needed: dict[str, int] = {}
+    for one in plans:
+        where = "all devices" if one.spec.device == SPREAD else one.spec.device
+        needed[where] = needed.get(where, 0) + one.total
+    for where in needed:
+        here = [one for one in plans if one.spec.device == where]
+        needed[where] += max((one.peak - one.total for one in here), default=0)  # they are loaded one after another
+    return {where: (least, free) for where, least in needed.items() if least > (free := _free(where))}
+
+
+def refuse_lacking(plans: Sequence[Plan], suggest: Sequence[Plan] = ()) -> None:
+    """Raise `Refused` with numbers where memory does not suffice; `suggest`: what would be tried instead."""
+    for where, (needed, free) in lacking(plans).items():
+        heavy = max(plans, key=lambda one: one.total)
+        for other in suggest:
+            rest = sum(one.total for one in plans if one is not heavy)
+            if other.peak + rest <= free:
+                way = f"load it in {other.spec.quantization}, which needs {size(other.peak + rest)}"
+                break
+        else:
+            way = "choose a smaller pair, or end what else takes memory"
+        names = " and ".join(one.spec.title for one in plans)
+        raise Refused(
+            f"{names} need{'s' if len(plans) == 1 else ''} {size(needed)} on {where} (weights "
+            f"{size(sum(one.weights for one in plans))}, keys and values {size(sum(one.kv for one in plans))}, working "
+            f"space {size(sum(one.settled + one.passing for one in plans))}) and {size(free)} are free: {way}"
+        )
+
+
+def smaller(spec: Spec) -> Iterator[Spec]:
+    """The same model in ways that take less, as far as they can be had here; `spec` is resolved."""
+    own = SMALLER.index(spec.quantization) + 1 if spec.quantization in SMALLER else 0
+    for name in SMALLER[own:]:
+        if not unavailable(name, main_device(spec)) and not (name == "bf16" and WIDTH[spec.dtype] == 2):
+            yield replace(spec, quantization=name, dtype="auto").resolved()
+
+
+def _free(where: str) -> int:
+    if where != "all devices":
+        return free_bytes(torch.device(where))
+    return free_bytes(torch.device("cpu")) + sum(
+        free_bytes(torch.device("cuda", i)) for i in range(torch.cuda.device_count())
+    )
+
+
+def _room(context: int, first: int) -> int:
+    """Positions that a cache which doubles from `first` has taken once it holds `context`."""
+    room = first
+    while room < context:
+        room *= 2
+    return room
+
+
+def _parts(model: PreTrainedModel, spec: Spec) -> Iterator[int]:
+    """Bytes of each tensor as it is kept, tied ones once."""
+    known, width = QUANTIZATIONS[spec.quantization], WIDTH[spec.dtype]
+    layers = {id(layer.weight): layer for layer in quantised_layers(model).values()} if known.bits else {}
+    for weight in model.parameters():
+        layer = layers.get(id(weight))
+        if layer is None:
+            yield weight.numel() * width
+        elif known.bits == 8:
+            yield weight.numel() + 4 * weight.shape[0 if isinstance(layer, nn.Linear) else 1]
+        else:
+            blocks = weight.numel() // BLOCK
+            yield weight.numel() // 2 + (blocks + blocks // BLOCK if known.double else 4 * blocks)
+
+
+def _stored(model: PreTrainedModel, spec: Spec, shapes: Shapes) -> Iterator[int]:
+    """Bytes of each tensor of a checkpoint that is quantised already: what the model names itself is cast."""
+    own = {name for name, _ in model.named_parameters()}
+    for name, (dtype, shape) in shapes.items():
+        cast = name in own and dtype in FLOATS
+        yield prod(shape) * (WIDTH[spec.dtype] if cast else STORED.get(dtype, 1))
+
+
+def _copies(model: PreTrainedModel, spec: Spec, lean: bool) -> int:
+    """Bytes of a tied head that is laid out, or has a norm's gain folded into it, on its own."""
+    head, inner = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or head.weight is not inner.weight:
+        return 0
+    folds = lean and spec.dtype == "float32"
+    return head.weight.numel() * WIDTH[spec.dtype] if _packs(spec) or folds else 0
+
+
+def _packs(spec: Spec) -> bool:
+    return spec.device == "cpu" and can_pack(torch.empty(0, dtype=getattr(torch, spec.dtype)))
+
+
+def _while_loading(model: PreTrainedModel, spec: Spec, lean: bool) -> int:
+    """What is held twice at worst: the largest layer while it is laid out anew, or the largest matrix."""
+    width = WIDTH[spec.dtype]
+    largest = max(weight.numel() for weight in model.parameters()) * width
+    layer = max(
+        (
+            sum(p.numel() for p in one.parameters())
+            for some in model.modules()
+            if isinstance(some, nn.ModuleList)
+            for one in some
+        ),
+        default=0,
+    )
+    return max(largest, layer * width if lean else 0)

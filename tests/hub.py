@@ -1,0 +1,205 @@
+"""A hub for the tests: the HTTP that `huggingface_hub` speaks, served from directories, with faults on demand.
+
+What it knows: model info, the tree of a commit, files under /resolve/ (small ones at once, safetensors through a
+redirect to another path, as the real hub sends them to its CDN), ranges, ETags, the X- headers. A model is a directory
+under the root: `root/tiny/target` is `tiny/target`, and its commit is a hash of its files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+BRANCH = "main"
+
+
+@dataclass
+class Faults:
+    """What goes wrong, until it is set right again."""
+
+    status: int = 200  # of every answer about a model
+    code: str = ""  # its X-Error-Code
+    cut_after: int | None = None  # bytes of a weights file after which the line goes dead,
+    cuts: int = 0  # as many times
+    truncated: int = 0  # bytes missing at the end of a weights file, though announced
+    corrupt: bool = False  # whether a weights file comes with one byte changed
+    held_after: int | None = None  # bytes of a weights file after which nothing comes before `go_on` is set
+    go_on: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass
+class StandIn:
+    """The server, what it is to do wrong, and what it was asked: method, path, and the range if any."""
+
+    root: Path
+    endpoint: str = ""
+    faults: Faults = field(default_factory=Faults)
+    asked: list[tuple[str, str, str | None]] = field(default_factory=list)
+    trusted: set[str] = field(default_factory=set)  # Authorization headers that the hub has seen,
+    leaked: set[str] = field(default_factory=set)  # and those that its CDN has seen, which is another host
+
+    @property
+    def cdn(self) -> str:
+        """Where weights are: the same server by another name, so that clients take it for another host."""
+        return self.endpoint.replace("127.0.0.1", "localhost") + "/cdn"
+
+    def commit(self, name: str) -> str:
+        """40 hexadecimal digits that change with the files."""
+        digest = hashlib.sha1(name.encode())
+        for path in sorted((self.root / name).rglob("*")):
+            if path.is_file():
+                digest.update(path.name.encode() + path.read_bytes())
+        return digest.hexdigest()
+
+    def gets(self, part: str) -> list[str | None]:
+        """The ranges of all downloads of files whose address has `part` in it."""
+        return [span for method, path, span in self.asked if method == "GET" and part in path]
+
+
+@contextmanager
+def serving(root: Path) -> Iterator[StandIn]:
+    """A hub on a free port of this machine."""
+    hub = StandIn(root)
+
+    class Handler(_Handler):
+        stand_in = hub
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    hub.endpoint = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        hub.faults.go_on.set()
+        server.shutdown()
+        server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    stand_in: StandIn
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        """Quiet."""
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def _answer(self) -> None:
+        hub, path = self.stand_in, unquote(urlsplit(self.path).path).strip("/")
+        hub.asked.append((self.command, path, self.headers.get("Range")))
+        parts = path.split("/")
+        if token := self.headers.get("Authorization"):
+            (hub.leaked if parts[0] == "cdn" else hub.trusted).add(token)
+        if parts[:2] == ["api", "models"]:
+            self._about("/".join(parts[2:4]), parts[4:])
+        elif parts[0] == "cdn":
+            self._file("/".join(parts[1:3]), "/".join(parts[3:]), from_cdn=True)
+        elif len(parts) > 4 and parts[2] == "resolve":
+            self._file("/".join(parts[:2]), "/".join(parts[4:]), revision=parts[3])
+        else:
+            self._send(404, {"X-Error-Code": "RepoNotFound"})
+
+    def _known(self, name: str, revision: str = BRANCH) -> bool:
+        hub = self.stand_in
+        if hub.faults.status != 200:
+            self._send(hub.faults.status, {"X-Error-Code": hub.faults.code})
+        elif not (hub.root / name).is_dir():
+            self._send(404, {"X-Error-Code": "RepoNotFound"})
+        elif revision not in (BRANCH, hub.commit(name)):
+            self._send(404, {"X-Error-Code": "RevisionNotFound"})
+        else:
+            return True
+        return False
+
+    def _about(self, name: str, rest: list[str]) -> None:
+        what, revision = (*rest, "", BRANCH)[:2] if len(rest) != 1 else (rest[0], BRANCH)
+        if not self._known(name, revision or BRANCH):
+            return
+        folder = self.stand_in.root / name
+        files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+        if what == "tree":
+            body: object = [
+                {"type": "file", "path": path.relative_to(folder).as_posix(), "size": len(data), **_oids(path, data)}
+                for path in files
+                for data in [path.read_bytes()]
+            ]
+        else:
+            siblings = [{"rfilename": path.relative_to(folder).as_posix()} for path in files]
+            body = {"id": name, "sha": self.stand_in.commit(name), "siblings": siblings, "tags": [], "private": False}
+        self._send(200, {"Content-Type": "application/json"}, json.dumps(body).encode())
+
+    def _file(self, name: str, inner: str, revision: str = BRANCH, from_cdn: bool = False) -> None:
+        if not self._known(name, revision):
+            return
+        commit = {"X-Repo-Commit": self.stand_in.commit(name)}
+        path = self.stand_in.root / name / inner
+        if not path.is_file():
+            self._send(404, {**commit, "X-Error-Code": "EntryNotFound"})
+            return
+        data = path.read_bytes()
+        etag = f'"{_etag(path, data)}"'
+        if path.suffix == ".safetensors" and not from_cdn:
+            linked = {"X-Linked-Etag": etag, "X-Linked-Size": str(len(data))}
+            self._send(302, {**commit, **linked, "Location": f"{self.stand_in.cdn}/{name}/{inner}"})
+            return
+        headers = {**commit, "ETag": etag, "Accept-Ranges": "bytes"}
+        first, last, status = 0, len(data) - 1, 200
+        if span := self.headers.get("Range"):
+            begin, _, end = span.removeprefix("bytes=").partition("-")
+            first, last, status = int(begin), min(int(end), last) if end else last, 206
+            headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
+        self._send(status, headers, data[first : last + 1], weights=from_cdn)
+
+    def _send(self, status: int, headers: dict[str, str], body: bytes = b"", weights: bool = False) -> None:
+        faults = self.stand_in.faults
+        self.send_response(status)
+        for key, value in headers.items():
+            self.send_header(key, value)
+        if weights and faults.truncated:
+            body = body[: -faults.truncated]
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        if weights and faults.corrupt:
+            body = body[:-1] + bytes([body[-1] ^ 1])
+        if weights and faults.cut_after is not None and faults.cuts:
+            faults.cuts -= 1
+            self.wfile.write(body[: faults.cut_after])
+            self.close_connection = True
+            return
+        if weights and faults.held_after is not None:
+            self.wfile.write(body[: faults.held_after])
+            self.wfile.flush()
+            faults.go_on.wait()
+            body = body[faults.held_after :]
+        try:
+            self.wfile.write(body)
+        except OSError:
+            self.close_connection = True  # whoever asked has gone
+
+
+def _etag(path: Path, data: bytes) -> str:
+    if path.suffix == ".safetensors":
+        return hashlib.sha256(data).hexdigest()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+def _oids(path: Path, data: bytes) -> dict[str, object]:
+    oid = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+    if path.suffix != ".safetensors":
+        return {"oid": oid}
+    return {"oid": oid, "lfs": {"oid": _etag(path, data), "size": len(data), "pointerSize": 134}}
