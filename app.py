@@ -15,7 +15,7 @@ def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="See, measure and trust speculative decoding, in the browser.")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     parser.add_argument("--port", type=int, help=f"port to listen on (default: {PORT}, or the next one that is free)")
-    parser.add_argument("--pair", default="bundled", help="drafter and target to begin with")
+    parser.add_argument("--pair", help="drafter and target to begin with (default: the first that is offered)")
     parser.add_argument("--device", default="auto", help="where the models run: auto, cpu, cuda, mps")
     parser.add_argument("--share", action="store_true", help="also open a public tunnel; off by default")
     parser.add_argument(

@@ -20,7 +20,7 @@ HILL = (
     {"parts"},
     {"generate"},
     {"bench", "layers"},
-    {"prove", "preflight"},
+    {"prove", "preflight", "limits"},
     {"ui", "views", "options"},
     {"commands"},
     {"__main__", "app"},

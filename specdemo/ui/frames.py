@@ -86,8 +86,8 @@ class Run:
             lane.ended = True
             if event["end"] not in ENDS:
                 self.phase = ("failed", event["error"] or "the model gave no reason")
-            elif name == self.plan[-1]:
-                self.phase = self._ending(event["end"])
+            elif name == self.plan[-1] or event.get("error"):
+                self.phase = self._ending(event["end"], event.get("error"))
         else:
             lane.metrics.add_record(event)
             lane.memory = event.get("memory") or lane.memory
@@ -103,16 +103,16 @@ class Run:
         self.over = True
         if error:
             self.phase = ("failed", error)
-        elif self.phase[0] != "failed" and not all(lane.ended for lane in self.lanes.values()):
+        elif self.phase[0] not in ("failed", "stopped") and not all(lane.ended for lane in self.lanes.values()):
             self.phase = self._ending("cancelled")
         for lane in self.lanes.values():
             if lane.lines and not lane.ended:
                 lane.lines.append(ending("error" if error else "cancelled", lane.metrics, error))
                 lane.ended = True
 
-    def _ending(self, end: str) -> tuple[str, str]:
+    def _ending(self, end: str, error: str | None = None) -> tuple[str, str]:
         phase, why = ENDS[end]
-        return phase, ", ".join(filter(None, (f"{self.lanes[self.plan[0]].metrics.tokens} tokens", why)))
+        return phase, ", ".join(filter(None, (f"{self.lanes[self.plan[0]].metrics.tokens} tokens", error or why)))
 
     def frame(self, at: int) -> str:
         """The state now and the records from `at` on, as one JSON string (strings survive gradio's wire best)."""
@@ -154,8 +154,9 @@ class Runs:
         with self._lock:
             self._runs[run.id] = run
             self._of[visitor] = run.id
-            while len(self._runs) > self._capacity:
-                gone, _ = self._runs.popitem(last=False)
+            while len(self._runs) > self._capacity:  # first what never came to anything: refusals push out no text
+                gone = next((run_id for run_id, old in self._runs.items() if old.over and not old.records), None)
+                gone, _ = (gone, self._runs.pop(gone)) if gone else self._runs.popitem(last=False)
                 self._of = {who: what for who, what in self._of.items() if what != gone}
         return run
 

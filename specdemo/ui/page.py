@@ -20,16 +20,17 @@ import gradio as gr
 
 from specdemo.core.errors import Refused
 from specdemo.generate import generate
+from specdemo.limits import Limits
 from specdemo.models.load import Shelf
 from specdemo.models.pairs import ASSETS, PAIRS
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, known
 from specdemo.ui.about import ABOUT
 from specdemo.ui.controls import recipe_of, sidebar
 from specdemo.ui.frames import Run
 from specdemo.ui.service import Engine, Service, drain, reason
 from specdemo.ui.theme import theme
 from specdemo.ui.words import PLAIN, SPEC, told_of
-from specdemo.worker import WorkerBusy
+from specdemo.worker import Crew, Worker, WorkerBusy
 
 HERE = Path(__file__).parent
 EXAMPLES = ASSETS / "examples.json"
@@ -58,6 +59,11 @@ def toast(run: Run) -> None:
     gr.Warning(html.escape(run.phase[1]))
 
 
+def address_of(request: gr.Request) -> str:
+    """Where a request comes from, as the server sees it; behind a proxy that is what `FORWARDED_ALLOW_IPS` decides."""
+    return request.client.host if request.client else ""
+
+
 def launch_options() -> dict[str, Any]:
     """How the page is to be served: look, and nothing that leaves the machine."""
     return {
@@ -73,15 +79,19 @@ def launch_options() -> dict[str, Any]:
 
 def build(
     shelf: Shelf | None = None,
-    pair: str = "bundled",
+    pair: str | None = None,
     device: str = "auto",
     examples: Path | None = EXAMPLES,
     engine: Engine = generate,
+    limits: Limits | None = None,
+    worker: Worker | Crew | None = None,
 ) -> gr.Blocks:
     """The page, ready to launch. `.worker` on it is the thread that decodes, to be watched or closed."""
-    service = Service(shelf if shelf is not None else Shelf(), engine)
-    usual = Recipe(pair=pair, device=device)
-    usual = replace(usual, gamma=PAIRS[pair].gamma)
+    limits = limits if limits is not None else Limits()
+    pair = pair if pair is not None else limits.pairs[0]
+    known("pair", pair, limits.pairs)
+    service = Service(shelf if shelf is not None else Shelf(), engine, limits, worker)
+    usual = limits.fit(replace(Recipe(pair=pair, device=device), gamma=PAIRS[pair].gamma))
 
     async def show(request: gr.Request, prompt: str, compare: bool, *values: Any) -> AsyncIterator[str]:
         settings = dict(zip(controls, values, strict=True))
@@ -92,7 +102,7 @@ def build(
         try:
             recipe = recipe_of(settings, device)
             lanes = [(lane, replace(recipe, method="ar") if lane == PLAIN else recipe) for lane in plan]
-            stream = service.start(lanes, prompt, request.session_hash or "")
+            stream = service.start(lanes, prompt, request.session_hash or "", address_of(request))
         except (Refused, WorkerBusy) as error:
             run.finish(reason(error))
             toast(run)
@@ -120,6 +130,7 @@ def build(
             run.finish()  # a tab that has gone leaves its run unfinished
 
     async def api(
+        request: gr.Request,
         prompt: str,
         pair: str = usual.pair or pair,
         method: str = usual.method,
@@ -154,7 +165,7 @@ def build(
             "filler_top_k": filler_top_k,
         }
         try:
-            stream = service.start([(SPEC, recipe_of(asked, device))], prompt)
+            stream = service.start([(SPEC, recipe_of(asked, device))], prompt, address=address_of(request))
         except (Refused, WorkerBusy) as error:
             raise gr.Error(reason(error), print_exception=False) from None
         async with aclosing(drain(stream)) as batches:
@@ -169,17 +180,21 @@ def build(
         yield "*Preflight: reading a few texts and timing a few passes …*"
         try:
             recipe = recipe_of(dict(zip(controls, values, strict=True)), device)
-            yield told_of(await service.preflight(recipe, prompt if isinstance(prompt, str) else ""))
+            text = prompt if isinstance(prompt, str) else ""
+            yield told_of(await service.preflight(recipe, text, address_of(request)))
         except Exception as error:  # whatever it was, the page goes on and says so
             yield f"**Preflight:** {html.escape(reason(error))}"
 
     async def preflight_api(
-        pair: str = usual.pair or pair, method: str = usual.method, temperature: float = usual.temperature
+        request: gr.Request,
+        pair: str = usual.pair or pair,
+        method: str = usual.method,
+        temperature: float = usual.temperature,
     ) -> dict[str, Any]:
         """What speed-up is to be expected of a pair and a method, without generating anything."""
         try:
             asked = {"pair": pair, "method": method, "temperature": temperature}
-            return (await service.preflight(recipe_of(asked, device))).as_dict()
+            return (await service.preflight(recipe_of(asked, device), address=address_of(request))).as_dict()
         except (Refused, WorkerBusy) as error:
             raise gr.Error(reason(error), print_exception=False) from None
 
@@ -187,7 +202,7 @@ def build(
         service.leave(request.session_hash or "")
 
     with gr.Blocks(title="specdemo", analytics_enabled=False, fill_width=True) as demo:
-        controls = sidebar(usual)
+        controls = sidebar(usual, limits)
         gr.HTML(HEADER, elem_id="masthead", apply_default_css=False)
         prompt = gr.Textbox(
             label="Prompt",
