@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
+import multiprocessing
+import os
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count
+from pathlib import Path
 from typing import Any
 
+import pytest
+from forking import Forking, untouched
+
+from specdemo import zero
 from specdemo.core.errors import Refused
+from specdemo.generate import generate
 from specdemo.limits import Limits
 from specdemo.models.load import Shelf
 from specdemo.recipe import Recipe
 from specdemo.ui.frames import Runs
-from specdemo.ui.service import LONGEST_REASON, REMEMBERED, Service, reason
+from specdemo.ui.service import LONGEST_REASON, REMEMBERED, Service, drain, reason
 from specdemo.worker import Crew, Worker, WorkerBusy
 
 PATIENCE = 30.0
@@ -55,12 +66,8 @@ def test_a_crews_jobs_do_not_wait_for_one_another() -> None:
     assert inside.acquire(timeout=PATIENCE) and inside.acquire(timeout=PATIENCE)  # both are taken
     busy += [crew.submit(slow), crew.submit(slow)]  # one in each line
     assert crew.active == 4 and max(map(crew.ahead, busy)) == 1
-    try:
+    with pytest.raises(WorkerBusy, match="1 runs are waiting already"):
         crew.submit(slow)
-    except WorkerBusy as error:
-        assert "1 runs are waiting already" in str(error)
-    else:
-        raise AssertionError("a line without an end")
     gate.set()
     assert all(stream.wait(PATIENCE) and stream.items == [1] for stream in (first, *busy))
     crew.close()
@@ -111,12 +118,172 @@ def test_the_queue_is_as_long_as_the_host_says() -> None:
     streams = [service.start([("spec", Recipe())], "x")]
     assert inside.acquire(timeout=PATIENCE)  # the device is taken in mid-step: whatever comes now waits
     streams.append(service.start([("spec", Recipe())], "x"))
-    try:
+    with pytest.raises(WorkerBusy, match="1 runs are waiting already"):
         service.start([("spec", Recipe())], "x")
-    except WorkerBusy as error:
-        assert "1 runs are waiting already" in str(error)
-    else:
-        raise AssertionError("a queue without an end")
     gate.set()
     assert all(stream.wait(PATIENCE) for stream in streams)
+    service.worker.close()
+
+
+# --- ZeroGPU: a process for every run ---
+
+forks = pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork on this system")
+RECIPE = Recipe(pair="bundled", temperature=0.0, max_tokens=24)
+CODE = "def fibonacci(n):"
+
+
+@pytest.fixture(scope="module")
+def shelf() -> Shelf:
+    return zero.loaded([RECIPE])
+
+
+def tokens_of(events: Iterable[dict[str, Any]]) -> list[int]:
+    return [token for event in events if "i" in event for token in event["tokens"]]
+
+
+def real(gpu: str) -> Any:
+    """The package's own decorator, where the package is installed."""
+    return pytest.importorskip("spaces").GPU if gpu == "spaces" else untouched
+
+
+@pytest.mark.parametrize("gpu", ["stand-in", "spaces"])
+def test_away_from_zerogpu_the_decorator_changes_nothing(gpu: str, shelf: Shelf) -> None:
+    events = list(zero.on(real(gpu), shelf)(RECIPE, CODE, Shelf(), {}))
+    assert events[0] == {"phase": "loading", "text": "waiting for a GPU"} and "specdemo" in events[1]
+    assert tokens_of(events) == tokens_of(generate(RECIPE, CODE, shelf)) and events[-1]["end"] == "length"
+
+
+@forks
+def test_a_run_in_its_own_process_gives_the_same_text(shelf: Shelf) -> None:
+    def telling(*asked: Any) -> Iterator[dict[str, Any]]:
+        for event in generate(*asked):
+            yield {**event, "process": os.getpid()}
+
+    gpu = Forking()
+    events = list(zero.on(gpu, shelf, telling)(RECIPE, CODE, Shelf(), {}))
+    assert tokens_of(events) == tokens_of(generate(RECIPE, CODE, shelf)) != []
+    assert {event["process"] for event in events[1:]} == {gpu.processes[0].pid} != {os.getpid()}
+    assert gpu.processes[0].exitcode == 0
+    assert gpu.durations == [zero.seconds_of(RECIPE, shelf.take(RECIPE.target_spec).weight_bytes)]
+
+
+@forks
+def test_nothing_that_is_shared_is_relied_on(shelf: Shelf) -> None:
+    """The stand-in sees to it: whatever cannot be pickled would stop the run, whatever is changed there is not seen."""
+
+    def forgetful(recipe: Recipe, prompt: str, shelf: Shelf, stores: dict) -> Iterator[dict[str, Any]]:
+        seen = dict(stores)
+        stores["learnt"] = changed["there"] = prompt
+        yield {"seen": seen}
+
+    changed: dict[str, str] = {}
+    run = zero.on(Forking(), shelf, forgetful)
+    for _ in range(2):
+        stores: dict[str, str] = {"mine": "secret"}
+        assert [event for event in run(RECIPE, CODE, Shelf(), stores) if "seen" in event] == [{"seen": {}}]
+        assert stores == {"mine": "secret"} and not changed
+    with pytest.raises(Refused, match="pickle"):  # a driver that handed a stop flag over would fail like this
+        list(run(RECIPE, threading.Event(), Shelf(), {}))
+    with pytest.raises(Refused, match="n-grams are not kept here"):
+        list(run(Recipe(pair="bundled", method="nasd", ngram_keep=True), CODE, Shelf(), {}))
+    with pytest.raises(Refused, match="only the models loaded at the start run here"):
+        list(run(Recipe(pair="bundled", quantization="nf4"), CODE, Shelf(), {}))
+
+
+@forks
+def test_stop_ends_the_process(shelf: Shelf, tmp_path: Path) -> None:
+    def endless(*_: Any) -> Iterator[dict[str, Any]]:
+        try:
+            yield {"specdemo": 1}
+            for i in count():
+                time.sleep(0.01)
+                yield {"i": i, "tokens": [i]}
+        finally:
+            (tmp_path / "closed").write_text(str(os.getpid()))
+
+    gpu = Forking()
+    service = Service(shelf, zero.on(gpu, shelf, endless), worker=Crew(2))
+    stream = service.start([("spec", RECIPE)], CODE)
+    items = follow(stream, until=lambda events: len(tokens_of(events)) > 20)
+    stream.stop()
+    assert stream.wait(PATIENCE) and stream.error is None
+    process = gpu.processes[0]
+    assert not process.is_alive() and process.exitcode == 0
+    assert (tmp_path / "closed").read_text() == str(process.pid)  # its own `finally`, over there
+    assert tokens_of(items) == list(range(len(tokens_of(items))))
+    service.worker.close()
+
+
+def follow(stream: Any, until: Callable[[list], bool]) -> list[dict[str, Any]]:
+    """What a stream has given when the condition first holds."""
+
+    async def read() -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = []
+        async for batch in drain(stream):
+            events += [event for _, event in batch]
+            if until(events):
+                break
+        return events
+
+    return asyncio.run(asyncio.wait_for(read(), PATIENCE))
+
+
+@forks
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (Refused("the prompt is too long"), "the prompt is too long"),
+        (RuntimeError("the device ran out of memory"), "RuntimeError: the device ran out of memory"),
+        (None, "GPU task aborted"),
+    ],
+)
+def test_an_error_over_there_arrives_as_a_sentence(shelf: Shelf, fault: Exception | None, said: str) -> None:
+    def broken(*_: Any) -> Iterator[dict[str, Any]]:
+        yield {"specdemo": 1}
+        if fault is None:
+            os._exit(1)  # as the lender does when the time is up
+        raise fault
+
+    events = zero.on(Forking(), shelf, broken)(RECIPE, CODE, Shelf(), {})
+    with pytest.raises((Refused, RuntimeError)) as raised:
+        list(events)
+    assert said in reason(raised.value)
+
+
+@forks
+def test_a_visitors_context_reaches_the_lender(shelf: Shelf) -> None:
+    """There the quota is looked up: by the request, which is in the context of the handler that started the run."""
+    seen = []
+
+    def lender(*, duration: Callable) -> Callable:
+        def decorate(task: Callable) -> Callable:
+            def call(*asked: Any) -> Iterator[Any]:
+                seen.append(asker.get())
+                yield from task(*asked)
+
+            return call
+
+        return decorate
+
+    service = Service(shelf, zero.on(lender, shelf), worker=Crew(1))
+    context = contextvars.copy_context()
+    context.run(asker.set, "visitor 7")
+    stream = context.run(service.start, [("spec", RECIPE)], CODE)
+    assert stream.wait(PATIENCE) and stream.error is None
+    assert seen == ["visitor 7"]
+    service.worker.close()
+
+
+def test_a_gpu_is_asked_for_as_long_as_the_request_may_take() -> None:
+    small, large = 4 * 10**7, 15 * 10**9
+    lengths = [zero.seconds_of(Recipe(max_tokens=n), large) for n in (1, 128, 512, 10**6)]
+    assert lengths == sorted(lengths) and lengths[0] < lengths[1] < lengths[2] and lengths[3] == zero.LONGEST_S
+    assert zero.seconds_of(Recipe(max_tokens=256), small) < zero.seconds_of(Recipe(max_tokens=256), large)
+    assert zero.seconds_of(Recipe(max_tokens=256), large) > 256 * large / 1.6e12  # the memory's own speed: no faster
+
+
+def test_preflight_is_refused_where_no_device_stays(shelf: Shelf) -> None:
+    service = Service(shelf, generate, worker=Crew(1))
+    with pytest.raises(Refused, match="here one is lent to each run"):
+        asyncio.run(service.preflight(RECIPE))
     service.worker.close()

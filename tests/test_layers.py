@@ -21,6 +21,7 @@ HILL = (
     {"generate"},
     {"bench", "layers"},
     {"prove", "preflight", "limits"},
+    {"zero"},
     {"ui", "views", "options"},
     {"commands"},
     {"__main__", "app"},

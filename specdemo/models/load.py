@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -101,10 +102,10 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def load(spec: Spec) -> Loaded:
+def load(spec: Spec, warm: bool = True) -> Loaded:
     """Load a model into the fastest engine that can run it, and run it once: no later figure holds a first call.
 
-    Raises `Refused` with the cause where that cannot be.
+    Not `warm`: do not run it, for its device is not there yet. Raises `Refused` with the cause where that cannot be.
     """
     model, tokenizer = reference(spec)
     if reason := why_not(model):
@@ -113,7 +114,8 @@ def load(spec: Spec) -> Loaded:
     else:
         lean = Lean(model)
         loaded = Loaded(spec, lean, tokenizer, lean.weight_bytes, "lean")
-    CachedModel(loaded.model).score([0], Draft.chain((0,)))
+    if warm:
+        CachedModel(loaded.model).score([0], Draft.chain((0,)))
     return loaded
 
 
@@ -208,8 +210,8 @@ def _first_line(error: BaseException) -> str:
 class Shelf:
     """Loaded models, the latest few kept. Used by one thread only, the one that owns the device."""
 
-    def __init__(self, room: int = 2) -> None:
-        self._room = room
+    def __init__(self, room: int = 2, load: Callable[[Spec], Loaded] = load) -> None:
+        self._room, self._load = room, load
         self._models: OrderedDict[Spec, Loaded] = OrderedDict()
 
     def __contains__(self, spec: Spec) -> bool:
@@ -221,7 +223,7 @@ class Shelf:
             while len(self._models) >= self._room:
                 self._models.popitem(last=False)
                 gc.collect()  # a model and its idle engine hold one another
-            self._models[spec] = load(spec)
+            self._models[spec] = self._load(spec)
         self._models.move_to_end(spec)
         return self._models[spec]
 

@@ -83,6 +83,8 @@ class Service:
 
     async def preflight(self, recipe: Recipe, prompt: str = "", address: str = "") -> Preflight:
         """Estimates for `recipe` from the bundled texts, and from `prompt` if there is one."""
+        if isinstance(self.worker, Crew):
+            raise Refused("preflight times a device that stays, and here one is lent to each run: just run it")
         recipe = self.limits.grant(recipe, prompt)
         kinds: dict[str, list[Prompt]] = {}
         for one in load_prompts():
