@@ -7,7 +7,6 @@ the page begins, and everything else travels as plain values. Knows no page, and
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -30,11 +29,6 @@ START_S = 15  # for the process, the weights' way to the GPU and the first passe
 PASS_S = 0.02  # a pass of a small model, launches and Python included
 BYTES_PER_S = 4e11  # of weights read: a quarter of what the hardware gives
 LONGEST_S = 120  # more is refused to most visitors
-
-
-def lent() -> bool:
-    """Whether this is a ZeroGPU Space."""
-    return os.environ.get("SPACES_ZERO_GPU", "").lower() in ("1", "t", "true")
 
 
 def decorator() -> GPU:

@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextvars
+import io
 import multiprocessing
 import os
+import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from forking import Forking, untouched
+from PIL import Image
 
+import app
 from specdemo import zero
 from specdemo.core.errors import Refused
 from specdemo.generate import generate
 from specdemo.limits import Limits
 from specdemo.models.load import Shelf
+from specdemo.models.pairs import ASSETS
 from specdemo.recipe import Recipe
+from specdemo.ui import window
 from specdemo.ui.frames import Runs
+from specdemo.ui.health import LATELY_S, Health
+from specdemo.ui.page import build, launch_options
 from specdemo.ui.service import LONGEST_REASON, REMEMBERED, Service, drain, reason
 from specdemo.worker import Crew, Worker, WorkerBusy
 
+ROOT = Path(__file__).parents[1]
 PATIENCE = 30.0
 
 asker: contextvars.ContextVar[str] = contextvars.ContextVar("asker", default="nobody")
@@ -141,14 +157,10 @@ def tokens_of(events: Iterable[dict[str, Any]]) -> list[int]:
     return [token for event in events if "i" in event for token in event["tokens"]]
 
 
-def real(gpu: str) -> Any:
-    """The package's own decorator, where the package is installed."""
-    return pytest.importorskip("spaces").GPU if gpu == "spaces" else untouched
-
-
-@pytest.mark.parametrize("gpu", ["stand-in", "spaces"])
-def test_away_from_zerogpu_the_decorator_changes_nothing(gpu: str, shelf: Shelf) -> None:
-    events = list(zero.on(real(gpu), shelf)(RECIPE, CODE, Shelf(), {}))
+@pytest.mark.parametrize("package", [False, True][: 1 + (find_spec("spaces") is not None)])
+def test_away_from_zerogpu_the_decorator_changes_nothing(package: bool, shelf: Shelf) -> None:
+    """Neither the stand-in nor, where the package is installed, the real one."""
+    events = list(zero.on(zero.decorator() if package else untouched, shelf)(RECIPE, CODE, Shelf(), {}))
     assert events[0] == {"phase": "loading", "text": "waiting for a GPU"} and "specdemo" in events[1]
     assert tokens_of(events) == tokens_of(generate(RECIPE, CODE, shelf)) and events[-1]["end"] == "length"
 
@@ -287,3 +299,151 @@ def test_preflight_is_refused_where_no_device_stays(shelf: Shelf) -> None:
     with pytest.raises(Refused, match="here one is lent to each run"):
         asyncio.run(service.preflight(RECIPE))
     service.worker.close()
+
+
+# --- health, the page as an app, a window ---
+
+
+@contextmanager
+def page(engine: Any = generate, lately_s: float = LATELY_S, patience_s: float = PATIENCE) -> Iterator[Any]:
+    demo = build(engine=engine)
+    demo.health._lately, demo.health._patience = lately_s, patience_s
+    _, demo.url, _ = demo.launch(server_name="127.0.0.1", prevent_thread_lock=True, **launch_options(demo))
+    yield demo
+    demo.worker.close()
+    demo.close()
+
+
+def test_health_means_that_a_token_was_produced_lately() -> None:
+    runs = []
+
+    def counted(recipe: Recipe, *asked: Any) -> Iterator[dict[str, Any]]:
+        runs.append((recipe.method, recipe.max_tokens))
+        yield from generate(recipe, *asked)
+
+    with page(counted) as demo:
+        first, second = httpx.get(f"{demo.url}health", timeout=PATIENCE), httpx.get(f"{demo.url}health")
+        assert first.status_code == second.status_code == 200
+        assert "a token was produced now" in first.json()["why"] and "s ago" in second.json()["why"]
+        assert runs == [("ar", 2)]  # the first look had to try, the second had not
+
+
+def test_a_page_whose_device_hangs_is_not_healthy_though_it_answers() -> None:
+    gate, tries = threading.Event(), []
+
+    def hung(*_: Any) -> Iterator[dict[str, Any]]:
+        tries.append(1)
+        assert gate.wait(PATIENCE)
+        yield {"i": 0, "tokens": [1]}
+
+    with page(hung, patience_s=0.2) as demo:
+        for _ in range(2):
+            said = httpx.get(f"{demo.url}health")
+            assert said.status_code == 503 and "no token came within 0.2 s" in said.json()["why"]
+        assert httpx.get(f"{demo.url}config").status_code == 200
+        assert len(tries) == 1 and demo.worker.active == 1  # looking again makes no queue
+        gate.set()
+        demo.health._patience = PATIENCE
+        assert httpx.get(f"{demo.url}health", timeout=PATIENCE).status_code == 200
+
+
+def test_a_page_that_cannot_decode_says_why() -> None:
+    def broken(*_: Any) -> Iterator[dict[str, Any]]:
+        raise Refused("the weights are damaged: fetch them again")
+        yield
+
+    with page(broken) as demo:
+        said = httpx.get(f"{demo.url}health", timeout=PATIENCE)
+    assert (said.status_code, said.json()["why"]) == (503, "the weights are damaged: fetch them again")
+
+
+def test_what_visitors_run_counts_and_old_tokens_do_not() -> None:
+    service = Service(Shelf(), lambda *_: iter(()))
+    look = Health(service, RECIPE, lately_s=100, patience_s=PATIENCE)
+    assert not look.fresh and look.age_s is None
+    service.last_token = time.monotonic() - 99
+    assert look.fresh
+    service.last_token = time.monotonic() - 101
+    assert not look.fresh
+    alive, why = asyncio.run(look.look())
+    assert not alive and "no token came" in why  # the probe ended without one
+    service.worker.close()
+
+
+def test_the_page_can_be_installed_as_an_app() -> None:
+    with page() as demo:
+        manifest = httpx.get(f"{demo.url}manifest.json").json()
+        assert '<link rel="manifest" href="/manifest.json"' in httpx.get(demo.url).text
+        assert manifest["name"] == "specdemo" and manifest["display"] == "standalone"
+        sizes = {}
+        for icon in manifest["icons"]:
+            image = Image.open(io.BytesIO(httpx.get(f"{demo.url.rstrip('/')}{icon['src']}").content))
+            sizes[icon["sizes"]] = image.size
+            assert image.convert("RGB").getpixel((image.width // 3, image.height // 4)) == (0x7B, 0xD8, 0x8F)  # ours
+        assert sizes == {"192x192": (192, 192), "512x512": (512, 512)}
+        assert httpx.get(f"{demo.url}favicon.ico").content == (ASSETS / "icon.png").read_bytes()
+
+
+def test_a_window_that_cannot_be_drawn_is_given_up_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever stops the toolkit stops its own process; a `webview` first on the path plays the toolkit."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    fake = tmp_path / "webview.py"
+    for source, said in (
+        ("raise ImportError", "pywebview is not installed (pip install 'pywebview[qt]' on Linux"),
+        ("import os, sys\nprint('no display', file=sys.stderr, flush=True)\nos.abort()", "no display"),
+        ("import os\nos._exit(7)", "pywebview ended with code 7"),
+        (WEBVIEW.format(start="raise WebViewException('no QT')"), "pywebview has nothing to draw with: no QT"),
+    ):
+        fake.write_text(source)
+        assert (window.show("http://127.0.0.1:1/") or "").startswith(said)
+    fake.write_text(WEBVIEW.format(start=f"open({str(tmp_path / 'shown')!r}, 'w').write(repr((made, settings, more)))"))
+    assert window.show("http://127.0.0.1:1/") is None
+    made, settings, more = ast.literal_eval((tmp_path / "shown").read_text())
+    assert made == ["specdemo", "http://127.0.0.1:1/"]
+    assert settings == {"ALLOW_DOWNLOADS": True} and more == {"private_mode": False}
+
+
+WEBVIEW = """
+class WebViewException(Exception): ...
+settings, made = {{}}, []
+def create_window(title, url, **more): made.extend((title, url))
+def start(**more): {start}
+"""
+
+
+def test_without_a_display_the_page_is_in_the_browser_and_says_so() -> None:
+    bare = {name: value for name, value in os.environ.items() if name not in ("DISPLAY", "WAYLAND_DISPLAY")}
+    command = [sys.executable, "-u", "app.py", "--window", "--no-browser"]
+    with subprocess.Popen(command, cwd=ROOT, env=bare, stdout=-1, stderr=-1, text=True) as program:
+        try:
+            told = program.stderr.readline()
+            ready = next(line for line in program.stdout if line.startswith("specdemo is ready"))
+            url = re.search(r"http://\S+", ready).group()
+            assert told == "No window: there is no display here. The page is in the browser instead.\n"
+            assert httpx.get(f"{url}config").status_code == 200
+        finally:
+            program.send_signal(signal.SIGINT)
+        assert program.wait(PATIENCE) in (0, 1)
+
+
+def test_a_space_is_served_where_the_host_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADIO_SERVER_NAME", "0.0.0.0")
+    monkeypatch.setenv("GRADIO_SERVER_PORT", "7860")
+    monkeypatch.setenv("SPACES_ZERO_GPU", "true")
+    args = app.options().parse_args([])
+    assert (args.host, args.port, args.zero_gpu) == ("0.0.0.0", 7860, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("SPECDEMO_MAX_TOKENS", "lots", "SPECDEMO_MAX_TOKENS must be a whole number"),
+        ("SPECDEMO_PAIR", "bundled", "unknown variable 'SPECDEMO_PAIR'"),
+    ],
+)
+def test_a_host_that_sets_nonsense_is_told_before_anything_is_served(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, value: str, said: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert app.main(["--no-browser"]) == 2
+    assert capsys.readouterr().err.startswith(said)

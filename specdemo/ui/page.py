@@ -27,6 +27,7 @@ from specdemo.recipe import Recipe, known
 from specdemo.ui.about import ABOUT
 from specdemo.ui.controls import recipe_of, sidebar
 from specdemo.ui.frames import Run
+from specdemo.ui.health import Health
 from specdemo.ui.service import Engine, Service, drain, reason
 from specdemo.ui.theme import theme
 from specdemo.ui.words import PLAIN, SPEC, told_of
@@ -64,9 +65,12 @@ def address_of(request: gr.Request) -> str:
     return request.client.host if request.client else ""
 
 
-def launch_options() -> dict[str, Any]:
-    """How the page is to be served: look, and nothing that leaves the machine."""
+def launch_options(page: gr.Blocks | None = None) -> dict[str, Any]:
+    """How the page is to be served: look, and nothing that leaves the machine; with `page`, its health at `/health`."""
     return {
+        "app_kwargs": {"routes": page.health.routes()} if page is not None and page.health else {},
+        "favicon_path": ASSETS / "icon.png",
+        "pwa": True,
         "theme": theme(),
         "css": (HERE / "cockpit.css").read_text(encoding="utf-8"),
         "footer_links": ["api", "settings"],
@@ -86,7 +90,7 @@ def build(
     limits: Limits | None = None,
     worker: Worker | Crew | None = None,
 ) -> gr.Blocks:
-    """The page, ready to launch. `.worker` on it is the thread that decodes, to be watched or closed."""
+    """The page, ready to launch. `.worker` on it is what decodes, to be watched or closed; `.health` looks after it."""
     limits = limits if limits is not None else Limits()
     pair = pair if pair is not None else limits.pairs[0]
     known("pair", pair, limits.pairs)
@@ -257,4 +261,6 @@ def build(
         demo.unload(leave)
     demo.queue(max_size=64)
     demo.worker = service.worker
+    probe = replace(usual, method="ar", max_tokens=2)
+    demo.health = Health(service, probe) if isinstance(service.worker, Worker) else None  # else a look would cost quota
     return demo
