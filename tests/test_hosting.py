@@ -390,7 +390,10 @@ def test_a_window_that_cannot_be_drawn_is_given_up_in_words(tmp_path: Path, monk
     fake = tmp_path / "webview.py"
     for source, said in (
         ("raise ImportError", "pywebview is not installed (pip install 'pywebview[qt]' on Linux"),
-        ("import os, sys\nprint('no display', file=sys.stderr, flush=True)\nos.abort()", "no display"),
+        (
+            "import os, sys\nprint('no display', file=sys.stderr, flush=True)\nos._exit(134)",
+            "pywebview ended with code 134. no display",
+        ),
         ("import os\nos._exit(7)", "pywebview ended with code 7"),
         (WEBVIEW.format(start="raise WebViewException('no QT')"), "pywebview has nothing to draw with: no QT"),
     ):

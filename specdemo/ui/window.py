@@ -18,7 +18,9 @@ def show(url: str) -> str | None:
     if ended.returncode == 0:
         return None
     said = [line.strip() for line in ended.stderr.splitlines() if line.strip()]
-    return said[-1] if said else f"pywebview ended with code {ended.returncode}"
+    if ended.returncode == 1 and said:
+        return said[-1]
+    return " ".join([f"pywebview ended with code {ended.returncode}.", *said[-3:]])  # a toolkit's last words
 
 
 def draw(url: str) -> None:
