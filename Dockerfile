@@ -1,25 +1,41 @@
-FROM python:3.12-slim
+# A build for machines without a GPU; for one with NVIDIA's container toolkit: docker build --build-arg VARIANT=cuda .
+ARG VARIANT=cpu
 
-# Without a GPU, pass the index of PyTorch's CPU wheels here: the image becomes several gigabytes smaller.
-ARG PIP_EXTRA_INDEX_URL
-
-RUN useradd --create-home --uid 1000 user && install --directory --owner=user /home/user/app
+FROM python:3.12-slim AS base
+RUN useradd --create-home --uid 1000 user \
+    && install --directory --owner=user /home/user/app /home/user/.cache /home/user/.cache/huggingface
 USER 1000
 WORKDIR /home/user/app
 ENV HOME=/home/user \
     PATH=/home/user/.local/bin:$PATH \
     HF_HOME=/home/user/.cache/huggingface \
     GRADIO_ANALYTICS_ENABLED=False \
-    PYTHONUNBUFFERED=1
-
+    PIP_NO_CACHE_DIR=1 \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PYTHONUNBUFFERED=1 \
+    SPECDEMO_PUBLIC=1
 COPY --chown=user requirements.txt .
-RUN pip install --no-cache-dir --user -r requirements.txt
 
+# PyTorch's own index has a build without GPU libraries, which spares several gigabytes.
+FROM base AS cpu
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+RUN pip install --user --extra-index-url "$TORCH_INDEX" -r requirements.txt
+
+# The build on PyPI brings its GPU libraries along; the driver is the host's.
+FROM base AS cuda
+RUN pip install --user -r requirements.txt
+ENV NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+
+FROM ${VARIANT}
+WORKDIR /home/user/app
 COPY --chown=user . .
-
+# Models fetched from the hub outlive the container.
+VOLUME /home/user/.cache/huggingface
 EXPOSE 7860
 # The first process of a container ignores SIGTERM; Python ends in good order on this one.
 STOPSIGNAL SIGINT
-HEALTHCHECK --interval=30s --timeout=5s --start-period=60s \
-    CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:7860/config', timeout=4).close()"]
-CMD ["python", "app.py", "--host", "0.0.0.0", "--port", "7860"]
+# Healthy means that a token was produced lately, or can be produced now; the first one needs the models loaded.
+HEALTHCHECK --interval=60s --timeout=30s --start-period=180s \
+    CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:7860/health', timeout=25).close()"]
+CMD ["python", "app.py", "--host", "0.0.0.0", "--port", "7860", "--no-browser"]

@@ -6,16 +6,21 @@ import argparse
 import os
 import socket
 import sys
+import webbrowser
 
 PORT = 7860
+PROXIES = "127.0.0.1,10.0.0.0/8,172.16.0.0/12,192.168.0.0/16"  # whose word about a visitor's address a Space takes
 
 
 def options() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description="See, measure and trust speculative decoding, in the browser.")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
-    parser.add_argument("--port", type=int, help=f"port to listen on (default: {PORT}, or the next one that is free)")
-    parser.add_argument("--pair", default="bundled", help="drafter and target to begin with")
+    host, port = os.environ.get("GRADIO_SERVER_NAME", "127.0.0.1"), os.environ.get("GRADIO_SERVER_PORT")
+    parser.add_argument("--host", default=host, help="address to listen on (default: this machine only)")
+    parser.add_argument(
+        "--port", type=int, default=port, help=f"port to listen on (default: {PORT}, or the next one that is free)"
+    )
+    parser.add_argument("--pair", help="drafter and target to begin with (default: the first that is offered)")
     parser.add_argument("--device", default="auto", help="where the models run: auto, cpu, cuda, mps")
     parser.add_argument("--share", action="store_true", help="also open a public tunnel; off by default")
     parser.add_argument(
@@ -23,6 +28,13 @@ def options() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         default=has_display(),
         help="open the page in a browser (default: if there seems to be a display)",
+    )
+    parser.add_argument("--window", action="store_true", help="open the page in a window of its own (needs pywebview)")
+    parser.add_argument(
+        "--zero-gpu",
+        action=argparse.BooleanOptionalAction,
+        default=os.environ.get("SPACES_ZERO_GPU", "").lower() in ("1", "t", "true"),
+        help="run in processes that are lent a GPU each (default: on a ZeroGPU Space)",
     )
     return parser
 
@@ -63,11 +75,19 @@ def main(argv: list[str] | None = None) -> int:
     if port != PORT and args.port is None:
         print(f"Port {PORT} is in use, so the page is on port {port}.", flush=True)
 
+    if "SPACE_ID" in os.environ:
+        os.environ.setdefault("FORWARDED_ALLOW_IPS", PROXIES)
+
+    from specdemo import zero  # seconds of imports: not before the arguments are known good
     from specdemo.core.errors import Refused
-    from specdemo.ui.page import build, launch_options  # seconds of imports: not before the arguments are known good
+    from specdemo.limits import read
+    from specdemo.ui import window
+    from specdemo.ui.page import build, launch_options
 
     try:
-        page = build(pair=args.pair, device=args.device)
+        limits = read(os.environ)
+        lent = zero.hosted(limits, args.device) if args.zero_gpu else {}
+        page = build(pair=args.pair, device=args.device, limits=limits, **lent)
     except Refused as error:
         print(error, file=sys.stderr)
         return 2
@@ -75,12 +95,19 @@ def main(argv: list[str] | None = None) -> int:
         server_name=args.host,
         server_port=port,
         share=args.share,
-        inbrowser=args.browser,
+        inbrowser=args.browser and not args.window,
         prevent_thread_lock=True,
-        **launch_options(),
+        **launch_options(page),
     )
     print(f"specdemo is ready: {public or local}  (Ctrl+C ends it)", flush=True)
     try:
+        if args.window:
+            missing = window.show(local) if has_display() else "there is no display here"
+            if missing is None:
+                return 0
+            print(f"No window: {missing}. The page is in the browser instead.", file=sys.stderr, flush=True)
+            if args.browser:
+                webbrowser.open(local)
         page.block_thread()
     finally:
         page.worker.close()

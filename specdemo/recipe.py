@@ -116,7 +116,7 @@ class Recipe:
             ("min_length", 0, 1 << 20),
         ):
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and least <= value <= most):
+            if value is not None and not least <= value <= most:  # which no NaN is
                 raise Refused(f"{name} must be from {least} to {most}, not {value}{self._way_out(name)}")
         if self.gamma_bounds[0] > self.gamma_bounds[1]:
             raise Refused("gamma_min {} is above gamma_max {}: exchange them".format(*self.gamma_bounds))

@@ -1,15 +1,16 @@
 """One thread owns the device. It advances the jobs given to it one step at a time, in turn.
 
 A job is a function that returns an iterator; both run in the worker's thread only, from the first line to the last
-`finally`. Whoever submitted it holds a `Stream`: an append-only list that can be read at any time from any thread.
-At most `at_once` jobs are open at a time; the rest wait in the order in which they came. Imports nothing of ours and
-knows nothing of models, traces or pages.
+`finally`, in the context (`contextvars`) of whoever submitted it. That one holds a `Stream`: an append-only list that
+can be read at any time from any thread. At most `at_once` jobs are open at a time; the rest wait in the order in which
+they came. Imports nothing of ours and knows nothing of models, traces or pages.
 
 A reader that must not lose the tail looks at `done` *before* it drains `items`: `done` is set after the last item.
 """
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ class Stream(Generic[T]):
         self.started = False
         self._job: Callable[[], Iterator[T]] | None = job
         self._steps: Iterator[T] | None = None
+        self._context: contextvars.Context | None = contextvars.copy_context()
         self._stop = threading.Event()
         self._done = threading.Event()
 
@@ -56,7 +58,7 @@ class Stream(Generic[T]):
 class Worker:
     """The daemon thread. `close()` it, or let it end with the process."""
 
-    def __init__(self, at_once: int = 4, waiting: int = 32) -> None:
+    def __init__(self, at_once: int = 4, waiting: int | None = 32) -> None:
         self._at_once = at_once
         self._room = waiting
         self._waiting: deque[Stream] = deque()
@@ -72,7 +74,7 @@ class Worker:
         with self._changed:
             if self._closed:
                 raise RuntimeError("The worker is closed.")
-            if len(self._waiting) >= self._room:
+            if self._room is not None and len(self._waiting) >= self._room:
                 raise WorkerBusy(f"{len(self._waiting)} runs are waiting already: try again in a minute.")
             self._waiting.append(stream)
             self._changed.notify()
@@ -110,7 +112,9 @@ class Worker:
                 if not over:
                     self._open.append(stream)  # back to the end of the line
             if over:
-                stream._job = stream._steps = None  # whatever they hold is free before anyone hears of the end
+                stream._job = stream._steps = stream._context = (
+                    None  # whatever they hold is free before anyone hears of the end
+                )
                 stream._done.set()
 
     def _next(self) -> Stream | None:
@@ -132,15 +136,41 @@ class Worker:
             if stream.stopping:
                 close = getattr(stream._steps, "close", None)
                 if close is not None:
-                    close()
+                    stream._context.run(close)
                 return False
             if stream._steps is None:
                 stream.started = True
-                stream._steps = iter(stream._job())
-            stream.items.append(next(stream._steps))
+                stream._steps = iter(stream._context.run(stream._job))
+            stream.items.append(stream._context.run(next, stream._steps))
             return True
         except StopIteration:
             return False
         except BaseException as error:  # kept for whoever reads the stream: the thread serves the others
             stream.error = error
             return False
+
+
+class Crew:
+    """Workers that look like one, each with one job at a time: where every job brings a device of its own."""
+
+    def __init__(self, workers: int = 4, waiting: int | None = 32) -> None:
+        each = None if waiting is None else -(-waiting // workers)
+        self._workers = [Worker(at_once=1, waiting=each) for _ in range(workers)]
+
+    def submit(self, job: Callable[[], Iterator[T]]) -> Stream[T]:
+        """Give a job to the worker with the fewest; `WorkerBusy` when too many wait."""
+        return min(self._workers, key=lambda worker: worker.active).submit(job)
+
+    def ahead(self, stream: Stream) -> int:
+        """How many jobs must end before this one starts; 0 once it has started."""
+        return max(worker.ahead(stream) for worker in self._workers)
+
+    @property
+    def active(self) -> int:
+        """How many jobs are open or waiting."""
+        return sum(worker.active for worker in self._workers)
+
+    def close(self, timeout: float | None = 10.0) -> None:
+        """Stop every job and end every thread."""
+        for worker in self._workers:
+            worker.close(timeout)

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import ast
+import io
+import json
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+
+import app
+from specdemo.limits import PUBLIC, Limits, read
+from specdemo.models.pairs import PAIRS
+from specdemo.ui.health import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
 
@@ -38,11 +46,20 @@ def imported(*paths: Path) -> set[str]:
 
 def test_the_program_names_everything_it_imports():
     program = [*(ROOT / "specdemo").rglob("*.py"), *ROOT.glob("app.py")]
-    assert imported(*program) - {"torch"} <= set(required("requirements.txt"))
+    text = (ROOT / "pyproject.toml").read_text("utf-8").partition("[project.optional-dependencies]")[2]
+    optional = {"webview"} if "pywebview" in text else set()  # the one whose module has another name
+    optional |= {Requirement(one).name for one in re.findall(r'"(.+?)"', text.partition("\n[")[0])}
+    assert imported(*program) - {"torch"} - optional <= set(required("requirements.txt"))
 
 
 def test_the_tests_name_everything_they_import():
-    brought = {"gradio_client": "gradio", "packaging": "pytest", "huggingface_hub": "transformers", "httpx": "gradio"}
+    brought = {
+        "gradio_client": "gradio",
+        "packaging": "pytest",
+        "huggingface_hub": "transformers",
+        "httpx": "gradio",
+        "pillow": "gradio",
+    }
     named = set(required("requirements.txt")) | set(required("requirements-dev.txt"))
     used = {brought.get(name, name) for name in imported(*(ROOT / "tests").rglob("*.py"))}
     assert used <= named
@@ -85,3 +102,66 @@ def run_help() -> str:
 def test_make_lists_the_commands_a_newcomer_needs():
     shown = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert all(f"make {verb} " in shown for verb in ("setup", "run", "test", "lint", "bench"))
+
+
+# --- the image and the Space ---
+
+
+def dockerfile() -> list[tuple[str, str]]:
+    """Instructions and their arguments, lines that go on joined."""
+    text = re.sub(r"\\\n\s*", "", re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text("utf-8"), flags=re.MULTILINE))
+    return [tuple(line.split(None, 1)) for line in text.splitlines() if line.strip()]
+
+
+def test_the_image_comes_in_two_variants_and_never_runs_as_root():
+    steps = dockerfile()
+    stages = {rest.split(" AS ")[1]: rest.split(" AS ")[0] for name, rest in steps if name == "FROM" and " AS " in rest}
+    assert {name for name, base in stages.items() if base == "base"} == {"cpu", "cuda"}
+    assert ("ARG", "VARIANT=cpu") in steps and ("FROM", "${VARIANT}") in steps
+    assert [rest for name, rest in steps if name == "USER"] == ["1000"]  # once, in the stage that all others come from
+    order = [name for name, _ in steps]
+    assert order.index("USER") < min(i for i, step in enumerate(steps) if "pip install" in step[1])
+    assert all("--chown=user" in rest for name, rest in steps if name == "COPY")
+
+
+def test_the_image_serves_the_port_that_it_exposes_and_asks_for_tokens():
+    steps = dict(dockerfile())
+    command = json.loads(steps["CMD"])
+    assert command[:2] == ["python", "app.py"]
+    args = app.options().parse_args(command[2:])
+    assert (args.host, str(args.port), args.browser) == ("0.0.0.0", steps["EXPOSE"], False)
+    check = json.loads(steps["HEALTHCHECK"].partition("CMD ")[2])
+    seen = []
+    asked = check[2].replace("from urllib.request import urlopen; ", "")
+    exec(asked, {"urlopen": lambda url, timeout: seen.append((url, timeout)) or io.BytesIO()})
+    ((url, timeout),) = seen
+    assert url == f"http://127.0.0.1:{args.port}/health"
+    outer = int(re.search(r"--timeout=(\d+)s", steps["HEALTHCHECK"]).group(1))
+    assert PATIENCE_S < timeout < outer  # so the page's own answer comes first, with its reason
+    environment = dict(re.findall(r"(\w+)=(\S+)", " ".join(rest for name, rest in dockerfile() if name == "ENV")))
+    assert environment["HF_HOME"] == steps["VOLUME"] and steps["VOLUME"].startswith(environment["HOME"])
+    assert read({"SPECDEMO_PUBLIC": environment["SPECDEMO_PUBLIC"]}) == PUBLIC
+
+
+def test_what_the_page_reads_is_let_into_the_image():
+    rules = (ROOT / ".dockerignore").read_text("utf-8").split()
+    let_in = {rule[1:] for rule in rules if rule.startswith("!")}
+    assert let_in >= {"app.py", "requirements.txt", "specdemo", "assets"} and "*" in rules
+    assert (ROOT / "assets" / "icon.png").is_file()
+    assert not any(rule.startswith("assets/icon") for rule in rules)
+
+
+def test_the_readme_tells_every_limit_as_it_is():
+    table = (ROOT / "README.md").read_text("utf-8").partition("### What visitors may ask for")[2].partition("\n## ")[0]
+    rows = {row[0]: row[2:] for row in re.findall(r"\| `SPECDEMO_(\w+)` \| (.+) \| (\w+) \| (\w+) \|", table)}
+    assert list(rows) == [field.name.upper() for field in fields(Limits)]
+    for limits, column in ((Limits(), 0), (PUBLIC, 1)):
+        told = {name.lower(): "all" if name == "PAIRS" else str(getattr(limits, name.lower())).lower() for name in rows}
+        assert told == {name.lower(): row[column] for name, row in rows.items()}
+
+
+def test_a_space_shows_the_models_that_its_pairs_use():
+    front = (ROOT / "README.md").read_text("utf-8").split("---")[1]
+    listed = set(re.findall(r"^  - (\S+/\S+)$", front.partition("models:")[2].partition("\ntags:")[0], re.MULTILINE))
+    hub = {name for pair in PAIRS.values() for name in (pair.target, pair.drafter) if not Path(name).exists()}
+    assert listed <= hub and bool(listed) == bool(hub)

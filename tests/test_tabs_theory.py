@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import browser
 import pytest
+from pagekit import ARGS, CODE, PATIENCE, Scripts, run, saved, spans, status
 from playwright.sync_api import Browser, Page, expect, sync_playwright
-from test_page import ARGS, CODE, PATIENCE, Scripts, run, saved, spans, status
 
 from specdemo.ui.page import build, launch_options
 

@@ -72,10 +72,10 @@ class Loaded:
         return frozenset(i for i in (*listed, self.tokenizer.eos_token_id) if i is not None)
 
 
-def load(spec: Spec, hub: Hub | None = None, tell: Tell = quietly) -> Loaded:
+def load(spec: Spec, hub: Hub | None = None, tell: Tell = quietly, warm: bool = True) -> Loaded:
     """Load a model into the fastest engine that can run it, and run it once: no later figure holds a first call.
 
-    Raises `Refused` with the cause where that cannot be.
+    Not `warm`: do not run it, for its device is not there yet. Raises `Refused` with the cause where that cannot be.
     """
     with given_back_at_once():
         model, tokenizer = reference(spec, hub, tell)
@@ -86,7 +86,8 @@ def load(spec: Spec, hub: Hub | None = None, tell: Tell = quietly) -> Loaded:
             lean = Lean(model, consume=True)
             loaded = Loaded(spec, lean, tokenizer, lean.weight_bytes, "lean")
         del model
-    CachedModel(loaded.model).score([0], Draft.chain((0,)))
+    if warm:
+        CachedModel(loaded.model).score([0], Draft.chain((0,)))
     return loaded
 
 

@@ -32,8 +32,10 @@ class Shelf:
         idle_s: float = IDLE_S,
         hub: Hub | None = None,
         clock: Callable[[], float] = time.monotonic,
+        warm: bool = True,
     ) -> None:
-        self.idle_s = idle_s
+        """Not `warm`: models are not run when they are loaded, for their device is not there yet."""
+        self.idle_s, self._warm = idle_s, warm
         self._budget, self._hub, self._clock = budget, hub or Hub(), clock
         self._models: OrderedDict[Spec, Loaded] = OrderedDict()  # the one longest unused first
         self._used: dict[Spec, float] = {}
@@ -103,7 +105,7 @@ class Shelf:
         return len(idle)
 
     def _load(self, spec: Spec) -> Generator[News, None, Loaded]:
-        loading = Errand(partial(load, spec, self._hub), parked=True)
+        loading = Errand(partial(load, spec, self._hub, warm=self._warm), parked=True)
         try:
             yield from loading.progress()
         except (MemoryError, RuntimeError) as error:

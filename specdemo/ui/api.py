@@ -17,10 +17,16 @@ from specdemo.ui.words import SPEC
 from specdemo.worker import WorkerBusy
 
 
+def address_of(request: gr.Request) -> str:
+    """Where a request comes from, as the server sees it; behind a proxy that is what `FORWARDED_ALLOW_IPS` decides."""
+    return request.client.host if request.client else ""
+
+
 def endpoints(service: Service, usual: Recipe, device: str) -> dict[str, Callable]:
     """The functions by their names."""
 
     async def generate(
+        request: gr.Request,
         prompt: str,
         pair: str = usual.pair or "bundled",
         method: str = usual.method,
@@ -57,7 +63,7 @@ def endpoints(service: Service, usual: Recipe, device: str) -> dict[str, Callabl
             "top": top,
         }
         try:
-            stream = service.start([(SPEC, recipe_of(asked, device))], prompt)
+            stream = service.start([(SPEC, recipe_of(asked, device))], prompt, address=address_of(request))
         except (Refused, WorkerBusy) as error:
             raise gr.Error(reason(error), print_exception=False) from None
         async with aclosing(drain(stream)) as batches:
@@ -69,12 +75,15 @@ def endpoints(service: Service, usual: Recipe, device: str) -> dict[str, Callabl
             raise gr.Error(reason(stream.error), print_exception=False)
 
     async def preflight(
-        pair: str = usual.pair or "bundled", method: str = usual.method, temperature: float = usual.temperature
+        request: gr.Request,
+        pair: str = usual.pair or "bundled",
+        method: str = usual.method,
+        temperature: float = usual.temperature,
     ) -> dict[str, Any]:
         """What speed-up is to be expected of a pair and a method, without generating anything."""
         try:
             asked = {"pair": pair, "method": method, "temperature": temperature}
-            return (await service.preflight(recipe_of(asked, device))).as_dict()
+            return (await service.preflight(recipe_of(asked, device), address=address_of(request))).as_dict()
         except (Refused, WorkerBusy) as error:
             raise gr.Error(reason(error), print_exception=False) from None
 

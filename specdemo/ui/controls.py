@@ -11,10 +11,13 @@ import gradio as gr
 from specdemo.core.errors import Refused
 from specdemo.core.gamma import POLICIES
 from specdemo.core.rules import RULES
+from specdemo.limits import Limits
 from specdemo.models.pairs import PAIRS, offers
 from specdemo.models.quantise import unavailable
 from specdemo.models.spec import QUANTIZATIONS, find_device
 from specdemo.recipe import METHODS, NGRAM_LEVELS, Recipe
+
+LONGEST_NAME = 300  # characters; a local directory may take some
 
 
 def recipe_of(settings: dict[str, Any], device: str) -> Recipe:
@@ -38,6 +41,8 @@ def recipe_of(settings: dict[str, Any], device: str) -> Recipe:
                 value = int(value)
         elif not isinstance(value, str):
             raise Refused(f"{field.name} must be a name, not {value!r}")
+        elif len(value) > LONGEST_NAME:
+            raise Refused(f"{field.name} must be a name of at most {LONGEST_NAME} characters, not {len(value):,}")
         elif field.name == "skip_layers":
             value = _numbers(field.name, value)
         clean[field.name] = value.strip() if isinstance(value, str) else value
@@ -54,15 +59,22 @@ def _numbers(name: str, text: str) -> tuple[int, ...]:
     return tuple(map(int, words))
 
 
-def sidebar(usual: Recipe, unload: Callable[[], Awaitable[str]]) -> dict[str, gr.components.Component]:
-    """The controls, by the name of the recipe's field that each one sets. `unload` frees memory and says how much."""
+def _most(usually: int, limit: int | None) -> int:
+    return usually if limit is None else min(usually, limit)
+
+
+def sidebar(usual: Recipe, limits: Limits, unload: Callable[[], Awaitable[str]]) -> dict[str, gr.components.Component]:
+    """The controls, by the name of the recipe's field that each one sets; none offers what the host refuses.
+
+    `unload` frees memory and says how much.
+    """
     device = find_device(usual.device)
 
     def choice(label: str, name: str, known: dict[str, Any], **more: Any) -> gr.Dropdown:
         return gr.Dropdown(list(known), value=getattr(usual, name), label=label, **more)
 
     with gr.Sidebar(width=310, elem_id="settings"):
-        pairs = [(offer.label, offer.name) for offer in offers(usual.device)]
+        pairs = [(offer.label, offer.name) for offer in offers(usual.device) if offer.name in limits.pairs]
         c: dict[str, gr.components.Component] = {
             "pair": gr.Dropdown(pairs, value=usual.pair, label="Drafter and target", elem_id="pair"),
             "method": gr.Dropdown(
@@ -71,7 +83,9 @@ def sidebar(usual: Recipe, unload: Callable[[], Awaitable[str]]) -> dict[str, gr
                 label="Method",
                 elem_id="method",
             ),
-            "gamma": gr.Slider(1, 16, usual.gamma, step=1, label="Draft length γ", elem_id="gamma"),
+            "gamma": gr.Slider(
+                1, _most(16, limits.max_gamma), usual.gamma, step=1, label="Draft length γ", elem_id="gamma"
+            ),
             "policy": gr.Dropdown(
                 [(f"{name}: {policy.title}", name) for name, policy in POLICIES.items()],
                 value=usual.policy,
@@ -80,7 +94,14 @@ def sidebar(usual: Recipe, unload: Callable[[], Awaitable[str]]) -> dict[str, gr
             ),
             "temperature": gr.Slider(0, 2, usual.temperature, step=0.05, label="Temperature", elem_id="temperature"),
             "top_p": gr.Slider(0.05, 1, usual.top_p, step=0.05, label="Top-p", elem_id="top-p"),
-            "max_tokens": gr.Slider(1, 1024, usual.max_tokens, step=1, label="Max new tokens", elem_id="max-tokens"),
+            "max_tokens": gr.Slider(
+                1,
+                _most(1024, limits.max_tokens),
+                usual.max_tokens,
+                step=1,
+                label="Max new tokens",
+                elem_id="max-tokens",
+            ),
             "seed": gr.Number(usual.seed, precision=0, label="Seed", elem_id="seed"),
         }
         with gr.Accordion("Vocabularies", open=False):
@@ -120,7 +141,9 @@ def sidebar(usual: Recipe, unload: Callable[[], Awaitable[str]]) -> dict[str, gr
             c["ngram_levels"] = choice("Storage", "ngram_levels", NGRAM_LEVELS, elem_id="ngram-levels")
             c["ngram_keep"] = gr.Checkbox(usual.ngram_keep, label="Keep n-grams between runs", elem_id="ngram-keep")
         with gr.Accordion("Trees", open=False):
-            c["tree_nodes"] = gr.Slider(1, 64, usual.tree_nodes, step=1, label="Nodes", elem_id="tree-nodes")
+            c["tree_nodes"] = gr.Slider(
+                1, _most(64, limits.max_nodes), usual.tree_nodes, step=1, label="Nodes", elem_id="tree-nodes"
+            )
             c["tree_width"] = gr.Slider(1, 8, usual.tree_width, step=1, label="Children per node", elem_id="tree-width")
         with gr.Accordion("Lookahead", open=False):
             c["lookahead_window"] = gr.Slider(

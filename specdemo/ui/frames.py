@@ -89,8 +89,9 @@ class Run:
             lane.ended = True
             if event["end"] not in ENDS:
                 self.phase = ("failed", event["error"] or "the model gave no reason")
-            elif all(one.ended for one in self.lanes.values()):
-                self.phase = self._ending(self.lanes[self.plan[0]].lines[-1]["end"])
+            elif all(one.ended for one in self.lanes.values()) or event.get("error"):
+                first = self.lanes[self.plan[0]].lines[-1]
+                self.phase = self._ending(event["end"] if event.get("error") else first["end"], event.get("error"))
         else:
             lane.metrics.add_record(event)
             lane.memory = event.get("memory") or lane.memory
@@ -108,16 +109,16 @@ class Run:
         self.over = True
         if error:
             self.phase = ("failed", error)
-        elif self.phase[0] != "failed" and not all(lane.ended for lane in self.lanes.values()):
+        elif self.phase[0] not in ("failed", "stopped") and not all(lane.ended for lane in self.lanes.values()):
             self.phase = self._ending("cancelled")
         for lane in self.lanes.values():
             if lane.lines and not lane.ended:
                 lane.lines.append(ending("error" if error else "cancelled", lane.metrics, error))
                 lane.ended = True
 
-    def _ending(self, end: str) -> tuple[str, str]:
+    def _ending(self, end: str, error: str | None = None) -> tuple[str, str]:
         phase, why = ENDS[end]
-        return phase, ", ".join(filter(None, (f"{self.lanes[self.plan[0]].metrics.tokens} tokens", why)))
+        return phase, ", ".join(filter(None, (f"{self.lanes[self.plan[0]].metrics.tokens} tokens", error or why)))
 
     def frame(self, at: int) -> str:
         """The state now and the records from `at` on, as one JSON string (strings survive gradio's wire best)."""

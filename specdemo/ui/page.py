@@ -21,13 +21,15 @@ import gradio as gr
 
 from specdemo.core.errors import Refused
 from specdemo.generate import generate
+from specdemo.limits import Limits
 from specdemo.models.pairs import ASSETS, PAIRS
 from specdemo.models.shelf import Shelf
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, known
 from specdemo.ui.about import ABOUT
-from specdemo.ui.api import endpoints
+from specdemo.ui.api import address_of, endpoints
 from specdemo.ui.controls import recipe_of, sidebar
 from specdemo.ui.frames import Run
+from specdemo.ui.health import Health
 from specdemo.ui.service import Engine, Service, drain, reason
 from specdemo.ui.settings import from_link, recipe_settings, restored
 from specdemo.ui.tabs.bench import bench_tab
@@ -35,7 +37,7 @@ from specdemo.ui.tabs.memory import memory_tab
 from specdemo.ui.tabs.theory import theory_tab
 from specdemo.ui.theme import theme
 from specdemo.ui.words import LANES, PLAIN, SPEC, title, told_of
-from specdemo.worker import WorkerBusy
+from specdemo.worker import Crew, Worker, WorkerBusy
 
 HERE = Path(__file__).parent
 COCKPIT = HERE / "cockpit"
@@ -82,9 +84,12 @@ def toast(run: Run) -> None:
     gr.Warning(html.escape(run.phase[1]))
 
 
-def launch_options() -> dict[str, Any]:
-    """How the page is to be served: look, and nothing that leaves the machine."""
+def launch_options(page: gr.Blocks | None = None) -> dict[str, Any]:
+    """How the page is to be served: look, and nothing that leaves the machine; with `page`, its health at `/health`."""
     return {
+        "app_kwargs": {"routes": page.health.routes()} if page is not None and page.health else {},
+        "favicon_path": ASSETS / "icon.png",
+        "pwa": True,
         "theme": theme(),
         "css": "".join(sheet.read_text(encoding="utf-8") for sheet in sorted(HERE.rglob("*.css"))),
         "footer_links": ["api", "settings"],
@@ -97,16 +102,20 @@ def launch_options() -> dict[str, Any]:
 
 def build(
     shelf: Shelf | None = None,
-    pair: str = "bundled",
+    pair: str | None = None,
     device: str = "auto",
     examples: Path | None = EXAMPLES,
     engine: Engine = generate,
+    limits: Limits | None = None,
+    worker: Worker | Crew | None = None,
 ) -> gr.Blocks:
-    """The page, ready to launch. `.worker` on it is the thread that decodes, to be watched or closed."""
-    service = Service(shelf if shelf is not None else Shelf(), engine)
+    """The page, ready to launch. `.worker` on it is what decodes, to be watched or closed; `.health` looks after it."""
+    limits = limits if limits is not None else Limits()
+    pair = pair if pair is not None else limits.pairs[0]
+    known("pair", pair, limits.pairs)
+    service = Service(shelf if shelf is not None else Shelf(), engine, limits, worker)
     shown_examples = json.loads(examples.read_text(encoding="utf-8")) if examples else {"ready": [], "methods": {}}
-    usual = Recipe(pair=pair, device=device)
-    usual = replace(usual, gamma=PAIRS[pair].gamma, top=RECORDED_TOP)
+    usual = limits.fit(replace(Recipe(pair=pair, device=device), gamma=PAIRS[pair].gamma, top=RECORDED_TOP))
 
     def settings_of(values: Any) -> dict[str, Any]:
         return dict(zip(names, values, strict=True))
@@ -125,7 +134,7 @@ def build(
             lanes = list({SPEC: recipe, PLAIN: replace(recipe, method="ar"), **beside}.items())
             lanes = [(name, one) for name, one in lanes if name in plan]
             random.shuffle(lanes)  # nobody always has the cold or the warm machine
-            stream = service.start(lanes, prompt, request.session_hash or "")
+            stream = service.start(lanes, prompt, request.session_hash or "", address_of(request))
         except (Refused, WorkerBusy) as error:
             run.finish(reason(error))
             toast(run)
@@ -153,13 +162,14 @@ def build(
         finally:
             run.finish()  # a tab that has gone leaves its run unfinished
 
-    async def estimate(*values: Any) -> AsyncIterator[str]:
+    async def estimate(request: gr.Request, *values: Any) -> AsyncIterator[str]:
         yield "*Preflight: reading a few texts and timing a few passes …*"
         settings = settings_of(values)
         prompt = settings["prompt"]
         try:
             recipe = recipe_of(recipe_settings(settings), device)
-            yield told_of(await service.preflight(recipe, prompt if isinstance(prompt, str) else ""))
+            text = prompt if isinstance(prompt, str) else ""
+            yield told_of(await service.preflight(recipe, text, address_of(request)))
         except Exception as error:  # whatever it was, the page goes on and says so
             yield f"**Preflight:** {html.escape(reason(error))}"
 
@@ -200,7 +210,7 @@ def build(
         service.leave(request.session_hash or "")
 
     with gr.Blocks(title="specdemo", analytics_enabled=False, fill_width=True) as demo:
-        controls = sidebar(usual, service.unload)
+        controls = sidebar(usual, limits, service.unload)
         gr.HTML(HEADER, elem_id="masthead", apply_default_css=False)
         prompt = gr.Textbox(
             label="Prompt",
@@ -291,12 +301,14 @@ def build(
         anew.click(forget, None, None, **queued)
         more.click(keep, [kept, *controls.values()], [kept, kept_lanes], preprocess=False, **queued)
         fewer.click(None, None, [kept, kept_lanes], js="() => [null, '']", api_visibility="private")
-        known = {"NAMES": json.dumps(names), "USUAL": json.dumps(list(usual_settings.values()))}
-        gr.on([one.change for one in settable], None, settable, saved, js=script("save", known), **told)
-        link.click(None, settable, None, js=script("link", known), api_visibility="private")
-        usually.click(None, None, settable, js=f"() => {known['USUAL']}", api_visibility="private")
+        facts = {"NAMES": json.dumps(names), "USUAL": json.dumps(list(usual_settings.values()))}
+        gr.on([one.change for one in settable], None, settable, saved, js=script("save", facts), **told)
+        link.click(None, settable, None, js=script("link", facts), api_visibility="private")
+        usually.click(None, None, settable, js=f"() => {facts['USUAL']}", api_visibility="private")
         demo.load(restore, [saved, kept], [*settable, kept_lanes], preprocess=False, **queued)
         demo.unload(leave)
     demo.queue(max_size=64)
     demo.worker = service.worker
+    probe = replace(usual, method="ar", max_tokens=2)
+    demo.health = Health(service, probe) if isinstance(service.worker, Worker) else None  # else a look would cost quota
     return demo

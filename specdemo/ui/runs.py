@@ -32,7 +32,10 @@ class Runs:
         with self._lock:
             self._runs[run.id] = run
             while len(self._runs) > 1 and (len(self._runs) > self._capacity or self._lines() > self._most_lines):
-                gone, _ = self._runs.popitem(last=False)
+                # first what never came to anything: refusals push out no text
+                empty = (run_id for run_id, old in self._runs.items() if old.over and not old.records)
+                gone = next(empty, next(iter(self._runs)))
+                del self._runs[gone]
                 self._of = {who: what for who, what in self._of.items() if what != gone}
 
     def _lines(self) -> int:

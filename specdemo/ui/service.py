@@ -11,14 +11,17 @@ import json
 import logging
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import aclosing, suppress
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from contextlib import aclosing, closing, suppress
 from typing import Any
 
 import torch
 
 from specdemo.bench import Prompt, Turn, measure
 from specdemo.core.errors import Refused
+from specdemo.limits import Limits
 from specdemo.models.pairs import ASSETS
 from specdemo.models.reasons import size
 from specdemo.models.shelf import Shelf
@@ -31,66 +34,89 @@ from specdemo.ui.frames import Run
 from specdemo.ui.picture import as_svg
 from specdemo.ui.runs import Runs
 from specdemo.ui.traces import read_traces
+from specdemo.ui.visitors import Budget, Visitors
 from specdemo.ui.words import Lane
-from specdemo.worker import Stream, Worker, WorkerBusy
+from specdemo.worker import Crew, Stream, Worker, WorkerBusy
 
 TICK = 1 / 10  # seconds between frames: soon enough for the eye, and little load on the decoding thread
-LONGEST_PROMPT = 100_000  # characters; tokenising more than any context holds would only take the worker's time
+LONGEST_REASON = 600  # characters; a refusal quotes what it refuses, and that may be anything
+REMEMBERED = 256  # visitors whose n-grams are kept
+PROBE = "def"
 OF_EACH_KIND = 3  # prompts of a class that a preflight reads
 RECORDED = ASSETS / "traces"
 log = logging.getLogger(__name__)
 
-Engine = Callable[[Recipe, str, Shelf, Stores], Iterator[dict[str, Any]]]
+Engine = Callable[[Recipe, str, Shelf, Stores], Generator[dict[str, Any]]]
 Lines = Stream[tuple[str, dict[str, Any]]]
 
 
 class Service:
     """Starts runs and hands out what they gave; `worker` is the thread that decodes."""
 
-    def __init__(self, models: Shelf, engine: Engine) -> None:
+    def __init__(
+        self, models: Shelf, engine: Engine, limits: Limits | None = None, worker: Worker | Crew | None = None
+    ) -> None:
         leave_a_core()
-        self.worker, self.runs = Worker(), Runs()
+        self.limits = limits if limits is not None else Limits()
+        self.worker = worker if worker is not None else Worker(waiting=self.limits.queue)
+        self.runs = Runs()
+        self.last_token: float | None = None  # when one was produced, by `time.monotonic`
         self._models, self._engine = models, engine
         self.talks: dict[str, list[Message]] = {}  # by visitor: what was said in the conversation so far
-        self._stores: dict[str, Stores] = {}  # by visitor: nobody's text may show in another's drafts
+        self._visitors, self._door = Visitors(self.limits), threading.Lock()
+        self._stores: OrderedDict[str, Stores] = OrderedDict()  # by visitor: nobody's text shows in another's drafts
         self._benches: dict[str, Stream[Turn | dict[str, Any]]] = {}  # by visitor, the latest of each
         self._idle: threading.Timer | None = None
 
-    def start(self, jobs: list[tuple[str, Recipe]], prompt: Any, visitor: str = "") -> Lines:
-        """Decode `prompt` by each recipe in turn; items are a lane's name and a line of its trace."""
+    def start(self, jobs: list[tuple[str, Recipe]], prompt: Any, visitor: str = "", address: str = "") -> Lines:
+        """Decode `prompt` by each recipe in turn; items are a lane's name and a line of its trace.
+
+        `visitor` is whose n-grams may be used, `address` whom the limits count.
+        """
         if not isinstance(prompt, str):
             raise Refused(f"the prompt must be a text, not {type(prompt).__name__}")
-        if len(prompt) > LONGEST_PROMPT:
-            raise Refused(f"the prompt has {len(prompt):,} characters: shorten it to {LONGEST_PROMPT:,} at most")
-        stores = self._stores.setdefault(visitor, {}) if visitor else {}
         said = [*self.talks.get(visitor, ()), {"role": "user", "content": prompt}]
+        whole = "".join(message["content"] for message in said) if any(one.chat for _, one in jobs) else prompt
+        granted = [(lane, self.limits.grant(recipe, whole)) for lane, recipe in jobs]
+        kept = any(recipe.ngram_keep or recipe.chat for _, recipe in granted)
+        stores = self._stores_of(visitor) if kept else {}
+        budget = Budget(self.limits.max_seconds)
 
         def steps() -> Iterator[tuple[str, dict[str, Any]]]:
             try:
-                for lane, recipe in jobs:
+                for lane, recipe in granted:
                     event: dict[str, Any] = {}
-                    for event in self._engine(recipe, said if recipe.chat else prompt, self._models, stores):
-                        yield lane, event
-                    if event.get("end") == "error":
+                    read = said if recipe.chat else prompt
+                    with closing(self._engine(recipe, read, self._models, stores)) as events:
+                        for event in self._noting(budget.spend(events)):
+                            yield lane, event
+                    if event.get("end") in ("error", "cancelled"):
                         return
             finally:
                 self._tidy_later()
 
-        return self.worker.submit(steps)
+        return self._admit(steps, address)
 
-    async def preflight(self, recipe: Recipe, prompt: str = "") -> Preflight:
+    def probe(self, recipe: Recipe) -> Stream[dict[str, Any]]:
+        """A run that no visitor asked for, to see whether there are tokens to be had."""
+        return self.worker.submit(lambda: self._noting(self._engine(recipe, PROBE, self._models, {})))
+
+    async def preflight(self, recipe: Recipe, prompt: str = "", address: str = "") -> Preflight:
         """Estimates for `recipe` from the bundled texts, and from `prompt` if there is one."""
+        if isinstance(self.worker, Crew):
+            raise Refused("preflight times a device that stays, and here one is lent to each run: just run it")
+        recipe = self.limits.grant(recipe, prompt)
         kinds: dict[str, list[Prompt]] = {}
         for one in texts_for(recipe):
             kinds.setdefault(one.kind, []).append(one)
         texts = [one for some in kinds.values() for one in some[:OF_EACH_KIND]]
         if prompt:
-            texts.append(Prompt("own", "own", prompt[:LONGEST_PROMPT]))
+            texts.append(Prompt("own", "own", prompt))
 
         def job() -> Iterator[Preflight]:
             yield preflight(recipe, texts, self._models)
 
-        stream = self.worker.submit(job)
+        stream = self._admit(job, address)
         async with aclosing(drain(stream)) as batches:
             async for batch in batches:
                 for found in batch:
@@ -98,11 +124,14 @@ class Service:
         raise stream.error or RuntimeError("the worker gave no answer")
 
     def bench(
-        self, recipes: Sequence[Recipe], prompts: Sequence[Prompt], visitor: str
+        self, recipes: Sequence[Recipe], prompts: Sequence[Prompt], visitor: str, address: str = ""
     ) -> Stream[Turn | dict[str, Any]]:
         """Measure every recipe on every prompt; what this visitor still had measured is asked to stop."""
+        if self.limits.max_seconds is not None or isinstance(self.worker, Crew):
+            raise Refused("a bench takes minutes, which this host gives to nobody: run the program on your own machine")
+        granted = [self.limits.grant(recipe, max((prompt.text for prompt in prompts), key=len)) for recipe in recipes]
         self.stop_bench(visitor)
-        stream = self.worker.submit(lambda: measure(recipes, prompts, self._models))
+        stream = self._admit(lambda: measure(granted, prompts, self._models), address)
         self._benches[visitor] = stream
         return stream
 
@@ -224,6 +253,29 @@ class Service:
         self._stores.pop(visitor, None)
         self.talks.pop(visitor, None)
 
+    def _admit(self, job: Callable[[], Iterator[Any]], address: str) -> Stream:
+        with self._door:
+            self._visitors.admit(address)
+            stream = self.worker.submit(job)
+            self._visitors.entered(address, stream)
+        return stream
+
+    def _noting(self, events: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        for event in events:
+            if event.get("tokens"):
+                self.last_token = time.monotonic()
+            yield event
+
+    def _stores_of(self, visitor: str) -> Stores:
+        """This visitor's; a client that gives a new name every time pushes out the others, and fills no memory."""
+        if not visitor:
+            return {}
+        stores = self._stores.setdefault(visitor, {})
+        self._stores.move_to_end(visitor)
+        while len(self._stores) > REMEMBERED:
+            self._stores.popitem(last=False)
+        return stores
+
 
 def leave_a_core() -> None:
     """Keep torch off one of the cores, for the server and a browser on the same machine.
@@ -258,6 +310,8 @@ def _json(value: Any) -> str:
 def reason(error: BaseException) -> str:
     """One sentence about what went wrong, for whoever asked for the run."""
     if isinstance(error, (Refused, WorkerBusy)):
-        return str(error)
-    log.error("a run failed", exc_info=error)
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        said = str(error)
+    else:
+        log.error("a run failed", exc_info=error)
+        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return said if len(said) <= LONGEST_REASON else f"{said[:LONGEST_REASON]} …"

@@ -12,8 +12,8 @@ from typing import Any
 
 from specdemo.core.errors import Refused
 from specdemo.ui.controls import recipe_of
-from specdemo.ui.service import LONGEST_PROMPT
 
+LONGEST_PROMPT = 100_000  # characters that a link or a browser's memory may bring
 Settings = dict[str, Any]
 
 

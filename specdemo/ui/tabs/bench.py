@@ -15,6 +15,7 @@ from specdemo.bench import load_prompts
 from specdemo.core.errors import Refused
 from specdemo.core.gamma import POLICIES
 from specdemo.recipe import Recipe
+from specdemo.ui.api import address_of
 from specdemo.ui.controls import recipe_of
 from specdemo.ui.outcome import COLOURS, HEADERS, PLAIN, Outcome, bars, cells
 from specdemo.ui.service import Service, drain, reason
@@ -122,7 +123,7 @@ def bench_tab(
         ready = {go: gr.Button(interactive=True), halt: gr.Button(interactive=False)}
         try:
             outcome = Outcome(meant(visitor, values))
-            stream = service.bench(outcome.sweep.recipes, outcome.sweep.prompts, visitor)
+            stream = service.bench(outcome.sweep.recipes, outcome.sweep.prompts, visitor, address_of(request))
         except (Refused, WorkerBusy) as error:
             yield {status: f"<p role='status'>{html.escape(reason(error))}</p>", results: gr.Column(visible=False)}
             return
