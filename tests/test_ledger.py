@@ -31,8 +31,9 @@ def rows(table: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "nf4"])
-@pytest.mark.parametrize("name", [BUNDLED.target, BUNDLED.drafter])
-def test_needs_are_what_a_loaded_model_takes(name: str, quantization: str) -> None:
+@pytest.mark.parametrize("role", ["target", "drafter"])
+def test_needs_are_what_a_loaded_model_takes(role: str, quantization: str) -> None:
+    name = getattr(BUNDLED, role)
     dtype = getattr(torch, natural_dtype(quantization, CPU))
     found = memory.needs(name, dtype, quantization, CPU)
     loaded = load(Spec(name, quantization=quantization, device="cpu"))

@@ -14,7 +14,7 @@ from specdemo.models import memory
 from specdemo.models.load import QUANTIZATIONS, find_device, natural_dtype
 from specdemo.models.pairs import PAIRS, Pair
 from specdemo.ui.frames import Run
-from specdemo.ui.words import NOTHING, Lane, title
+from specdemo.ui.words import NOTHING, Lane, percent, title
 
 NOTES = {
     "run": "Keys and values are those of all models of the run. The process is all that it has resident, Python, torch "
@@ -51,8 +51,8 @@ def _held(lane: Lane) -> dict[str, str]:
         "weights of the drafter": _mb(sizes.get("drafter_bytes")),
         "keys and values, at the last step": _mb(last.get("kv_bytes")),
         "keys and values, at most": _mb(kv),
-        "their share of weights, keys and values": (
-            f"{kv / (lane.weights + kv):.0%}".replace("%", " %") if lane.weights and kv is not None else NOTHING
+        "their share of weights, keys and values": percent(
+            kv / (lane.weights + kv) if lane.weights and kv is not None else None
         ),
         "process, at the last step": _mb(last.get("rss_bytes")),
         "process, at most": _mb(most("rss_bytes")),
