@@ -17,7 +17,7 @@ from specdemo.models.plan import plan
 from specdemo.models.quantise import unavailable
 from specdemo.models.spec import QUANTIZATIONS, Spec, find_device
 from specdemo.ui.frames import Run
-from specdemo.ui.words import NOTHING, Lane, title
+from specdemo.ui.words import NOTHING, Lane, percent, title
 
 CONTEXT = 1000  # tokens
 NOTES = {
@@ -55,8 +55,8 @@ def _held(lane: Lane) -> dict[str, str]:
         "weights of the drafter": _mb(sizes.get("drafter_bytes")),
         "keys and values, at the last step": _mb(last.get("kv_bytes")),
         "keys and values, at most": _mb(kv),
-        "their share of weights, keys and values": (
-            f"{kv / (lane.weights + kv):.0%}".replace("%", " %") if lane.weights and kv is not None else NOTHING
+        "their share of weights, keys and values": percent(
+            kv / (lane.weights + kv) if lane.weights and kv is not None else None
         ),
         "process, at the last step": _mb(last.get("rss_bytes")),
         "process, at most": _mb(most("rss_bytes")),

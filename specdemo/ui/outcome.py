@@ -9,6 +9,7 @@ from typing import Any
 
 from specdemo.bench import Row, Turn, as_json, disturbed, report, slower, table
 from specdemo.ui.sweep import Sweep, duration
+from specdemo.ui.words import NOTHING, number, percent
 
 HEADERS = (
     "class", "recipe", "speed-up", "95 %", "slower on", "tokens/s", "accepted", "α", "tokens/pass", "same text",
@@ -72,22 +73,18 @@ class Outcome:
 
 def cells(rows: Sequence[Row]) -> list[list[str]]:
     """The table as text, by `HEADERS`. What lost says so in words; one prompt has no interval."""
-
-    def number(value: float | None, form: str = ".2f") -> str:
-        return "–" if value is None else format(value, form).replace("%", " %")
-
     return [
         [
             row.kind,
             row.lane,
             "baseline" if row.speedup is None else f"{row.speedup:.2f}×" + (" slower" if row.speedup < 1 else ""),
-            "–" if row.interval is None or row.prompts < 2 else "{:.2f} to {:.2f}".format(*row.interval),
-            "–" if row.speedup is None else f"{len(row.slower)} of {row.prompts}",
-            number(row.tokens_per_second, ".1f"),
-            number(row.acceptance_rate, ".0%"),
-            number(row.alpha),
-            number(row.tokens_per_pass),
-            "–" if row.same_text is None else f"{row.same_text} of {row.prompts}",
+            NOTHING if row.interval is None or row.prompts < 2 else "{:.2f} to {:.2f}".format(*row.interval),
+            NOTHING if row.speedup is None else f"{len(row.slower)} of {row.prompts}",
+            number(row.tokens_per_second, 1),
+            percent(row.acceptance_rate),
+            number(row.alpha, 2),
+            number(row.tokens_per_pass, 2),
+            NOTHING if row.same_text is None else f"{row.same_text} of {row.prompts}",
         ]
         for row in rows
     ]
