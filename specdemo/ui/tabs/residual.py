@@ -28,7 +28,7 @@ def residual(looked_at: gr.Tab) -> None:
     gr.Markdown(INTRO)
     p, q = _law("p", worked.P), _law("q", worked.Q)
     explained = gr.Markdown(elem_id="theory-residual", elem_classes="figures")
-    parts = bars("p and q, and what becomes of them", PARTS, worked.PARTS_ORDER, "theory-parts")
+    parts = bars("p and q", PARTS, worked.PARTS_ORDER, "theory-parts")
     gr.Markdown(TRIAL)
     with gr.Row():
         rule = gr.Dropdown(list(worked.choices()), label="Rule", scale=3, min_width=300, elem_id="theory-rule")
