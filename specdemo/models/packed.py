@@ -43,9 +43,11 @@ class PackedLinear(nn.Module):
 def pack(model: nn.Module) -> None:
     """Replace every plain linear layer that gains by it.
 
-    Only exact instances: a quantised layer is a subclass and is left as it is.
+    Only exact instances: a quantised layer is a subclass and is left as it is. So is a layer in another dtype than the
+    others (T5 keeps one in float32), since its model looks at its weight to know what to hand it.
     """
+    usual = next(model.parameters()).dtype
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and can_pack(child.weight):
+            if type(child) is nn.Linear and child.weight.dtype == usual and can_pack(child.weight):
                 setattr(module, name, PackedLinear(child.weight, child.bias))
