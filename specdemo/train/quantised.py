@@ -1,4 +1,4 @@
-"""What quantisation does to a pair: ``python -m specdemo.bench.quantised``, for `docs/models.md`.
+"""What quantisation does to a pair: ``python -m specdemo.train.quantised``, for `docs/models.md`.
 
 Perplexity of each form of the target on code that neither model was trained on; alpha, the mean of sum min(p, q) at
 temperature 1 on the same texts, of every form of the drafter with every form of the target; and plain and speculative
@@ -11,14 +11,15 @@ import argparse
 import math
 import random
 import statistics
+import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from specdemo.bench.measure import load_prompts
+from specdemo.bench import load_prompts
 from specdemo.generate import generate
 from specdemo.models.cached import CachedModel
 from specdemo.models.load import Loaded
@@ -26,9 +27,10 @@ from specdemo.models.pairs import PAIRS
 from specdemo.models.shelf import Shelf
 from specdemo.models.spec import QUANTIZATIONS
 from specdemo.recipe import Recipe
+from specdemo.train.corpus import held_out_texts
 
 FORMS = ("none", "bf16", "int8", "nf4", "fp4")
-MOST = 512  # tokens of a text that are read
+MOST = 256  # tokens of a text that are read
 
 
 @dataclass(frozen=True)
@@ -40,24 +42,41 @@ class Speed:
     ratio: float
 
 
-def laws(loaded: Loaded, texts: Sequence[Sequence[int]], width: int) -> list[Tensor]:
-    """The law after each token of each text, `[n, width]`."""
-    return [CachedModel(loaded.model).read(text)[:, :width].float().softmax(-1) for text in texts]
+@dataclass
+class Sums:
+    """Over all places of the texts so far."""
+
+    places: int = 0
+    surprise: dict[tuple[str, str], float] = field(default_factory=dict)  # by role and form, in nats
+    overlap: dict[tuple[str, str], float] = field(default_factory=dict)  # sum min(p, q), by the forms of both
+
+    def add(self, models: dict[tuple[str, str], Loaded], text: Sequence[int]) -> None:
+        """Read one more text with every model."""
+        laws = {key: CachedModel(one.model).read(text).float().softmax(-1)[:-1] for key, one in models.items()}
+        following = torch.tensor(text[1:])[:, None]
+        self.places += len(text) - 1
+        for key, law in laws.items():
+            told = float(-law.gather(1, following).clamp_min(1e-12).log().sum())
+            self.surprise[key] = self.surprise.get(key, 0.0) + told
+        for (role, t), (other, d) in product(laws, laws):
+            if (role, other) == ("target", "drafter"):
+                both = float(torch.minimum(laws[role, t], laws[other, d]).sum())
+                self.overlap[t, d] = self.overlap.get((t, d), 0.0) + both
+
+    def perplexity(self, role: str, form: str) -> float:
+        """exp of the mean surprise per token."""
+        return math.exp(self.surprise[role, form] / self.places)
+
+    def alpha(self, target: str, drafter: str) -> float:
+        """The mean of sum min(p, q)."""
+        return self.overlap[target, drafter] / self.places
 
 
-def perplexity(found: Sequence[Tensor], texts: Sequence[Sequence[int]]) -> float:
-    """exp of the mean surprise per token, over all texts."""
-    surprise = [
-        -math.log(max(float(law[i, text[i + 1]]), 1e-12))
-        for law, text in zip(found, texts, strict=True)
-        for i in range(len(text) - 1)
-    ]
-    return math.exp(statistics.fmean(surprise))
-
-
-def alpha(p: Sequence[Tensor], q: Sequence[Tensor]) -> float:
-    """The mean of sum min(p, q) over all places."""
-    return float(torch.cat([torch.minimum(a, b).sum(-1) for a, b in zip(p, q, strict=True)]).mean())
+def middles(tokenizer: Any, count: int) -> list[list[int]]:
+    """The middles of held-out files, one per file, as ids."""
+    texts = (tokenizer.encode(text, add_special_tokens=False, verbose=False) for text in held_out_texts().values())
+    long = [ids for ids in texts if len(ids) > 2 * MOST]
+    return [ids[len(ids) // 2 : len(ids) // 2 + MOST] for ids in random.Random(0).sample(long, min(count, len(long)))]
 
 
 def speeds(recipes: Sequence[Recipe], prompts: Sequence[str], shelf: Shelf) -> Iterator[tuple[Recipe, float]]:
@@ -100,36 +119,37 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=48, help="of each timed text; 0: no timing")
     parser.add_argument("--prompts", type=int, default=4, help="timed")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--texts", type=int, default=40, help="held-out files, of which the middles are read")
     options = parser.parse_args(arguments)
-    shelf, texts = Shelf(), [prompt.text for prompt in load_prompts(kinds=["code"])]
-    p: dict[str, list[Tensor]] = {}
-    q: dict[str, list[Tensor]] = {}
-    size: dict[tuple[str, str], int] = {}
+    shelf, models = Shelf(), {}
     for form in options.form:
         recipe = Recipe(quantization=form, drafter_quantization=form, device=options.device)
-        target, drafter = (shelf.take(spec) for spec in (recipe.target_spec, recipe.drafter_spec) if spec)
-        ids = [target.tokenizer.encode(text)[:MOST] for text in texts]
-        width = CachedModel(target.model).vocab_size
-        p[form], q[form] = laws(target, ids, width), laws(drafter, ids, width)
-        size["target", form], size["drafter", form] = target.weight_bytes, drafter.weight_bytes
-    print(f"{sum(map(len, ids)):,} tokens in {len(ids)} texts")
+        assert recipe.drafter_spec
+        models["target", form] = shelf.take(recipe.target_spec)
+        models["drafter", form] = shelf.take(recipe.drafter_spec)
+    tokenizer = models["target", options.form[0]].tokenizer
+    sums = Sums()
+    for i, text in enumerate(middles(tokenizer, options.texts), 1):
+        sums.add(models, text)
+        print(f"\r{i} texts", end="", file=sys.stderr, flush=True)
+    print(f"\n{sums.places:,} tokens")
     print("| form | target | perplexity | drafter | perplexity |")
     print("|---|---|---|---|---|")
     for form in options.form:
-        print(
-            f"| {form} | {size['target', form] / 1e6:.1f} MB | {perplexity(p[form], ids):.3f} | "
-            f"{size['drafter', form] / 1e6:.1f} MB | {perplexity(q[form], ids):.2f} |"
-        )
-    timed = (
-        measure_speed(options.form, texts[: options.prompts], options.tokens, options.device) if options.tokens else {}
-    )
+        cells = [
+            f"{models[role, form].weight_bytes / 1e6:.1f} MB | {sums.perplexity(role, form):.3f}"
+            for role in ("target", "drafter")
+        ]
+        print(f"| {form} | {' | '.join(cells)} |")
+    prompts = [prompt.text for prompt in load_prompts(kinds=["code"])[: options.prompts]]
+    timed = measure_speed(options.form, prompts, options.tokens, options.device) if options.tokens else {}
     print("\n| target | drafter | weights | alpha | plain | speculative | ratio |")
     print("|---|---|---|---|---|---|---|")
     for t, d in product(options.form, options.form):
         speed = timed.get((t, d))
         times = f"{speed.plain:.0f} | {speed.speculative:.0f} | {speed.ratio:.2f}" if speed else "- | - | -"
-        weights = size["target", t] + size["drafter", d]
-        print(f"| {t} | {d} | {weights / 1e6:.1f} MB | {alpha(p[t], q[d]):.3f} | {times} |")
+        weights = models["target", t].weight_bytes + models["drafter", d].weight_bytes
+        print(f"| {t} | {d} | {weights / 1e6:.1f} MB | {sums.alpha(t, d):.3f} | {times} |")
 
 
 if __name__ == "__main__":
