@@ -31,7 +31,7 @@ from specdemo import zero
 from specdemo.core.errors import Refused
 from specdemo.generate import generate
 from specdemo.limits import Limits
-from specdemo.models.load import Shelf
+from specdemo.models.shelf import Shelf
 from specdemo.models.pairs import ASSETS
 from specdemo.recipe import Recipe
 from specdemo.ui import window

@@ -23,7 +23,7 @@ from test_frames import end, header, step
 from specdemo.core.errors import Refused
 from specdemo.generate import generate
 from specdemo.limits import PUBLIC, Limits, read
-from specdemo.models.load import Shelf
+from specdemo.models.shelf import Shelf
 from specdemo.recipe import POLICIES, Recipe
 from specdemo.ui.page import build, launch_options
 from specdemo.ui.visitors import Budget, Visitors
