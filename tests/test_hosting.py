@@ -31,8 +31,8 @@ from specdemo import zero
 from specdemo.core.errors import Refused
 from specdemo.generate import generate
 from specdemo.limits import Limits
-from specdemo.models.shelf import Shelf
 from specdemo.models.pairs import ASSETS
+from specdemo.models.shelf import Shelf
 from specdemo.recipe import Recipe
 from specdemo.ui import window
 from specdemo.ui.frames import Runs
