@@ -17,6 +17,7 @@ HILL = (
     {"models", "drafters"},
     {"remote"},
     {"recipe"},
+    {"edge"},
     {"parts"},
     {"generate"},
     {"bench", "layers"},
@@ -35,6 +36,12 @@ DOORS = {
     "transformers": ("specdemo/models/", "specdemo/train/"),
     "bitsandbytes": ("specdemo/models/", "specdemo/train/"),
     "tokenizers": ("specdemo/models/", "specdemo/train/"),
+    "msgpack": ("specdemo/remote/wire.py",),
+    "fastapi": ("specdemo/remote/",),
+    "starlette": ("specdemo/remote/",),
+    "uvicorn": ("specdemo/remote/",),
+    "httpcore": ("specdemo/remote/",),
+    "pydantic": ("specdemo/remote/",),
     "gradio": ("specdemo/ui/page.py", "specdemo/ui/controls.py", "specdemo/ui/theme.py", "specdemo/ui/tabs/"),
 }
 NO_TORCH = ("specdemo/core/decode.py", "specdemo/core/step.py", "specdemo/core/metrics.py", "specdemo/core/theory.py")

@@ -29,3 +29,16 @@ def speedup(tokens: float, drafted: float, c: float, v: float = 1.0, o: float = 
 def best_gamma(alpha: float, c: float, longest: int = 64) -> int:
     """The draft length with the largest walltime improvement; 0 where none improves (Corollary 3.9)."""
     return max(range(longest + 1), key=lambda gamma: walltime_improvement(alpha, gamma, c))
+
+
+def speedup_over(alpha: float, gamma: float, c: float, r: float, v: float = 1.0) -> float:
+    """Tokens per second over a link, in plain steps of the target: S = E[tokens] / (v + gamma c + r).
+
+    `r` is the round-trip time in such steps, `v` what a pass over the draft costs. 1 is a target at hand.
+    """
+    return speedup(expected_tokens(alpha, gamma), gamma, c, v, r)
+
+
+def best_gamma_over(alpha: float, c: float, r: float, longest: int = 64) -> int:
+    """The draft length with the most tokens per second over a link: the longer the round trip, the longer."""
+    return max(range(longest + 1), key=lambda gamma: speedup_over(alpha, gamma, c, r))

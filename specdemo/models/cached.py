@@ -39,6 +39,10 @@ class Engine(Protocol):
     def kv_bytes(self) -> int:
         """Bytes of keys and values held now."""
 
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the buffers that they are held in."""
+
 
 class CachedModel:
     """The model as a function from tokens and a draft to logits, with a KV cache of one request.
@@ -113,6 +117,11 @@ class CachedModel:
     def kv_bytes(self) -> int:
         """Bytes of keys and values held now."""
         return self._engine.kv_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the buffers that they are held in."""
+        return self._engine.reserved_bytes
 
     def _filled(self, draft: Draft, held: int, length: int) -> Draft:
         """The draft with a tail that nobody reads, if the pass would have too few rows and the context has room."""

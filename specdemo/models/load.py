@@ -8,9 +8,10 @@ from __future__ import annotations
 import gc
 import importlib.util
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub.errors import HFValidationError
@@ -73,6 +74,28 @@ class Loaded:
     def parity(self) -> Parity:
         """Whether several rows cost and give what one does; asked once, on first use."""
         return check(self.model)
+
+    @property
+    def bit_equal(self) -> bool:
+        """Whether several rows give what one does."""
+        return self.parity.equal
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        return self.model.config.get_text_config().vocab_size
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """What a trace's header says of how the model runs."""
+        return {
+            "device": str(self.model.device),
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+            "engine": self.engine,
+            "parity": asdict(self.parity),
+            "target_bytes": self.weight_bytes,
+        }
 
     @property
     def stop(self) -> frozenset[int]:
@@ -139,6 +162,15 @@ def reference(spec: Spec) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     except (OSError, ValueError, RuntimeError) as error:
         raise Refused(f"{spec.name} cannot be loaded: {_first_line(error)}") from error
     return model.eval().requires_grad_(False), tokenizer
+
+
+def read_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """A model's tokenizer alone: all that is needed of one that runs elsewhere."""
+    _config(name)
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise Refused(f"the tokenizer of {name} cannot be loaded: {_first_line(error)}") from error
 
 
 def _natural_dtype(quantization: str, device: torch.device) -> str:
