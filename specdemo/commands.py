@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from dataclasses import replace
 from typing import Any
 
 from specdemo import bench, layers, prove
@@ -16,6 +18,9 @@ from specdemo.models.peers import PEERS
 from specdemo.options import given
 from specdemo.preflight import preflight
 from specdemo.recipe import Recipe
+from specdemo.remote.connect import TOKEN
+from specdemo.remote.host import application, listen
+from specdemo.remote.server import Limits
 
 
 def _bench(options: argparse.Namespace) -> int:
@@ -25,6 +30,8 @@ def _bench(options: argparse.Namespace) -> int:
     recipes = []
     for temperature in options.temperature:
         varied: list[dict[str, Any]] = [{"method": "ar"}]
+        if cloud := common.get("cloud"):  # plain decoding at its best: no round trip per token
+            varied[0]["cloud"] = replace(cloud, mode="cloud_only")
         for method in options.method:
             for policy in options.policy if method != "ar" else ():
                 lengths = options.gamma if policy == "fixed" else options.gamma[-1:]
@@ -150,7 +157,34 @@ def _costs(options: argparse.Namespace) -> int:
     return 0
 
 
+def _serve(options: argparse.Namespace) -> int:
+    if min(options.budget_mb, options.contexts, options.queue) < 1 or not (options.body_mb > 0 and options.rate >= 0):
+        raise Refused("budget, contexts, queue and body must be above 0, and rate not below it")
+    spec = Recipe(method="ar", **given(options)).target_spec
+    app = application(
+        Shelf().take(spec),
+        token=os.environ.get(TOKEN),
+        budget_bytes=options.budget_mb << 20,
+        most=options.contexts,
+        expiry_s=options.expiry_s,
+        limits=Limits(int(options.body_mb * (1 << 20)), options.rate),
+        waiting=options.queue,
+    )
+    if TOKEN not in os.environ and options.host not in ("127.0.0.1", "::1", "localhost"):
+        print(f"anyone who can reach {options.host} may use this: set {TOKEN} to ask for a token", file=sys.stderr)
+    listen(
+        app,
+        options.host,
+        options.port,
+        certificate=options.certificate,
+        key=options.key,
+        started=lambda address: print(f"listening on {address}", flush=True),
+    )
+    return 0
+
+
 COMMANDS = {
+    "serve": _serve,
     "preflight": _preflight,
     "costs": _costs,
     "bench": _bench,

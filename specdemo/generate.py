@@ -10,6 +10,7 @@ import os
 import platform
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import asdict
 from functools import cache
 from importlib.metadata import version
@@ -21,10 +22,11 @@ from specdemo.core.decode import decode
 from specdemo.core.errors import Refused
 from specdemo.core.metrics import Metrics
 from specdemo.models import memory
-from specdemo.models.load import Shelf
+from specdemo.models.load import Loaded, Shelf
 from specdemo.models.text import TextStream
 from specdemo.parts import Stores, build
 from specdemo.recipe import FORESTS, Recipe
+from specdemo.remote.connect import Distant, connect
 
 Record = dict[str, Any]
 
@@ -37,14 +39,26 @@ def generate(recipe: Recipe, prompt: str, shelf: Shelf, stores: Stores | None = 
     """
     if not prompt:
         raise Refused("the prompt is empty: type something to continue")
-    specs = [spec for spec in (recipe.target_spec, recipe.drafter_spec) if spec is not None]
-    for role, spec in zip(("target", "drafter"), specs, strict=False):
-        if spec not in shelf:
+    wanted, recipe = recipe, recipe.running
+    specs = [recipe.drafter_spec] if recipe.cloud else [recipe.target_spec, recipe.drafter_spec]
+    for role, spec in zip(("drafter",) if recipe.cloud else ("target", "drafter"), specs, strict=True):
+        if spec is not None and spec not in shelf:
             yield {"phase": "loading", "text": f"loading the {role}, {os.path.basename(spec.name) or spec.name}"}
             shelf.take(spec)
-    loaded = [shelf.take(spec) for spec in specs]
-    target, drafter = loaded[0], loaded[1] if len(loaded) > 1 else None
-    parity = target.parity  # asked once, before the clock starts
+    loaded = [shelf.take(spec) if spec else None for spec in specs]
+    if recipe.cloud:
+        with closing(connect(recipe.cloud, recipe.models[0], recipe.seed)) as distant:
+            yield from _run(wanted, recipe, prompt, distant, loaded[0], stores)
+    else:
+        assert loaded[0] is not None
+        yield from _run(wanted, recipe, prompt, *loaded, stores)
+
+
+def _run(
+    wanted: Recipe, recipe: Recipe, prompt: str, target: Loaded | Distant, drafter: Loaded | None, stores: Stores | None
+) -> Iterator[Record]:
+    """The trace of `wanted`, which is carried out as `recipe`."""
+    environment = target.environment  # asked once, before the clock starts
     start = time.perf_counter()
     parts = build(recipe, target, drafter, stores)
     tokens = target.tokenizer.encode(prompt)
@@ -54,28 +68,22 @@ def generate(recipe: Recipe, prompt: str, shelf: Shelf, stores: Stores | None = 
             f"the prompt has {len(tokens):,} tokens and the context holds {parts.context:,}: shorten it by at least "
             f"{1 - room:,}"
         )
-    device = target.model.device
     yield {
         "specdemo": 1,
-        "recipe": asdict(recipe),
-        "exact": recipe.exact,
-        "bit_equal": parity.equal and recipe.method not in FORESTS,  # the rows of chains were compared, no others
+        "recipe": asdict(wanted),
+        "exact": wanted.exact,
+        "bit_equal": target.bit_equal and recipe.method not in FORESTS,  # rows of chains were compared, no others
         "prompt": prompt,
         "prompt_tokens": tokens,
-        "vocab_size": target.model.config.get_text_config().vocab_size,
+        "vocab_size": target.vocab_size,
         "environment": {
             **_environment(),
-            "device": str(device),
-            "dtype": str(target.model.dtype).removeprefix("torch."),
-            "threads": torch.get_num_threads(),
-            "engine": target.engine,
-            "parity": asdict(parity),
-            "target_bytes": target.weight_bytes,
+            **environment,
             "drafter_bytes": drafter.weight_bytes if drafter else None,
         },
     }
     metrics, text, watched = Metrics(), TextStream(target.tokenizer, tokens), memory.Watch()
-    last = None
+    last, device = None, parts.device
     steps = decode(
         tokens,
         parts.judge,
@@ -110,6 +118,8 @@ def generate(recipe: Recipe, prompt: str, shelf: Shelf, stores: Stores | None = 
     except (Refused, RuntimeError) as error:  # a model that fails in mid-run ends its own run, in words
         yield ending("error", metrics, str(error) or type(error).__name__)
         return
+    finally:
+        parts.close()
     figures = {
         "peak_rss_bytes": memory.peak_process_bytes(),
         "peak_device_bytes": memory.peak_device_bytes(device),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+import torch
 
 from specdemo.core.beam import BeamSearch
 from specdemo.core.decode import Drafter, Gamma, Judge, Plain
@@ -19,11 +22,13 @@ from specdemo.drafters.model import ModelDrafter
 from specdemo.drafters.ngram import NGramDrafter
 from specdemo.drafters.suffix import SuffixDrafter
 from specdemo.drafters.tree import TreeDrafter
+from specdemo.edge import judged
 from specdemo.models.cached import CachedModel
 from specdemo.models.early import layer_count, with_layers
 from specdemo.models.load import Loaded
 from specdemo.models.pairs import check_pair
 from specdemo.recipe import Recipe
+from specdemo.remote.connect import Distant
 
 Stores = dict[Any, Any]  # what a user's earlier runs taught, by what it was learnt from
 
@@ -36,11 +41,18 @@ class Parts:
     drafter: Drafter
     gamma: Gamma
     caches: tuple[CachedModel, ...]
+    context: int  # tokens that every model of this run can hold
+    hang_up: Callable[[], None] | None = None
+
+    def close(self) -> None:
+        """Hang up, where the judge is at the other end of a wire."""
+        if self.hang_up is not None:
+            self.hang_up()
 
     @property
-    def context(self) -> int:
-        """Tokens that every model of this run can hold."""
-        return min(cache.context for cache in self.caches)
+    def device(self) -> torch.device:
+        """Where this end computes."""
+        return self.caches[0].model.device if self.caches else torch.device("cpu")
 
     @property
     def kv_bytes(self) -> int:
@@ -53,7 +65,7 @@ class Kit:
     """What a drafter may be made of."""
 
     recipe: Recipe
-    target: Loaded
+    target: Loaded | Distant
     drafter: Loaded | None
     stores: Stores | None
     draws: Callable[..., Drafter]  # `draws(cache, kind, **options)`: a drafter of this kind on this model's law
@@ -83,6 +95,7 @@ def _model(kit: Kit, kind: type = ModelDrafter, **options: int) -> Made:
 
 
 def _self(kit: Kit) -> Made:
+    assert isinstance(kit.target, Loaded)
     model, recipe = kit.target.model, kit.recipe
     count = layer_count(model)
     first = count // 2 if recipe.exit_layer is None else recipe.exit_layer
@@ -132,36 +145,37 @@ DRAFTERS: dict[str, Callable[[Kit], Made]] = {
 }
 
 
-def build(recipe: Recipe, target: Loaded, drafter: Loaded | None, stores: Stores | None = None) -> Parts:
+def build(recipe: Recipe, target: Loaded | Distant, drafter: Loaded | None, stores: Stores | None = None) -> Parts:
     """Turn names into objects. `stores` holds what a user's earlier runs taught, if that is to be kept."""
     words = tuple(tuple(target.tokenizer.encode(word, add_special_tokens=False)) for word in recipe.bad_words)
     warp = Warp(recipe.temperature, recipe.top_k, recipe.top_p, recipe.repetition_penalty, words)
-    ours = CachedModel(target.model, target.parity.pad)
-    kind = RULES[recipe.rule]
-    rule = kind.apply
-    if recipe.skip_sample_adjustment:
-        rule = partial(rule, adjust=False)
-    if kind.threshold is not None:
-        rule = partial(rule, threshold=kind.threshold if recipe.threshold is None else recipe.threshold)
-    shared = Shared(recipe.seed) if kind.shares_noise else None
-    judge: Judge = Target(
-        ours.score,
-        warp,
-        rule,
-        accept=Noise(recipe.seed, "accept"),
-        correct=shared or (Noise if recipe.temperature else Certain)(recipe.seed, "correct"),
-        candidates=recipe.filler_top_k if recipe.method == "nasd" else 1,
-        top=recipe.top,
-    )
+    shared = Shared(recipe.seed) if RULES[recipe.rule].shares_noise else None
+    ours = () if isinstance(target, Distant) else (CachedModel(target.model, target.parity.pad),)
+    vocab_size = target.about.vocab_size if isinstance(target, Distant) else ours[0].vocab_size
 
     def draws(cache: CachedModel, kind: type, **options: Any) -> Drafter:
         noise = shared or Noise(recipe.seed, "draft")
         if kind is ModelDrafter:
             options["extend"] = cache.extend
-        return kind(cache.score, warp, noise, ours.vocab_size, cache.vocab_size, **options)
+        return kind(cache.score, warp, noise, vocab_size, cache.vocab_size, **options)
 
+    made, caches = DRAFTERS[recipe.method](Kit(recipe, target, drafter, stores, draws))
+    if recipe.method == "lookahead":  # as deep as its window reaches, whatever the policy
+        gamma: Gamma = Fixed(recipe.lookahead_window + recipe.lookahead_n)
+    else:
+        gamma = POLICIES[recipe.policy].make(recipe.gamma, *recipe.gamma_bounds)
+    context = min([cache.context for cache in (*ours, *caches)] + [sys.maxsize])
+    if isinstance(target, Distant):
+        asking, gamma = judged(recipe, target, warp, gamma, caches)
+        return Parts(asking, made, gamma, caches, min(context, target.about.context), asking.close)
+    judge = _judge(recipe, target, ours[0], warp, shared)
+    return Parts(judge, made, gamma, (*ours, *caches), context)
+
+
+def _judge(recipe: Recipe, target: Loaded, ours: CachedModel, warp: Warp, shared: Shared | None) -> Judge:
+    """The target at hand."""
     if recipe.method == "beam":
-        judge = BeamSearch(
+        return BeamSearch(
             ours.score,
             warp,
             target.stop,
@@ -172,9 +186,18 @@ def build(recipe: Recipe, target: Loaded, drafter: Loaded | None, stores: Stores
             top_k=recipe.top_k,
             min_length=recipe.min_length,
         )
-    made, caches = DRAFTERS[recipe.method](Kit(recipe, target, drafter, stores, draws))
-    if recipe.method == "lookahead":  # as deep as its window reaches, whatever the policy
-        gamma: Gamma = Fixed(recipe.lookahead_window + recipe.lookahead_n)
-    else:
-        gamma = POLICIES[recipe.policy].make(recipe.gamma, *recipe.gamma_bounds)
-    return Parts(judge, made, gamma, (ours, *caches))
+    kind = RULES[recipe.rule]
+    rule = kind.apply
+    if recipe.skip_sample_adjustment:
+        rule = partial(rule, adjust=False)
+    if kind.threshold is not None:
+        rule = partial(rule, threshold=kind.threshold if recipe.threshold is None else recipe.threshold)
+    return Target(
+        ours.score,
+        warp,
+        rule,
+        accept=Noise(recipe.seed, "accept"),
+        correct=shared or (Noise if recipe.temperature else Certain)(recipe.seed, "correct"),
+        candidates=recipe.candidates,
+        top=recipe.top,
+    )
