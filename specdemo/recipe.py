@@ -11,7 +11,7 @@ from specdemo.core.rules import RULES
 from specdemo.core.sampling import Warp
 from specdemo.models.load import DTYPES, QUANTIZATIONS, Spec
 from specdemo.models.pairs import PAIRS
-from specdemo.remote.choices import Cloud
+from specdemo.remote.choices import COLDEST, Cloud
 
 METHODS = {
     "draft": "a smaller model drafts, the target verifies",
@@ -136,6 +136,10 @@ class Recipe:
             return
         if self.method in ("self", "beam"):
             raise Refused(f"method {self.method} needs the target itself at hand: choose another, or no cloud")
+        if 0 < self.temperature < COLDEST or not 0.01 <= self.repetition_penalty <= 100:
+            raise Refused(f"over the wire a temperature is 0 or from {COLDEST}, a repetition penalty from 0.01 to 100")
+        if not -(1 << 63) <= self.seed < 1 << 63:
+            raise Refused("over the wire a seed has 64 bits: choose a smaller one")
         alone = self.cloud.mode == "edge_only" or self.cloud.on_loss == "edge"
         if alone and self.models[1] is None:
             raise Refused("the edge has no model to go on with alone: give a drafter")

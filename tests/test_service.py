@@ -105,13 +105,17 @@ BAD: dict[str, tuple[Any, int, str]] = {
     "a q too few": ({**DRAFTED, "q_token_probs": [0.5]}, 422, "one for each"),
     "a parent that comes later": ({**DRAFTED, "parents": [-1, 1]}, 422, "must come before"),
     "a parent of parents": ({**DRAFTED, "parents": [-2, 0]}, 422, "parents"),
-    "a row that is none": ({**DRAFTED, "rows": [{"node": 0, "values": "AACAPw=="}]}, 422, "does not fit 4 ids"),
+    "a row that is none": ({**DRAFTED, "rows": [{"node": 0, "values": "AACAPw=="}]}, 422, "does not fit"),
     "a row in pieces": ({**DRAFTED, "rows": [{"node": 0, "values": "AAA="}]}, 422, "middle of a number"),
     "a row that is no base64": ({**DRAFTED, "rows": [{"node": 0, "values": "%%"}]}, 422, "rows.0.values"),
     "a row of zeros": ({**DRAFTED, "rows": [{"node": 0, "values": "A" * 21 + "A=="}]}, 422, "is no law"),
     "a row of no node": ({**DRAFTED, "rows": [{"node": 7, "values": "AAAA"}]}, 422, "belongs to no node"),
     "an unknown rule": ({**OPEN, "sampling_cfg": {"rule": "magic"}}, 422, "known are rejection"),
     "no temperature": ({**OPEN, "sampling_cfg": {"temp": -1.0}}, 422, "temp"),
+    "a bad word out of range": ({**OPEN, "sampling_cfg": {"bad_words": [[2147483646]]}}, 422, "not among"),
+    "all but cold": ({**OPEN, "sampling_cfg": {"temp": 1e-300}}, 422, "0 or at least"),
+    "a penalty that leaves no number": ({**OPEN, "sampling_cfg": {"rep_penalty": 1e-300}}, 422, "rep_penalty"),
+    "every token a bad word": ({**OPEN, "sampling_cfg": {"bad_words": [[0], [1], [2], [3]]}}, 422, "ban fewer"),
     "no settings": ({**OPEN, "sampling_cfg": None}, 422, "sampling_cfg"),
     "no text": ({**OPEN, "tokens": []}, 422, "nothing to continue"),
     "too long a text": ({**OPEN, "tokens": [1] * 65}, 422, "do not fit the model's 64"),
@@ -203,7 +207,8 @@ def test_a_text_is_streamed_as_plain_decoding_writes_it(cloud: TestClient) -> No
     whole = plain()
     stop = whole.index(3) + 1 if 3 in whole else len(whole)
     assert [int(token) for token in tokens] == whole[:stop] and end == "end"
-    assert cloud.post("/v1/texts", json={**body, "tokens": [1] * 64}).text.split()[1:] != ["end"]
+    long = cloud.post("/v1/texts", json={**body, "tokens": [1] * 65})
+    assert long.status_code == 422 and "do not fit" in long.json()["error"]
 
 
 def test_an_error_in_the_model_is_no_answer_and_harms_no_other() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from specdemo.core.errors import Refused, known
 
+COLDEST = 0.001  # of temperatures above 0: logits over less overflow
 MODES = {
     "speculative": "the edge drafts, the cloud verifies",
     "cloud_only": "the cloud decodes by itself and streams its tokens",

@@ -80,7 +80,7 @@ class RemoteTarget:
         self._ctx_id, self._epoch, self._round = ctx_id or uuid.uuid4().hex, 0, -1
         self._theirs: list[int] = []  # what the cloud holds, as far as is known
         self._late: Late | None = None
-        self._alone = False
+        self._alone = self._closed = False
         self._sender = ThreadPoolExecutor(1, "cloud")  # a round may outlive its deadline
 
     def judge(self, tokens: Sequence[int], draft: Draft, hard_mask: Sequence[int] | None = None) -> Verdict:
@@ -104,6 +104,7 @@ class RemoteTarget:
 
     def close(self) -> None:
         """Forget the context at the cloud, if it can be told, and hang up."""
+        self._closed = True
         self._sender.shutdown(wait=False, cancel_futures=True)
         if not self._alone and self._theirs and self._late is None:
             try:
@@ -154,7 +155,7 @@ class RemoteTarget:
                 self._ctx_id, self._epoch, self._theirs = uuid.uuid4().hex, 0, []
             except Unanswered as silence:
                 spent = self._clock() - began
-                if spent > self._patience.lost_s:
+                if spent > self._patience.lost_s or self._closed:
                     raise Lost(
                         f"the cloud at {self._http.url} has not answered for {spent:.0f} seconds ({silence}): "
                         "start it again, or go on without it (--on-loss edge)"

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specdemo.core.errors import Refused
 from specdemo.core.step import Draft
-from specdemo.remote.rounds import Sources, decide, draft_of, keyed, target
+from specdemo.remote.rounds import Sources, decide, draft_of, keyed, known_ids, target
 from specdemo.remote.wire import Answer, Round, Sampling, Text, digest
 
 
@@ -124,9 +124,9 @@ class Contexts:
 
     def continued(self, text: Text) -> Iterator[int]:
         """Plain decoding, a token at a time, through the first stop token; nothing of it is held afterwards."""
+        self._check(text.sampling_cfg)
         tokens, cache = list(text.tokens), self._make()
-        if max(tokens) >= self._vocab_size:
-            raise Refused(f"a token is not among the model's {self._vocab_size:,} ids: send ids of its own tokenizer")
+        known_ids(tokens, self._vocab_size)
         for _ in range(text.max_tokens):
             self._fits(tokens, 0)
             judge = target(text.sampling_cfg, cache.score, len(tokens), self._sources)
@@ -157,7 +157,7 @@ class Contexts:
             raise Refused("a context is opened with sampling_cfg: send it along with the whole text")
         if not round.tokens:
             raise Refused("there is nothing to continue: send the text's tokens")
-        target(round.sampling_cfg, _no_score, 0, self._sources)  # a rule that there is not is refused here
+        self._check(round.sampling_cfg)
         old = self._held.get(round.ctx_id)
         return Context(round.epoch, round.sampling_cfg, old.cache if old else self._make(), [], self._clock())
 
@@ -170,6 +170,11 @@ class Contexts:
         if round.sampling_cfg is not None and round.sampling_cfg != held.settings:
             raise Refused("sampling_cfg was fixed when the context was opened: open another context to change it")
         return held
+
+    def _check(self, settings: Sampling) -> None:
+        """Refuse settings that no model here could follow."""
+        target(settings, _no_score, 0, self._sources)  # a rule that there is not
+        known_ids([token for word in settings.bad_words for token in word], self._vocab_size)
 
     def _fits(self, tokens: Sequence[int], drafted: int) -> None:
         count = len(tokens) + drafted

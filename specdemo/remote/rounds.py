@@ -58,6 +58,12 @@ class ScalarRows:
         return row
 
 
+def known_ids(tokens: Sequence[int], vocab_size: int) -> None:
+    """Refuse token ids that the model has not."""
+    if max(tokens, default=0) >= vocab_size:
+        raise Refused(f"a token is not among the model's {vocab_size:,} ids: send ids of its own tokenizer")
+
+
 def draft_of(round: Round, vocab_size: int, device: torch.device) -> Draft:
     """The draft that came along the wire. Raises `Refused` for one that cannot be."""
     n = len(round.draft_tokens)
@@ -67,8 +73,7 @@ def draft_of(round: Round, vocab_size: int, device: torch.device) -> Draft:
         value = getattr(round, name)
         if value is not None and len(value) != n:
             raise Refused(f"{name} has {len(value)} entries for {n} drafted tokens: send one for each")
-    if max((*round.draft_tokens, *round.tokens), default=0) >= vocab_size:
-        raise Refused(f"a token is not among the model's {vocab_size:,} ids: send ids of its own tokenizer")
+    known_ids([*round.draft_tokens, *round.tokens], vocab_size)
     parents = round.parents if round.parents is not None else list(range(-1, n - 1))
     if any(parent >= node for node, parent in enumerate(parents)):
         raise Refused("a node's parent must come before it: send the draft from its root down")

@@ -15,17 +15,24 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgpack
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from specdemo.core.errors import Refused
 from specdemo.core.sampling import Warp
+from specdemo.remote.choices import COLDEST
 
 LONGEST_DRAFT = 256
 LONGEST_TEXT = 1 << 17  # tokens
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 Count = Annotated[int, Field(ge=0, lt=1 << 31)]
 Chance = Annotated[float, Field(ge=0, le=1)]
+
+
+def _temperature(value: float) -> float:
+    if value != 0 and value < COLDEST:
+        raise ValueError(f"a temperature is 0 or at least {COLDEST}")
+    return value
 
 
 class Message(BaseModel):
@@ -39,10 +46,10 @@ class Message(BaseModel):
 class Sampling(Message):
     """What must be the same at both ends, and the rule; sent when a context is opened."""
 
-    temp: Annotated[float, Field(ge=0, le=100)] = 1.0
+    temp: Annotated[float, AfterValidator(_temperature), Field(le=100)] = 1.0
     top_k: Count = 0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    rep_penalty: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    rep_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
     bad_words: Annotated[list[Annotated[list[Token], Field(min_length=1, max_length=64)]], Field(max_length=1024)] = []
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] = 0
     rule: str = "rejection"
