@@ -207,16 +207,35 @@ def test_a_text_is_streamed_as_plain_decoding_writes_it(cloud: TestClient) -> No
     whole = plain()
     stop = whole.index(3) + 1 if 3 in whole else len(whole)
     assert [int(token) for token in tokens] == whole[:stop] and end == "end"
+    full = cloud.post("/v1/texts", json={**body, "tokens": [1] * 63}).text.split()
+    assert full[-1] == "end" and 1 <= len(full) - 1 <= 2  # as far as the context of 64 reaches
     long = cloud.post("/v1/texts", json={**body, "tokens": [1] * 65})
     assert long.status_code == 422 and "do not fit" in long.json()["error"]
 
 
-def test_an_error_in_the_model_is_no_answer_and_harms_no_other() -> None:
+def failing(error: Exception) -> TestClient:
+    """A service whose model fails on texts of five tokens and more."""
+
     class Broken(Table):
         def __init__(self) -> None:
-            self.score = lambda tokens, draft: TARGET.score(tokens, draft) if len(tokens) < 5 else 1 / 0
+            self.score = self._score
 
-    flawed = client(held=Contexts(Broken, vocab_size=VOCAB, context=64))
+        def _score(self, tokens: Any, draft: Any) -> Any:
+            if len(tokens) >= 5:
+                raise error
+            return TARGET.score(tokens, draft)
+
+    return client(held=Contexts(Broken, vocab_size=VOCAB, context=64))
+
+
+def test_a_text_that_fails_half_way_says_why() -> None:
+    body = {"tokens": [2, 0, 2, 0], "sampling_cfg": {}, "max_tokens": 9}
+    lines = failing(Refused("the model is tired: let it rest")).post("/v1/texts", json=body).text.splitlines()
+    assert len(lines) == 2 and lines[0].isdigit() and lines[1] == "error the model is tired: let it rest"
+
+
+def test_an_error_in_the_model_is_no_answer_and_harms_no_other() -> None:
+    flawed = failing(ZeroDivisionError())
     assert flawed.post("/v1/rounds", json={**OPEN, "tokens": [1] * 5}).status_code == 500
     assert flawed.post("/v1/rounds", json=OPEN).status_code == 200
 

@@ -123,12 +123,15 @@ class Contexts:
         return answer
 
     def continued(self, text: Text) -> Iterator[int]:
-        """Plain decoding, a token at a time, through the first stop token; nothing of it is held afterwards."""
+        """Plain decoding, a token at a time, through the first stop token or as far as the model's context reaches.
+
+        Nothing of it is held afterwards.
+        """
         self._check(text.sampling_cfg)
         tokens, cache = list(text.tokens), self._make()
         known_ids(tokens, self._vocab_size)
-        for _ in range(text.max_tokens):
-            self._fits(tokens, 0)
+        self._fits(tokens, 0)
+        for _ in range(min(text.max_tokens, self._context - len(tokens) + 1)):
             judge = target(text.sampling_cfg, cache.score, len(tokens), self._sources)
             token = judge.judge(tokens, Draft()).token
             assert token is not None

@@ -117,7 +117,7 @@ def service(
 
     @app.post("/v1/texts", response_class=StreamingResponse, openapi_extra=_body(Text), **common)
     async def texts(request: Request) -> Response:
-        """Decode plainly: one token id a line, as they are made; the line `end` after the last one."""
+        """Decode plainly: one token id a line, as they are made; `end` or `error` and why after the last one."""
         text = await _read(request, Text, limits.body_bytes)
         tokens = _stream(worker, lambda: contexts.continued(text))
         first = await anext(tokens)  # what is refused is refused before there is a status line
@@ -261,8 +261,12 @@ async def _in_turn(worker: Worker, request: Request, call: Callable[[], Any]) ->
 
 
 async def _lines(first: int, tokens: AsyncIterator[int]) -> AsyncIterator[bytes]:
-    """One a line; without the last line the text was cut off."""
+    """One a line; without one of the last lines the text was cut off."""
     yield f"{first}\n".encode()
-    async for token in tokens:
-        yield f"{token}\n".encode()
+    try:
+        async for token in tokens:
+            yield f"{token}\n".encode()
+    except Trouble as trouble:  # it is too late for a status
+        yield f"error {trouble}\n".encode()
+        return
     yield b"end\n"

@@ -72,6 +72,8 @@ class Http:
                 for chunk in response.iter_stream():
                     *lines, rest = (rest + chunk).split(b"\n")
                     for line in lines:
+                        if line.startswith(b"error "):
+                            raise Refused(f"the cloud at {self.url} stopped: {line[6:].decode()}")
                         yield None if line == b"end" else int(line)
                         if line == b"end":
                             return
