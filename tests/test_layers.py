@@ -36,7 +36,7 @@ DOORS = {
     "transformers": ("specdemo/models/", "specdemo/train/"),
     "bitsandbytes": ("specdemo/models/", "specdemo/train/"),
     "tokenizers": ("specdemo/models/", "specdemo/train/"),
-    "msgpack": ("specdemo/remote/wire.py",),
+    "msgpack": ("specdemo/remote/encoding.py",),
     "fastapi": ("specdemo/remote/",),
     "starlette": ("specdemo/remote/",),
     "uvicorn": ("specdemo/remote/",),

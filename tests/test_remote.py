@@ -20,10 +20,11 @@ from specdemo.core.step import Draft
 from specdemo.drafters.model import ModelDrafter
 from specdemo.remote.client import RemoteTarget
 from specdemo.remote.contexts import Contexts, Stale, Unknown
+from specdemo.remote.encoding import ENCODINGS
 from specdemo.remote.link import Wire
 from specdemo.remote.rounds import keyed
 from specdemo.remote.transport import ContextGone, Overtaken, Unanswered
-from specdemo.remote.wire import ENCODINGS, Message, Round, Row, Sampling, digest
+from specdemo.remote.wire import Message, Round, Row, Sampling, digest
 
 
 class Table:

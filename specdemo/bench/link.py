@@ -154,6 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="specdemo.bench.link")
     parser.add_argument("--prompts", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--bytes", action="store_true", help="only what travels: no time is taken")
     options = parser.parse_args(arguments)
     shelf, prompts = Shelf(), load_prompts(kinds=["code"])[: options.prompts]
     with cloud() as url:
@@ -163,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = []
         print("| RTT ms | length | gamma | alpha | tokens/round | S_net | with the tokens seen | measured | ratio |")
         print("|---|---|---|---|---|---|---|---|---|")
-        for one in speeds(base, prompts, shelf):
+        for one in () if options.bytes else speeds(base, prompts, shelf):
             found.append(one)
             print(
                 f"| {one['rtt_ms']:.0f} | {one['length']} | {one['gamma']:.1f} | {one['alpha']:.2f} "

@@ -5,7 +5,7 @@
 # without the module the link is as fast as it comes, and the script says so.
 set -eu
 PYTHON=${PYTHON:-.venv/bin/python}
-EDGE=specdemo-edge CLOUD=specdemo-cloud
+EDGE=specdemo-edge-$$ CLOUD=specdemo-cloud-$$
 WORK=$(mktemp -d)
 SERVICE=
 clean() {
@@ -15,17 +15,18 @@ clean() {
     rm -rf "$WORK"
 }
 trap clean EXIT
+trap 'exit 1' INT TERM
 ip netns add $EDGE
 ip netns add $CLOUD
-ip link add name sd-edge netns $EDGE type veth peer name sd-cloud netns $CLOUD
-ip -n $EDGE addr add 10.77.0.1/24 dev sd-edge
-ip -n $CLOUD addr add 10.77.0.2/24 dev sd-cloud
-ip -n $EDGE link set sd-edge up
-ip -n $CLOUD link set sd-cloud up
+ip link add name edge0 netns $EDGE type veth peer name cloud0 netns $CLOUD
+ip -n $EDGE addr add 10.77.0.1/24 dev edge0
+ip -n $CLOUD addr add 10.77.0.2/24 dev cloud0
+ip -n $EDGE link set edge0 up
+ip -n $CLOUD link set cloud0 up
 ip -n $CLOUD link set lo up
 # shellcheck disable=SC2086  # options are meant to be several words
-if ! { ip netns exec $EDGE tc qdisc add dev sd-edge root netem ${*:-delay 15ms 2ms loss 1%} &&
-    ip netns exec $CLOUD tc qdisc add dev sd-cloud root netem ${*:-delay 15ms 2ms loss 1%}; }; then
+if ! { ip netns exec $EDGE tc qdisc add dev edge0 root netem ${*:-delay 15ms 2ms loss 1%} &&
+    ip netns exec $CLOUD tc qdisc add dev cloud0 root netem ${*:-delay 15ms 2ms loss 1%}; }; then
     echo "this kernel has no netem: the link has no delay of its own"
 fi
 mkfifo "$WORK/said"

@@ -1,4 +1,4 @@
-"""The target at the other end of a wire: judges for the one loop that ask a cloud.
+"""The target at the other end of a wire: a judge for the one loop that asks a cloud.
 
 What the cloud holds is followed by content, as a cache is: only what it lacks is sent, and a cloud that has forgotten
 everything is told everything again. A round that goes unanswered is sent again under its number, so nothing is ever
@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from torch import Tensor
@@ -24,7 +25,8 @@ from specdemo.core.sampling import peaks
 from specdemo.core.step import Draft, Verdict
 from specdemo.remote.rounds import verdict_of
 from specdemo.remote.transport import Busy, ContextGone, Http, Overtaken, Unanswered
-from specdemo.remote.wire import Answer, Forgotten, Round, Row, Sampling, Text, digest
+from specdemo.remote.unjudged import first_path, foretold, provisional, unjudged
+from specdemo.remote.wire import Answer, Forgotten, Round, Row, Sampling, digest
 
 LONGEST_WAIT = 8.0  # seconds before a round is sent again, at most
 Rows = Literal["float32", "float16", "scalar"]
@@ -121,7 +123,7 @@ class RemoteTarget:
     ) -> Verdict:
         """The verdict of a round of its own."""
         self._round += 1
-        job = lambda: self._exchange(list(tokens), draft, hard_mask)  # noqa: E731
+        job = partial(self._exchange, list(tokens), draft, hard_mask)
         if self._patience.strict or not draft.tokens:
             answer, found = job()
         else:
@@ -130,7 +132,7 @@ class RemoteTarget:
                 answer, found = future.result(self._patience.deadline_s)
             except NotYet:
                 self._late = Late(future, draft, len(tokens))
-                return _provisional(draft, notes)
+                return provisional(draft, notes)
         law = draft.law if self._top and isinstance(draft.law, Tensor) else None
         drafted = () if law is None else peaks(law, self._top)
         return replace(verdict_of(answer, draft, drafted), notes={**notes, **found})
@@ -213,7 +215,7 @@ class RemoteTarget:
             try:
                 answer, found = late.answer.result(self._patience.deadline_s)
             except NotYet:
-                return _provisional(draft, notes)
+                return provisional(draft, notes)
         else:
             answer, found = late.answer.result()
         self._late = None
@@ -225,101 +227,15 @@ class RemoteTarget:
         notes["overruled"] = float(len(taken) - same if same < min(len(said), len(taken)) else 0)
         if same < len(taken) or same == len(said):
             return None
-        return _prefix(draft, said[same:], notes)
+        return foretold(draft, said[same:], notes)
 
     def _on_the_edge(self, tokens: Sequence[int], draft: Draft, notes: Mapping[str, float]) -> Verdict:
         """The text of the drafter itself: not the target's."""
         assert self._edge is not None
         notes = {**notes, "escalated": 0.0, "edge": 1.0}
         if draft.tokens:
-            return unjudged(draft, _first_path(draft), notes)
+            return unjudged(draft, first_path(draft), notes)
         return replace(self._edge.judge(tokens, draft), notes=notes)
-
-
-class CloudText:
-    """A judge for method `ar`: the cloud decodes by itself and sends its tokens as they come.
-
-    A stream that is cut off is taken up again where it was; chance is keyed by place, so its text is the same.
-    """
-
-    def __init__(
-        self,
-        http: Http,
-        settings: Sampling,
-        max_tokens: int,
-        patience: Patience = Patience(),  # noqa: B008 - frozen
-        clock: Callable[[], float] = time.perf_counter,
-        pause: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._http, self._settings, self._left, self._patience = http, settings, max_tokens, patience
-        self._clock, self._pause = clock, pause
-        self._tokens: Iterator[int | None] | None = None
-
-    def judge(self, tokens: Sequence[int], draft: Draft, hard_mask: Sequence[int] | None = None) -> Verdict:
-        """The next token of the cloud's text; `draft` is empty."""
-        tally = self._http.wire.tally
-        up, down, began = tally.up, tally.down, self._clock()
-        wait = self._patience.deadline_s
-        while True:
-            if self._tokens is None:
-                text = Text(tokens=list(tokens), sampling_cfg=self._settings, max_tokens=self._left)
-                self._tokens = self._http.tokens("/v1/texts", text, max(wait, LONGEST_WAIT))
-            try:
-                token = next(self._tokens)
-            except Unanswered as silence:
-                self._tokens = None
-                spent = self._clock() - began
-                if spent > self._patience.lost_s:
-                    raise Lost(
-                        f"the cloud at {self._http.url} has not answered for {spent:.0f} seconds ({silence}): "
-                        "start it again"
-                    ) from silence
-                self._pause(min(wait / 4, 0.25))
-                continue
-            if token is None:
-                raise Refused(f"the cloud at {self._http.url} ended the text early: its stop tokens are other ones")
-            break
-        self._left -= 1
-        notes = {"escalated": 1.0, "bytes_up": float(tally.up - up), "bytes_down": float(tally.down - down)}
-        return Verdict((), token, choices=((token,),), notes=notes)
-
-    def close(self) -> None:
-        """Hang up."""
-        if self._tokens is not None:
-            self._tokens.close()  # type: ignore[attr-defined]  # a generator
-        self._http.close()
-
-
-def unjudged(draft: Draft, accepted: tuple[int, ...], notes: Mapping[str, float]) -> Verdict:
-    """Tokens of a draft that are taken without asking the target."""
-    unknown = (None,) * len(draft)
-    return Verdict(accepted, None, unknown, unknown, unknown, notes=dict(notes))
-
-
-def _provisional(draft: Draft, notes: Mapping[str, float]) -> Verdict:
-    """The draft's first token, for lack of a verdict (practice guide, section 8)."""
-    return unjudged(draft, (0,), {**notes, "provisional": 1.0})
-
-
-def _first_path(draft: Draft) -> tuple[int, ...]:
-    """From the root always to the first child."""
-    kids, path, node = draft.children(), [], -1
-    while node in kids:
-        node = kids[node][0]
-        path.append(node)
-    return tuple(path)
-
-
-def _prefix(draft: Draft, said: Sequence[int], notes: Mapping[str, float]) -> Verdict:
-    """What is known of how the text goes on, as a verdict on a draft: one token more than the draft has of it."""
-    kids, path, node = draft.children(), [], -1
-    for token in said[:-1]:
-        child = next((kid for kid in kids.get(node, ()) if draft.tokens[kid] == token), None)
-        if child is None:
-            break
-        node = child
-        path.append(child)
-    return replace(unjudged(draft, tuple(path), notes), token=said[len(path)])
 
 
 def _refuse_nonsense(answer: Answer, draft: Draft) -> None:

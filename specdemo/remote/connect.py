@@ -14,7 +14,8 @@ from specdemo.core.errors import Refused
 from specdemo.models.load import read_tokenizer
 from specdemo.models.pairs import fingerprint
 from specdemo.remote.choices import ENCODINGS, Cloud
-from specdemo.remote.client import CloudText, Lost, Patience, RemoteTarget
+from specdemo.remote.client import Lost, Patience, RemoteTarget
+from specdemo.remote.cloud_text import CloudText
 from specdemo.remote.link import Link
 from specdemo.remote.transport import Http, Unanswered
 from specdemo.remote.wire import About, Sampling

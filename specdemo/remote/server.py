@@ -1,7 +1,6 @@
 """The cloud's service over HTTP: who may ask, how much, and in what turn. What is answered is `contexts.py`'s.
 
-One worker thread owns the device and every context; a request waits for its turn, and gives it up when whoever sent it
-has gone. Knows HTTP and messages; knows no models.
+Its turn at the device is `turns.py`'s. Knows HTTP and messages; knows no models.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,9 +21,11 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
 from specdemo.core.errors import Refused
-from specdemo.remote.contexts import Contexts, Stale, Unknown
-from specdemo.remote.wire import ENCODINGS, About, Answer, Forgotten, Message, Problem, Round, Text
-from specdemo.worker import Worker, WorkerBusy
+from specdemo.remote.contexts import Contexts
+from specdemo.remote.encoding import ENCODINGS
+from specdemo.remote.turns import Trouble, in_turn, stream
+from specdemo.remote.wire import About, Answer, Forgotten, Message, Problem, Round, Text
+from specdemo.worker import Worker
 
 PATIENCE_S = 10.0  # for a body to arrive
 M = TypeVar("M", bound=Message)
@@ -37,14 +38,6 @@ class Limits:
     body_bytes: int = 4 << 20
     rounds_per_second: float = 0.0  # of one address; 0: as many as it likes
     burst: int = 50
-
-
-class Trouble(Exception):
-    """A request that is answered with a `Problem`."""
-
-    def __init__(self, status: int, code: str, sentence: str) -> None:
-        super().__init__(sentence)
-        self.status, self.problem = status, Problem(error=sentence, code=code)
 
 
 class Rates:
@@ -113,20 +106,20 @@ def service(
     async def rounds(request: Request) -> Response:
         """Judge a draft."""
         round = await _read(request, Round, limits.body_bytes)
-        return _message(request, await _in_turn(worker, request, lambda: contexts.answer(round)))
+        return _message(request, await in_turn(worker, request, lambda: contexts.answer(round)))
 
     @app.post("/v1/texts", response_class=StreamingResponse, openapi_extra=_body(Text), **common)
     async def texts(request: Request) -> Response:
         """Decode plainly: one token id a line, as they are made; `end` or `error` and why after the last one."""
         text = await _read(request, Text, limits.body_bytes)
-        tokens = _stream(worker, lambda: contexts.continued(text))
+        tokens = stream(worker, lambda: contexts.continued(text))
         first = await anext(tokens)  # what is refused is refused before there is a status line
         return StreamingResponse(_lines(first, tokens), media_type="text/plain")
 
     @app.delete("/v1/contexts/{ctx_id}", response_model=Forgotten, **common)
     async def forget(request: Request, ctx_id: str) -> Response:
         """Forget a context that is not needed any more."""
-        forgotten = await _in_turn(worker, request, lambda: contexts.forget(ctx_id))
+        forgotten = await in_turn(worker, request, lambda: contexts.forget(ctx_id))
         return _message(request, Forgotten(forgotten=forgotten))
 
     def openapi() -> dict[str, Any]:
@@ -192,72 +185,6 @@ async def _read(request: Request, kind: type[M], most: int) -> M:
         return ENCODINGS[sent].load(kind, bytes(body))
     except Refused as refusal:
         raise Trouble(422, "invalid", str(refusal)) from refusal
-
-
-def _translated(error: BaseException) -> BaseException:
-    """What the worker raised, as an answer where it is one."""
-    if isinstance(error, Unknown):
-        return Trouble(404, "unknown_context", str(error))
-    if isinstance(error, Stale):
-        return Trouble(409, "stale", str(error))
-    if isinstance(error, Refused):
-        return Trouble(422, "invalid", str(error))
-    return error
-
-
-async def _stream(worker: Worker, make: Callable[[], Iterator[Any]]) -> AsyncIterator[Any]:
-    """What `make()` yields in the worker's thread, as it comes. Leaving early stops it before its next step."""
-    loop = asyncio.get_running_loop()
-    queue: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
-
-    def tell(kind: str, value: Any = None) -> None:
-        loop.call_soon_threadsafe(queue.put_nowait, (kind, value))
-
-    def job() -> Iterator[None]:
-        try:
-            for item in make():
-                tell("item", item)
-                yield
-        except Exception as error:  # whatever it is, it belongs to whoever asked
-            tell("error", error)
-            return
-        tell("end")
-
-    try:
-        stream = worker.submit(job)
-    except WorkerBusy as busy:
-        raise Trouble(429, "busy", str(busy)) from busy
-    try:
-        while True:
-            kind, value = await queue.get()
-            if kind == "end":
-                return
-            if kind == "error":
-                raise _translated(value)
-            yield value
-    finally:
-        stream.stop()
-
-
-async def _in_turn(worker: Worker, request: Request, call: Callable[[], Any]) -> Any:
-    """The result of `call()` in the worker's thread; nothing is computed for an edge that hung up while it waited."""
-    results = _stream(worker, lambda: iter((call(),)))
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    answer, hung_up = asyncio.ensure_future(anext(results)), asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait({answer, hung_up}, return_when=asyncio.FIRST_COMPLETED)
-        if not answer.done():
-            raise Trouble(400, "gone", "the request was given up")
-        return answer.result()
-    finally:
-        for task in (answer, hung_up):
-            task.cancel()
-        await asyncio.gather(answer, hung_up, return_exceptions=True)
-        await results.aclose()
 
 
 async def _lines(first: int, tokens: AsyncIterator[int]) -> AsyncIterator[bytes]:

@@ -8,8 +8,9 @@ from typing import TypeVar
 import httpcore
 
 from specdemo.core.errors import Refused
+from specdemo.remote.encoding import ENCODINGS
 from specdemo.remote.link import Link, Wire
-from specdemo.remote.wire import ENCODINGS, Message, Problem
+from specdemo.remote.wire import Message, Problem
 
 M = TypeVar("M", bound=Message)
 
