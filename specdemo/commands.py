@@ -19,7 +19,7 @@ from specdemo.options import given
 from specdemo.preflight import preflight
 from specdemo.recipe import Recipe
 from specdemo.remote.connect import TOKEN
-from specdemo.remote.host import application, listen
+from specdemo.remote.host import application, bind, listen
 from specdemo.remote.server import Limits
 
 
@@ -160,7 +160,11 @@ def _costs(options: argparse.Namespace) -> int:
 def _serve(options: argparse.Namespace) -> int:
     if min(options.budget_mb, options.contexts, options.queue) < 1 or not (options.body_mb > 0 and options.rate >= 0):
         raise Refused("budget, contexts, queue and body must be above 0, and rate not below it")
+    for path in (options.certificate, options.key):
+        if path is not None and not path.is_file():
+            raise Refused(f"there is no file {path}: give certificate and key as PEM files")
     spec = Recipe(method="ar", **given(options)).target_spec
+    listener = bind(options.host, options.port)
     app = application(
         Shelf().take(spec),
         token=os.environ.get(TOKEN),
@@ -172,14 +176,10 @@ def _serve(options: argparse.Namespace) -> int:
     )
     if TOKEN not in os.environ and options.host not in ("127.0.0.1", "::1", "localhost"):
         print(f"anyone who can reach {options.host} may use this: set {TOKEN} to ask for a token", file=sys.stderr)
-    listen(
-        app,
-        options.host,
-        options.port,
-        certificate=options.certificate,
-        key=options.key,
-        started=lambda address: print(f"listening on {address}", flush=True),
-    )
+    listener.listen()  # whoever hears the next line may come at once
+    scheme = "https" if options.certificate else "http"
+    print(f"listening on {scheme}://{options.host}:{listener.getsockname()[1]}", flush=True)
+    listen(app, listener, options.certificate, options.key)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
@@ -20,6 +21,7 @@ from fastapi.testclient import TestClient
 from test_exact import TARGET, VOCAB
 from test_remote import Table, contexts, plain
 
+from specdemo.__main__ import main
 from specdemo.core.errors import Refused
 from specdemo.generate import generate
 from specdemo.models.load import Shelf
@@ -200,6 +202,44 @@ def test_too_many_at_once_are_told_so() -> None:
     assert response.status_code == 429 and response.json()["code"] == "busy" and response.headers["retry-after"]
 
 
+def test_what_is_given_up_while_it_waits_is_never_computed() -> None:
+    """Whoever hangs up in the queue takes its round along; the next one finds its turn."""
+    worker, go, started = Worker(at_once=1), threading.Event(), threading.Event()
+
+    def held() -> Iterator[None]:
+        started.set()
+        go.wait()
+        yield
+
+    worker.submit(held)
+    assert started.wait(10)
+    cloud = contexts()
+    messages = [
+        {"type": "http.request", "body": json.dumps(OPEN).encode(), "more_body": False},
+        {"type": "http.disconnect"},
+    ]
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return messages.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/rounds",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+        "client": ("edge", 1),
+    }
+    asyncio.run(service(ABOUT, cloud, worker)(scope, receive, send))
+    go.set()
+    worker.close()
+    assert sent[0]["status"] == 400 and len(cloud) == 0
+
+
 def test_a_text_is_streamed_as_plain_decoding_writes_it(cloud: TestClient) -> None:
     chosen = {"temp": 1.0, "rule": "coupled", "seed": 7}
     body = {"tokens": [2, 0, 2, 0], "sampling_cfg": chosen, "max_tokens": 40}
@@ -238,6 +278,29 @@ def test_an_error_in_the_model_is_no_answer_and_harms_no_other() -> None:
     flawed = failing(ZeroDivisionError())
     assert flawed.post("/v1/rounds", json={**OPEN, "tokens": [1] * 5}).status_code == 500
     assert flawed.post("/v1/rounds", json=OPEN).status_code == 200
+
+
+# --- the terminal ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["serve", "--port", "70000"], "cannot listen on"),
+        (["serve", "--queue", "0"], "must be above 0"),
+        (["serve", "--certificate", "/nowhere"], "there is no file /nowhere"),
+        (["serve", "--target", "/nowhere"], "/nowhere"),
+        (["run", "x", "--rtt-ms", "3"], "has no meaning without --remote"),
+        (["run", "x", "--remote", "nowhere"], "give http://host:port"),
+        (["run", "x", "--remote", "http://127.0.0.1:1"], "there is no service at"),
+        (["run", "x", "--remote", "http://127.0.0.1:1", "--mode", "magic"], "known are speculative"),
+        (["run", "x", "--remote", "http://127.0.0.1:1", "--gate", "magic"], "known are nll"),
+    ],
+)
+def test_bad_options_get_one_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err.strip().splitlines()
+    assert sentence in error[-1] and error[-1].startswith("specdemo: ")
 
 
 # --- two processes -----------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -61,19 +60,8 @@ def application(
     return service(about, contexts, Worker(waiting=waiting), token=token, limits=limits)
 
 
-def listen(
-    app: FastAPI,
-    host: str,
-    port: int,
-    *,
-    certificate: Path | None = None,
-    key: Path | None = None,
-    started: Callable[[str], None],
-) -> None:
-    """Serve until interrupted; `started` hears the address once there is one. Port 0 takes any that is free."""
-    for path in (certificate, key):
-        if path is not None and not path.is_file():
-            raise Refused(f"there is no file {path}: give certificate and key as PEM files")
+def bind(host: str, port: int) -> socket.socket:
+    """A socket at this address, port 0 being any that is free. Raises `Refused` where it cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # or asyncio leaves Nagle's delay on
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -82,8 +70,11 @@ def listen(
     except (OSError, OverflowError) as error:
         listener.close()
         raise Refused(f"cannot listen on {host}:{port} ({error}): choose another --port or --host") from error
-    scheme = "https" if certificate else "http"
-    started(f"{scheme}://{host}:{listener.getsockname()[1]}")
+    return listener
+
+
+def listen(app: FastAPI, listener: socket.socket, certificate: Path | None = None, key: Path | None = None) -> None:
+    """Serve until interrupted; with a certificate, over TLS."""
     config = uvicorn.Config(
         app,
         log_level="warning",

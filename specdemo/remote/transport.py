@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Iterator
 from typing import TypeVar
 
@@ -40,7 +41,8 @@ class Http:
         self.url, self.wire = url.rstrip("/"), Wire(link)
         self._kind, self._encoding = kind, ENCODINGS[kind]
         self._headers = {"Content-Type": kind, **({"Authorization": f"Bearer {token}"} if token else {})}
-        self._pool = httpcore.ConnectionPool(network_backend=self.wire, max_connections=4)
+        trust = ssl.create_default_context() if url.startswith("https:") else None  # the system's, or SSL_CERT_FILE's
+        self._pool = httpcore.ConnectionPool(trust, network_backend=self.wire, max_connections=4)
 
     def call(self, method: str, path: str, message: Message | None, answer: type[M], timeout: float) -> M:
         """Send `message`, parse the answer. Raises `Unanswered` and the others above, or `Refused` with the reason."""
