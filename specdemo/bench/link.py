@@ -120,9 +120,10 @@ def speeds(base: Recipe, prompts: Sequence[Prompt], shelf: Shelf) -> Iterator[di
             }
 
 
-def traffic(base: Recipe, prompts: Sequence[Prompt], shelf: Shelf, vocab_size: int) -> Iterator[dict[str, Any]]:
+def traffic(base: Recipe, prompts: Sequence[Prompt], shelf: Shelf) -> Iterator[dict[str, Any]]:
     """A record per kind of draft, rule and encoding: bytes of a round each way, and what theory has for them."""
-    assert base.cloud is not None
+    assert base.cloud is not None and base.drafter_spec is not None
+    vocab_size = shelf.take(base.drafter_spec).vocab_size
     kinds = {
         "point masses (T=0)": ({"temperature": 0.0}, "float32", 0),
         "coupled": ({"temperature": 1.0, "rule": "coupled"}, "float32", 0),
@@ -173,13 +174,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 flush=True,
             )
         print(json.dumps({"speeds": found}))
-        found = list(traffic(base, prompts, shelf, 4096))
+        found = []
         print("| draft and rule | encoding | k | rows/round | up, theory | up | down, theory | down | all of q up |")
         print("|---|---|---|---|---|---|---|---|---|")
-        for one in found:
+        for one in traffic(base, prompts, shelf):
+            found.append(one)
             print(
                 f"| {one['mode']} | {one['encoding']} | {one['k']:.1f} | {one['rows']:.2f} | {one['theory_up']:,.0f} "
-                f"| {one['up']:,.0f} | {one['theory_down']:.0f} | {one['down']:,.0f} | {one['all_of_q']:,.0f} |"
+                f"| {one['up']:,.0f} | {one['theory_down']:.0f} | {one['down']:,.0f} | {one['all_of_q']:,.0f} |",
+                flush=True,
             )
         print(json.dumps({"traffic": found}))
 
