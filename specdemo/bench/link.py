@@ -156,6 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--bytes", action="store_true", help="only what travels: no time is taken")
+    parser.add_argument("--speeds", action="store_true", help="only the times")
     options = parser.parse_args(arguments)
     shelf, prompts = Shelf(), load_prompts(kinds=["code"])[: options.prompts]
     with cloud() as url:
@@ -177,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = []
         print("| draft and rule | encoding | k | rows/round | up, theory | up | down, theory | down | all of q up |")
         print("|---|---|---|---|---|---|---|---|---|")
-        for one in traffic(base, prompts, shelf):
+        for one in () if options.speeds else traffic(base, prompts, shelf):
             found.append(one)
             print(
                 f"| {one['mode']} | {one['encoding']} | {one['k']:.1f} | {one['rows']:.2f} | {one['theory_up']:,.0f} "
