@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from dataclasses import replace
 
@@ -18,6 +19,9 @@ from specdemo.models.spec import find_device
 from specdemo.options import given
 from specdemo.preflight import preflight, texts_for
 from specdemo.recipe import Recipe
+from specdemo.remote.connect import TOKEN
+from specdemo.remote.host import application, bind, listen
+from specdemo.remote.server import Limits
 
 
 def _bench(options: argparse.Namespace) -> int:
@@ -25,6 +29,9 @@ def _bench(options: argparse.Namespace) -> int:
     varying = ("method", "gamma", "policy", "temperature")
     common = {name: value for name, value in given(options).items() if name not in varying}
     varied = bench.grid(options.method, options.gamma, options.policy, options.temperature)
+    if cloud := common.get("cloud"):  # plain decoding at its best: no round trip per token
+        alone = {"cloud": replace(cloud, mode="cloud_only")}
+        varied = [{**one, **(alone if one["method"] == "ar" else {})} for one in varied]
     recipes = [Recipe(**{**common, **one}) for one in varied]
     prompts = bench.load_prompts(kinds=options.kind)
     peers = []
@@ -173,7 +180,34 @@ def _costs(options: argparse.Namespace) -> int:
     return 0
 
 
+def _serve(options: argparse.Namespace) -> int:
+    if min(options.budget_mb, options.contexts, options.queue) < 1 or not (options.body_mb > 0 and options.rate >= 0):
+        raise Refused("budget, contexts, queue and body must be above 0, and rate not below it")
+    for path in (options.certificate, options.key):
+        if path is not None and not path.is_file():
+            raise Refused(f"there is no file {path}: give certificate and key as PEM files")
+    spec = Recipe(method="ar", **given(options)).target_spec
+    listener = bind(options.host, options.port)
+    app = application(
+        Shelf().take(spec),
+        token=os.environ.get(TOKEN),
+        budget_bytes=options.budget_mb << 20,
+        most=options.contexts,
+        expiry_s=options.expiry_s,
+        limits=Limits(int(options.body_mb * (1 << 20)), options.rate),
+        waiting=options.queue,
+    )
+    if TOKEN not in os.environ and options.host not in ("127.0.0.1", "::1", "localhost"):
+        print(f"anyone who can reach {options.host} may use this: set {TOKEN} to ask for a token", file=sys.stderr)
+    listener.listen()  # whoever hears the next line may come at once
+    scheme = "https" if options.certificate else "http"
+    print(f"listening on {scheme}://{options.host}:{listener.getsockname()[1]}", flush=True)
+    listen(app, listener, options.certificate, options.key)
+    return 0
+
+
 COMMANDS = {
+    "serve": _serve,
     "preflight": _preflight,
     "costs": _costs,
     "bench": _bench,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from functools import cache
 from importlib.metadata import version
@@ -20,11 +21,13 @@ from specdemo.core.decode import decode
 from specdemo.core.errors import Refused
 from specdemo.core.metrics import Metrics
 from specdemo.models import memory
+from specdemo.models.load import Loaded
 from specdemo.models.reasons import size
 from specdemo.models.shelf import Shelf
 from specdemo.models.text import Message, Spelling, TextStream, rendered
 from specdemo.parts import Stores, build
 from specdemo.recipe import FORESTS, Recipe
+from specdemo.remote.connect import Distant, connect
 
 Record = dict[str, Any]
 
@@ -43,13 +46,31 @@ def generate(
     """
     if not prompt:
         raise Refused("the prompt is empty: type something to continue")
-    specs = [spec for spec in (recipe.target_spec, recipe.drafter_spec) if spec is not None]
+    wanted, recipe = recipe, recipe.running
+    specs = [recipe.drafter_spec] if recipe.cloud else [recipe.target_spec, recipe.drafter_spec]
     context = len(prompt) // CHARACTERS + recipe.max_tokens  # what the prompt has in tokens is not known yet
-    for news in shelf.bring(specs, context):
+    for news in shelf.bring([spec for spec in specs if spec is not None], context):
         yield {"phase": "loading", **asdict(news)}
-    loaded = [shelf.take(spec) for spec in specs]
-    target, drafter = loaded[0], loaded[1] if len(loaded) > 1 else None
-    parity = target.parity  # asked once, before the clock starts
+    loaded = [shelf.take(spec) if spec is not None else None for spec in specs]
+    if recipe.cloud:
+        with closing(connect(recipe.cloud, recipe.target_spec, recipe.seed)) as distant:
+            yield from _run(wanted, recipe, prompt, shelf, distant, loaded[0], stores)
+    else:
+        assert loaded[0] is not None
+        yield from _run(wanted, recipe, prompt, shelf, *loaded, stores)
+
+
+def _run(
+    wanted: Recipe,
+    recipe: Recipe,
+    prompt: str | Sequence[Message],
+    shelf: Shelf,
+    target: Loaded | Distant,
+    drafter: Loaded | None,
+    stores: Stores | None,
+) -> Iterator[Record]:
+    """The trace of `wanted`, which is carried out as `recipe`."""
+    environment = target.environment  # asked once, before the clock starts
     start = time.perf_counter()
     text, given = rendered(target.tokenizer, prompt, recipe.chat)
     parts = build(recipe, target, drafter, stores, text)
@@ -60,30 +81,24 @@ def generate(
             f"the prompt has {len(tokens):,} tokens and the context holds {parts.context:,}: shorten it by at least "
             f"{1 - room:,}"
         )
-    device = target.model.device
     yield {
         "specdemo": 1,
-        "recipe": asdict(recipe),
-        "exact": recipe.exact,
-        "bit_equal": parity.equal and recipe.method not in FORESTS,  # the rows of chains were compared, no others
+        "recipe": asdict(wanted),
+        "exact": wanted.exact,
+        "bit_equal": target.bit_equal and recipe.method not in FORESTS,  # rows of chains were compared, no others
         "prompt": text,
         "prompt_tokens": given,
         "encoder": target.encoder,
-        "vocab_size": target.model.config.get_text_config().vocab_size,
+        "vocab_size": target.vocab_size,
         "environment": {
             **_environment(),
-            "device": str(device),
-            "dtype": str(target.model.dtype).removeprefix("torch."),
-            "threads": torch.get_num_threads(),
-            "engine": target.engine,
-            "parity": asdict(parity),
-            "target_bytes": target.weight_bytes,
+            **environment,
             "drafter_bytes": drafter.weight_bytes if drafter else None,
         },
     }
     metrics, spoken, watched = Metrics(), TextStream(target.tokenizer, tokens), memory.Watch()
     spelling = Spelling(target.tokenizer)
-    last = None
+    last, device = None, parts.device
     steps = decode(
         tokens,
         parts.judge,
@@ -121,6 +136,8 @@ def generate(
         failed, out = str(error) or type(error).__name__, memory.ran_out(error)
     else:
         failed, out = None, False
+    finally:
+        parts.close()
     if out:  # not in the handler, where the traceback still holds what was computed
         held = parts.kv_bytes
         del parts, steps

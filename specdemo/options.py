@@ -7,9 +7,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from specdemo.core.errors import Refused
 from specdemo.models.pairs import PAIRS
 from specdemo.models.spec import DTYPES, QUANTIZATIONS
 from specdemo.recipe import METHODS, NGRAM_LEVELS, POLICIES, RULES, Recipe
+from specdemo.remote.choices import ALWAYS, ENCODINGS, MODES, ON_LOSS, Q_ROWS, SIGNALS, Cloud
 
 
 class Parser(argparse.ArgumentParser):
@@ -42,6 +44,29 @@ def parser() -> Parser:
         add("--drafter-quantization", help=f"of the drafter: {names(QUANTIZATIONS)}")
         add("--device", help="auto, cpu, cuda, cuda:N, mps, or spread over all")
         add("--drafter-device", metavar="DEVICE", help="of the drafter, if not the target's")
+
+    def wire(command: argparse.ArgumentParser) -> None:
+        add = command.add_argument
+        add("--remote", metavar="URL", help="the target is a service (see serve) at this address")
+        add("--mode", help=f"with --remote: {names(MODES)}")
+        add("--encoding", help=f"on the wire: {names(ENCODINGS)}")
+        add("--q-rows", help=f"how the drafter's law travels: {names(Q_ROWS)}")
+        add("--deadline-ms", type=float, help="of a round (default: 400)")
+        add("--provisional", action="store_const", const=True, help="past it commit the draft's first token (lossy)")
+        add("--lost-after-s", type=float, help="without any answer the cloud is lost (default: 30)")
+        add("--on-loss", help=f"then: {names(ON_LOSS)}")
+        add("--rtt-ms", type=float, help="emulated, on top of the link that there is")
+        add("--jitter-ms", type=float, help="emulated, each way")
+        add("--loss", type=float, help="emulated: share of messages that never come")
+        add("--up-mbit", type=float, help="emulated, per second")
+        add("--down-mbit", type=float, help="emulated, per second")
+        gates = names(SIGNALS | ALWAYS)
+        add("--gate", dest="gates", nargs="+", metavar="G", help=f"ask the cloud only for (lossy): {gates}")
+        add("--gate-nll", type=float, help="hard above, nats")
+        add("--gate-entropy", type=float, help="hard above, bits")
+        add("--gate-margin", type=float, help="hard below")
+        add("--gate-variance", type=float, help="hard above")
+        add("--gate-ratio", type=float, help="of a draft that may be hard")
 
     top = Parser(prog="specdemo", description="See, measure and trust speculative decoding.")
     commands = top.add_subparsers(dest="command", required=True, parser_class=Parser)
@@ -84,12 +109,14 @@ def parser() -> Parser:
     add("--exit-layer", type=int, metavar="K", help="self-speculation keeps the first K layers (default: half)")
     add("--skip-layer", dest="skip_layers", action="append", type=int, metavar="I", help="or all but these")
     add("--skip-sample-adjustment", action="store_const", const=True, help="corrections straight from p (lossy)")
+    wire(run)
     out = run.add_mutually_exclusive_group()
     out.add_argument("--json", action="store_true", help="the trace on standard output, nothing else")
     out.add_argument("--steps", action="store_true", help="each round in words instead of the text")
     run.add_argument("--trace", type=Path, metavar="FILE", help="also write the trace to a file")
     race = commands.add_parser("bench", help="recipes x prompts against plain decoding, paired and alternating")
     models(race)
+    wire(race)
     race.add_argument("--method", nargs="+", default=["draft", "nasd"], help=names(METHODS))
     race.add_argument("--gamma", nargs="+", type=int, default=[2, 3, 4], help="draft lengths")
     race.add_argument("--policy", nargs="+", default=["fixed"], help=names(POLICIES))
@@ -136,13 +163,35 @@ def parser() -> Parser:
     models(costs)
     costs.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 6, 8])
     costs.add_argument("--context", nargs="+", type=int, default=[128, 512, 1024, 2040])
+    cloud = commands.add_parser("serve", help="judge other machines' drafts: the target as a service")
+    models(cloud)
+    cloud.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    cloud.add_argument("--port", type=int, default=8300, help="0 takes any that is free")
+    cloud.add_argument("--certificate", type=Path, metavar="FILE", help="PEM; with it the service speaks TLS")
+    cloud.add_argument("--key", type=Path, metavar="FILE", help="the certificate's")
+    cloud.add_argument("--budget-mb", type=int, default=2048, help="of keys and values kept between rounds")
+    cloud.add_argument("--contexts", type=int, default=256, help="texts kept between rounds")
+    cloud.add_argument("--expiry-s", type=float, default=600, help="an unused text is kept this long")
+    cloud.add_argument("--queue", type=int, default=64, help="rounds that may wait; more are told busy")
+    cloud.add_argument("--rate", type=float, default=0, help="requests a second of one address; 0: no limit")
+    cloud.add_argument("--body-mb", type=float, default=4, help="longest request")
     commands.add_parser("stores", help="what drafting from n-grams and suffixes costs as the text grows")
     return top
 
 
 def given(options: argparse.Namespace) -> dict[str, Any]:
     """The options that were given, by the recipe's names."""
-    values = {field.name: getattr(options, field.name, None) for field in fields(Recipe)}
+    values = _values(options, Recipe)
+    wire = _values(options, Cloud)
+    if "remote" in wire:
+        values["cloud"] = Cloud(**wire)
+    elif wire:
+        raise Refused(f"{', '.join(wire)} has no meaning without --remote: say where the service is")
+    return values
+
+
+def _values(options: argparse.Namespace, kind: type) -> dict[str, Any]:
+    values = {field.name: getattr(options, field.name, None) for field in fields(kind)}
     return {
         name: tuple(value) if isinstance(value, list) else value for name, value in values.items() if value is not None
     }

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+
+import torch
 
 from specdemo.core.auto import Prices
 from specdemo.core.beam import BeamSearch
@@ -22,12 +25,14 @@ from specdemo.drafters.ngram import NGramDrafter
 from specdemo.drafters.suffix import SuffixDrafter
 from specdemo.drafters.tree import TreeDrafter
 from specdemo.drafters.universal import UniversalDrafter
+from specdemo.edge import judged
 from specdemo.models.bridge import Bridge
 from specdemo.models.cached import CachedModel
 from specdemo.models.early import layer_count, with_layers
 from specdemo.models.load import Loaded
 from specdemo.models.pairs import check_pair
 from specdemo.recipe import FORESTS, Recipe
+from specdemo.remote.connect import Distant
 
 Stores = dict[Any, Any]  # what a user's earlier runs taught, by what it was learnt from
 
@@ -41,6 +46,17 @@ class Parts:
     gamma: Gamma
     caches: tuple[CachedModel, ...]
     context: int  # tokens of a text that every model of this run can hold
+    hang_up: Callable[[], None] | None = None
+
+    def close(self) -> None:
+        """Hang up, where the judge is at the other end of a wire."""
+        if self.hang_up is not None:
+            self.hang_up()
+
+    @property
+    def device(self) -> torch.device:
+        """Where this end computes."""
+        return self.caches[0].model.device if self.caches else torch.device("cpu")
 
     @property
     def kv_bytes(self) -> int:
@@ -53,7 +69,7 @@ class Kit:
     """What a drafter may be made of."""
 
     recipe: Recipe
-    target: Loaded
+    target: Loaded | Distant
     drafter: Loaded | None
     stores: Stores | None
     prompt: str  # for an encoder to read; n-grams may draft from it too
@@ -109,6 +125,7 @@ def _model(kit: Kit, kind: type = ModelDrafter, **options: int) -> Made:
 
 
 def _self(kit: Kit) -> Made:
+    assert isinstance(kit.target, Loaded)
     model, recipe = kit.target.model, kit.recipe
     count = layer_count(model)
     first = count // 2 if recipe.exit_layer is None else recipe.exit_layer
@@ -158,7 +175,7 @@ DRAFTERS: dict[str, Callable[[Kit], Made]] = {
 }
 
 
-def _warp(recipe: Recipe, loaded: Loaded) -> Warp:
+def _warp(recipe: Recipe, loaded: Loaded | Distant) -> Warp:
     """What the recipe does to a model's logits; words are banned in the tokens of that model."""
     words = tuple(tuple(loaded.tokenizer.encode(word, add_special_tokens=False)) for word in recipe.bad_words)
     return Warp(recipe.temperature, recipe.top_k, recipe.top_p, recipe.repetition_penalty, words)
@@ -169,7 +186,7 @@ def _source(loaded: Loaded, prompt: str) -> list[int]:
     return loaded.tokenizer.encode(prompt) if loaded.encoder else []
 
 
-def _bridge(recipe: Recipe, target: Loaded, drafter: Loaded | None) -> Bridge | None:
+def _bridge(recipe: Recipe, target: Loaded | Distant, drafter: Loaded | None) -> Bridge | None:
     """Between two vocabularies, where there are two. Raises `Refused` unless the recipe allows that."""
     if drafter is None:
         return None
@@ -183,7 +200,11 @@ def _bridge(recipe: Recipe, target: Loaded, drafter: Loaded | None) -> Bridge | 
 
 
 def build(
-    recipe: Recipe, target: Loaded, drafter: Loaded | None, stores: Stores | None = None, prompt: str = ""
+    recipe: Recipe,
+    target: Loaded | Distant,
+    drafter: Loaded | None,
+    stores: Stores | None = None,
+    prompt: str = "",
 ) -> Parts:
     """Turn names into objects. `stores` holds what a user's earlier runs taught, if that is to be kept.
 
@@ -198,32 +219,42 @@ def build(
             "choose method draft, nasd, suffix or ar"
         )
     warp = _warp(recipe, target)
-    ours = _cache(recipe, stores, target, prompt, target.parity.pad)
-    kind = RULES[recipe.rule]
-    rule = kind.apply
-    if recipe.skip_sample_adjustment:
-        rule = partial(rule, adjust=False)
-    if kind.threshold is not None:
-        rule = partial(rule, threshold=kind.threshold if recipe.threshold is None else recipe.threshold)
-    shared = Shared(recipe.seed) if kind.shares_noise else None
-    judge: Judge = Target(
-        ours.score,
-        warp,
-        rule,
-        accept=Noise(recipe.seed, "accept"),
-        correct=shared or (Noise if recipe.temperature else Certain)(recipe.seed, "correct"),
-        candidates=recipe.filler_top_k if recipe.method == "nasd" else 1,
-        top=recipe.top,
-    )
+    shared = Shared(recipe.seed) if RULES[recipe.rule].shares_noise else None
+    ours = () if isinstance(target, Distant) else (_cache(recipe, stores, target, prompt, target.parity.pad),)
+    vocab_size = target.about.vocab_size if isinstance(target, Distant) else ours[0].vocab_size
 
     def draws(cache: CachedModel, kind: type, **options: Any) -> Drafter:
         noise = shared or Noise(recipe.seed, "draft")
         if kind is ModelDrafter:
             options["extend"] = cache.extend
-        return kind(cache.score, warp, noise, ours.vocab_size, cache.vocab_size, **options)
+        return kind(cache.score, warp, noise, vocab_size, cache.vocab_size, **options)
 
+    kit = Kit(recipe, target, drafter, stores, prompt, _bridge(recipe, target, drafter), draws)
+    made, caches = DRAFTERS[recipe.method](kit)
+    if recipe.method == "lookahead":  # as deep as its window reaches, whatever the policy
+        gamma: Gamma = Fixed(recipe.lookahead_window + recipe.lookahead_n)
+    else:
+        gamma = POLICIES[recipe.policy].make(recipe.gamma, *recipe.gamma_bounds, _prices(target, ours, caches))
+    counted = (*ours, *(() if kit.bridge else caches))  # a drafter of another vocabulary counts its own tokens
+    context = min([cache.context for cache in counted] + [sys.maxsize])
+    if isinstance(target, Distant):
+        asking, gamma = judged(recipe, target, warp, gamma, caches)
+        return Parts(asking, made, gamma, caches, min(context, target.about.context), asking.close)
+    judge = _judge(recipe, target, ours[0], warp, shared)
+    return Parts(judge, made, gamma, (*ours, *caches), context)
+
+
+def _prices(target: Loaded | Distant, ours: Sequence[CachedModel], caches: Sequence[CachedModel]) -> Prices:
+    """What is known of costs before anything has run; nothing of a target that is elsewhere."""
+    if isinstance(target, Distant):
+        return Prices()
+    return Prices(target.parity.cost, sum(cache.weight_bytes for cache in caches) / ours[0].weight_bytes)
+
+
+def _judge(recipe: Recipe, target: Loaded, ours: CachedModel, warp: Warp, shared: Shared | None) -> Judge:
+    """The target at hand."""
     if recipe.method == "beam":
-        judge = BeamSearch(
+        return BeamSearch(
             ours.score,
             warp,
             target.stop,
@@ -234,12 +265,18 @@ def build(
             top_k=recipe.top_k,
             min_length=recipe.min_length,
         )
-    kit = Kit(recipe, target, drafter, stores, prompt, _bridge(recipe, target, drafter), draws)
-    made, caches = DRAFTERS[recipe.method](kit)
-    if recipe.method == "lookahead":  # as deep as its window reaches, whatever the policy
-        gamma: Gamma = Fixed(recipe.lookahead_window + recipe.lookahead_n)
-    else:
-        prices = Prices(target.parity.cost, sum(cache.weight_bytes for cache in caches) / ours.weight_bytes)
-        gamma = POLICIES[recipe.policy].make(recipe.gamma, *recipe.gamma_bounds, prices)
-    counted = (ours, *(() if kit.bridge else caches))  # a drafter of another vocabulary counts its own tokens
-    return Parts(judge, made, gamma, (ours, *caches), min(cache.context for cache in counted))
+    kind = RULES[recipe.rule]
+    rule = kind.apply
+    if recipe.skip_sample_adjustment:
+        rule = partial(rule, adjust=False)
+    if kind.threshold is not None:
+        rule = partial(rule, threshold=kind.threshold if recipe.threshold is None else recipe.threshold)
+    return Target(
+        ours.score,
+        warp,
+        rule,
+        accept=Noise(recipe.seed, "accept"),
+        correct=shared or (Noise if recipe.temperature else Certain)(recipe.seed, "correct"),
+        candidates=recipe.candidates,
+        top=recipe.top,
+    )

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import Refused, known
 from specdemo.core.gamma import POLICIES
 from specdemo.core.rules import RULES
 from specdemo.core.sampling import Warp
 from specdemo.models.pairs import PAIRS, REVISIONS
 from specdemo.models.spec import DTYPES, QUANTIZATIONS, Spec
+from specdemo.remote.choices import COLDEST, Cloud
 
 METHODS = {
     "draft": "a smaller model drafts, the target verifies",
@@ -25,15 +25,10 @@ METHODS = {
     "ar": "plain autoregressive decoding: the baseline",
     "beam": "beam search: the most probable text it can find",
 }
+SAMPLED = ("draft", "self", "hybrid", "tree")  # methods that draw their drafts above temperature 0
 FORESTS = ("tree", "lookahead", "beam")  # methods whose passes hold more than one continuation at once
 WITH_DRAFTER = ("draft", "hybrid", "tree")  # methods that need a second model
 NGRAM_LEVELS = {"multi": "back off to shorter contexts", "one": "contexts of one length only"}
-
-
-def known(kind: str, name: str, names: Any) -> None:
-    """Refuse a name that is not among `names`."""
-    if name not in names:
-        raise Refused(f"unknown {kind} {name!r}: known are {', '.join(names)}")
 
 
 @dataclass(frozen=True)
@@ -80,6 +75,7 @@ class Recipe:
     threshold: float | None = None  # of a rule that has one; None: its usual one
     chat: bool = False  # the prompt is said by a user, in the model's own chat template
     skip_sample_adjustment: bool = False  # draw corrections from p: lossy
+    cloud: Cloud | None = None  # where the target is, if it is not here
 
     def __post_init__(self) -> None:
         if self.pair and (self.target or self.drafter):
@@ -136,6 +132,26 @@ class Recipe:
                 raise Refused(f"threshold must be above 0 and at most 1, not {self.threshold}")
         if self.skip_sample_adjustment and not RULES[self.rule].adjusts:
             raise Refused(f"rule {self.rule} has no sample adjustment to skip: choose rule rejection")
+        self._check_cloud()
+
+    def _check_cloud(self) -> None:
+        if self.cloud is None:
+            return
+        if self.method in ("self", "beam"):
+            raise Refused(f"method {self.method} needs the target itself at hand: choose another, or no cloud")
+        if 0 < self.temperature < COLDEST or not 0.01 <= self.repetition_penalty <= 100:
+            raise Refused(f"over the wire a temperature is 0 or from {COLDEST}, a repetition penalty from 0.01 to 100")
+        if not -(1 << 63) <= self.seed < 1 << 63:
+            raise Refused("over the wire a seed has 64 bits: choose a smaller one")
+        alone = self.cloud.mode == "edge_only" or self.cloud.on_loss == "edge"
+        if alone and self.models[1] is None:
+            raise Refused("the edge has no model to go on with alone: give a drafter")
+        if alone and self.cloud.mode == "speculative" and self.method not in WITH_DRAFTER:
+            raise Refused(f"method {self.method} has no model that could go on alone: choose {', '.join(WITH_DRAFTER)}")
+        if self.cloud.gates and self.method != "draft":
+            raise Refused(f"gates read the law of a drafter that drafts chains: choose method draft, not {self.method}")
+        if self.cloud.provisional and self.method == "ar":
+            raise Refused("method ar drafts nothing that could be committed provisionally: choose another, or wait")
 
     @staticmethod
     def _way_out(name: str) -> str:
@@ -175,8 +191,26 @@ class Recipe:
         return Spec(name, self.dtype, quantization, device, REVISIONS.get(name))
 
     @property
+    def candidates(self) -> int:
+        """First choices of the target that a verdict must hold: what the drafter learns from."""
+        return self.filler_top_k if self.method == "nasd" else 1
+
+    @property
+    def running(self) -> Recipe:
+        """What is carried out where one end works by itself: plain decoding there."""
+        if self.cloud is None or self.cloud.mode == "speculative":
+            return self
+        if self.cloud.mode == "cloud_only":
+            return replace(self, method="ar")
+        return replace(self, pair=None, target=self.models[1], drafter=None, method="ar", cloud=None)
+
+    @property
     def exact(self) -> bool:
         """Whether the text keeps the target's own law."""
+        if self.cloud is not None:
+            sampled = self.method in SAMPLED and self.temperature > 0 and RULES[self.rule].adjusts
+            if self.cloud.mode != "speculative" or not self.cloud.exact(sampled):
+                return self.cloud.exact(sampled)
         if self.method in ("ar", "beam"):
             return self.method == "ar"  # a search looks for one text; it draws none
         corrected = not self.skip_sample_adjustment or self.temperature == 0

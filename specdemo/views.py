@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 from specdemo.generate import Record
 
-# Colour never stands alone: rejected tokens are struck through, corrections underlined.
+# Colour never stands alone: rejected tokens are struck through, corrections underlined, what no target saw is italic.
 STYLES = {
     "accepted": "\x1b[32m",
+    "unjudged": "\x1b[33;3m",
     "rejected": "\x1b[31;9m",
     "ignored": "\x1b[90;9m",
     "correction": "\x1b[34;4m",
@@ -63,8 +64,10 @@ def spans(step: Record) -> Iterator[str]:
     """The round's tokens, styled; the drafts that were not kept stand before the correction."""
     accepted = set(step["accepted"])
     kept = len(accepted)
-    for piece in step["pieces"][:kept]:
-        yield f"{STYLES['accepted']}{piece}{RESET}"
+    if step.get("remote", {}).get("lost"):
+        yield "[the cloud is lost: the drafter goes on alone]"
+    for node, piece in zip(step["accepted"], step["pieces"][:kept], strict=False):
+        yield f"{STYLES['unjudged' if step['p'][node] is None else 'accepted']}{piece}{RESET}"
     for node, piece in enumerate(step["draft_text"]):
         if node not in accepted:
             style = STYLES["ignored" if step["beta"][node] is None else "rejected"]
@@ -97,6 +100,9 @@ class Rounds:
         for node, text in enumerate(step["draft_text"]):
             q = 1.0 if step["q"] is None else step["q"][node]
             p, draw = step["p"][node], step["draw"][node]
+            if p is None:
+                lines.append(f"  {text!r:>16}  q={q:.3f}  {'taken' if node in accepted else 'left'} without a verdict")
+                continue
             ratio = min(1.0, p / q) if q else 0.0
             if node in accepted:
                 fate = f"accepted: draw {draw:.3f} < {ratio:.3f}" if draw is not None else "accepted: the first choice"

@@ -1,5 +1,13 @@
 """The one exception that speaks to users."""
 
+from collections.abc import Collection
+
 
 class Refused(ValueError):
     """A request that cannot be met; its text is the one sentence shown: the cause and the way out."""
+
+
+def known(kind: str, name: str, names: Collection[str]) -> None:
+    """Refuse a name that is not among `names`."""
+    if name not in names:
+        raise Refused(f"unknown {kind} {name!r}: known are {', '.join(names)}")

@@ -30,6 +30,7 @@ class Metrics:
     draft_s: float = 0.0
     verify_s: float = 0.0
     host_s: float = 0.0
+    remote: dict[str, float] = field(default_factory=dict)  # sums of what a judge that asks a cloud had to say
 
     def add(self, step: Step) -> None:
         """Count one step in."""
@@ -48,6 +49,8 @@ class Metrics:
                     self.accepted_by_position.append(0)
                 self.tested_by_position[depth - 1] += 1
                 self.accepted_by_position[depth - 1] += node in verdict.accepted
+        for name, value in verdict.notes.items():
+            self.remote[name] = self.remote.get(name, 0.0) + value
         if self.ttft_s is None:
             self.ttft_s = step.t
         else:
@@ -90,4 +93,11 @@ class Metrics:
             "draft_s": self.draft_s,
             "verify_s": self.verify_s,
             "host_s": self.host_s,
+            **({"remote": self._remote()} if self.remote else {}),
         }
+
+    def _remote(self) -> dict[str, float]:
+        """The practice guide's measures of the link (its section 9): sums, and shares of the rounds."""
+        shares = {"escalated": "cloud_call_share", "provisional": "provisional_share", "hard_ratio": "mean_hard_ratio"}
+        means = {to: self.remote[name] / self.steps for name, to in shares.items() if name in self.remote}
+        return {**{name: total for name, total in self.remote.items() if name != "hard_ratio"}, **means}

@@ -168,9 +168,14 @@ def _at_nodes(draft: Draft, p: Tensor) -> list[float]:
 
 
 def _overlaps(draft: Draft, p: Tensor, probability: list[float]) -> list[float]:
-    """beta = sum min(p, q) where each node stands, `[n]`; for a point mass that is p of its token."""
+    """beta = sum min(p, q) where each node stands, `[n]`; for a point mass that is p of its token.
+
+    Where laws are not all there, min(1, p / q) of the token: its mean over what q draws is beta.
+    """
     if draft.law is None:
         return probability
+    if not isinstance(draft.law, Tensor):
+        return [min(1.0, p / q) if q > 0 else 0.0 for p, q in zip(probability, draft.q or (), strict=True)]
     rows = p[torch.tensor(draft.parents, device=p.device) + 1]
     return torch.minimum(rows, draft.law).sum(-1).tolist()
 
@@ -185,6 +190,7 @@ class Rule:
     threshold: float | None = None  # its usual one; None: it has none
     shares_noise: bool = False  # drafter and target draw with the same noise, keyed by place
     adjusts: bool = False  # corrections may be drawn from p instead of the residual
+    needs_q: bool = False  # what is accepted depends on the drafter's law
 
 
 def _always(warp: Warp) -> bool:
@@ -196,7 +202,9 @@ def _when_greedy(warp: Warp) -> bool:
 
 
 RULES = {
-    "rejection": Rule(rejection, "accept with min(1, p/q), correct from the residual: exact", _always, adjusts=True),
+    "rejection": Rule(
+        rejection, "accept with min(1, p/q), correct from the residual: exact", _always, adjusts=True, needs_q=True
+    ),
     "match": Rule(match, "draw from p, accept while the draft has it: exact", _always),
     "coupled": Rule(
         match,
@@ -205,7 +213,9 @@ RULES = {
         shares_noise=True,
     ),
     "top1": Rule(top1, "accept the target's first choice only: exact at temperature 0, lossy above", _when_greedy),
-    "ratio": Rule(ratio, "accept if p/q reaches a threshold: lossy above temperature 0", _when_greedy, threshold=0.5),
+    "ratio": Rule(
+        ratio, "accept if p/q reaches a threshold: lossy above temperature 0", _when_greedy, threshold=0.5, needs_q=True
+    ),
     "threshold": Rule(
         threshold, "accept if p reaches a threshold: lossy above temperature 0", _when_greedy, threshold=0.3
     ),
@@ -247,4 +257,4 @@ class Target:
             return verdict
         # Of a point mass there is nothing to see: then the law that it is the peak of.
         laws = peaks(p if self._warp.temperature else logits.softmax(-1), self._top)
-        return replace(verdict, laws=laws, drafted=() if draft.law is None else peaks(draft.law, self._top))
+        return replace(verdict, laws=laws, drafted=peaks(draft.law, self._top) if isinstance(draft.law, Tensor) else ())

@@ -11,6 +11,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 
+class RowWanted(Exception):
+    """A rule needs the law of a node that was not sent along."""
+
+    def __init__(self, node: int) -> None:
+        super().__init__(f"the law of node {node} is wanted")
+        self.node = node
+
+
 @dataclass(frozen=True, slots=True)
 class Draft:
     """A forest of proposed tokens. `parents[i] < i`; -1 is the last committed token; siblings stand in drawing order.
@@ -22,7 +30,7 @@ class Draft:
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     q: tuple[float, ...] | None = None  # each token's probability under its law
-    law: Any = None
+    law: Any = None  # or anything that gives a row per node and may raise `RowWanted`
 
     @classmethod
     def chain(cls, tokens: tuple[int, ...], q: tuple[float, ...] | None = None, law: Any = None) -> Draft:
@@ -79,11 +87,12 @@ class Verdict:
     sum min(p, q) where it stood (Leviathan et al. 2211.17192, Def. 3.3); both `None` where it was never tested.
 
     A search settles any number of tokens in a round, none of them drafted, and shows in `pending` how it would go on.
+    A judge that did not ask the target knows no `p` (None) and no `choices`, and may add no token of its own.
     """
 
     accepted: tuple[int, ...]  # nodes, root to leaf
     token: int | None  # correction, bonus or plain; None where a stop token cut the round before it, and in a search
-    p: tuple[float, ...] = ()  # the target's probability of each node
+    p: tuple[float | None, ...] = ()  # the target's probability of each node
     draw: tuple[float | None, ...] = ()
     beta: tuple[float | None, ...] = ()
     choices: tuple[tuple[int, ...], ...] = ()
@@ -91,6 +100,7 @@ class Verdict:
     pending: tuple[int, ...] = ()
     laws: tuple[Peak, ...] = ()  # of the target, a row each, if they were asked for
     drafted: tuple[Peak, ...] = ()  # of the drafter, a node each, likewise
+    notes: Mapping[str, float] = field(default_factory=dict)  # how the judge came by it: bytes, seconds, ...
 
     @property
     def own(self) -> tuple[int, ...]:
@@ -152,7 +162,7 @@ class Step:
             "kind": self.kind,
             "p": list(verdict.p),
             "q": None if draft.q is None else list(draft.q),
-            "top": [verdict.choices[parent + 1][0] for parent in draft.parents],
+            "top": [verdict.choices[parent + 1][0] if verdict.choices else None for parent in draft.parents],
             "choices": [list(row) for row in verdict.choices],
             "draw": list(verdict.draw),
             "beta": list(verdict.beta),
@@ -162,6 +172,7 @@ class Step:
             "host_s": self.host_s,
             "t": self.t,
             "policy": dict(self.policy),
+            **({"remote": dict(verdict.notes)} if verdict.notes else {}),
             **({"pending": list(verdict.pending)} if self.searched else {}),
             **({"laws": [peak.to_json() for peak in verdict.laws]} if verdict.laws else {}),
             **({"drafted": [peak.to_json() for peak in verdict.drafted]} if verdict.drafted else {}),
@@ -186,6 +197,7 @@ class Step:
                 pending=tuple(line.get("pending", ())),
                 laws=tuple(map(Peak.from_json, line.get("laws", ()))),
                 drafted=tuple(map(Peak.from_json, line.get("drafted", ()))),
+                notes=dict(line.get("remote", {})),
             ),
             gamma=line["gamma"],
             draft_s=line["draft_s"],

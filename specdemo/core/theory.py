@@ -114,3 +114,16 @@ def bretagnolle_huber(kl: float) -> float:
     The bound 1 / (1 + KL), often quoted, does not hold: p = (1, 0), q = (e, 1 - e) has beta = e and KL = -ln e.
     """
     return math.exp(-kl) / 2
+
+
+def speedup_over(alpha: float, gamma: float, c: float, r: float, v: float = 1.0) -> float:
+    """Tokens per second over a link, in plain steps of the target: S = E[tokens] / (v + gamma c + r).
+
+    `r` is the round-trip time in such steps, `v` what a pass over the draft costs. 1 is a target at hand.
+    """
+    return speedup(expected_tokens(alpha, gamma), gamma, c, v, r)
+
+
+def best_gamma_over(alpha: float, c: float, r: float, longest: int = 64) -> int:
+    """The draft length with the most tokens per second over a link: the longer the round trip, the longer."""
+    return max(range(longest + 1), key=lambda gamma: speedup_over(alpha, gamma, c, r))

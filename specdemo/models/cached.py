@@ -41,6 +41,10 @@ class Engine(Protocol):
     def kv_bytes(self) -> int:
         """Bytes of keys and values held now."""
 
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the buffers that they are held in."""
+
 
 class CachedModel:
     """The model as a function from tokens and a draft to logits, with a KV cache of one request.
@@ -132,6 +136,11 @@ class CachedModel:
     def weight_bytes(self) -> int:
         """Bytes of the weights that a pass goes through."""
         return self.model.weight_bytes if isinstance(self.model, Lean) else weight_bytes(self.model)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the buffers that they are held in."""
+        return self._engine.reserved_bytes
 
     def _filled(self, draft: Draft, held: int, length: int) -> Draft:
         """The draft with a tail that nobody reads, if the pass would have too few rows and the context has room."""

@@ -83,6 +83,11 @@ class EncoderDecoderEngine:
             layer.keep(length, slots)
 
     @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the buffers that the decoder's own are held in."""
+        return sum(x.numel() * x.element_size() for layer in self._own.layers for x in layer.buffers)
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes of keys and values held now, those of the source among them."""
         crossed = (x for layer in self._crossed.layers for x in (layer.keys, layer.values))

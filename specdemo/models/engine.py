@@ -100,6 +100,11 @@ class LeanEngine:
         """Bytes of keys and values held now."""
         return self._kv[:, :, :, : self._length].numel() * self._kv.element_size() if self._room else 0
 
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the buffer that they are held in."""
+        return self._kv.numel() * self._kv.element_size()
+
     def run(self, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
         """Feed `new` after the `held` positions; logits `[len(draft) + 1, vocab]` of the last rows."""
         model = self._model

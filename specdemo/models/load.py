@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,28 @@ class Loaded:
         return opening(self.model) if self.encoder else self.tokenizer.encode("")
 
     @property
+    def bit_equal(self) -> bool:
+        """Whether several rows give what one does."""
+        return self.parity.equal
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        return self.model.config.get_text_config().vocab_size
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """What a trace's header says of how the model runs."""
+        return {
+            "device": str(self.model.device),
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+            "engine": self.engine,
+            "parity": asdict(self.parity),
+            "target_bytes": self.weight_bytes,
+        }
+
+    @property
     def stop(self) -> frozenset[int]:
         """Every id that ends a text: the model's own list and the tokenizer's end of sequence."""
         ids = getattr(self.model.generation_config, "eos_token_id", None)
@@ -115,6 +137,19 @@ def reference(
     except (OSError, ValueError, ImportError) as error:
         raise Refused(f"{spec.name} cannot be loaded: {_first_line(error, folder, spec.name)}") from error
     return model.eval().requires_grad_(False), tokenizer
+
+
+def read_tokenizer(spec: Spec, hub: Hub | None = None) -> PreTrainedTokenizerBase:
+    """A model's tokenizer alone: all that is needed of one that runs elsewhere."""
+    hub = hub or Hub()
+    configuration(spec.resolved(), hub)
+    folder = hub.settings(spec.name, spec.revision)
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise Refused(
+            f"the tokenizer of {spec.name} cannot be loaded: {_first_line(error, folder, spec.name)}"
+        ) from error
 
 
 def configuration(spec: Spec, hub: Hub, tell: Tell = quietly) -> PretrainedConfig:

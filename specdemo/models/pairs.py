@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,6 +124,16 @@ def _takes(name: str, on_host: bool, context: int = 2048) -> int:
     return width * (known.parameters + again + 2 * layers * kept * context)
 
 
+SAMPLE = "def f(x):\n    return  'naïve 東京 🙂'  # 12345\n"
+
+
+def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The same for tokenizers that `check_pair` lets pass, of use where only one of the two is at hand."""
+    ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    said = repr((sorted(tokenizer.get_vocab().items()), ends, tokenizer.encode(SAMPLE, add_special_tokens=False)))
+    return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
+
+
 def check_pair(target: PreTrainedTokenizerBase, drafter: PreTrainedTokenizerBase) -> None:
     """Refuse a drafter whose ids do not mean what the target's mean.
 
@@ -144,8 +155,7 @@ def check_pair(target: PreTrainedTokenizerBase, drafter: PreTrainedTokenizerBase
                 f"the tokenizers differ in {kind} ({getattr(target, kind)} for the target, {getattr(drafter, kind)} "
                 "for the drafter): choose two models of one family, or let the drafter's text be re-encoded (universal)"
             )
-    sample = "def f(x):\n    return  'naïve 東京 🙂'  # 12345\n"
-    if target.encode(sample, add_special_tokens=False) != drafter.encode(sample, add_special_tokens=False):
+    if target.encode(SAMPLE, add_special_tokens=False) != drafter.encode(SAMPLE, add_special_tokens=False):
         raise Refused(
             "the tokenizers cut the same text differently: choose two models of one family, or let the drafter's text "
             "be re-encoded (universal)"

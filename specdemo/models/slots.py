@@ -77,9 +77,12 @@ class Slots(CacheLayerMixin):
     @property
     def nbytes(self) -> int:
         """Bytes of the positions held, without the buffer's spare room."""
-        if not self.is_initialized:
-            return 0
-        return sum(x[:, :, : self.length].numel() * x.element_size() for x in (self.keys, self.values))
+        return sum(x[:, :, : self.length].numel() * x.element_size() for x in self.buffers)
+
+    @property
+    def buffers(self) -> tuple[Tensor, ...]:
+        """Keys and values with their spare room."""
+        return (self.keys, self.values) if self.is_initialized else ()
 
 
 def has_window(model: PreTrainedModel) -> bool:
@@ -147,3 +150,8 @@ class SlotEngine:
     def kv_bytes(self) -> int:
         """Bytes of keys and values held now."""
         return sum(layer.nbytes for layer in self._layers)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the buffers that they are held in."""
+        return sum(x.numel() * x.element_size() for layer in self._layers for x in layer.buffers)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import csv
 import io
 import json
-from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from specdemo.core.auto import Prices
 from specdemo.core.step import Step
 from specdemo.core.whatif import other_gammas
 from specdemo.ui.words import Lane
@@ -237,8 +237,9 @@ def what_if(lane: Lane) -> tuple[dict[str, Any] | None, str]:
     longest = LONGEST
     if lane.recipe["method"] in STORES:
         longest = max((len(line["draft"]) for line in lines), default=0)
+    price = Prices({int(rows): value for rows, value in cost.items()})
     try:
-        found = other_gammas([Step.from_json(line) for line in lines], range(longest + 1), _shape(cost))
+        found = other_gammas([Step.from_json(line) for line in lines], range(longest + 1), price.verify)
     except ValueError:
         return None, "The drafts are forests: what is known of their positions says nothing of other lengths."
     if not found:
@@ -248,17 +249,3 @@ def what_if(lane: Lane) -> tuple[dict[str, Any] | None, str]:
         "gamma": lane.recipe["gamma"] if lane.recipe.get("policy", "fixed") == "fixed" else None,
         "measured": m["tokens_per_second"],
     }, ""
-
-
-def _shape(cost: Mapping[Any, float]) -> Callable[[float], float]:
-    """v(rows) between and beyond the numbers of rows whose passes were timed."""
-    known = sorted((int(rows), value) for rows, value in cost.items())
-
-    def v(rows: float) -> float:
-        at = min(max(1, bisect_left(known, (rows,))), len(known) - 1)
-        if len(known) == 1:
-            return known[0][1]
-        (x0, y0), (x1, y1) = known[at - 1], known[at]
-        return max(y0 + (y1 - y0) * (rows - x0) / (x1 - x0), 0.05)
-
-    return v

@@ -1,0 +1,260 @@
+"""The target at the other end of a wire: a judge for the one loop that asks a cloud.
+
+What the cloud holds is followed by content, as a cache is: only what it lacks is sent, and a cloud that has forgotten
+everything is told everything again. A round that goes unanswered is sent again under its number, so nothing is ever
+judged twice. Knows messages and drafts; knows no models and no text.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+from torch import Tensor
+
+from specdemo.core.decode import Judge
+from specdemo.core.errors import Refused
+from specdemo.core.rules import RULES
+from specdemo.core.sampling import peaks
+from specdemo.core.step import Draft, Verdict
+from specdemo.remote.rounds import verdict_of
+from specdemo.remote.transport import Busy, ContextGone, Http, Overtaken, Unanswered
+from specdemo.remote.unjudged import first_path, foretold, provisional, unjudged
+from specdemo.remote.wire import Answer, Forgotten, Round, Row, Sampling, digest
+
+LONGEST_WAIT = 8.0  # seconds before a round is sent again, at most
+Rows = Literal["float32", "float16", "scalar"]
+
+
+class Lost(Refused):
+    """The cloud has not answered for as long as was agreed."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long is waited for what. `strict`: for the answer, whatever it takes; else a round ends at its deadline."""
+
+    deadline_s: float = 0.4  # of a round, the practice guide's
+    lost_s: float = 30.0  # without any answer
+    strict: bool = True
+
+
+@dataclass(frozen=True)
+class Late:
+    """A round whose answer had not come by its deadline; what was committed since is provisional."""
+
+    answer: Future[tuple[Answer, dict[str, float]]]
+    draft: Draft
+    at: int  # tokens before the round
+
+
+class RemoteTarget:
+    """A judge: drafts go up, verdicts come down (practice guide, sections 3 and 5).
+
+    Which q goes along is the rule's and the draft's affair: none for point masses and for rules that draw from p; else
+    the scalars, and of the laws the row that a correction needs, if it is asked for (`rows`; "scalar" never sends one:
+    lossy for sampled drafts). Where the cloud is lost, `edge` goes on alone, or `Lost` is raised.
+    """
+
+    def __init__(
+        self,
+        http: Http,
+        settings: Sampling,
+        *,
+        rows: Rows = "float32",
+        candidates: int = 1,
+        top: int = 0,
+        patience: Patience = Patience(),  # noqa: B008 - frozen
+        edge: Judge | None = None,
+        ctx_id: str | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._http, self._settings, self._rows = http, settings, rows
+        self._candidates, self._top, self._patience, self._edge = candidates, top, patience, edge
+        self._clock, self._pause = clock, pause
+        self._ctx_id, self._epoch, self._round = ctx_id or uuid.uuid4().hex, 0, -1
+        self._theirs: list[int] = []  # what the cloud holds, as far as is known
+        self._late: Late | None = None
+        self._alone = self._closed = False
+        self._sender = ThreadPoolExecutor(1, "cloud")  # a round may outlive its deadline
+
+    def judge(self, tokens: Sequence[int], draft: Draft, hard_mask: Sequence[int] | None = None) -> Verdict:
+        """The cloud's verdict; one token of the draft, provisionally, where it is late and not waited for."""
+        if self._alone:
+            return self._on_the_edge(tokens, draft, {})
+        up, down = self._http.wire.tally.up, self._http.wire.tally.down
+        notes: dict[str, float] = {"escalated": 1.0}
+        try:
+            verdict = self._settled(tokens, draft, notes) if self._late else None
+            verdict = verdict or self._asked(tokens, draft, hard_mask, notes)
+        except Lost:
+            if self._edge is None:
+                raise
+            self._alone, self._late = True, None
+            notes["lost"] = 1.0
+            verdict = self._on_the_edge(tokens, draft, notes)
+        tally = self._http.wire.tally
+        counted = {"bytes_up": float(tally.up - up), "bytes_down": float(tally.down - down)}
+        return replace(verdict, notes={**verdict.notes, **counted})
+
+    def close(self) -> None:
+        """Forget the context at the cloud, if it can be told, and hang up."""
+        self._closed = True
+        self._sender.shutdown(wait=False, cancel_futures=True)
+        if not self._alone and self._theirs and self._late is None:
+            try:
+                path = f"/v1/contexts/{self._ctx_id}"
+                self._http.call("DELETE", path, None, Forgotten, self._patience.deadline_s)
+            except (Unanswered, Refused):
+                pass  # it expires by itself
+        self._http.close()
+
+    # --- rounds ---------------------------------------------------------------------------------------------------
+
+    def _asked(
+        self, tokens: Sequence[int], draft: Draft, hard_mask: Sequence[int] | None, notes: dict[str, float]
+    ) -> Verdict:
+        """The verdict of a round of its own."""
+        self._round += 1
+        job = partial(self._exchange, list(tokens), draft, hard_mask)
+        if self._patience.strict or not draft.tokens:
+            answer, found = job()
+        else:
+            future = self._sender.submit(job)
+            try:
+                answer, found = future.result(self._patience.deadline_s)
+            except NotYet:
+                self._late = Late(future, draft, len(tokens))
+                return provisional(draft, notes)
+        law = draft.law if self._top and isinstance(draft.law, Tensor) else None
+        drafted = () if law is None else peaks(law, self._top)
+        return replace(verdict_of(answer, draft, drafted), notes={**notes, **found})
+
+    def _exchange(
+        self, tokens: list[int], draft: Draft, hard_mask: Sequence[int] | None
+    ) -> tuple[Answer, dict[str, float]]:
+        """Ask until there is an answer, and take over what the cloud then holds. `Lost` where there never is one."""
+        began, wait, sent, rows = self._clock(), self._patience.deadline_s, 0, []
+        cloud_s = rtt_s = 0.0
+        while True:
+            round = self._message(tokens, draft, hard_mask, rows)
+            sent += 1
+            asked = self._clock()
+            try:
+                answer = self._http.call("POST", "/v1/rounds", round, Answer, wait)
+                if (answer.epoch, answer.round) != (round.epoch, round.round):
+                    raise Unanswered("the answer is another round's")
+            except ContextGone:
+                self._epoch, self._theirs = self._epoch + 1, []
+            except Overtaken:  # by another edge, or by a copy of this one: the text is this one's all the same
+                self._ctx_id, self._epoch, self._theirs = uuid.uuid4().hex, 0, []
+            except Unanswered as silence:
+                spent = self._clock() - began
+                if spent > self._patience.lost_s or self._closed:
+                    raise Lost(
+                        f"the cloud at {self._http.url} has not answered for {spent:.0f} seconds ({silence}): "
+                        "start it again, or go on without it (--on-loss edge)"
+                    ) from silence
+                if isinstance(silence, Busy) or self._clock() - asked < wait / 2:  # refused at once: do not hammer
+                    self._pause(min(wait / 4, 0.25))
+                wait = min(2 * wait, LONGEST_WAIT)
+            else:
+                cloud_s += answer.metrics.cloud_s
+                rtt_s += self._clock() - asked - answer.metrics.cloud_s
+                if answer.wants is None:
+                    break
+                rows.append(self._row(draft, answer.wants))
+        _refuse_nonsense(answer, draft)
+        own = answer.bonus if answer.correction is None else answer.correction
+        nodes = range(answer.accepted_len) if answer.accepted is None else answer.accepted
+        self._theirs = [*tokens, *(draft.tokens[node] for node in nodes), *([] if own is None else [own])]
+        return answer, {"cloud_s": cloud_s, "rtt_s": rtt_s, "sent": float(sent), "rows": float(len(rows))}
+
+    def _message(self, tokens: list[int], draft: Draft, hard_mask: Sequence[int] | None, rows: list[Row]) -> Round:
+        base = _common(self._theirs, tokens)
+        rule = RULES[self._settings.rule]
+        q = draft.q if rule.needs_q else None
+        sampled = q is not None and draft.law is not None
+        return Round(
+            ctx_id=self._ctx_id,
+            epoch=self._epoch,
+            round=self._round,
+            base=base,
+            digest=digest(tokens[:base]),
+            tokens=tokens[base:],
+            draft_tokens=list(draft.tokens),
+            k=len(draft),
+            parents=None if draft.is_chain else list(draft.parents),
+            q_token_probs=None if q is None else list(q),
+            rows=rows if sampled and rule.adjusts and self._settings.adjust and self._rows != "scalar" else None,
+            hard_mask=None if hard_mask is None else list(hard_mask),
+            sampling_cfg=None if base else self._settings,
+            candidates=self._candidates,
+            top=self._top,
+        )
+
+    def _row(self, draft: Draft, node: int) -> Row:
+        if draft.law is None or node >= len(draft):
+            raise Refused(f"{self._http.url} asks for a law that there is not: it is no specdemo service")
+        return Row.of(node, draft.law[node], "f2" if self._rows == "float16" else "f4")
+
+    # --- late answers, and none -----------------------------------------------------------------------------------
+
+    def _settled(self, tokens: Sequence[int], draft: Draft, notes: dict[str, float]) -> Verdict | None:
+        """Bring both ends to one text again once a late answer is there; what it says of this draft, if anything."""
+        late = self._late
+        assert late is not None
+        if draft.tokens:
+            try:
+                answer, found = late.answer.result(self._patience.deadline_s)
+            except NotYet:
+                return provisional(draft, notes)
+        else:
+            answer, found = late.answer.result()
+        self._late = None
+        notes.update(found)
+        said = self._theirs[late.at :]
+        taken = list(tokens[late.at :])  # without having been judged
+        same = _common(said, taken)
+        notes["confirmed"] = float(same)
+        notes["overruled"] = float(len(taken) - same if same < min(len(said), len(taken)) else 0)
+        if same < len(taken) or same == len(said):
+            return None
+        return foretold(draft, said[same:], notes)
+
+    def _on_the_edge(self, tokens: Sequence[int], draft: Draft, notes: Mapping[str, float]) -> Verdict:
+        """The text of the drafter itself: not the target's."""
+        assert self._edge is not None
+        notes = {**notes, "escalated": 0.0, "edge": 1.0}
+        if draft.tokens:
+            return unjudged(draft, first_path(draft), notes)
+        return replace(self._edge.judge(tokens, draft), notes=notes)
+
+
+def _refuse_nonsense(answer: Answer, draft: Draft) -> None:
+    """An answer must be about the draft that was sent."""
+    nodes = range(answer.accepted_len) if answer.accepted is None else answer.accepted
+    parents = [-1, *nodes]
+    own = answer.bonus if answer.correction is None else answer.correction
+    if (
+        len(answer.p) != len(draft)
+        or len(answer.choices) != len(draft) + 1
+        or any(
+            node >= len(draft) or draft.parents[node] != parent for parent, node in zip(parents, nodes, strict=False)
+        )
+        or any(node >= len(draft) for node in answer.tested or ())
+        or (answer.draws is not None and answer.tested is not None and len(answer.draws) != len(answer.tested))
+        or own is None
+    ):
+        raise Refused("the cloud's answer does not fit the draft that was sent: is it a service of this version?")
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

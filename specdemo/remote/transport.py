@@ -1,0 +1,110 @@
+"""Messages over HTTP, on connections that are kept: one call, one answer, or one of four reasons why there is none."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Iterator
+from typing import TypeVar
+
+import httpcore
+
+from specdemo.core.errors import Refused
+from specdemo.remote.encoding import ENCODINGS
+from specdemo.remote.link import Link, Wire
+from specdemo.remote.wire import Message, Problem
+
+M = TypeVar("M", bound=Message)
+
+
+class Unanswered(Exception):
+    """No answer came, or not in time: the same message may be sent again."""
+
+
+class Busy(Unanswered):
+    """The cloud has too much to do."""
+
+
+class ContextGone(Exception):
+    """The cloud does not hold the text."""
+
+
+class Overtaken(Exception):
+    """Somebody else has the context."""
+
+
+class Http:
+    """The service at `url`. `kind` is the encoding's content type; bytes are counted in `wire.tally`."""
+
+    def __init__(
+        self, url: str, *, kind: str = "application/json", token: str | None = None, link: Link | None = None
+    ) -> None:
+        self.url, self.wire = url.rstrip("/"), Wire(link)
+        self._kind, self._encoding = kind, ENCODINGS[kind]
+        self._headers = {"Content-Type": kind, **({"Authorization": f"Bearer {token}"} if token else {})}
+        trust = ssl.create_default_context() if url.startswith("https:") else None  # the system's, or SSL_CERT_FILE's
+        self._pool = httpcore.ConnectionPool(trust, network_backend=self.wire, max_connections=4)
+
+    def call(self, method: str, path: str, message: Message | None, answer: type[M], timeout: float) -> M:
+        """Send `message`, parse the answer. Raises `Unanswered` and the others above, or `Refused` with the reason."""
+        body = b"" if message is None else self._encoding.dump(message)
+        try:
+            response = self._pool.request(
+                method, self.url + path, headers=self._headers, content=body, extensions=_timeouts(timeout)
+            )
+        except (httpcore.TimeoutException, httpcore.NetworkError, httpcore.ProtocolError, OSError) as error:
+            raise Unanswered(str(error) or type(error).__name__) from error
+        except httpcore.UnsupportedProtocol as error:
+            raise Refused(f"{self.url} is no address of a service: give http://host:port") from error
+        if response.status != 200:
+            raise self._trouble(response.status, response.content)
+        try:
+            return self._encoding.load(answer, response.content)
+        except Refused as error:
+            raise Refused(f"{self.url} does not answer as a specdemo service does: {error}") from error
+
+    def tokens(self, path: str, message: Message, timeout: float) -> Iterator[int | None]:
+        """Token ids of a streamed answer as they come, then None; `Unanswered` where the stream is cut off."""
+        body = self._encoding.dump(message)
+        try:
+            with self._pool.stream(
+                "POST", self.url + path, headers=self._headers, content=body, extensions=_timeouts(timeout)
+            ) as response:
+                if response.status != 200:
+                    raise self._trouble(response.status, response.read())
+                rest = b""
+                for chunk in response.iter_stream():
+                    *lines, rest = (rest + chunk).split(b"\n")
+                    for line in lines:
+                        if line.startswith(b"error "):
+                            raise Refused(f"the cloud at {self.url} stopped: {line[6:].decode()}")
+                        yield None if line == b"end" else int(line)
+                        if line == b"end":
+                            return
+        except (httpcore.TimeoutException, httpcore.NetworkError, httpcore.ProtocolError, OSError) as error:
+            raise Unanswered(str(error) or type(error).__name__) from error
+        except ValueError as error:
+            raise Refused(f"{self.url} does not answer as a specdemo service does: it sent no token ids") from error
+        raise Unanswered("the stream was cut off")
+
+    def close(self) -> None:
+        """Hang up."""
+        self._pool.close()
+
+    def _trouble(self, status: int, body: bytes) -> Exception:
+        try:
+            problem = self._encoding.load(Problem, body)
+        except Refused:
+            problem = Problem(error=f"status {status}", code="")
+        if status == 429:
+            return Busy(problem.error)
+        if problem.code == "unknown_context":
+            return ContextGone(problem.error)
+        if problem.code == "stale":
+            return Overtaken(problem.error)
+        if status in (408, 500, 502, 503, 504):
+            return Unanswered(problem.error)
+        return Refused(f"the cloud at {self.url} refused: {problem.error}")
+
+
+def _timeouts(seconds: float) -> dict[str, dict[str, float]]:
+    return {"timeout": dict.fromkeys(("connect", "read", "write", "pool"), seconds)}
