@@ -187,9 +187,12 @@ def _serve(options: argparse.Namespace) -> int:
         if path is not None and not path.is_file():
             raise Refused(f"there is no file {path}: give certificate and key as PEM files")
     spec = Recipe(method="ar", **given(options)).target_spec
+    target = Shelf().take(spec)
+    if target.encoder:
+        raise Refused("a model with an encoder is not served, for its prompt would have to travel apart: run it here")
     listener = bind(options.host, options.port)
     app = application(
-        Shelf().take(spec),
+        target,
         token=os.environ.get(TOKEN),
         budget_bytes=options.budget_mb << 20,
         most=options.contexts,

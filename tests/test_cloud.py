@@ -24,7 +24,7 @@ from test_remote import Table, contexts, plain
 from specdemo.__main__ import main
 from specdemo.core.errors import Refused
 from specdemo.generate import generate
-from specdemo.models.load import Shelf
+from specdemo.models.shelf import Shelf
 from specdemo.recipe import Recipe
 from specdemo.remote.choices import Cloud
 from specdemo.remote.contexts import Contexts

@@ -23,7 +23,8 @@ from specdemo.core.step import Draft, Step, Verdict
 from specdemo.edge import PASSES
 from specdemo.models.cached import CachedModel
 from specdemo.models.dropout import with_dropout
-from specdemo.models.load import Loaded, Shelf
+from specdemo.models.load import Loaded
+from specdemo.models.shelf import Shelf
 from specdemo.parts import build
 from specdemo.recipe import Recipe
 from specdemo.remote.gates import Gated, Gauge, mc_dropout, signals

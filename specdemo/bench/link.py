@@ -21,7 +21,7 @@ from typing import Any
 from specdemo.bench.measure import Prompt, load_prompts
 from specdemo.core.theory import best_gamma_over, expected_tokens
 from specdemo.generate import generate
-from specdemo.models.load import Shelf
+from specdemo.models.shelf import Shelf
 from specdemo.recipe import Recipe
 from specdemo.remote.choices import Cloud
 

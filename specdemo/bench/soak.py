@@ -21,7 +21,7 @@ import psutil
 from specdemo.bench.link import cloud
 from specdemo.bench.measure import load_prompts
 from specdemo.generate import generate
-from specdemo.models.load import Shelf
+from specdemo.models.shelf import Shelf
 from specdemo.recipe import Recipe
 from specdemo.remote.choices import Cloud
 

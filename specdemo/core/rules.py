@@ -247,7 +247,7 @@ class Target:
         nodes = range(-1, len(draft)) if self._warp.needs_paths else ()
         logits = self._warp.adjust(logits, [[*tokens, *(draft.tokens[i] for i in draft.path(node))] for node in nodes])
         p = self._warp.law(logits)
-        if draft.law is not None and draft.law.device != p.device:  # the drafter has a device of its own
+        if isinstance(draft.law, Tensor) and draft.law.device != p.device:  # the drafter has a device of its own
             draft = replace(draft, law=draft.law.to(p.device))
         verdict = self._rule(draft, p, self._accept, self._correct, len(tokens))
         many = self._candidates > 1  # for a single one this is several times faster
