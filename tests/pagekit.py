@@ -56,7 +56,8 @@ class Scripts:
 
     def __call__(self, recipe: Recipe, prompt: str, shelf: Shelf, stores: Any) -> Iterator[dict[str, Any]]:
         try:
-            yield from getattr(self, prompt, lambda r: generate(r, prompt, shelf, stores))(recipe)
+            script = getattr(self, prompt, None) if isinstance(prompt, str) else None  # else a conversation
+            yield from script(recipe) if script else generate(recipe, prompt, shelf, stores)
         finally:
             self.closed_in = threading.current_thread().name
             self.closed.set()

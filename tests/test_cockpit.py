@@ -13,6 +13,8 @@ from axe_playwright_python.sync_playwright import Axe
 from pagekit import CODE, MARKUP, counted, drawn, run, saved, spans, status
 from playwright.sync_api import Page, expect
 from test_frames import PREFILL, end, header, step
+from test_generate import TEMPLATE
+from tiny import byte_level_tokenizer, save_model
 
 from specdemo.models.pairs import ASSETS
 from specdemo.ui import rounds
@@ -352,3 +354,30 @@ def test_a_hidden_tab_loses_nothing(tab: Any) -> None:
     page.locator("#stop").evaluate("button => button.click()")
     status(page, "stopped")
     assert drawn(page) == counted(saved(page))
+
+
+def test_a_conversation_goes_on_from_run_to_run(tab: Any, tmp_path: Path) -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    folder = save_model(tmp_path / "talker", tokenizer)
+    page = tab()
+    page.get_by_role("button", name="Your own models").click()
+    page.locator("#target input, #target textarea").fill(str(folder))
+    page.locator("#method input").click()
+    page.get_by_role("option", name="nasd:").click()
+    page.get_by_role("button", name="Chat").click()
+    page.locator("#chat input").check()
+    run(page, "Hello", tokens=6)
+    status(page, "done")
+    given = page.locator("#lane-spec .given")
+    expect(given).to_have_text("<user>Hello\n<assistant>")
+    answer = "".join(line["text"] for line in saved(page) if "i" in line)
+    run(page, "Go on", tokens=6)
+    expect(given).to_contain_text("Go on")
+    status(page, "done")
+    assert saved(page)[0]["prompt"] == f"<user>Hello\n<assistant>{answer}\n<user>Go on\n<assistant>"
+    page.locator("#new-talk").click()
+    expect(page.get_by_text("begins a new conversation")).to_be_visible()
+    run(page, "Anew", tokens=6)
+    expect(given).to_have_text("<user>Anew\n<assistant>")
+    status(page, "done")
