@@ -35,9 +35,9 @@ from specdemo.models.pairs import ASSETS
 from specdemo.models.shelf import Shelf
 from specdemo.recipe import Recipe
 from specdemo.ui import window
-from specdemo.ui.frames import Runs
 from specdemo.ui.health import LATELY_S, Health
 from specdemo.ui.page import build, launch_options
+from specdemo.ui.runs import Runs
 from specdemo.ui.service import LONGEST_REASON, REMEMBERED, Service, drain, reason
 from specdemo.worker import Crew, Worker, WorkerBusy
 

@@ -23,6 +23,7 @@ from test_frames import end, header, step
 from specdemo.core.errors import Refused
 from specdemo.generate import generate
 from specdemo.limits import PUBLIC, Limits, read
+from specdemo.models.pairs import PAIRS
 from specdemo.models.shelf import Shelf
 from specdemo.recipe import POLICIES, Recipe
 from specdemo.ui.page import build, launch_options
@@ -116,12 +117,15 @@ def test_preflight_is_held_to_the_same(served: Any) -> None:
         client(served, "198.51.100.1").predict(pair="../../etc/passwd", api_name="/preflight")
 
 
-def press_run(url: str, values: dict[int, Any]) -> dict[str, Any]:
+def press_run(url: str, **values: Any) -> dict[str, Any]:
     """What the page's own button is answered, when a script presses it with values of its own."""
     config = httpx.get(f"{url}config").json()
-    button = max(config["dependencies"], key=lambda event: len(event["inputs"]))
-    usual = {part["id"]: part["props"].get("value") for part in config["components"]}
-    data = [values.get(place, usual[part]) for place, part in enumerate(button["inputs"])]
+    known = {part["id"]: part["props"] for part in config["components"]}
+    run = next(part for part, props in known.items() if props.get("elem_id") == "run")
+    button = next(event for event in config["dependencies"] if [run, "click"] in event["targets"])
+    inputs = [known[part] for part in button["inputs"]]
+    assert values.keys() <= {props.get("elem_id") for props in inputs}
+    data = [values.get(props.get("elem_id") or "", props.get("value")) for props in inputs]
     asked = {"data": data, "fn_index": button["id"], "session_hash": "script"}
     assert httpx.post(f"{url}gradio_api/queue/join", json=asked).status_code == 200
     frame: dict[str, Any] = {}
@@ -139,13 +143,12 @@ def press_run(url: str, values: dict[int, Any]) -> dict[str, Any]:
 
 
 def test_the_pages_own_button_is_held_to_the_same(served: Any) -> None:
-    # the button's inputs: the prompt, the comparison, then the controls, the pair first
-    assert press_run(served.url, {0: CODE, 2: "../../etc"})["phase"] == [
+    assert press_run(served.url, prompt=CODE, pair="../../etc")["phase"] == [
         "failed",
-        "unknown pair '../../etc': known are bundled",
+        f"unknown pair '../../etc': known are {', '.join(PAIRS)}",
     ]
-    assert press_run(served.url, {0: "x" * 10**6})["phase"][1].startswith("the prompt has 1,000,000 characters")
-    done = press_run(served.url, {0: CODE, 8: 8})
+    assert press_run(served.url, prompt="x" * 10**6)["phase"][1].startswith("the prompt has 1,000,000 characters")
+    done = press_run(served.url, prompt=CODE, **{"max-tokens": 8})
     assert done["over"] and done["phase"] == ["done", "8 tokens, limit reached"]
 
 
@@ -169,7 +172,7 @@ def test_an_honest_user_is_served_beside_fifty_parallel_requests(served: Any, en
 def test_time_that_is_up_ends_a_run_clearly_and_keeps_what_is_there() -> None:
     with page(Limits(max_seconds=1)) as short:
         lines = [json.loads(line) for line in client(short, "203.0.113.5").submit("endless", api_name="/generate")]
-        frame = press_run(short.url, {0: "endless"})
+        frame = press_run(short.url, prompt="endless")
     assert lines[-1]["end"] == "cancelled" and lines[-1]["error"].startswith("a run may take 1 seconds here")
     assert lines[-1]["metrics"]["tokens"] == len(lines) - 2 > 10
     phase, why = frame["phase"]
@@ -205,7 +208,7 @@ def test_a_page_offers_only_what_it_grants() -> None:
         ({"HOME": "/root", "SPECDEMO_PUBLIC": "1"}, PUBLIC),
         ({"SPACE_ID": "someone/page"}, PUBLIC),
         ({"SPACE_ID": "someone/page", "SPECDEMO_PUBLIC": "0"}, Limits()),
-        ({"SPECDEMO_MAX_TOKENS": "128", "SPECDEMO_PAIRS": " bundled, "}, Limits(max_tokens=128)),
+        ({"SPECDEMO_MAX_TOKENS": "128", "SPECDEMO_PAIRS": " bundled, "}, Limits(max_tokens=128, pairs=("bundled",))),
         ({"SPECDEMO_PUBLIC": "1", "SPECDEMO_PER_MINUTE": "none"}, replace(PUBLIC, per_minute=None)),
         ({"SPECDEMO_MODELS": "hub", "SPECDEMO_QUEUE": ""}, Limits(models="hub")),
     ],

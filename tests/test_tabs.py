@@ -14,6 +14,8 @@ import pytest
 from playwright.sync_api import BrowserContext, Page, expect, sync_playwright
 
 from specdemo import bench
+from specdemo.models.pairs import PAIRS
+from specdemo.models.spec import QUANTIZATIONS
 from specdemo.ui import service
 from specdemo.ui.outcome import HEADERS, cells
 from specdemo.ui.page import build, launch_options
@@ -139,6 +141,7 @@ def test_the_table_on_the_page_is_the_benchs_own(tab: Any, measured: Listener, s
 
 def test_stop_leaves_a_part_and_a_free_worker(tab: Any, measured: Listener, served: Any) -> None:
     page = tab("Bench")
+    page.get_by_role("button", name="Toggle Sidebar").click()
     page.set_viewport_size({"width": 390, "height": 900})  # where the tabs themselves are in a menu
     ask(page, each=4, tokens=128, kinds=("code",))
     page.locator("#bench-run").click()
@@ -185,7 +188,7 @@ def test_memory_is_told_from_the_trace_when_it_is_looked_at(tab: Any) -> None:
     told = page.locator("#memory-run")
     expect(told).to_contain_text("Nothing has run yet")
     expect(page.locator("#memory-machine")).to_contain_text("system, available")
-    expect(page.locator("#memory-pairs tbody tr")).to_have_count(3)
+    expect(page.locator("#memory-pairs tbody tr")).to_have_count(len(QUANTIZATIONS) + len(PAIRS) - 1)
     expect(page.locator("#memory-pairs tbody tr").first).to_contain_text("yes")
     page.locator("#max-tokens input[type=number]").fill("24")
     page.locator("#max-tokens input[type=number]").blur()

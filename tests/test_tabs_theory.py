@@ -131,6 +131,7 @@ def test_sliders_move_words_and_curves(page: Page) -> None:
 
 
 def test_nothing_is_drawn_while_tokens_stream(page: Page) -> None:
+    expect(page.locator(f'.curves .mark-line path[stroke="{DOT}"]')).to_have_count(6)  # all that was to be drawn is
     page.evaluate("""() => {
         window.touched = 0;
         const watch = new MutationObserver((changes) => { window.touched += changes.length; });
