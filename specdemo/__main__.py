@@ -1,4 +1,4 @@
-"""The terminal: ``python -m specdemo run PROMPT``, and ``bench``, ``prove``, ``layers``, ``costs``, ``stores``."""
+"""The terminal: ``python -m specdemo run PROMPT``, ``bench``, ``prove``, ``preflight`` and what else measures."""
 
 from __future__ import annotations
 
