@@ -96,7 +96,8 @@ def plan_of(spec: Spec, config: PretrainedConfig, context: int, shapes: Shapes |
     # How much of its activations a pass holds at once, and of a quantised layer's unpacked weight, was measured with
     # `bench/room.py` on models of 10 to 100 million parameters; the larger the model, the less it matters.
     if layers:
-        passing = activations * 21 // 10 + max(layer.weight.numel() for layer in layers) * width * 5
+        wide = max(width, 4) if spec.device == "cpu" else width  # what they are unpacked to
+        passing = activations * wide // width * 21 // 10 + max(layer.weight.numel() for layer in layers) * wide * 5
     else:
         passing = activations * 3 // 2
     return Plan(
