@@ -166,8 +166,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, metavar="N", help="instead: load, run, switch and unload N times")
     options = parser.parse_args(arguments)
     if options.rounds:
-        found = [f"{taken / 1e6:.1f}" for taken in rounds(options.rounds, options.device)]
-        print(f"MB in use after each round: {' '.join(found)}")
+        print("MB in use after each round:", end="", flush=True)
+        for taken in rounds(options.rounds, options.device):
+            print(f" {taken / 1e6:.1f}", end="", flush=True)
+        print()
         return
     if options.one:
         print(json.dumps(asdict(measure(*options.one, options.device))))

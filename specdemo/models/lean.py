@@ -76,7 +76,7 @@ class Lean:
         self._parts: list[nn.Module | Tensor] = []  # for the count of bytes
         self.idle: list[Any] = []  # engines that wait for the next request
         self.graphs = True  # whether passes may be recorded at all
-        self.embedding: Tensor = self._count(body.embed_tokens.weight)
+        self.embedding: Tensor = self._count(unmapped(body.embed_tokens.weight))
         self._angles = body.rotary_emb
         self.layers = []
         for i, layer in enumerate(body.layers):
@@ -139,7 +139,7 @@ class Lean:
         if self.dtype == torch.float32 and all(type(linear) is nn.Linear for linear in linears):
             width = len(gain)
             return unit_norm(width * eps, self.device), self._linear(linears, gain * math.sqrt(width))
-        return rms_norm(self._count(gain), eps), self._linear(linears)
+        return rms_norm(self._count(unmapped(gain)), eps), self._linear(linears)
 
     def _linear(self, linears: list[nn.Module], gain: Tensor | None = None) -> Rows:
         """Linear layers of one input as one product; quantised ones are called as they are, one after another."""
@@ -160,6 +160,11 @@ class Lean:
         if weight.data_ptr() != self.embedding.data_ptr():
             self._count(weight)
         return lambda rows: F.linear(rows, weight, bias)
+
+
+def unmapped(weight: Tensor) -> Tensor:
+    """A weight of its own where this is a view into a mapped file and all others are packed: the file can then go."""
+    return weight.clone() if can_pack(weight) and weight.untyped_storage().nbytes() > weight.nbytes else weight
 
 
 def rms_norm(gain: Tensor, eps: float) -> Rows:

@@ -96,7 +96,8 @@ def plan_of(spec: Spec, config: PretrainedConfig, context: int, shapes: Shapes |
     # How much of its activations a pass holds at once, and of a quantised layer's unpacked weight, was measured with
     # `bench/room.py` on models of 10 to 100 million parameters; the larger the model, the less it matters.
     if layers:
-        passing = activations * 7 // 3 + max(layer.weight.numel() for layer in layers) * width * 11 // 2
+        wide = max(width, 4) if spec.device == "cpu" else width  # what they are unpacked to
+        passing = activations * wide // width * 21 // 10 + max(layer.weight.numel() for layer in layers) * wide * 5
     else:
         passing = activations * 3 // 2
     return Plan(
@@ -203,16 +204,12 @@ def _packs(spec: Spec) -> bool:
 
 
 def _while_loading(model: PreTrainedModel, spec: Spec, lean: bool) -> int:
-    """What is held twice at worst: the largest layer while it is laid out anew, or the largest matrix."""
-    width = WIDTH[spec.dtype]
-    largest = max(weight.numel() for weight in model.parameters()) * width
-    layer = max(
-        (
-            sum(p.numel() for p in one.parameters())
-            for some in model.modules()
-            if isinstance(some, nn.ModuleList)
-            for one in some
-        ),
-        default=0,
-    )
-    return max(largest, layer * width if lean else 0)
+    """What is held twice at worst: the largest tensors while they are cast, or a layer while it is laid out anew.
+
+    `transformers` casts several at once, and one at a time where it quantises them.
+    """
+    at_once = 1 if QUANTIZATIONS[spec.quantization].bits else 2
+    largest = sorted((weight.numel() for weight in model.parameters()), reverse=True)[:at_once]
+    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
+    layer = max((sum(p.numel() for p in one.parameters()) for some in lists for one in some), default=0)
+    return max(sum(largest), layer if lean else 0) * WIDTH[spec.dtype]

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from specdemo.bench import load_prompts
 from specdemo.generate import generate
 from specdemo.models.cached import CachedModel
 from specdemo.models.load import Loaded
@@ -30,7 +29,8 @@ from specdemo.recipe import Recipe
 from specdemo.train.corpus import held_out_texts
 
 FORMS = ("none", "bf16", "int8", "nf4", "fp4")
-MOST = 256  # tokens of a text that are read
+MOST = 256  # tokens of a text that are read,
+PROMPT = 64  # and that a timed run continues
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,8 @@ def main(arguments: list[str] | None = None) -> None:
         models["drafter", form] = shelf.take(recipe.drafter_spec)
     tokenizer = models["target", options.form[0]].tokenizer
     sums = Sums()
-    for i, text in enumerate(middles(tokenizer, options.texts), 1):
+    texts = middles(tokenizer, max(options.texts, options.prompts))
+    for i, text in enumerate(texts[: options.texts], 1):
         sums.add(models, text)
         print(f"\r{i} texts", end="", file=sys.stderr, flush=True)
     print(f"\n{sums.places:,} tokens")
@@ -141,7 +142,7 @@ def main(arguments: list[str] | None = None) -> None:
             for role in ("target", "drafter")
         ]
         print(f"| {form} | {' | '.join(cells)} |")
-    prompts = [prompt.text for prompt in load_prompts(kinds=["code"])[: options.prompts]]
+    prompts = [tokenizer.decode(text[:PROMPT]) for text in texts[: options.prompts]]
     timed = measure_speed(options.form, prompts, options.tokens, options.device) if options.tokens else {}
     print("\n| target | drafter | weights | alpha | plain | speculative | ratio |")
     print("|---|---|---|---|---|---|---|")
