@@ -146,11 +146,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--gamma", type=int, default=4)
     parser.add_argument("--ratio", type=float, default=0.3, help="of a draft that may be hard")
     parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--prompts", type=int, default=24, help="of the class of code, half of them held out")
     options = parser.parse_args(arguments)
     recipe = Recipe(
         temperature=options.temperature, top_p=1.0, gamma=options.gamma, max_tokens=options.max_tokens, device="cpu"
     )
-    prompts = load_prompts()
+    prompts = load_prompts(kinds=["code"])[: options.prompts]
     points = []
     print("| signal | percentile | threshold | calls saved | agreement | mean beta |\n|---|---|---|---|---|---|")
     for point in curve(Study(recipe, Shelf(), options.ratio), prompts[::2], prompts[1::2]):

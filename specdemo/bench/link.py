@@ -92,20 +92,18 @@ def speeds(base: Recipe, prompts: Sequence[Prompt], shelf: Shelf) -> Iterator[di
     assert base.cloud is not None
     plain = rounds(replace(base, method="ar"), prompts, shelf)  # a round trip per token: what a step costs the cloud
     step_s = plain.cloud_s / plain.rounds
-    near: dict[int | str, Rounds] = {}
+    four = plain  # what rounds of four tokens were when last seen, which the closed form is fed with
     for rtt in RTTS:
         for length in LENGTHS:
             gamma: int | str = length
             if length == "closed form":
-                four = near[4]
                 c = four.draft_s / four.drafted / step_s
                 fixed = (four.wire_s + four.host_s) / four.rounds
                 gamma = max(1, best_gamma_over(four.beta, c, (rtt / 1000 + fixed) / step_s, longest=24))
             varied: dict[str, Any] = DYNAMIC if gamma == "dynamic" else {"policy": "fixed", "gamma": gamma}
             recipe = replace(base, **varied)
-            if gamma not in near:
-                near[gamma] = rounds(recipe, prompts, shelf)
-            here = near[gamma]
+            here = rounds(recipe, prompts, shelf)  # just before, so that the machine is in the same mood
+            four = here if gamma == 4 else four
             far = rounds(replace(recipe, cloud=replace(base.cloud, rtt_ms=rtt)), prompts, shelf)
             per_round = here.seconds / here.rounds + rtt / 1000
             yield {
