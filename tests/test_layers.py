@@ -48,6 +48,7 @@ DOORS = {
         "specdemo/ui/controls.py",
         "specdemo/ui/theme.py",
         "specdemo/ui/api.py",
+        "specdemo/ui/cockpit/",
         "specdemo/ui/tabs/",
     ),
 }

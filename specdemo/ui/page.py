@@ -1,4 +1,4 @@
-"""The page and the API: with its theme, the only room that knows gradio.
+"""The page: what stands where, and what happens when it is pressed.
 
 `build` lays out the page; `launch_options` says how to serve it; nothing happens at import. Handlers drain streams of
 the service, whose one worker queues: gradio's own concurrency limits, which let go of a slot before its work has ended,
@@ -10,10 +10,9 @@ from __future__ import annotations
 import html
 import json
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import asdict, replace
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,13 @@ from specdemo.models.shelf import Shelf
 from specdemo.recipe import Recipe, known
 from specdemo.ui.about import ABOUT
 from specdemo.ui.api import address_of, endpoints
+from specdemo.ui.archive import Archive
+from specdemo.ui.cockpit import cockpit, script
 from specdemo.ui.controls import recipe_of, sidebar
 from specdemo.ui.frames import Run
 from specdemo.ui.health import Health
 from specdemo.ui.service import Engine, Service, drain, reason
-from specdemo.ui.settings import from_link, recipe_settings, restored
+from specdemo.ui.settings import from_link, kept_recipes, recipe_settings, restored
 from specdemo.ui.tabs.bench import bench_tab
 from specdemo.ui.tabs.memory import memory_tab
 from specdemo.ui.tabs.theory import theory_tab
@@ -40,8 +41,6 @@ from specdemo.ui.words import LANES, PLAIN, SPEC, title, told_of
 from specdemo.worker import Crew, Worker, WorkerBusy
 
 HERE = Path(__file__).parent
-COCKPIT = HERE / "cockpit"
-SCRIPTS = ("lanes.js", "tip.js", "replay.js", "charts.js", "inspector.js", "whole.js")  # one scope, in this order
 EXAMPLES = ASSETS / "examples.json"
 EXTRA = tuple(name for name in LANES if name not in (SPEC, PLAIN))  # places for kept lanes
 PICK = "(method) => { const one = %s[method]; return [one.prompt, method, one.temperature]; }"
@@ -49,29 +48,6 @@ RECORDED_TOP = 5  # tokens of every law that a run on the page records, for the 
 
 HEADER = """<header><h1>specdemo</h1><p>Speculative decoding, token by token: what was drafted, what the target kept,
 and what it bought.</p></header>"""
-
-
-def cockpit(server_functions: list[Callable]) -> gr.HTML:
-    """Lanes, tiles and status, drawn in the browser from JSON strings."""
-
-    def free(method: Callable) -> Callable:  # gradio writes on the functions it is given
-        return wraps(method)(lambda asked: method(asked))
-
-    return gr.HTML(
-        html_template=(COCKPIT / "cockpit.html").read_text(encoding="utf-8"),
-        js_on_load="\n".join((COCKPIT / name).read_text(encoding="utf-8") for name in SCRIPTS),
-        apply_default_css=False,
-        server_functions=[free(method) for method in server_functions],
-        elem_id="cockpit",
-    )
-
-
-def script(name: str, known: dict[str, str]) -> str:
-    """One of the page's own functions, with the values that it is to know."""
-    text = (COCKPIT / f"{name}.js").read_text(encoding="utf-8")
-    for placeholder, value in known.items():
-        text = text.replace(placeholder, value)
-    return text
 
 
 def told_of_lanes(recipes: list[Recipe]) -> str:
@@ -186,13 +162,7 @@ def build(
         return [*(kept or []), wanted], told_of_lanes(lanes)
 
     def others(kept: Any) -> list[Recipe]:
-        """Recipes of the lanes that this visitor kept; none of what cannot be meant."""
-        found = []
-        for wanted in kept if isinstance(kept, list) else ():
-            settings, refused = restored(wanted, usual_settings, device)
-            if isinstance(wanted, dict) and not refused:
-                found.append(recipe_of(recipe_settings(settings), device))
-        return found[: len(EXTRA)]
+        return kept_recipes(kept, usual_settings, device)[: len(EXTRA)]
 
     def restore(saved: Any, kept: Any, request: gr.Request) -> list[Any]:
         link = from_link(dict(request.query_params), usual_settings)
@@ -242,19 +212,7 @@ def build(
             usually = gr.Button("Reset", size="sm", elem_id="reset", scale=0)
         kept_lanes = gr.Markdown(elem_id="kept-lanes")
         estimated = gr.Markdown(elem_id="estimate")
-        drawn = cockpit(
-            [
-                service.trace_since,
-                service.trace,
-                service.csv,
-                service.svg,
-                service.round,
-                service.figures,
-                service.import_trace,
-                service.recorded,
-                service.stop_run,
-            ]
-        )
+        drawn = cockpit(Archive(service.runs).answers)
         settable = [*controls.values(), prompt, compare]
         names = [*controls, "prompt", "compare"]
         usual_settings = dict(zip(names, (one.value for one in settable), strict=True))

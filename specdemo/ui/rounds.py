@@ -66,7 +66,7 @@ def _node(lane: Lane, line: Line, n: int, names: Mapping[int, str]) -> dict[str,
         "state": "accepted" if n in line["accepted"] else "rejected" if tested else "ignored",
         "p": line["p"][n],
         "q": q,
-        "bound": min(1.0, line["p"][n] / q) if q else 0.0,
+        "bound": None if line["p"][n] is None else min(1.0, line["p"][n] / q) if q else 0.0,
         "draw": line["draw"][n],
         "beta": line["beta"][n],
         "point": line["q"] is None,
@@ -101,6 +101,8 @@ def _why(lane: Lane, line: Line, n: int, q: float) -> str:
     accepted, rule = n in line["accepted"], lane.recipe.get("rule", "rejection")
     if line["beta"][n] is None:
         return "Never tested: a token before it was not kept."
+    if line["p"][n] is None:
+        return "Not judged by the target: the drafter's own."
     elder = any(line["beta"][m] is not None for m in range(n) if line["parents"][m] == line["parents"][n])
     p, draw = line["p"][n], line["draw"][n]
     if rule in ("match", "coupled"):

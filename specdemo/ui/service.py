@@ -7,7 +7,6 @@ it (end, Stop, a closed tab, an error) asks the stream to stop. Everything on th
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import threading
@@ -22,28 +21,22 @@ import torch
 from specdemo.bench import Prompt, Turn, measure
 from specdemo.core.errors import Refused
 from specdemo.limits import Limits
-from specdemo.models.pairs import ASSETS
 from specdemo.models.reasons import size
 from specdemo.models.shelf import Shelf
 from specdemo.models.text import Message
 from specdemo.parts import Stores
 from specdemo.preflight import Preflight, preflight, texts_for
 from specdemo.recipe import Recipe
-from specdemo.ui import rounds
 from specdemo.ui.frames import Run
-from specdemo.ui.picture import as_svg
 from specdemo.ui.runs import Runs
-from specdemo.ui.traces import read_traces
 from specdemo.ui.visitors import Budget, Visitors
-from specdemo.ui.words import Lane
 from specdemo.worker import Crew, Stream, Worker, WorkerBusy
 
 TICK = 1 / 10  # seconds between frames: soon enough for the eye, and little load on the decoding thread
 LONGEST_REASON = 600  # characters; a refusal quotes what it refuses, and that may be anything
-REMEMBERED = 256  # visitors whose n-grams are kept
+REMEMBERED = 256  # visitors whose n-grams and conversations are kept
 PROBE = "def"
 OF_EACH_KIND = 3  # prompts of a class that a preflight reads
-RECORDED = ASSETS / "traces"
 log = logging.getLogger(__name__)
 
 Engine = Callable[[Recipe, str, Shelf, Stores], Generator[dict[str, Any]]]
@@ -62,7 +55,7 @@ class Service:
         self.runs = Runs()
         self.last_token: float | None = None  # when one was produced, by `time.monotonic`
         self._models, self._engine = models, engine
-        self.talks: dict[str, list[Message]] = {}  # by visitor: what was said in the conversation so far
+        self.talks: OrderedDict[str, list[Message]] = OrderedDict()  # by visitor: what was said so far
         self._visitors, self._door = Visitors(self.limits), threading.Lock()
         self._stores: OrderedDict[str, Stores] = OrderedDict()  # by visitor: nobody's text shows in another's drafts
         self._benches: dict[str, Stream[Turn | dict[str, Any]]] = {}  # by visitor, the latest of each
@@ -171,73 +164,6 @@ class Service:
         self._idle.daemon = True
         self._idle.start()
 
-    def trace_since(self, asked: Any) -> str | None:
-        """For a browser that missed frames: `[run id, how many records it has]`."""
-        run_id, have = asked if isinstance(asked, list) and len(asked) == 2 else (None, 0)
-        run = self.runs.get(run_id)
-        return run.frame(have) if run and isinstance(have, int) and have >= 0 else None
-
-    def trace(self, asked: Any) -> str | None:
-        """The trace to save: `[run id, lane]`; all lanes, one after the other, if the lane is "all"."""
-        run, lane = self._lane(asked)
-        if run is None:
-            return None
-        return "".join(filter(None, map(run.trace, run.plan))) if lane == "all" else run.trace(lane)
-
-    def csv(self, asked: Any) -> str | None:
-        """The table of rounds to save: `[run id, lane]`."""
-        lane = self._begun(asked)
-        return rounds.as_csv(lane) if lane else None
-
-    def svg(self, asked: Any) -> str | None:
-        """The token stream as a picture to save: `[run id, lane]`."""
-        lane = self._begun(asked)
-        return as_svg(lane) if lane else None
-
-    def round(self, asked: Any) -> str | None:
-        """One round in detail, as JSON: `[run id, lane, number]`."""
-        if not isinstance(asked, list) or len(asked) != 3 or type(asked[2]) is not int:
-            return None
-        lane = self._begun(asked[:2])
-        found = rounds.picture(lane, asked[2]) if lane else None
-        return _json(found) if found else None
-
-    def figures(self, asked: Any) -> str | None:
-        """All rounds of a lane as a table, and what its charts show, as JSON: `[run id, lane]`."""
-        lane = self._begun(asked)
-        return _json(rounds.figures(lane)) if lane else None
-
-    def import_trace(self, text: Any) -> str:
-        """A frame that shows recorded traces, or `{"refused": a sentence}`."""
-        try:
-            run = read_traces(text)
-        except Refused as error:
-            return _json({"refused": str(error)})
-        self.runs.keep(run)
-        return run.frame(0)
-
-    def recorded(self, name: Any) -> str | None:
-        """The names and titles of the recorded traces, as JSON; with a name, a frame that shows that one."""
-        known = {path.stem: path for path in sorted(RECORDED.glob("*.jsonl"))}
-        if not name:
-            return _json([[stem, stem.replace("-", " ")] for stem in known])
-        return self.import_trace(known[name].read_text("utf-8")) if name in known else None
-
-    def _lane(self, asked: Any) -> tuple[Run | None, str]:
-        run_id, lane = asked if isinstance(asked, list) and len(asked) == 2 else (None, "")
-        return self.runs.get(run_id), lane if isinstance(lane, str) else ""
-
-    def _begun(self, asked: Any) -> Lane | None:
-        """The lane `[run id, lane]`, if it has begun."""
-        run, name = self._lane(asked)
-        lane = run.lanes.get(name) if run else None
-        return lane if lane and lane.recipe else None
-
-    def stop_run(self, run_id: Any) -> None:
-        """Stop, which knows the run by its unguessable id. The frames go on to the end, so the tail is not lost."""
-        if run := self.runs.get(run_id):
-            run.stop()
-
     def heard(self, visitor: str, prompt: str, run: Run) -> None:
         """A turn of this visitor's conversation is over: what the first lane wrote is the answer."""
         lane = run.lanes[run.plan[0]]
@@ -245,6 +171,9 @@ class Service:
             answer = "".join(line["text"] for line in lane.lines if "i" in line)
             talk = self.talks.setdefault(visitor, [])
             talk += [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+            self.talks.move_to_end(visitor)
+            while len(self.talks) > REMEMBERED:
+                self.talks.popitem(last=False)
 
     def leave(self, visitor: str) -> None:
         """This visitor has gone: end what they had going, forget what it taught."""
@@ -300,11 +229,6 @@ async def drain(stream: Stream) -> AsyncIterator[list]:
             await asyncio.sleep(TICK)
     finally:
         stream.stop()
-
-
-def _json(value: Any) -> str:
-    """As the page takes it: nothing on the way is to take a model's text for markup."""
-    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def reason(error: BaseException) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specdemo.core.errors import Refused
+from specdemo.recipe import Recipe
 from specdemo.ui.controls import recipe_of
 
 LONGEST_PROMPT = 100_000  # characters that a link or a browser's memory may bring
@@ -58,3 +59,13 @@ def restored(wanted: Any, usual: Settings, device: str) -> tuple[Settings, list[
 def recipe_settings(settings: Settings) -> Settings:
     """Those that are a recipe's."""
     return {name: value for name, value in settings.items() if name not in ("prompt", "compare")}
+
+
+def kept_recipes(kept: Any, usual: Settings, device: str) -> list[Recipe]:
+    """Recipes of the lanes that a browser remembers; none of what cannot be meant."""
+    found = []
+    for wanted in kept if isinstance(kept, list) else ():
+        settings, refused = restored(wanted, usual, device)
+        if isinstance(wanted, Mapping) and not refused:
+            found.append(recipe_of(recipe_settings(settings), device))
+    return found

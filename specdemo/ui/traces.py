@@ -87,9 +87,9 @@ class _Step(_Line):
     accepted: list[int]
     token: Id | None
     kind: Literal["correction", "bonus", "plain"]
-    p: list[Chance]
+    p: list[Chance | None]  # of tokens that no target judged there is none
     q: list[Chance] | None
-    top: list[Id] = []
+    top: list[Id | None] = []
     choices: list[Annotated[list[Id], Field(min_length=1, max_length=MOST_NODES)]]
     draw: list[Chance | None]
     beta: list[Chance | None]
