@@ -23,7 +23,7 @@ run: $(READY) ## open the page
 
 test: $(READY_DEV) ## run every test, in a real browser too
 	@$(BIN)/python tests/browser.py
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist loadfile $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(ARGS)
 
 lint: $(READY_DEV) ## check style and formatting
 	@$(BIN)/ruff check .

@@ -30,11 +30,12 @@ TRACE = sorted((ASSETS / "traces").glob("*.jsonl"))[0]
 WATCH = """() => {
     window.gaps = [];
     window.painted = {spec: [], ar: []}; // when each round was on the page, in ms since the epoch
+    const old = document.querySelector(".lane .given"); // of the run before, until the next one clears the lanes
     let before = performance.now();
     const look = (now) => {
         window.gaps.push(now - before);
         before = now;
-        for (const lane of ["spec", "ar"]) {
+        for (const lane of old?.isConnected ? [] : ["spec", "ar"]) {
             const seen = window.painted[lane], rounds = document.querySelectorAll(`#lane-${lane} .round`).length;
             while (seen.length < rounds) seen.push(performance.timeOrigin + performance.now());
         }

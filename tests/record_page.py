@@ -26,6 +26,7 @@ OUT = Path(__file__).parents[1] / "assets" / "pictures" / "page.webp"
 LARGEST = 3_000_000  # bytes
 WIDE, HIGH = 1180, 830
 TICK_MS = 90
+SLOW = 0.25  # of the recorded speed: what is over in a second is hard to see
 
 
 class Film:
@@ -55,7 +56,7 @@ class Film:
 
 def scene(page: Page, film: Film) -> None:
     """Type, run, watch; then the race; then a rejected token and its round."""
-    page.locator("#max-tokens input[type=number]").fill("110")
+    page.locator("#max-tokens input[type=number]").fill("160")
     page.locator("#max-tokens input[type=number]").blur()
     page.locator("#compare input").check()
     run(page, PROMPT)  # once before, so that nothing is cold
@@ -68,8 +69,9 @@ def scene(page: Page, film: Film) -> None:
     film.take(1500)
     race, end = page.locator("#race-at"), float(page.locator("#race-at").get_attribute("max") or 0)
     seek = "(slider, t) => { slider.value = t; slider.dispatchEvent(new Event('input')); }"
-    for i in range(int(end * 1000 / TICK_MS) + 2):
-        race.evaluate(seek, min(end, i * TICK_MS / 1000))
+    page.locator("#race-speed").select_option(str(SLOW))
+    for i in range(int(end * 1000 / TICK_MS / SLOW) + 2):
+        race.evaluate(seek, min(end, SLOW * i * TICK_MS / 1000))
         film.take()
     film.take(1500)
     page.locator("#lane-spec [data-kind=rejected]").nth(2).evaluate("token => token.click()")

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -416,7 +417,10 @@ def start(**more): {start}
 
 def test_without_a_display_the_page_is_in_the_browser_and_says_so() -> None:
     bare = {name: value for name, value in os.environ.items() if name not in ("DISPLAY", "WAYLAND_DISPLAY")}
-    command = [sys.executable, "-u", "app.py", "--window", "--no-browser"]
+    with socket.socket() as door:  # a port that no other page of these tests would take
+        door.bind(("127.0.0.1", 0))
+        port = str(door.getsockname()[1])
+    command = [sys.executable, "-u", "app.py", "--window", "--no-browser", "--port", port]
     with subprocess.Popen(command, cwd=ROOT, env=bare, stdout=-1, stderr=-1, text=True) as program:
         try:
             told = program.stderr.readline()

@@ -1,6 +1,6 @@
 """What stands behind the page: one worker, the models, everyone's runs. Knows nothing of gradio.
 
-Tokens are decoded in the worker's thread. Whoever wants them drains a stream, ten times a second at most, and leaving
+Tokens are decoded in the worker's thread. Whoever wants them drains a stream, a dozen times a second at most, and leaving
 it (end, Stop, a closed tab, an error) asks the stream to stop. Everything on the device goes through the one worker.
 """
 
@@ -32,7 +32,7 @@ from specdemo.ui.runs import Runs
 from specdemo.ui.visitors import Budget, Visitors
 from specdemo.worker import Crew, Stream, Worker, WorkerBusy
 
-TICK = 1 / 10  # seconds between frames: soon enough for the eye, and little load on the decoding thread
+TICK = 1 / 12  # seconds between frames: never 150 ms behind, and little load on the decoding thread
 LONGEST_REASON = 600  # characters; a refusal quotes what it refuses, and that may be anything
 REMEMBERED = 256  # visitors whose n-grams and conversations are kept
 PROBE = "def"
