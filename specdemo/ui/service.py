@@ -1,7 +1,8 @@
 """What stands behind the page: one worker, the models, everyone's runs. Knows nothing of gradio.
 
-Tokens are decoded in the worker's thread. Whoever wants them drains a stream, a dozen times a second at most, and leaving
-it (end, Stop, a closed tab, an error) asks the stream to stop. Everything on the device goes through the one worker.
+Tokens are decoded in the worker's thread. Whoever wants them drains a stream, a dozen times a second at most, and
+leaving it (end, Stop, a closed tab, an error) asks the stream to stop. Everything on the device goes through the one
+worker.
 """
 
 from __future__ import annotations
