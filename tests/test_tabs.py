@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import browser
 import pytest
-from playwright.sync_api import BrowserContext, Page, expect, sync_playwright
+from pagekit import PATIENCE
+from playwright.sync_api import Page, expect
 
 from specdemo import bench
 from specdemo.models.pairs import PAIRS
@@ -19,9 +19,6 @@ from specdemo.models.spec import QUANTIZATIONS
 from specdemo.ui import service
 from specdemo.ui.outcome import HEADERS, cells
 from specdemo.ui.page import build, launch_options
-
-PATIENCE = 60.0
-ARGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
 
 
 class Listener:
@@ -60,35 +57,16 @@ def served(measured: Listener) -> Iterator[Any]:
         demo.close()
 
 
-@pytest.fixture(scope="module")
-def context() -> Iterator[BrowserContext]:
-    path = browser.executable()
-    assert path, browser.MISSING
-    with sync_playwright() as playwright, playwright.chromium.launch(executable_path=path, args=ARGS) as chromium:
-        context = chromium.new_context()
-        context.set_default_timeout(PATIENCE * 1000)
-        yield context
-
-
 @pytest.fixture
-def tab(served: Any, context: BrowserContext) -> Iterator[Any]:
-    """Opens the page with one of its tabs in front. Whatever is done there, it raises no error in the browser."""
-    errors: list[str] = []
-    pages: list[Page] = []
+def tab(tab: Any) -> Any:
+    """Opens the page with one of its tabs in front."""
 
     def open_tab(name: str) -> Page:
-        page = context.new_page()
-        pages.append(page)
-        page.set_viewport_size({"width": 1280, "height": 900})
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.goto(served.url)
+        page = tab()
         page.get_by_role("tab", name=name).click()
         return page
 
-    yield open_tab
-    for page in pages:
-        page.close()
-    assert not errors
+    return open_tab
 
 
 def ask(page: Page, each: int, tokens: int, kinds: tuple[str, ...] = ("code", "adversarial")) -> None:

@@ -3,56 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from typing import Any
 
-import browser
 import pytest
-from pagekit import ARGS, CODE, PATIENCE, Scripts, run, saved, spans, status
-from playwright.sync_api import Browser, Page, expect, sync_playwright
-
-from specdemo.ui.page import build, launch_options
+from pagekit import CODE, run, saved, spans, status
+from playwright.sync_api import Page, expect
 
 PLOTS = ("tokens", "speed", "gamma", "best", "ops", "share")
 DOT, RUN = "var(--dot-set)", "var(--dot-run)"
 
 
-@pytest.fixture(scope="module")
-def scripts() -> Scripts:
-    return Scripts()
-
-
-@pytest.fixture(scope="module")
-def url(scripts: Scripts) -> Iterator[str]:
-    demo = build(engine=scripts)
-    _, url, _ = demo.launch(server_name="127.0.0.1", prevent_thread_lock=True, **launch_options())
-    yield url
-    demo.worker.close()
-    demo.close()
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    path = browser.executable()
-    assert path, browser.MISSING
-    with sync_playwright() as playwright, playwright.chromium.launch(executable_path=path, args=ARGS) as opened:
-        yield opened
-
-
 @pytest.fixture
-def page(url: str, chromium: Browser, scripts: Scripts) -> Iterator[Page]:
-    """A page with the tab open; nothing on it raised an error."""
-    scripts.reset()
-    errors: list[str] = []
-    page = chromium.new_page(viewport={"width": 1280, "height": 900})
-    page.set_default_timeout(PATIENCE * 1000)
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.goto(url)
-    expect(page.locator("#lane-spec")).to_be_visible()
+def page(tab: Any) -> Page:
+    """A page with the tab open."""
+    return opened(tab())
+
+
+def opened(page: Page) -> Page:
     page.get_by_role("tab", name="Theory").click()
     expect(page.locator("#theory-words li")).to_have_count(5)
-    yield page
-    page.close()
-    assert not errors
+    return page
 
 
 def put(page: Page, name: str, value: str) -> None:

@@ -164,13 +164,16 @@ def build(
     def others(kept: Any) -> list[Recipe]:
         return kept_recipes(kept, usual_settings, device)[: len(EXTRA)]
 
-    def restore(saved: Any, kept: Any, request: gr.Request) -> list[Any]:
+    def find(saved: Any, kept: Any, request: gr.Request) -> tuple[dict[str, Any] | None, str]:
         link = from_link(dict(request.query_params), usual_settings)
         settings, refused = restored(link or saved, usual_settings, device)
         for sentence in refused:
             gr.Warning(html.escape(f"A setting was left as it is usual: {sentence}"))
-        changed = [gr.skip() if settings[name] == usual_settings[name] else settings[name] for name in names]
-        return [*changed, told_of_lanes(others(kept))]
+        changed = {name: value for name, value in settings.items() if value != usual_settings[name]}
+        return changed or None, told_of_lanes(others(kept))
+
+    def restore(found: dict[str, Any] | None) -> list[Any]:
+        return [found[name] if found and name in found else gr.skip() for name in names]
 
     def forget(request: gr.Request) -> None:
         service.talks.pop(request.session_hash or "", None)
@@ -263,7 +266,9 @@ def build(
         gr.on([one.change for one in settable], None, settable, saved, js=script("save", facts), **told)
         link.click(None, settable, None, js=script("link", facts), api_visibility="private")
         usually.click(None, None, settable, js=f"() => {facts['USUAL']}", api_visibility="private")
-        demo.load(restore, [saved, kept], [*settable, kept_lanes], preprocess=False, **queued)
+        found = gr.State(None)  # what is to be restored: where that is nothing, no control is touched
+        demo.load(find, [saved, kept], [found, kept_lanes], preprocess=False, **queued)
+        found.change(restore, found, settable, **told)
         demo.unload(leave)
     demo.queue(max_size=64)
     demo.worker = service.worker
