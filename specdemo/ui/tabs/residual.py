@@ -35,7 +35,8 @@ def residual(looked_at: gr.Tab) -> None:
         gamma = gr.Slider(1, 4, 1, step=1, label="Draft length γ", scale=2, min_width=220, elem_id="theory-length")
         go = gr.Button("Draw 10,000 tokens", scale=1, min_width=220, elem_id="theory-draw")
     outcome = gr.Markdown(elem_id="theory-trial", elem_classes="figures")
-    shares = bars("p, drawn, q", DRAWN, worked.SHARES_ORDER, "theory-shares")
+    with gr.Column(visible=False) as tried:  # a place for a plot that is not there yet has no name to be read out
+        shares = bars("p, drawn, q", DRAWN, worked.SHARES_ORDER, "theory-shares")
 
     def explain(*values: float | None) -> Any:
         try:
@@ -49,14 +50,14 @@ def residual(looked_at: gr.Tab) -> None:
             target, drafter, note = _laws(values)
             done = worked.try_rule(choice, target, drafter, length, secrets.randbits(31))
         except Refused as error:
-            return [f"**{error}.**", None]
+            return [f"**{error}.**", None, gr.Column(visible=False)]
         said = note + worked.trial_words(choice, done, target, drafter)
-        return [said, shown(shares, worked.trial_bars(done, target, drafter))]
+        return [said, shown(shares, worked.trial_bars(done, target, drafter)), gr.Column(visible=True)]
 
     quiet = {"show_progress": "hidden", "api_visibility": "private"}
     moved = [looked_at.select, *(number.change for number in (*p, *q))]
     gr.on(moved, explain, [*p, *q], [explained, parts], trigger_mode="always_last", **quiet)
-    go.click(try_rule, [rule, gamma, *p, *q], [outcome, shares], trigger_mode="once", **quiet)
+    go.click(try_rule, [rule, gamma, *p, *q], [outcome, shares, tried], trigger_mode="once", **quiet)
 
 
 def _law(name: str, usual: Sequence[float]) -> list[gr.Number]:
