@@ -162,6 +162,15 @@ def run(page: Page, prompt: str, tokens: int | None = None) -> None:
     page.locator("#run").click()
 
 
+def written(page: Page, name: str, text: str) -> None:
+    """Type into a field key by key: what is typed while its part of the sidebar still opens may be lost."""
+    field = page.locator(f"#{name} input, #{name} textarea")
+    field.clear()
+    field.press_sequentially(text, delay=10)
+    field.blur()
+    expect(field).to_have_value(text)
+
+
 def status(page: Page, phase: str) -> None:
     expect(page.locator("#status")).to_have_text(re.compile(f"^{phase}"))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from pagekit import CODE, MARKUP, counted, drawn, run, saved, spans, status
+from pagekit import CODE, MARKUP, counted, drawn, run, saved, spans, status, written
 from playwright.sync_api import Page, expect
 from test_frames import PREFILL, end, header, step
 from test_generate import TEMPLATE
@@ -371,7 +371,7 @@ def test_a_conversation_goes_on_from_run_to_run(tab: Any, tmp_path: Path) -> Non
     folder = save_model(tmp_path / "talker", tokenizer)
     page = tab()
     page.get_by_role("button", name="Your own models").click()
-    page.locator("#target input, #target textarea").fill(str(folder))
+    written(page, "target", str(folder))
     page.locator("#method input").click()
     page.get_by_role("option", name="nasd:").click()
     page.get_by_role("button", name="Chat").click()

@@ -23,6 +23,7 @@ from pagekit import (
     spans,
     status,
     text_of,
+    written,
 )
 from playwright.sync_api import expect
 
@@ -98,10 +99,10 @@ def test_layers_are_left_out_on_the_page(tab: Any) -> None:
     page.locator("#method input").click()
     page.get_by_role("option", name="self:").click()
     page.get_by_role("button", name="Self-speculation").click()
-    page.locator("#skip-layers input, #skip-layers textarea").fill("3, five")
+    written(page, "skip-layers", "3, five")
     run(page, CODE, tokens=8)
     status(page, "failed: skip_layers must be numbers like 5, 7, not '3, five'")
-    page.locator("#skip-layers input, #skip-layers textarea").fill("3, 5 6")
+    written(page, "skip-layers", "3, 5 6")
     run(page, CODE, tokens=8)
     status(page, "done: 8 tokens")
     assert saved(page)[0]["recipe"]["skip_layers"] == [3, 5, 6]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import threading
 import time
@@ -150,7 +151,9 @@ class Service:
         return reason(stream.error or RuntimeError("the worker gave no answer"))
 
     def _tidy_later(self) -> None:
-        """Once nobody has run anything for long enough, unload what is idle."""
+        """Once nobody has run anything for long enough, unload what is idle; where models stay for good, never."""
+        if not math.isfinite(self._models.idle_s):
+            return
 
         def tidy() -> Iterator[int]:
             yield self._models.tidy()
