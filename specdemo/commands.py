@@ -205,7 +205,9 @@ def _serve(options: argparse.Namespace) -> int:
     listener.listen()  # whoever hears the next line may come at once
     scheme = "https" if options.certificate else "http"
     print(f"listening on {scheme}://{options.host}:{listener.getsockname()[1]}", flush=True)
-    listen(app, listener, options.certificate, options.key)
+    listen(
+        app, listener, options.certificate, options.key, leash=sys.stdin.buffer if options.until_stdin_ends else None
+    )
     return 0
 
 

@@ -15,6 +15,8 @@ from typing import Any
 from specdemo.core.errors import Refused
 from specdemo.models.pairs import PAIRS
 from specdemo.recipe import Recipe, known
+from specdemo.remote.choices import Cloud
+from specdemo.remote.connect import TOKEN
 
 PREFIX = "SPECDEMO_"
 MODELS = {
@@ -39,11 +41,15 @@ class Limits:
     queue: int | None = 32  # runs that may wait
     at_once: int | None = None  # runs of one visitor that may wait or decode
     per_minute: int | None = None  # runs that one visitor may start
+    remote: tuple[str, ...] | None = None  # services that may be asked; None: any, and one of its own on this machine
 
     def __post_init__(self) -> None:
         known("rule for models", self.models, MODELS)
         for pair in self.pairs:
             known("pair", pair, PAIRS)
+        for address in self.remote or ():
+            if not address.startswith(("http://", "https://")):
+                raise Refused(f"{PREFIX}REMOTE must be addresses like http://host:port, or any, not {address!r}")
 
     def grant(self, recipe: Recipe, prompt: str) -> Recipe:
         """The recipe to run for this request; `Refused` where it asks for more than is given here.
@@ -61,6 +67,7 @@ class Limits:
             value = getattr(recipe, name)
             if most is not None and value is not None and value > most and method in ("", recipe.method):
                 raise Refused(f"{name} may be {most:,} at most here, not {value:,}")
+        self._ask(recipe.cloud)
         return self._drawn_in(recipe)
 
     def fit(self, recipe: Recipe) -> Recipe:
@@ -95,6 +102,21 @@ class Limits:
         if not HUB_ID.fullmatch(name) or os.path.exists(name):
             raise Refused(f"only names of the Hugging Face hub are taken here, and this is none: {offered}")
 
+    def _ask(self, cloud: Cloud | None) -> None:
+        """Whether this service may be asked from here: an address that anyone may name reaches what is behind us."""
+        if cloud is None or self.remote is None:
+            return
+        offered = f"choose {' or '.join(self.remote)}" if self.remote else "decode here, with mode off"
+        if not cloud.alone and not cloud.remote:
+            raise Refused(f"no cloud of its own is started here: {offered}")
+        if not cloud.alone and cloud.remote.rstrip("/") not in [address.rstrip("/") for address in self.remote]:
+            raise Refused(f"no services but the named ones are asked from here: {offered}")
+        if cloud.emulated:
+            raise Refused("no link is emulated here: everybody would wait for it")
+        for name, seconds in (("deadline_ms", cloud.deadline_ms / 1000), ("lost_after_s", cloud.lost_after_s)):
+            if self.max_seconds is not None and seconds > self.max_seconds:
+                raise Refused(f"{name} may be {self.max_seconds} seconds at most here, not {seconds:g}")
+
     def _drawn_in(self, recipe: Recipe) -> Recipe:
         least, most = recipe.gamma_bounds
         if self.max_gamma is None or most <= self.max_gamma:
@@ -112,6 +134,7 @@ PUBLIC = Limits(
     max_seconds=120,
     at_once=2,
     per_minute=12,
+    remote=(),
 )
 
 
@@ -122,7 +145,7 @@ def read(environment: Mapping[str, str]) -> Limits:
     whole and at least 1, or `none`; `Refused` names a variable that is not known or makes no sense.
     """
     given = {name.removeprefix(PREFIX).lower(): text for name, text in environment.items() if name.startswith(PREFIX)}
-    given = {name: text.strip() for name, text in given.items() if text.strip()}
+    given = {name: text.strip() for name, text in given.items() if text.strip() and PREFIX + name.upper() != TOKEN}
     names = {field.name: f"{PREFIX}{field.name.upper()}" for field in fields(Limits)}
     for name in given.keys() - names.keys() - {"public"}:
         known("variable", f"{PREFIX}{name.upper()}", (f"{PREFIX}PUBLIC", *names.values()))
@@ -135,6 +158,8 @@ def read(environment: Mapping[str, str]) -> Limits:
             values[name] = tuple(dict.fromkeys(text.replace(",", " ").split()))
         elif name == "models":
             values[name] = text
+        elif name == "remote":
+            values[name] = None if text == "any" else tuple(text.replace(",", " ").split())
         elif text == "none":
             values[name] = None
         elif text.isdecimal() and 0 < int(text) < 1 << 31:

@@ -175,6 +175,9 @@ def parser() -> Parser:
     cloud.add_argument("--queue", type=int, default=64, help="rounds that may wait; more are told busy")
     cloud.add_argument("--rate", type=float, default=0, help="requests a second of one address; 0: no limit")
     cloud.add_argument("--body-mb", type=float, default=4, help="longest request")
+    cloud.add_argument(
+        "--until-stdin-ends", action="store_true", help="for a program that starts it: end when that does"
+    )
     commands.add_parser("stores", help="what drafting from n-grams and suffixes costs as the text grows")
     return top
 

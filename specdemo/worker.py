@@ -5,7 +5,8 @@ A job is a function that returns an iterator; both run in the worker's thread on
 can be read at any time from any thread. At most `at_once` jobs are open at a time; the rest wait in the order in which
 they came. Imports nothing of ours and knows nothing of models, traces or pages.
 
-A reader that must not lose the tail looks at `done` *before* it drains `items`: `done` is set after the last item.
+A reader that must not lose the tail looks at `done` *before* it drains `items`: `done` is set after the last item. A
+job that has to wait for something else than the device does so in `interruptible`, which ends when it is asked to stop.
 """
 
 from __future__ import annotations
@@ -14,13 +15,44 @@ import contextvars
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
+_asked_to_stop: contextvars.ContextVar[Future[None]] = contextvars.ContextVar("asked to stop")  # in a job: it was
+
 
 class WorkerBusy(RuntimeError):
     """So many jobs wait already that one more would only be a disappointment."""
+
+
+class Stopped(Exception):
+    """A job was asked to stop while it waited."""
+
+
+def interruptible(call: Callable[[], T]) -> T:
+    """The result of `call()`, which waits for something outside; in a job `Stopped` is raised when that is stopped.
+
+    What was called goes on in a thread of its own until it ends by itself. Outside of jobs this is a plain call.
+    """
+    asked = _asked_to_stop.get(None)
+    if asked is None:
+        return call()
+    answer: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:  # it is whoever waits who has to know
+            answer.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    wait({answer, asked}, return_when=FIRST_COMPLETED)
+    if not answer.done():
+        raise Stopped
+    return answer.result()
 
 
 class Stream(Generic[T]):
@@ -33,7 +65,8 @@ class Stream(Generic[T]):
         self._job: Callable[[], Iterator[T]] | None = job
         self._steps: Iterator[T] | None = None
         self._context: contextvars.Context | None = contextvars.copy_context()
-        self._stop = threading.Event()
+        self._stop: Future[None] = Future()
+        self._context.run(_asked_to_stop.set, self._stop)
         self._done = threading.Event()
 
     @property
@@ -44,11 +77,12 @@ class Stream(Generic[T]):
     @property
     def stopping(self) -> bool:
         """Whether it was asked to stop, by anyone."""
-        return self._stop.is_set()
+        return self._stop.done()
 
     def stop(self) -> None:
         """End the job before its next step. Returns at once; harmless when it is over."""
-        self._stop.set()
+        with suppress(InvalidStateError):  # by another one at the same time
+            self._stop.set_result(None)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Block until the job is over, or for `timeout` seconds; whether it is over."""
@@ -143,7 +177,7 @@ class Worker:
                 stream._steps = iter(stream._context.run(stream._job))
             stream.items.append(stream._context.run(next, stream._steps))
             return True
-        except StopIteration:
+        except (StopIteration, Stopped):
             return False
         except BaseException as error:  # kept for whoever reads the stream: the thread serves the others
             stream.error = error

@@ -17,7 +17,7 @@ HILL = (
     {"models", "drafters"},
     {"remote"},
     {"recipe"},
-    {"edge"},
+    {"edge", "own"},
     {"parts"},
     {"generate"},
     {"bench", "layers"},

@@ -28,7 +28,7 @@ from specdemo.models.bridge import TAIL, Bridge
 from specdemo.models.pairs import PAIRS
 from specdemo.models.shelf import Shelf
 from specdemo.recipe import Recipe
-from specdemo.ui.controls import recipe_of
+from specdemo.ui.asked import recipe_of
 
 BUNDLED = PAIRS["bundled"]
 TEXT = (

@@ -37,7 +37,7 @@ ALWAYS = {
 class Cloud:
     """How the target is reached. Construction refuses what cannot be meant; the token is the environment's affair."""
 
-    remote: str  # http(s)://host:port
+    remote: str  # http(s)://host:port; empty: one of its own on this machine, which whoever runs this has to start
     mode: str = "speculative"
     encoding: str = "json"
     q_rows: str = "float32"
@@ -58,7 +58,7 @@ class Cloud:
     gate_ratio: float = 0.3  # of a draft may be hard before the cloud is asked
 
     def __post_init__(self) -> None:
-        if not self.remote.startswith(("http://", "https://")):
+        if self.remote and not self.remote.startswith(("http://", "https://")):
             raise Refused(f"{self.remote!r} is no address of a service: give http://host:port")
         known("mode", self.mode, MODES)
         known("encoding", self.encoding, ENCODINGS)
@@ -83,6 +83,16 @@ class Cloud:
             value = getattr(self, name)
             if not (math.isfinite(value) and least <= value <= most):
                 raise Refused(f"{name} must be from {least} to {most}, not {value}")
+
+    @property
+    def alone(self) -> bool:
+        """Whether no service takes part."""
+        return self.mode == "edge_only"
+
+    @property
+    def emulated(self) -> bool:
+        """Whether the link is made worse than it is."""
+        return any((self.rtt_ms, self.jitter_ms, self.loss, self.up_mbit, self.down_mbit))
 
     @property
     def thresholds(self) -> dict[str, float]:

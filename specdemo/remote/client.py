@@ -27,6 +27,7 @@ from specdemo.remote.rounds import verdict_of
 from specdemo.remote.transport import Busy, ContextGone, Http, Overtaken, Unanswered
 from specdemo.remote.unjudged import first_path, foretold, provisional, unjudged
 from specdemo.remote.wire import Answer, Forgotten, Round, Row, Sampling, digest
+from specdemo.worker import Stopped, interruptible
 
 LONGEST_WAIT = 8.0  # seconds before a round is sent again, at most
 Rows = Literal["float32", "float16", "scalar"]
@@ -125,7 +126,11 @@ class RemoteTarget:
         self._round += 1
         job = partial(self._exchange, list(tokens), draft, hard_mask)
         if self._patience.strict or not draft.tokens:
-            answer, found = job()
+            try:
+                answer, found = interruptible(job)
+            except Stopped:
+                self._alone = True  # a round is still under way: hanging up is all that is left to do
+                raise
         else:
             future = self._sender.submit(job)
             try:
@@ -217,7 +222,7 @@ class RemoteTarget:
             except NotYet:
                 return provisional(draft, notes)
         else:
-            answer, found = late.answer.result()
+            answer, found = interruptible(late.answer.result)
         self._late = None
         notes.update(found)
         said = self._theirs[late.at :]

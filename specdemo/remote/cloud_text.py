@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from specdemo.core.errors import Refused
 from specdemo.core.step import Draft, Verdict
 from specdemo.remote.client import LONGEST_WAIT, Lost, Patience
 from specdemo.remote.transport import Http, Unanswered
 from specdemo.remote.wire import Sampling, Text
+from specdemo.worker import Stopped, interruptible
 
 
 class CloudText:
@@ -41,7 +43,10 @@ class CloudText:
                 text = Text(tokens=list(tokens), sampling_cfg=self._settings, max_tokens=self._left)
                 self._tokens = self._http.tokens("/v1/texts", text, max(wait, LONGEST_WAIT))
             try:
-                token = next(self._tokens)
+                token = interruptible(partial(next, self._tokens))
+            except Stopped:
+                self._tokens = None  # somebody is still reading it
+                raise
             except Unanswered as silence:
                 self._tokens = None
                 spent = self._clock() - began

@@ -20,6 +20,7 @@ from specdemo.remote.cloud_text import CloudText
 from specdemo.remote.link import Link
 from specdemo.remote.transport import Http, Unanswered
 from specdemo.remote.wire import About, Sampling
+from specdemo.worker import interruptible
 
 TOKEN = "SPECDEMO_TOKEN"  # of the environment, at both ends: what stands on a command line others can read
 
@@ -72,12 +73,14 @@ def connect(cloud: Cloud, target: Spec, seed: int, clock: Callable[[], float] = 
     link = Link(
         cloud.rtt_ms / 1000, cloud.jitter_ms / 1000, cloud.loss, cloud.up_mbit * 1e6, cloud.down_mbit * 1e6, seed
     )
+    if not cloud.remote:
+        raise Refused("no service is named: say where it is, as http://host:port")
     tokenizer = read_tokenizer(target)
     http = Http(cloud.remote, kind=ENCODINGS[cloud.encoding], token=os.environ.get(TOKEN), link=link)
-    began = clock()
+    began, patience = clock(), max(1.0, cloud.deadline_ms / 1000)
     while True:
         try:
-            about = http.call("GET", "/v1/target", None, About, max(1.0, cloud.deadline_ms / 1000))
+            about = interruptible(lambda: http.call("GET", "/v1/target", None, About, patience))
             break
         except Unanswered as silence:
             if clock() - began > min(3.0, cloud.lost_after_s) or not cloud.loss:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+import threading
 from pathlib import Path
+from typing import IO
 
 import torch
 import uvicorn
@@ -73,8 +75,14 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def listen(app: FastAPI, listener: socket.socket, certificate: Path | None = None, key: Path | None = None) -> None:
-    """Serve until interrupted; with a certificate, over TLS."""
+def listen(
+    app: FastAPI,
+    listener: socket.socket,
+    certificate: Path | None = None,
+    key: Path | None = None,
+    leash: IO[bytes] | None = None,
+) -> None:
+    """Serve until interrupted, or until `leash` has been read to its end; with a certificate, over TLS."""
     config = uvicorn.Config(
         app,
         log_level="warning",
@@ -84,4 +92,13 @@ def listen(app: FastAPI, listener: socket.socket, certificate: Path | None = Non
         ssl_certfile=certificate and str(certificate),
         ssl_keyfile=key and str(key),
     )
-    uvicorn.Server(config).run(sockets=[listener])
+    server = uvicorn.Server(config)
+
+    def held() -> None:
+        while leash.read(4096):
+            pass
+        server.should_exit = True
+
+    if leash is not None:
+        threading.Thread(target=held, daemon=True).start()
+    server.run(sockets=[listener])

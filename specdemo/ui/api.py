@@ -11,7 +11,7 @@ import gradio as gr
 
 from specdemo.core.errors import Refused
 from specdemo.recipe import Recipe
-from specdemo.ui.controls import recipe_of
+from specdemo.ui.asked import OFF, recipe_of
 from specdemo.ui.service import Service, drain, reason
 from specdemo.ui.words import SPEC
 from specdemo.worker import WorkerBusy
@@ -43,8 +43,14 @@ def endpoints(service: Service, usual: Recipe, device: str) -> dict[str, Callabl
         filler_top_k: int = usual.filler_top_k,
         policy: str = usual.policy,
         top: int = 0,
+        mode: str = OFF,
+        remote: str = "",
+        rtt_ms: float = 0,
     ) -> AsyncIterator[str]:
-        """Decode a prompt. Streams the trace, a JSON line per item: a header, the steps, an end."""
+        """Decode a prompt. Streams the trace, a JSON line per item: a header, the steps, an end.
+
+        `mode` other than off: the target is the service at `remote`, or where that is empty one beside the page.
+        """
         asked = {
             "pair": pair,
             "method": method,
@@ -61,6 +67,9 @@ def endpoints(service: Service, usual: Recipe, device: str) -> dict[str, Callabl
             "ngram": ngram,
             "filler_top_k": filler_top_k,
             "top": top,
+            "mode": mode,
+            "remote": remote,
+            "rtt_ms": rtt_ms,
         }
         try:
             stream = service.start([(SPEC, recipe_of(asked, device))], prompt, address=address_of(request))

@@ -1,14 +1,14 @@
-"""The sidebar, and what its settings mean."""
+"""The sidebar, and the chips under the prompt."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable
 from dataclasses import fields
 from typing import Any
 
 import gradio as gr
 
-from specdemo.core.errors import Refused
 from specdemo.core.gamma import POLICIES
 from specdemo.core.rules import RULES
 from specdemo.limits import Limits
@@ -16,54 +16,32 @@ from specdemo.models.pairs import PAIRS, offers
 from specdemo.models.quantise import unavailable
 from specdemo.models.spec import QUANTIZATIONS, find_device
 from specdemo.recipe import METHODS, NGRAM_LEVELS, Recipe
+from specdemo.remote.choices import ALWAYS, ENCODINGS, ON_LOSS, Q_ROWS, SIGNALS, Cloud
+from specdemo.ui.asked import OFF, WHERE
 
-LONGEST_NAME = 300  # characters; a local directory may take some
-
-
-def recipe_of(settings: dict[str, Any], device: str) -> Recipe:
-    """The recipe that raw settings from a browser or a client mean; `Refused` if they cannot mean one."""
-    clean = {}
-    for field in fields(Recipe):
-        if field.name not in settings:
-            continue
-        value, usual = settings[field.name], field.default
-        if usual is None and value in (None, 0, ""):  # a field of numbers cannot be left empty in every browser
-            continue
-        if isinstance(usual, bool):
-            if not isinstance(value, bool):
-                raise Refused(f"{field.name} must be true or false, not {value!r}")
-        elif isinstance(usual, (int, float)) or field.name == "exit_layer":
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise Refused(f"{field.name} must be a number, not {'empty' if value is None else repr(value)}")
-            if not isinstance(usual, float):
-                if value != value or value % 1:
-                    raise Refused(f"{field.name} must be a whole number, not {value}")
-                value = int(value)
-        elif not isinstance(value, str):
-            raise Refused(f"{field.name} must be a name, not {value!r}")
-        elif len(value) > LONGEST_NAME:
-            raise Refused(f"{field.name} must be a name of at most {LONGEST_NAME} characters, not {len(value):,}")
-        elif field.name == "skip_layers":
-            value = _numbers(field.name, value)
-        clean[field.name] = value.strip() if isinstance(value, str) else value
-    if clean.get("target"):
-        clean.pop("pair", None)  # one's own models in place of a ready pair
-    return Recipe(device=device, **clean)
-
-
-def _numbers(name: str, text: str) -> tuple[int, ...]:
-    """Numbers with commas or spaces between them."""
-    words = text.replace(",", " ").split()
-    if not all(word.isdecimal() for word in words):
-        raise Refused(f"{name} must be numbers like 5, 7, not {text!r}")
-    return tuple(map(int, words))
+Controls = dict[str, gr.components.Component]
+PICK = "(method) => { const one = %s[method]; return [one.prompt, method, one.temperature]; }"
+NUMBERS = {  # of the wire: label and step of each
+    "deadline_ms": ("Deadline of a round, ms", 50),
+    "lost_after_s": ("Lost after, s", 1),
+    "gate_nll": ("NLL, hard above", 0.1),
+    "gate_entropy": ("Entropy, hard above", 0.1),
+    "gate_margin": ("Margin, hard below", 0.05),
+    "gate_variance": ("Variance, hard above", 0.005),
+    "gate_ratio": ("Share that may be hard", 0.05),
+    "rtt_ms": ("Round trip, ms", 5),
+    "jitter_ms": ("Jitter each way, ms", 1),
+    "loss": ("Share of messages lost", 0.01),
+    "up_mbit": ("Up, Mbit/s (0: all)", 1),
+    "down_mbit": ("Down, Mbit/s (0: all)", 1),
+}
 
 
 def _most(usually: int, limit: int | None) -> int:
     return usually if limit is None else min(usually, limit)
 
 
-def sidebar(usual: Recipe, limits: Limits, unload: Callable[[], Awaitable[str]]) -> dict[str, gr.components.Component]:
+def sidebar(usual: Recipe, limits: Limits, unload: Callable[[], Awaitable[str]]) -> Controls:
     """The controls, by the name of the recipe's field that each one sets; none offers what the host refuses.
 
     `unload` frees memory and says how much.
@@ -75,7 +53,7 @@ def sidebar(usual: Recipe, limits: Limits, unload: Callable[[], Awaitable[str]])
 
     with gr.Sidebar(width=310, elem_id="settings"):
         pairs = [(offer.label, offer.name) for offer in offers(usual.device) if offer.name in limits.pairs]
-        c: dict[str, gr.components.Component] = {
+        c: Controls = {
             "pair": gr.Dropdown(pairs, value=usual.pair, label="Drafter and target", elem_id="pair"),
             "method": gr.Dropdown(
                 [(f"{name}: {about}", name) for name, about in METHODS.items()],
@@ -186,8 +164,75 @@ def sidebar(usual: Recipe, limits: Limits, unload: Callable[[], Awaitable[str]])
                 info="The prompt is said by a user, in the model's own template; each run is a turn of a conversation.",
                 elem_id="chat",
             )
+        if limits.remote != ():
+            with gr.Accordion("Edge and cloud", open=False, elem_id="edge-cloud"):
+                _edge_cloud(c, limits)
         with gr.Accordion("Recording", open=False):
             c["top"] = gr.Slider(
                 0, 16, usual.top, step=1, label="Likeliest tokens of every law (0: none)", elem_id="top"
             )
     return c
+
+
+def _edge_cloud(c: Controls, limits: Limits) -> None:
+    """Where the target is, and how it is reached; what a host does not allow is not there."""
+    usual = {field.name: field.default for field in fields(Cloud)}
+
+    def choice(name: str, label: str, known: dict[str, str], value: str) -> None:
+        offered = [(f"{one}: {about}", one) for one, about in known.items()]
+        c[name] = gr.Dropdown(offered, value=value, label=label, elem_id=name.replace("_", "-"))
+
+    def numbers(*names: str) -> None:
+        with gr.Row():
+            for name in names:
+                label, step = NUMBERS[name]
+                c[name] = gr.Number(usual[name], label=label, step=step, min_width=110, elem_id=name.replace("_", "-"))
+
+    choice("mode", "Mode", WHERE, OFF)
+    if limits.remote is None:
+        c["remote"] = gr.Textbox(
+            "",
+            label="Service",
+            info="Empty: a cloud of its own on this machine, started when it is needed.",
+            placeholder="http://host:8300",
+            max_lines=1,
+            elem_id="remote",
+        )
+    else:
+        c["remote"] = gr.Dropdown(list(limits.remote), value=limits.remote[0], label="Service", elem_id="remote")
+    choice("encoding", "Encoding", ENCODINGS, usual["encoding"])
+    choice("q_rows", "Rows of q", Q_ROWS, usual["q_rows"])
+    numbers("deadline_ms", "lost_after_s")
+    c["provisional"] = gr.Checkbox(
+        usual["provisional"], label="Past the deadline commit the draft's first token (lossy)", elem_id="provisional"
+    )
+    choice("on_loss", "When the cloud is lost", ON_LOSS, usual["on_loss"])
+    c["gates"] = gr.CheckboxGroup(
+        list(SIGNALS | ALWAYS),
+        value=list(usual["gates"]),
+        label="Gates (lossy)",
+        info="Ask the cloud only about drafts that are hard by any of these. None: always.",
+        elem_id="gates",
+    )
+    numbers("gate_nll", "gate_entropy")
+    numbers("gate_margin", "gate_variance")
+    numbers("gate_ratio")
+    if limits.remote is None:
+        gr.Markdown("An emulated link, on top of the one that there is:")
+        numbers("rtt_ms", "jitter_ms")
+        numbers("up_mbit", "down_mbit")
+        numbers("loss")
+
+
+def examples_row(shown: dict[str, Any], prompt: gr.Textbox, controls: Controls) -> None:
+    """Chips that set prompt, method and temperature; `shown` is what `examples.json` holds."""
+    set_by_chip = [prompt, controls["method"], controls["temperature"]]
+    with gr.Row(elem_id="examples"):
+        for example in shown["ready"]:
+            chip = gr.Button(example["title"], size="sm", elem_classes="chip")
+            choice = json.dumps([example["prompt"], example["method"], example["temperature"]])
+            chip.click(None, None, set_by_chip, js=f"() => {choice}", api_visibility="private")
+        for which, words in (("best", "This method at its best"), ("worst", "… and at its worst")):
+            chip = gr.Button(words, size="sm", elem_classes="chip", elem_id=f"at-{which}")
+            choices = json.dumps({name: one[which] for name, one in shown["methods"].items()})
+            chip.click(None, controls["method"], set_by_chip, js=PICK % choices, api_visibility="private")

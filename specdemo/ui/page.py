@@ -12,7 +12,7 @@ import json
 import random
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,32 +27,27 @@ from specdemo.recipe import Recipe, known
 from specdemo.ui.about import ABOUT
 from specdemo.ui.api import address_of, endpoints
 from specdemo.ui.archive import Archive
+from specdemo.ui.asked import recipe_of
 from specdemo.ui.cockpit import cockpit, script
-from specdemo.ui.controls import recipe_of, sidebar
+from specdemo.ui.controls import examples_row, sidebar
 from specdemo.ui.frames import Run
 from specdemo.ui.health import Health
+from specdemo.ui.lanes import EXTRA, lanes_of, plan_of, told_of_lanes
 from specdemo.ui.service import Engine, Service, drain, reason
 from specdemo.ui.settings import from_link, kept_recipes, recipe_settings, restored
 from specdemo.ui.tabs.bench import bench_tab
 from specdemo.ui.tabs.memory import memory_tab
 from specdemo.ui.tabs.theory import theory_tab
 from specdemo.ui.theme import theme
-from specdemo.ui.words import LANES, PLAIN, SPEC, title, told_of
+from specdemo.ui.words import told_of
 from specdemo.worker import Crew, Worker, WorkerBusy
 
 HERE = Path(__file__).parent
 EXAMPLES = ASSETS / "examples.json"
-EXTRA = tuple(name for name in LANES if name not in (SPEC, PLAIN))  # places for kept lanes
-PICK = "(method) => { const one = %s[method]; return [one.prompt, method, one.temperature]; }"
 RECORDED_TOP = 5  # tokens of every law that a run on the page records, for the inspector
 
 HEADER = """<header><h1>specdemo</h1><p>Speculative decoding, token by token: what was drafted, what the target kept,
 and what it bought.</p></header>"""
-
-
-def told_of_lanes(recipes: list[Recipe]) -> str:
-    """The kept lanes, in words."""
-    return f"Kept lanes, run with every comparison: {'; '.join(map(title, map(asdict, recipes)))}." if recipes else ""
 
 
 def toast(run: Run) -> None:
@@ -99,16 +94,13 @@ def build(
     async def show(request: gr.Request, kept: Any, *values: Any) -> AsyncIterator[str]:
         settings = settings_of(values)
         prompt, compare = settings["prompt"], settings["compare"]
-        beside = dict(zip(EXTRA, others(kept), strict=False))
-        plain = (PLAIN,) if compare or beside else ()
-        plan = (PLAIN, *beside) if settings["method"] == "ar" else (SPEC, *plain, *beside)
-        run = service.runs.new(request.session_hash or "", plan)
+        beside = others(kept)
+        run = service.runs.new(request.session_hash or "", plan_of(settings, compare, len(beside)))
         shown = run.frame(0)
         yield shown
         try:
             recipe = recipe_of(recipe_settings(settings), device)
-            lanes = list({SPEC: recipe, PLAIN: replace(recipe, method="ar"), **beside}.items())
-            lanes = [(name, one) for name, one in lanes if name in plan]
+            lanes = lanes_of(recipe, beside, run.plan)
             random.shuffle(lanes)  # nobody always has the cold or the warm machine
             stream = service.start(lanes, prompt, request.session_hash or "", address_of(request))
         except (Refused, WorkerBusy) as error:
@@ -193,16 +185,7 @@ def build(
             placeholder="The beginning of a Python file, a class, a function…",
             autofocus=True,
         )
-        with gr.Row(elem_id="examples"):
-            set_by_chip = [prompt, controls["method"], controls["temperature"]]
-            for example in shown_examples["ready"]:
-                chip = gr.Button(example["title"], size="sm", elem_classes="chip")
-                choice = json.dumps([example["prompt"], example["method"], example["temperature"]])
-                chip.click(None, None, set_by_chip, js=f"() => {choice}", api_visibility="private")
-            for which, words in (("best", "This method at its best"), ("worst", "… and at its worst")):
-                chip = gr.Button(words, size="sm", elem_classes="chip", elem_id=f"at-{which}")
-                choices = json.dumps({name: one[which] for name, one in shown_examples["methods"].items()})
-                chip.click(None, controls["method"], set_by_chip, js=PICK % choices, api_visibility="private")
+        examples_row(shown_examples, prompt, controls)
         with gr.Row(elem_id="actions"):
             go = gr.Button("Run", variant="primary", elem_id="run", scale=0)
             gr.Button("Stop", variant="secondary", elem_id="stop", scale=0)

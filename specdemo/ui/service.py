@@ -26,6 +26,7 @@ from specdemo.limits import Limits
 from specdemo.models.reasons import size
 from specdemo.models.shelf import Shelf
 from specdemo.models.text import Message
+from specdemo.own import Own, wants_own
 from specdemo.parts import Stores
 from specdemo.preflight import Preflight, preflight, texts_for
 from specdemo.recipe import Recipe
@@ -56,6 +57,7 @@ class Service:
         self.worker = worker if worker is not None else Worker(waiting=self.limits.queue)
         self.runs = Runs()
         self.last_token: float | None = None  # when one was produced, by `time.monotonic`
+        self.clouds = Own(models.idle_s if math.isfinite(models.idle_s) else 600.0)
         self._models, self._engine = models, engine
         self.talks: OrderedDict[str, list[Message]] = OrderedDict()  # by visitor: what was said so far
         self._visitors, self._door = Visitors(self.limits), threading.Lock()
@@ -79,12 +81,15 @@ class Service:
 
         def steps() -> Iterator[tuple[str, dict[str, Any]]]:
             try:
-                for lane, recipe in granted:
+                for lane, asked in granted:
+                    if wants_own(asked):
+                        yield lane, {"phase": "loading", "text": "a cloud of its own, in a process beside this one"}
                     event: dict[str, Any] = {}
-                    read = said if recipe.chat else prompt
-                    with closing(self._engine(recipe, read, self._models, stores)) as events:
-                        for event in self._noting(budget.spend(events)):
-                            yield lane, event
+                    read = said if asked.chat else prompt
+                    with self.clouds.reached([asked]) as (recipe,):
+                        with closing(self._engine(recipe, read, self._models, stores)) as events:
+                            for event in self._noting(budget.spend(events)):
+                                yield lane, event
                     if event.get("end") in ("error", "cancelled"):
                         return
             finally:
@@ -100,6 +105,8 @@ class Service:
         """Estimates for `recipe` from the bundled texts, and from `prompt` if there is one."""
         if isinstance(self.worker, Crew):
             raise Refused("preflight times a device that stays, and here one is lent to each run: just run it")
+        if recipe.cloud is not None:
+            raise Refused("preflight times both models on this machine: choose mode off, or just run it")
         recipe = self.limits.grant(recipe, prompt)
         kinds: dict[str, list[Prompt]] = {}
         for one in texts_for(recipe):

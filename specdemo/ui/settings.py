@@ -12,7 +12,7 @@ from typing import Any
 
 from specdemo.core.errors import Refused
 from specdemo.recipe import Recipe
-from specdemo.ui.controls import recipe_of
+from specdemo.ui.asked import OF_CLOUD, cloud_of, recipe_of
 
 LONGEST_PROMPT = 100_000  # characters that a link or a browser's memory may bring
 Settings = dict[str, Any]
@@ -48,6 +48,8 @@ def restored(wanted: Any, usual: Settings, device: str) -> tuple[Settings, list[
                 if not isinstance(value, bool):
                     raise Refused(f"compare must be true or false, not {value!r}")
             else:
+                if name in OF_CLOUD:
+                    cloud_of({**recipe_settings(settings), name: value})
                 recipe_of({**recipe_settings(settings), name: value}, device)
         except Refused as error:
             refused.append(str(error))

@@ -16,7 +16,7 @@ from specdemo.core.errors import Refused
 from specdemo.core.gamma import POLICIES
 from specdemo.recipe import Recipe
 from specdemo.ui.api import address_of
-from specdemo.ui.controls import recipe_of
+from specdemo.ui.asked import OFF, recipe_of
 from specdemo.ui.outcome import COLOURS, HEADERS, PLAIN, Outcome, bars, cells
 from specdemo.ui.service import Service, drain, reason
 from specdemo.ui.sweep import DRAFTING, Sweep, sweep
@@ -24,7 +24,8 @@ from specdemo.worker import WorkerBusy
 
 INTRO = """Every recipe continues every prompt, one right after the other in a shuffled order, after each has run once
 to warm up; plain decoding always takes part. A speed-up is a median over the prompts of a class, with an interval of
-95 %. Models, and whatever is not chosen here, are as in the settings; top-p and top-k are off."""
+95 %. Models, and whatever is not chosen here, are as in the settings; top-p and top-k are off, and both models are
+here."""
 TEMPERATURES = (0.0, 0.3, 0.5, 0.7, 1.0)
 LOOK = """progress { width: 100%; height: 8px; border-radius: 4px; overflow: hidden; background: var(--line) }
 progress::-webkit-progress-bar { background: var(--line) }
@@ -107,7 +108,8 @@ def bench_tab(
 
     def meant(visitor: str, values: tuple[Any, ...]) -> Sweep:
         mine = dict(zip(chosen, values[: len(chosen)], strict=True))
-        settings = dict(zip(controls, values[len(chosen) :], strict=True)) | {"max_tokens": mine.pop("max_tokens")}
+        here = {"max_tokens": mine.pop("max_tokens"), "mode": OFF}  # links have a tab of their own
+        settings = dict(zip(controls, values[len(chosen) :], strict=True)) | here
         latest = service.runs.latest(visitor)
         return sweep(lambda varied: recipe_of({**settings, **varied}, usual.device), latest, **mine)
 
