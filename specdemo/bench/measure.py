@@ -68,7 +68,8 @@ def label(recipe: Recipe) -> str:
     """A recipe in a few words."""
     length = f" gamma={recipe.gamma}" if recipe.policy == "fixed" else f" {recipe.policy}"
     rule = "" if recipe.rule == "rejection" else f" {recipe.rule}"
-    return f"{recipe.method}{'' if recipe.method == 'ar' else length}{rule} T={recipe.temperature:g}"
+    where = f" {recipe.cloud.mode}" if recipe.cloud else ""
+    return f"{recipe.method}{'' if recipe.method == 'ar' else length}{rule}{where} T={recipe.temperature:g}"
 
 
 def grid(

@@ -90,7 +90,7 @@ class RemoteTarget:
         """The cloud's verdict; one token of the draft, provisionally, where it is late and not waited for."""
         if self._alone:
             return self._on_the_edge(tokens, draft, {})
-        up, down = self._http.wire.tally.up, self._http.wire.tally.down
+        before = replace(self._http.wire.tally)
         notes: dict[str, float] = {"escalated": 1.0}
         try:
             verdict = self._settled(tokens, draft, notes) if self._late else None
@@ -102,8 +102,9 @@ class RemoteTarget:
             notes["lost"] = 1.0
             verdict = self._on_the_edge(tokens, draft, notes)
         tally = self._http.wire.tally
-        counted = {"bytes_up": float(tally.up - up), "bytes_down": float(tally.down - down)}
-        return replace(verdict, notes={**verdict.notes, **counted})
+        counted = {"bytes_up": float(tally.up - before.up), "bytes_down": float(tally.down - before.down)}
+        took = {"up_s": tally.up_s - before.up_s, "down_s": tally.down_s - before.down_s}
+        return replace(verdict, notes={**verdict.notes, **counted, **took})
 
     def close(self) -> None:
         """Forget the context at the cloud, if it can be told, and hang up."""

@@ -32,6 +32,8 @@ class Tally:
 
     up: int = 0
     down: int = 0
+    up_s: float = 0.0  # seconds until all was written, the emulated way included
+    down_s: float = 0.0  # from the first byte of an answer to its last, likewise
 
 
 class Wire(httpcore.NetworkBackend):
@@ -75,6 +77,7 @@ class Counted(httpcore.NetworkStream):
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
         """Send, after what the way up takes."""
         wire, link = self._wire, self._wire.link
+        began = wire.clock()
         wire.tally.up += len(buffer)
         seconds = 8 * len(buffer) / link.up_bps if link.up_bps else 0.0
         if not self._sending:
@@ -84,6 +87,7 @@ class Counted(httpcore.NetworkStream):
             wire.pause(seconds)
         if not self._dead:
             self._inner.write(buffer, timeout)
+        wire.tally.up_s += wire.clock() - began
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         """Receive, after what the way down takes. What is lost, or comes too late, raises as a silent peer would."""
@@ -91,6 +95,7 @@ class Counted(httpcore.NetworkStream):
         began = wire.clock()
         first, self._sending = self._sending, False
         data = b"" if self._dead else self._inner.read(max_bytes, timeout)
+        arrived = wire.clock() if first else began
         seconds = 8 * len(data) / link.down_bps if link.down_bps else 0.0
         if first and not self._dead:
             self._dead = wire.lost()
@@ -102,6 +107,7 @@ class Counted(httpcore.NetworkStream):
         if seconds:
             wire.pause(seconds)
         wire.tally.down += len(data)
+        wire.tally.down_s += wire.clock() - arrived
         return data
 
     def close(self) -> None:

@@ -16,11 +16,12 @@ from typing import Any
 
 from specdemo.generate import ending
 from specdemo.ui.verdict import sameness, verdict
-from specdemo.ui.words import PLAIN, SPEC, Lane, guarantee, tiles, title
+from specdemo.ui.words import PLAIN, SPEC, Lane, guarantee, mode, tiles, title, unseen
 
 ENDS = {"stop": ("done", "the text ended"), "length": ("done", "limit reached"), "cancelled": ("stopped", "")}
 
 NOT_KEPT = ("rejected", "ignored")
+LOST = "The cloud is lost: from here the drafter goes on alone."
 
 Cell = list  # [kind, text, token id, p, q, draw]: positional, for there are thousands of them
 
@@ -50,6 +51,18 @@ def cells(step: Mapping[str, Any]) -> list[Cell]:
     return shown
 
 
+def _beside(step: Mapping[str, Any]) -> dict[str, Any]:
+    """What a round has besides its cells: who committed it if no target did, and what became of those before it."""
+    notes, more = step.get("remote", {}), {}
+    if "pending_text" in step:
+        more["ahead"] = step["pending_text"]
+    if why := unseen(step):
+        more["by"] = why
+    if "confirmed" in notes:
+        more["fate"] = [int(notes["confirmed"]), int(notes.get("overruled", 0))]
+    return more
+
+
 def _short(x: float | None) -> float | None:
     return None if x is None else float(f"{x:.4g}")
 
@@ -75,6 +88,8 @@ class Run:
             self.phase = (event["phase"], event["text"])
             return
         lane.lines.append(event)
+        if event.get("remote", {}).get("lost"):
+            self.records.append({"l": name, "note": LOST})
         if "specdemo" in event:
             lane.exact, lane.recipe = event["exact"], event["recipe"]
             lane.bit_equal = event.get("bit_equal", False)
@@ -87,6 +102,8 @@ class Run:
             self.records.append({"l": name, "head": {**head, "title": title(lane.recipe)}})
         elif "end" in event:
             lane.ended = True
+            if mode(lane.recipe) and event["end"] == "error":
+                self.records.append({"l": name, "note": event["error"]})
             if event["end"] not in ENDS:
                 self.phase = ("failed", event["error"] or "the model gave no reason")
             elif all(one.ended for one in self.lanes.values()) or event.get("error"):
@@ -100,7 +117,7 @@ class Run:
                 doing += f", lane {sum(one.ended for one in self.lanes.values()) + 1} of {len(self.lanes)}"
             self.phase = ("decoding", doing)
             record = {"l": name, "i": event["i"], "t": round(event["t"], 4), "c": cells(event)}
-            self.records.append(record | ({"ahead": event["pending_text"]} if "pending_text" in event else {}))
+            self.records.append(record | _beside(event))
 
     def finish(self, error: str | None = None) -> None:
         """Nothing follows. A lane that was cut off gets its last line here, so that no trace ends without one."""

@@ -27,7 +27,7 @@ from specdemo.recipe import Recipe, known
 from specdemo.ui.about import ABOUT
 from specdemo.ui.api import address_of, endpoints
 from specdemo.ui.archive import Archive
-from specdemo.ui.asked import recipe_of
+from specdemo.ui.asked import OFF, recipe_of
 from specdemo.ui.cockpit import cockpit, script
 from specdemo.ui.controls import examples_row, sidebar
 from specdemo.ui.frames import Run
@@ -36,6 +36,7 @@ from specdemo.ui.lanes import EXTRA, lanes_of, plan_of, told_of_lanes
 from specdemo.ui.service import Engine, Service, drain, reason
 from specdemo.ui.settings import from_link, kept_recipes, recipe_settings, restored
 from specdemo.ui.tabs.bench import bench_tab
+from specdemo.ui.tabs.edge import edge_tab
 from specdemo.ui.tabs.memory import memory_tab
 from specdemo.ui.tabs.theory import theory_tab
 from specdemo.ui.theme import theme
@@ -80,7 +81,10 @@ def build(
     limits: Limits | None = None,
     worker: Worker | Crew | None = None,
 ) -> gr.Blocks:
-    """The page, ready to launch. `.worker` on it is what decodes, to be watched or closed; `.health` looks after it."""
+    """The page, ready to launch. On it, `.worker` decodes, `.clouds` are processes beside it; `.health` looks after it.
+
+    Worker and clouds may be watched or closed.
+    """
     limits = limits if limits is not None else Limits()
     pair = pair if pair is not None else limits.pairs[0]
     known("pair", pair, limits.pairs)
@@ -161,6 +165,8 @@ def build(
         settings, refused = restored(link or saved, usual_settings, device)
         for sentence in refused:
             gr.Warning(html.escape(f"A setting was left as it is usual: {sentence}"))
+        if link and settings.get("mode", OFF) != OFF and settings["remote"]:
+            gr.Warning(html.escape(f"This link has prompts sent to {settings['remote']}: run it only if you know it."))
         changed = {name: value for name, value in settings.items() if value != usual_settings[name]}
         return changed or None, told_of_lanes(others(kept))
 
@@ -211,6 +217,8 @@ def build(
                 about = gr.Markdown(ABOUT[usual.method], elem_id="about")
             with gr.Tab("Theory", id="theory") as looked_at:
                 theory_tab(service.runs.latest, looked_at)
+            with gr.Tab("Edge-cloud", id="edge") as looked_at:
+                edge_tab(service, controls, device, looked_at)
             with gr.Tab("Bench", id="bench") as looked_at:
                 bench_tab(service, controls, usual, looked_at)
             with gr.Tab("Memory", id="memory") as looked_at:
@@ -254,7 +262,7 @@ def build(
         found.change(restore, found, settable, **told)
         demo.unload(leave)
     demo.queue(max_size=64)
-    demo.worker = service.worker
+    demo.worker, demo.clouds = service.worker, service.clouds
     probe = replace(usual, method="ar", max_tokens=2)
     demo.health = Health(service, probe) if isinstance(service.worker, Worker) else None  # else a look would cost quota
     return demo

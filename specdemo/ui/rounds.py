@@ -14,7 +14,8 @@ from typing import Any
 from specdemo.core.auto import Prices
 from specdemo.core.step import Step
 from specdemo.core.whatif import other_gammas
-from specdemo.ui.words import Lane
+from specdemo.ui.edge import link_facts
+from specdemo.ui.words import Lane, unseen
 
 Line = Mapping[str, Any]
 Bars = list[tuple[str, float | None, float | None]]  # a token's text, p, q; None: not among those recorded
@@ -99,10 +100,11 @@ def _names(lines: Sequence[Line]) -> dict[int, str]:
 def _why(lane: Lane, line: Line, n: int, q: float) -> str:
     """Why the rule kept the token or did not, in one sentence with its numbers."""
     accepted, rule = n in line["accepted"], lane.recipe.get("rule", "rejection")
+    if line["p"][n] is None:
+        kept = "The cloud's late answer said so." if accepted else "The cloud's late answer said otherwise."
+        return "Not judged by the target: the drafter's own." if unseen(line) else kept
     if line["beta"][n] is None:
         return "Never tested: a token before it was not kept."
-    if line["p"][n] is None:
-        return "Not judged by the target: the drafter's own."
     elder = any(line["beta"][m] is not None for m in range(n) if line["parents"][m] == line["parents"][n])
     p, draw = line["p"][n], line["draw"][n]
     if rule in ("match", "coupled"):
@@ -133,11 +135,15 @@ def _last(lane: Lane, line: Line, names: Mapping[int, str]) -> dict[str, Any] | 
         return None
     laws, drafted, kind = line.get("laws"), line.get("drafted"), line["kind"]
     node = line["accepted"][-1] if line["accepted"] else -1
-    words = {
-        "plain": "Nothing was drafted: the target's own choice.",
-        "bonus": "All was kept to the end of the draft: the pass that verified it gave one token more.",
-        "correction": "The target's own choice where the draft was turned down.",
-    }[kind]
+    words = (
+        "The drafter's own: the cloud is lost."
+        if unseen(line)
+        else {
+            "plain": "Nothing was drafted: the target's own choice.",
+            "bonus": "All was kept to the end of the draft: the pass that verified it gave one token more.",
+            "correction": "The target's own choice where the draft was turned down.",
+        }[kind]
+    )
     bars: Bars = []
     law = "p"
     if laws:
@@ -162,7 +168,7 @@ def _last(lane: Lane, line: Line, names: Mapping[int, str]) -> dict[str, Any] | 
 def _facts(line: Line) -> list[tuple[str, str]]:
     """What the draft-length policy allowed, and what it went by."""
     notes = [(name.replace("_", " "), f"{value:.3g}") for name, value in line.get("policy", {}).items()]
-    return [("γ allowed", str(line["gamma"])), *notes]
+    return [("γ allowed", str(line["gamma"])), *notes, *link_facts(line)]
 
 
 def _summary(line: Line) -> str:

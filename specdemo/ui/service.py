@@ -133,7 +133,12 @@ class Service:
             raise Refused("a bench takes minutes, which this host gives to nobody: run the program on your own machine")
         granted = [self.limits.grant(recipe, max((prompt.text for prompt in prompts), key=len)) for recipe in recipes]
         self.stop_bench(visitor)
-        stream = self._admit(lambda: measure(granted, prompts, self._models), address)
+
+        def steps() -> Iterator[Turn | dict[str, Any]]:
+            with self.clouds.reached(granted) as recipes:
+                yield from measure(recipes, prompts, self._models)
+
+        stream = self._admit(steps, address)
         self._benches[visitor] = stream
         return stream
 

@@ -33,6 +33,13 @@ class _Line(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
+class _Cloud(_Line):
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    remote: Annotated[str, Field(max_length=400)] = ""
+    mode: Annotated[str, Field(max_length=40)] = "speculative"
+    rtt_ms: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+
+
 class _Recipe(_Line):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
     method: Annotated[str, Field(max_length=40)]
@@ -41,6 +48,7 @@ class _Recipe(_Line):
     policy: Annotated[str, Field(max_length=40)] = "fixed"
     rule: Annotated[str, Field(max_length=40)] = "rejection"
     num_beams: Annotated[int, Field(ge=1, le=1024)] = 1
+    cloud: _Cloud | None = None
 
 
 class _Parity(_Line):
@@ -99,6 +107,7 @@ class _Step(_Line):
     host_s: Seconds
     t: Seconds
     policy: Annotated[dict[Annotated[str, Field(max_length=40)], Number], Field(max_length=16)] = {}
+    remote: Annotated[dict[Annotated[str, Field(max_length=40)], Number], Field(max_length=32)] | None = None
     pending: Annotated[list[Id], Field(max_length=MOST_TOKENS)] | None = None
     pending_text: Text | None = None
     laws: list[_Law] | None = None
@@ -118,7 +127,7 @@ class _Step(_Line):
             raise ValueError("a parent does not stand before its child")
         last = -1
         for node in self.accepted:
-            if not 0 <= node < n or self.parents[node] != last or self.beta[node] is None:
+            if not 0 <= node < n or self.parents[node] != last or not self._decided(node):
                 raise ValueError("the accepted nodes are no path of tested nodes")
             last = node
         if len(self.pieces) != len(self.tokens) or "".join(self.pieces) != self.text:
@@ -130,9 +139,14 @@ class _Step(_Line):
             raise ValueError("token is not the last of tokens")
         if self.laws is not None and len(self.laws) != n + 1:
             raise ValueError("there must be a law per row")
-        if self.pending is None and len(self.choices) != n + 1:
+        asked = self.remote is None or self.choices
+        if self.pending is None and asked and len(self.choices) != n + 1:
             raise ValueError("there must be choices for every row")
         return self
+
+    def _decided(self, node: int) -> bool:
+        """Whether a rule tested it, or nobody asked the target about it."""
+        return self.beta[node] is not None or (self.remote is not None and self.p[node] is None)
 
 
 class _End(_Line):

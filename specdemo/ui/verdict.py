@@ -12,8 +12,9 @@ from typing import Any
 from specdemo.core.theory import expected_tokens, walltime_improvement
 from specdemo.core.theory import speedup as cost_model
 from specdemo.recipe import FORESTS
-from specdemo.ui.words import PLAIN, SPEC, Lane, percent, speedup, title
+from specdemo.ui.words import ALONE, PLAIN, SPEC, Lane, mode, percent, speedup, title
 
+FAR = "Most of a round is the way to the cloud and back: try a longer draft, or let the cloud decode by itself."
 NEAR_TIE = 0.05  # nats between the two likeliest tokens: what rounding in bfloat16 may turn round
 
 
@@ -37,6 +38,12 @@ def verdict(lanes: Mapping[str, Lane]) -> str:
             f"{plain['tokens_per_second']:.1f} tokens per second. It is after a probable text, not a fast one."
         )
         return " ".join([words, *others])
+    if mode(lanes[SPEC].recipe) in ALONE:
+        words = (
+            f"{title(lanes[SPEC].recipe).capitalize()}, at {ratio:.2f}× the speed of plain decoding here: "
+            f"{spec['tokens_per_second']:.1f} against {plain['tokens_per_second']:.1f} tokens per second."
+        )
+        return " ".join([words, *others])
     rounds, step = spec["steps"] - 1, plain["decode_s"] / max(plain["steps"] - 1, 1)
     draft, verify, host = (spec[part] / rounds / step for part in ("draft_s", "verify_s", "host_s"))
     if ratio > 1.02:
@@ -52,7 +59,8 @@ def verdict(lanes: Mapping[str, Lane]) -> str:
         _promised(lanes[SPEC], draft, verify, host),
     ]
     if ratio < 0.98:
-        words.append(_advice(spec, draft, verify, host))
+        far = spec.get("remote", {}).get("rtt_s", 0.0) > spec["verify_s"] / 2
+        words.append(FAR if far else _advice(spec, draft, verify, host))
     return " ".join(filter(None, [*words, *others]))
 
 
@@ -130,7 +138,7 @@ def _parting(lane: Lane, plain: Lane) -> dict[str, str]:
         where += f", where the target gave {a!r} {p:.4f} and {b!r} {q:.4f}"
         if lane.recipe.get("temperature") == 0 and math.log(p / q) > NEAR_TIE:
             return {"badge": badge, "tone": "bad", "why": f"{where}: no near-tie, so this is a fault."}
-    if lane.bit_equal:
+    if lane.bit_equal and not mode(lane.recipe):
         return {"badge": badge, "tone": "bad", "why": f"{where}, which is a fault, since rows are bit-equal here."}
     return {"badge": badge, "tone": "even", "why": f"{where}: a near-tie that rounding decided."}
 

@@ -12,6 +12,8 @@ from specdemo.preflight import Preflight
 SPEC, PLAIN = "spec", "ar"
 LANES = (SPEC, PLAIN, "third", "fourth")  # the places on the page
 NOTHING = "–"
+OTHER_LAW = "This rule changes the target's distribution at these settings."
+ALONE = {"edge_only": "edge only: the drafter alone", "cloud_only": "cloud only: the target alone"}
 
 
 @dataclass
@@ -44,7 +46,7 @@ def guarantee(lane: Lane) -> tuple[str, str]:
     if lane.recipe["method"] == "beam":
         return "search", "Beam search looks for one probable text: nothing is drawn from the target's distribution."
     if not lane.exact:
-        return "lossy", "This rule changes the target's distribution at these settings."
+        return "lossy", _lossy(lane.recipe)
     law = "The text has the target's own distribution."
     if lane.bit_equal:
         return "bit-equal here", (
@@ -54,15 +56,48 @@ def guarantee(lane: Lane) -> tuple[str, str]:
     return "exact", f"{law} Same law as plain decoding; at temperature 0 a near-tie may flip, as rounding decides."
 
 
+def _lossy(recipe: Mapping[str, Any]) -> str:
+    """What it is that costs exactness."""
+    cloud = recipe.get("cloud") or {}
+    if cloud.get("mode") == "edge_only":
+        return "The drafter decodes by itself: this is its text, not the target's."
+    reasons = {
+        "what comes too late is not waited for": cloud.get("provisional"),
+        "the cloud is not asked about every draft": cloud.get("gates"),
+        "the drafter goes on alone if the cloud is lost": cloud.get("on_loss") == "edge",
+        "the law that drafts were drawn from does not travel whole": cloud.get("q_rows", "float32") != "float32",
+    }
+    found = [reason for reason, holds in reasons.items() if holds]
+    return f"Not the target's own text: {', and '.join(found)}." if found else OTHER_LAW
+
+
+def mode(recipe: Mapping[str, Any]) -> str:
+    """Who decodes, of a recipe whose target is elsewhere; empty where all is here."""
+    return (recipe.get("cloud") or {}).get("mode", "")
+
+
+def unseen(step: Mapping[str, Any]) -> str:
+    """Why no target has seen what this round committed: `provisional`, `alone` or `gate`; empty if it has."""
+    notes = step.get("remote", {})
+    if notes.get("provisional"):
+        return "provisional"
+    if notes.get("edge"):
+        return "alone"
+    return "gate" if notes.get("escalated") == 0 else ""
+
+
 def title(recipe: Mapping[str, Any]) -> str:
     """What a lane is, in a few words."""
+    if mode(recipe) in ALONE:
+        return ALONE[mode(recipe)]
     if recipe["method"] == "ar":
-        return "target only"
+        return "target only" + (", over the link" if mode(recipe) else "")
     if recipe["method"] == "beam":
         return f"{recipe['num_beams']} beams"
     policy, rule = recipe.get("policy", "fixed"), recipe.get("rule", "rejection")
     length = f"γ {recipe['gamma']}" if policy == "fixed" else f"γ by {policy}"
-    return f"{recipe['method']}, {length}" + ("" if rule == "rejection" else f", {rule}")
+    link = ", edge and cloud" if mode(recipe) else ""
+    return f"{recipe['method']}, {length}" + ("" if rule == "rejection" else f", {rule}") + link
 
 
 def tiles(lanes: Mapping[str, Lane]) -> dict[str, tuple[str, str]]:

@@ -79,7 +79,7 @@ async function catchUp() {
 
 function reset(id, plan) {
   if (run !== null) past.add(run);
-  run = id;
+  run = element.dataset.run = id;
   have = 0;
   pending = [];
   for (const [name, one] of Object.entries(lanes)) {
@@ -110,7 +110,7 @@ function draw() {
     const { lane } = lanes[name];
     const atBottom = lane.scrollHeight - lane.scrollTop - lane.clientHeight < 40;
     const fragment = document.createDocumentFragment();
-    for (const record of records) record.head ? drawHead(name, record.head, fragment) : drawRound(name, record, fragment);
+    for (const record of records) record.head ? drawHead(name, record.head, fragment) : record.note ? drawNote(record.note, fragment) : drawRound(name, record, fragment);
     $(".ahead", lane)?.remove();
     lane.append(fragment);
     drawAhead(lane, records.at(-1).ahead);
@@ -162,8 +162,17 @@ function drawRound(name, record, fragment) {
   }
   fragment.append(round);
   const one = lanes[name];
+  if (record.by) { round.dataset.by = record.by; $("[data-legend=unseen]").hidden = false; }
+  if (record.fate) settle(one.rounds, record.fate);
   one.rounds.push({ span: round, t: record.t, tokens: (one.rounds.at(-1)?.tokens ?? 0) + kept });
   one.shown = one.rounds.length;
+}
+
+function drawNote(text, fragment) { fragment.append(make("span", { class: "note", role: "note", text })); }
+
+function settle(rounds, [confirmed, overruled]) { // a late answer is there: what it says of what was committed meanwhile
+  const open = rounds.flatMap(({ span }) => (span.dataset.by === "provisional" && !span.dataset.fate ? [span] : []));
+  open.forEach((span, i) => { span.dataset.fate = i < confirmed ? "confirmed" : i < confirmed + overruled ? "overruled" : "open"; });
 }
 
 function drawAhead(lane, text) { // how a search would go on, which the next round may think better of

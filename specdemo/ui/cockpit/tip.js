@@ -1,6 +1,14 @@
 // One token in a few words, where the pointer or the keyboard is.
 
-function explain([kind, , , p, q, draw]) {
+const UNSEEN = {
+  provisional: "The cloud was late: the drafter's own first token, committed without a verdict.",
+  gate: "The drafter was sure enough: the cloud was not asked.",
+  alone: "The cloud is lost: the drafter's own.",
+};
+const FATE = { confirmed: "The cloud has confirmed it since.", overruled: "The cloud would have gone on otherwise." };
+
+function explain([kind, , , p, q, draw], { by, fate }) {
+  if (by) return [NOT_KEPT.has(kind) ? "Drafted, and left out without a verdict." : UNSEEN[by], FATE[fate]].filter(Boolean).join(" ");
   if (kind === "ignored") return "Never tested: a draft before it was not kept.";
   if (kind === "correction") return "The target's own choice where a draft was rejected.";
   if (kind === "bonus") return "The whole draft was kept; this one came with the same target pass.";
@@ -25,7 +33,8 @@ function showTip(span) {
   }
   const tip = $("#tip");
   const heading = document.createElement("strong");
-  heading.textContent = kind === "ignored" ? "never tested" : kind;
+  const { by, fate } = span.parentElement.dataset;
+  heading.textContent = by ? ["not judged", fate !== "open" && fate].filter(Boolean).join(", ") : kind === "ignored" ? "never tested" : kind;
   const list = document.createElement("dl");
   for (const [name, value] of rows) {
     const [dt, dd] = [document.createElement("dt"), document.createElement("dd")];
@@ -34,7 +43,7 @@ function showTip(span) {
     list.append(dt, dd);
   }
   const words = document.createElement("p");
-  words.textContent = explain(cell);
+  words.textContent = explain(cell, span.parentElement.dataset);
   tip.dataset.kind = kind;
   tip.replaceChildren(heading, list, words);
   tip.hidden = false;
