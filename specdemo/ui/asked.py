@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from specdemo.core.errors import Refused, known
+from specdemo.core.errors import Refused
 from specdemo.recipe import Recipe
 from specdemo.remote.choices import MODES, Cloud
 
@@ -24,8 +24,7 @@ def recipe_of(settings: Mapping[str, Any], device: str) -> Recipe:
     clean = _clean(Recipe, settings)
     if clean.get("target"):
         clean.pop("pair", None)  # one's own models in place of a ready pair
-    if (mode := settings.get("mode", OFF)) != OFF:
-        known("mode", mode, WHERE)
+    if settings.get("mode", OFF) != OFF:
         clean["cloud"] = cloud_of(settings)
     return Recipe(device=device, **clean)
 

@@ -104,7 +104,7 @@ def totals(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def measures(lines: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """The practice guide's section 9, a row per round in the order of `HEADERS`, and a last one for all."""
+    """The practice guide's section 9 in the order of `HEADERS`: a row for all, then one per round."""
     drafted = list(accumulate(len(line["draft"]) for line in lines))
     accepted = list(accumulate(len(line["accepted"]) for line in lines))
     rows = [
@@ -112,7 +112,7 @@ def measures(lines: Sequence[Mapping[str, Any]]) -> list[list[str]]:
         for line, kept, tried in zip(lines, accepted, drafted, strict=True)
     ]
     share = accepted[-1] / drafted[-1] if lines and drafted[-1] else None
-    return [*rows, _row("all", lines, share)]
+    return [_row("all", lines, share), *rows]
 
 
 def _row(name: str, lines: Sequence[Mapping[str, Any]], cumulative: float | None) -> list[str]:

@@ -39,11 +39,12 @@ from specdemo.ui.tabs.bench import bench_tab
 from specdemo.ui.tabs.edge import edge_tab
 from specdemo.ui.tabs.memory import memory_tab
 from specdemo.ui.tabs.theory import theory_tab
-from specdemo.ui.theme import theme
+from specdemo.ui.theme import launch_options
 from specdemo.ui.words import told_of
 from specdemo.worker import Crew, Worker, WorkerBusy
 
-HERE = Path(__file__).parent
+__all__ = ["build", "launch_options"]
+
 EXAMPLES = ASSETS / "examples.json"
 RECORDED_TOP = 5  # tokens of every law that a run on the page records, for the inspector
 
@@ -54,22 +55,6 @@ and what it bought.</p></header>"""
 def toast(run: Run) -> None:
     """Say what the status line says where it cannot be missed. gradio takes toasts for markup, visitors write text."""
     gr.Warning(html.escape(run.phase[1]))
-
-
-def launch_options(page: gr.Blocks | None = None) -> dict[str, Any]:
-    """How the page is to be served: look, and nothing that leaves the machine; with `page`, its health at `/health`."""
-    return {
-        "app_kwargs": {"routes": page.health.routes()} if page is not None and page.health else {},
-        "favicon_path": ASSETS / "icon.png",
-        "pwa": True,
-        "theme": theme(),
-        "css": "".join(sheet.read_text(encoding="utf-8") for sheet in sorted(HERE.rglob("*.css"))),
-        "footer_links": ["api", "settings"],
-        "run_history": False,
-        "enable_monitoring": False,
-        "max_file_size": "1mb",
-        "quiet": True,
-    }
 
 
 def build(

@@ -1,8 +1,15 @@
-"""The look of gradio's own components: colours that pass for contrast in both themes, fonts that are on the machine."""
+"""The look of gradio's own components, in colours that pass for contrast in both themes, and how the page is served."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import gradio as gr
+
+from specdemo.models.pairs import ASSETS
+
+HERE = Path(__file__).parent
 
 
 def theme() -> gr.themes.Base:
@@ -68,3 +75,19 @@ def theme() -> gr.themes.Base:
         button_secondary_border_color="#c9d0da",
         button_secondary_border_color_dark="#3a4553",
     )
+
+
+def launch_options(page: gr.Blocks | None = None) -> dict[str, Any]:
+    """How the page is to be served: look, and nothing that leaves the machine; with `page`, its health at `/health`."""
+    return {
+        "app_kwargs": {"routes": page.health.routes()} if page is not None and page.health else {},
+        "favicon_path": ASSETS / "icon.png",
+        "pwa": True,
+        "theme": theme(),
+        "css": "".join(sheet.read_text(encoding="utf-8") for sheet in sorted(HERE.rglob("*.css"))),
+        "footer_links": ["api", "settings"],
+        "run_history": False,
+        "enable_monitoring": False,
+        "max_file_size": "1mb",
+        "quiet": True,
+    }

@@ -52,6 +52,7 @@ def edge_tab(service: Service, controls: Mapping[str, gr.components.Component], 
     gr.Markdown(INTRO if service.limits.remote is not None else f"{INTRO} {HOME}")
     run_id = gr.Textbox(visible=False)
     words = gr.Markdown(elem_id="edge-run")
+    again = gr.Button("Refresh", size="sm", scale=0, elem_id="edge-refresh")
     with gr.Column(visible=False) as found:
         gr.Markdown("### Rounds in time")
         first = gr.Slider(0, 1, 0, step=1, label=f"First of {AT_ONCE} rounds", elem_id="edge-first")
@@ -61,8 +62,7 @@ def edge_tab(service: Service, controls: Mapping[str, gr.components.Component], 
         gr.Markdown("### The best draft length over this link")
         best = gr.Markdown(elem_id="edge-best")
         plot = lines("Tokens per second by draft length", "k", "tokens/s", COLOURS, tuple(COLOURS), " ", "edge-plot")
-    with gr.Column():
-        compare = _three_modes(service, controls, device)
+    compare = _three_modes(service, controls, device)
 
     def lane_of(shown_id: Any, request: gr.Request) -> Lane:
         shown_run = service.runs.get(shown_id)
@@ -98,7 +98,6 @@ def edge_tab(service: Service, controls: Mapping[str, gr.components.Component], 
 
     quiet: dict[str, Any] = {"preprocess": False, "show_progress": "hidden", "api_visibility": "private"}
     drawn = [words, found, first, drawing, table, best, plot]
-    again = gr.Button("Refresh", size="sm", scale=0, elem_id="edge-refresh")
     gr.on([looked_at.select, again.click], look, run_id, drawn, js=SHOWN, queue=False, **quiet)
     first.change(move, [run_id, first], drawing, js=SHOWN, queue=False, trigger_mode="always_last", **quiet)
     compare(quiet)
