@@ -53,6 +53,7 @@ def generate(
         yield {"phase": "loading", **asdict(news)}
     loaded = [shelf.take(spec) if spec is not None else None for spec in specs]
     if recipe.cloud:
+        yield {"phase": "loading", "text": f"reaching the cloud at {recipe.cloud.remote}"}
         with closing(connect(recipe.cloud, recipe.target_spec, recipe.seed)) as distant:
             yield from _run(wanted, recipe, prompt, shelf, distant, loaded[0], stores)
     else:
