@@ -185,9 +185,11 @@ def build(
     with gr.Blocks(title="specdemo", analytics_enabled=False, fill_width=True) as demo:
         controls = sidebar(usual, limits, service.unload)
         gr.HTML(HEADER, elem_id="masthead", apply_default_css=False)
+        ready = shown_examples["ready"]
         prompt = gr.Textbox(
+            ready[0]["prompt"] if ready else "",  # something to press Run on
             label="Prompt",
-            lines=4,
+            lines=3,
             max_lines=8,
             elem_id="prompt",
             placeholder="The beginning of a Python file, a class, a function…",
@@ -195,7 +197,7 @@ def build(
         )
         with gr.Row(elem_id="examples"):
             set_by_chip = [prompt, controls["method"], controls["temperature"]]
-            for example in shown_examples["ready"]:
+            for example in ready:
                 chip = gr.Button(example["title"], size="sm", elem_classes="chip")
                 choice = json.dumps([example["prompt"], example["method"], example["temperature"]])
                 chip.click(None, None, set_by_chip, js=f"() => {choice}", api_visibility="private")
@@ -219,7 +221,7 @@ def build(
         settable = [*controls.values(), prompt, compare]
         names = [*controls, "prompt", "compare"]
         usual_settings = dict(zip(names, (one.value for one in settable), strict=True))
-        usual_settings["prompt"], usual_settings["compare"] = "", False
+        usual_settings["compare"] = False
         saved = gr.BrowserState(storage_key="specdemo-settings", secret="specdemo")
         kept = gr.BrowserState(storage_key="specdemo-lanes", secret="specdemo")
         method = controls["method"]
