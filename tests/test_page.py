@@ -301,6 +301,7 @@ def test_both_themes_can_be_read(tab: Any, scheme: str) -> None:
 def test_keyboard_alone_is_enough(tab: Any, scripts: Scripts) -> None:
     page = tab()
     page.locator("#prompt textarea").focus()
+    page.keyboard.press("Control+A")
     page.keyboard.insert_text("endless")
     page.keyboard.press("Control+Enter")
     spans(page, 12)

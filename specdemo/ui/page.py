@@ -168,9 +168,11 @@ def build(
     with gr.Blocks(title="specdemo", analytics_enabled=False, fill_width=True) as demo:
         controls = sidebar(usual, limits, service.unload)
         gr.HTML(HEADER, elem_id="masthead", apply_default_css=False)
+        ready = shown_examples["ready"]
         prompt = gr.Textbox(
+            ready[0]["prompt"] if ready else "",  # something to press Run on
             label="Prompt",
-            lines=4,
+            lines=3,
             max_lines=8,
             elem_id="prompt",
             placeholder="The beginning of a Python file, a class, a function…",
@@ -193,7 +195,7 @@ def build(
         settable = [*controls.values(), prompt, compare]
         names = [*controls, "prompt", "compare"]
         usual_settings = dict(zip(names, (one.value for one in settable), strict=True))
-        usual_settings["prompt"], usual_settings["compare"] = "", False
+        usual_settings["compare"] = False
         saved = gr.BrowserState(storage_key="specdemo-settings", secret="specdemo")
         kept = gr.BrowserState(storage_key="specdemo-lanes", secret="specdemo")
         method = controls["method"]
