@@ -22,6 +22,11 @@ from specdemo.remote.choices import MODES
 from specdemo.ui import edge, modes
 from specdemo.ui.page import build, launch_options
 
+LOOKS = """tokens => tokens.map((token) => {
+    const look = getComputedStyle(token);
+    return { style: look.fontStyle, ground: look.backgroundColor, fate: token.parentElement.dataset.fate };
+})"""
+
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Any]:
@@ -129,9 +134,13 @@ def test_what_comes_too_late_is_italic_until_it_is_confirmed(tab: Any, served: A
     assert fates["confirmed"] + fates["overruled"] > 0
     for fate, count in fates.items():
         expect(page.locator(f"#lane-spec [data-fate={fate}]")).to_have_count(count)
-    token = page.locator("#lane-spec [data-by] .tok").first
-    assert token.evaluate("token => getComputedStyle(token).fontStyle") == "italic"
     expect(page.locator("[data-legend=unseen]")).to_be_visible()
+    looks = page.eval_on_selector_all("#lane-spec [data-fate] .tok[data-kind=accepted]", LOOKS)
+    assert {look["style"] for look in looks} == {"italic"}
+    by_fate = {fate: {look["ground"] for look in looks if look["fate"] == fate} for fate in fates if fates[fate]}
+    assert all(len(grounds) == 1 for grounds in by_fate.values()) and len(set(map(str, by_fate.values()))) == len(
+        by_fate
+    )
 
 
 def test_stop_needs_no_answer_and_a_lost_cloud_is_told_of_in_the_text(tab: Any, served: Any) -> None:

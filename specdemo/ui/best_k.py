@@ -67,11 +67,9 @@ def link_of(lane: Lane) -> Link:
     )
 
 
-def curve(link: Link | None) -> list[tuple[float | None, float | None, str]]:
-    """S_net over k, the measured point and the best one; nothing but a legend where there is none."""
-    if link is None:
-        return [(None, None, CURVE), (None, None, RUN), (None, None, BEST)]
-    rows: list[tuple[float | None, float | None, str]] = [(k, link.speed(k), CURVE) for k in range(LONGEST + 1)]
+def curve(link: Link) -> list[tuple[float, float | None, str]]:
+    """S_net over k, the best one and the measured point."""
+    rows: list[tuple[float, float | None, str]] = [(k, link.speed(k), CURVE) for k in range(LONGEST + 1)]
     return [*rows, (link.best, link.speed(link.best), BEST), (link.gamma, link.measured, RUN)]
 
 

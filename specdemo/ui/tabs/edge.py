@@ -61,7 +61,10 @@ def edge_tab(service: Service, controls: Mapping[str, gr.components.Component], 
         table = gr.Dataframe(headers=list(HEADERS), interactive=False, max_height=420, elem_id="edge-table")
         gr.Markdown("### The best draft length over this link")
         best = gr.Markdown(elem_id="edge-best")
-        plot = lines("Tokens per second by draft length", "k", "tokens/s", COLOURS, tuple(COLOURS), " ", "edge-plot")
+        with gr.Column(visible=False) as curve:
+            plot = lines(
+                "Tokens per second by draft length", "k", "tokens/s", COLOURS, tuple(COLOURS), " ", "edge-plot"
+            )
     compare = _three_modes(service, controls, device)
 
     def lane_of(shown_id: Any, request: gr.Request) -> Lane:
@@ -86,7 +89,8 @@ def edge_tab(service: Service, controls: Mapping[str, gr.components.Component], 
             drawing: picture(*window(rounds, 0, AT_ONCE)),
             table: measures(rounds),
             best: said,
-            plot: shown(plot, best_k.curve(link)),
+            plot: shown(plot, best_k.curve(link) if link else []),
+            curve: gr.Column(visible=link is not None),
         }
 
     def move(shown_id: Any, at: Any, request: gr.Request) -> Any:
@@ -97,7 +101,7 @@ def edge_tab(service: Service, controls: Mapping[str, gr.components.Component], 
         return picture(*window(rounds, int(at), AT_ONCE)) if isinstance(at, (int, float)) else gr.skip()
 
     quiet: dict[str, Any] = {"preprocess": False, "show_progress": "hidden", "api_visibility": "private"}
-    drawn = [words, found, first, drawing, table, best, plot]
+    drawn = [words, found, first, drawing, table, best, plot, curve]
     gr.on([looked_at.select, again.click], look, run_id, drawn, js=SHOWN, queue=False, **quiet)
     first.change(move, [run_id, first], drawing, js=SHOWN, queue=False, trigger_mode="always_last", **quiet)
     compare(quiet)
