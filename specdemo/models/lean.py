@@ -91,17 +91,20 @@ class Lean:
     @property
     def recordable(self) -> bool:
         """Whether passes may become CUDA graphs: LLM.int8() looks at its activations on the host, all else does not."""
-        modules = (part for part in self._parts if isinstance(part, nn.Module))
         return (
             self.graphs
             and self.device.type == "cuda"
-            and not any("8bit" in type(module).__name__ for module in modules)
+            and not any("8bit" in type(module).__name__ for module in self.modules())
         )
+
+    def modules(self) -> list[nn.Module]:
+        """The linear layers that a pass goes through, as far as they are modules."""
+        return [part for part in self._parts if isinstance(part, nn.Module)]
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights as they are stored."""
-        return weight_bytes(nn.ModuleList(part for part in self._parts if isinstance(part, nn.Module))) + sum(
+        return weight_bytes(nn.ModuleList(self.modules())) + sum(
             part.numel() * part.element_size() for part in self._parts if isinstance(part, Tensor)
         )
 
