@@ -77,8 +77,11 @@ class Lean:
         self._parts: list[nn.Module | Tensor] = []  # for the count of bytes
         self.idle: list[Any] = []  # engines that wait for the next request
         self.graphs = True  # whether passes may be recorded at all
-        products = [getattr(layer.self_attn, name) for layer in body.layers for name in ("q_proj", "k_proj", "v_proj")]
-        self.paired = self.dtype == torch.float32 and all(type(linear) is nn.Linear for linear in products)
+        self.paired = self.dtype == torch.float32 and all(
+            type(getattr(layer.self_attn, name)) is nn.Linear
+            for layer in body.layers
+            for name in ("q_proj", "k_proj", "v_proj")
+        )
         self.embedding: Tensor = self._count(unmapped(body.embed_tokens.weight))
         self._angles = body.rotary_emb
         self.layers = []
@@ -135,10 +138,13 @@ class Lean:
         return heads * cos + heads.roll(self.head_dim // 2, -1) * sin
 
     @property
-    def _pairs(self) -> Tensor:
-        """Where in a head of `transformers` each of our numbers stands, `[dim]`."""
-        places = torch.arange(self.head_dim)
-        return places.view(2, -1).t().flatten() if self.paired else places
+    def _order(self) -> Tensor | None:
+        """Where `transformers` has each number of the queries, keys and values; None if that is where it is here."""
+        if not self.paired:
+            return None
+        turned = self.heads + self.kv_heads
+        places = torch.arange((turned + self.kv_heads) * self.head_dim).view(-1, 2, self.head_dim // 2)
+        return torch.cat((places[:turned].transpose(1, 2).flatten(), places[turned:].flatten()))
 
     def _count(self, part: Tensor) -> Tensor:
         self._parts.append(part)
@@ -146,16 +152,16 @@ class Lean:
 
     def _layer(self, layer: nn.Module) -> Layer:
         attention, gated = layer.self_attn, layer.mlp
-        places = torch.arange((self.heads + 2 * self.kv_heads) * self.head_dim).view(-1, self.head_dim)
-        places[: self.heads + self.kv_heads] = places[: self.heads + self.kv_heads, self._pairs]
+        order = self._order
         enter, qkv = self._after_norm(
-            layer.input_layernorm, [attention.q_proj, attention.k_proj, attention.v_proj], places.flatten()
+            layer.input_layernorm, [attention.q_proj, attention.k_proj, attention.v_proj], order
         )
         between, gate_up = self._after_norm(layer.post_attention_layernorm, [gated.gate_proj, gated.up_proj])
         norm_heads = None
         if hasattr(attention, "q_norm"):
             gains = [attention.q_norm.weight.expand(self.heads, -1), attention.k_norm.weight.expand(self.kv_heads, -1)]
-            norm_heads = head_norm(torch.cat(gains)[:, self._pairs], attention.q_norm.variance_epsilon)
+            gain = torch.cat(gains) if order is None else torch.cat(gains)[:, order[: self.head_dim]]
+            norm_heads = head_norm(gain, attention.q_norm.variance_epsilon)
         return Layer(
             enter, qkv, norm_heads, self._linear([attention.o_proj]), between, gate_up, self._linear([gated.down_proj])
         )
