@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import random
 from collections.abc import Callable
 from functools import partial
@@ -30,6 +31,8 @@ from specdemo.models.cached import CachedModel
 from specdemo.models.engine import CHUNK, LeanEngine
 from specdemo.models.lean import Lean, why_not
 from specdemo.models.load import load, reference
+from specdemo.models.memory import given_back_at_once, on_large_pages
+from specdemo.models.packed import PackedLinear
 from specdemo.models.slots import SlotEngine
 from specdemo.models.spec import Spec
 
@@ -258,6 +261,30 @@ def test_a_step_allocates_the_same_at_every_length() -> None:
             grown[name, len(draft)] = max(sizes) / min(sizes)
     assert grown["lean", 0] < 1.05 and grown["lean", 4] < 1.05, grown
     assert grown["transformers", 4] > 1.5  # what is measured here does grow where masks are built anew
+
+
+def large_kb() -> int:
+    """How much of this process lies on pages of 2 MiB."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("AnonHugePages")).split()[1])
+
+
+def test_weights_move_to_large_pages_and_stay_what_they_were() -> None:
+    """Small matrices too, which fill no large page alone: they are laid out side by side."""
+    try:
+        with mmap.mmap(-1, 8 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+            memory.write(bytes(8 << 20))
+            memory.madvise(25)  # MADV_COLLAPSE
+    except (OSError, AttributeError) as error:
+        pytest.skip(f"this system gives no large pages: {error}")
+    with given_back_at_once():
+        layers = [torch.nn.Linear(256, 512) for _ in range(32)]
+    packed = [PackedLinear(layer.weight, layer.bias) for layer in layers]
+    rows = torch.randn(3, 256)
+    expected, before = [layer(rows) for layer in packed], large_kb()
+    on_large_pages(layer.packed for layer in packed)
+    assert large_kb() - before >= 32 * 512 // 2
+    assert all(torch.equal(layer(rows), values) for layer, values in zip(packed, expected, strict=True))
 
 
 def test_two_thousand_rounds_leave_memory_flat() -> None:

@@ -63,7 +63,7 @@ class ModelDrafter:
 
     def _straight(self, tokens: Sequence[int], count: int) -> Draft:
         """A draft of `count` tokens, whatever they are: nothing of it needs to reach the host before its end."""
-        largest, laws, q = [], [], []
+        largest, laws = [], []
 
         def pick(logits: Tensor, i: int) -> Tensor:
             logits = fitted(logits, self._vocab_size).float()
@@ -71,15 +71,16 @@ class ModelDrafter:
             if self._warp.temperature == 0:
                 return logits.argmax(-1)
             law = self._warp.law(logits)[0]
-            token = self._noise.pick(law, len(tokens) + i)
             laws.append(law)
-            q.append(law[token])
-            return token
+            return self._noise.pick(law, len(tokens) + i)
 
         assert self._extend is not None
         new = tuple(self._extend(tokens, count, pick))
         refuse_broken(torch.cat(largest).tolist())
-        return Draft.chain(new, tuple(torch.cat(q).tolist()), torch.stack(laws)) if laws else Draft.chain(new)
+        if not laws:
+            return Draft.chain(new)
+        law = torch.stack(laws)
+        return Draft.chain(new, tuple(law[range(count), new].tolist()), law)
 
     def observe(self, step: Step) -> None:
         """Nothing to learn: the cache follows content."""

@@ -43,6 +43,16 @@ class Recording:
     replay: Callable[[], Tensor]
 
 
+@dataclass(frozen=True)
+class Shape:
+    """What passes over so many rows work with."""
+
+    angles: tuple[Tensor, ...]  # for all heads `[n, heads, ...]`, and
+    turned: Tensor  # those of them that depend on the place
+    query: Tensor  # what attention is asked, `[1, kv_heads, n * group + spare, dim]`, and
+    asked: Tensor  # the part of it that is not spare, `[n, kv_heads, group, dim]`
+
+
 def record_graph(forward: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """`forward` as a CUDA graph: one launch instead of hundreds. What it returns is overwritten by the next replay.
 
@@ -74,10 +84,10 @@ class LeanEngine:
         self._record = record or (record_graph if model.recordable else None)
         self._recordings: dict[tuple[int, int], Recording] = {}  # by rows and keys
         self._length = self._reached = self._room = 0
-        self._kv = torch.empty(0, 2, 0, 0, 0)  # [layers, keys or values, heads, positions, dim]
-        self._angles = torch.empty(0)  # [cosines or sines, positions, 1, dim]
+        self._kv = torch.empty(0, 0, 0, 0)  # [layers, positions, heads of keys and then of values, dim]
+        self._angles = torch.empty(0)  # as `Lean.rotation` gives them, by position
         # What is the same in every pass, or in the next few:
-        self._turns: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # by rows
+        self._shapes: dict[int, Shape] = {}  # by rows
         self._masks: dict[int, Tensor] = {}  # by rows
         self._seen: tuple[int, tuple[Tensor, ...], tuple[Tensor, ...]] = (0, (), ())  # width, keys and values by layer
 
@@ -86,19 +96,19 @@ class LeanEngine:
         end = length + len(slots)
         if slots and slots != list(range(length, end)):
             index = torch.tensor(slots, device=self._kv.device)
-            self._kv[:, :, :, length:end] = self._kv[:, :, :, index]
+            self._kv[:, length:end] = self._kv[:, index]
         self._length = end
 
     @torch.inference_mode()
     def clear(self) -> None:
         """Forget everything that was held: what is masked must be finite, and nobody's text outlives its request."""
-        self._kv[:, :, :, : self._reached].zero_()
+        self._kv[:, : self._reached].zero_()
         self._length = self._reached = 0
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of keys and values held now."""
-        return self._kv[:, :, :, : self._length].numel() * self._kv.element_size() if self._room else 0
+        return self._kv[:, : self._length].numel() * self._kv.element_size() if self._room else 0
 
     @property
     def reserved_bytes(self) -> int:
@@ -121,45 +131,44 @@ class LeanEngine:
         else:
             angles = self._angles[:, torch.tensor(positions(n, held, draft), device=model.device)]
             mask = self._mask(F.pad(visible(n, held, draft), (0, width - end)))
-        cos, sin = self._turn(n, angles)
+        shape = self._shape(n, angles)
         if width != self._seen[0]:
-            self._seen = (width, *(self._kv[:, i, None, :, :width].unbind() for i in (0, 1)))
+            keys_and_values = self._kv[:, None, :width].transpose(2, 3).chunk(2, 2)
+            self._seen = (width, *(states.unbind() for states in keys_and_values))
         ids = torch.as_tensor(new, device=model.device)
         if self._record and n <= FEW:
-            logits = self._replay(ids, mask, cos, sin, held)[-len(draft) - 1 :]
+            logits = self._replay(ids, mask, shape, held)[-len(draft) - 1 :]
         else:
-            places = self._kv[:, :, :, held:end].unbind()
-            logits = self._forward(ids, mask, cos, sin, lambda i, new: places[i].copy_(new), len(draft) + 1)
+            places = self._kv[:, held:end].unbind()
+            logits = self._forward(ids, mask, shape, lambda i, new: places[i].copy_(new), len(draft) + 1)
         self._length, self._reached = end, max(end, self._reached)
         return logits
 
     def _forward(
-        self, ids: Tensor, mask: Tensor, cos: Tensor, sin: Tensor, write: Callable[[int, Tensor], object], asked: int
+        self, ids: Tensor, mask: Tensor, shape: Shape, write: Callable[[int, Tensor], object], asked: int
     ) -> Tensor:
-        """Logits of the last `asked` rows; `write(layer, states)` stores keys and values `[2, kv_heads, n, dim]`."""
+        """Logits of the last `asked` rows; `write(layer, states)` stores keys and values `[n, 2 * kv_heads, dim]`."""
         model, n = self._model, len(ids)
         heads, kv_heads, dim = model.heads, model.kv_heads, model.head_dim
-        half, shared, queries = dim // 2, 2 * kv_heads, heads // kv_heads * n
-        spare = -queries % ROWS
+        shared, group = 2 * kv_heads, heads // kv_heads
         _, keys, values = self._seen
         rows = F.embedding(ids, model.embedding)
         for i, layer in enumerate(model.layers):
             qkv = layer.qkv(layer.enter(rows)).view(n, heads + shared, dim)
             if layer.norm_heads is not None:
                 qkv = layer.norm_heads(qkv)
-            turned = qkv * cos + qkv.roll(half, -1) * sin
-            write(i, turned.narrow(1, heads, shared).view(n, 2, kv_heads, dim).permute(1, 2, 0, 3))
+            qkv = model.turn(qkv, *shape.angles)
+            write(i, qkv.narrow(1, heads, shared))
             # Heads that share keys are more rows of one head: a pass over few rows costs what one row costs.
-            query = turned.narrow(1, 0, heads).transpose(0, 1).reshape(1, kv_heads, queries, dim)
-            if spare:
-                query = F.pad(query, (0, 0, 0, spare))
-            mixed = F.scaled_dot_product_attention(query, keys[i], values[i], attn_mask=mask)[0, :, :queries]
-            rows = rows.add_(layer.out(mixed.reshape(heads, n, dim).transpose(0, 1).reshape(n, heads * dim)))
+            shape.asked.copy_(qkv.narrow(1, 0, heads).view(n, kv_heads, group, dim))
+            mixed = F.scaled_dot_product_attention(shape.query, keys[i], values[i], attn_mask=mask)
+            mixed = mixed.narrow(2, 0, n * group).view(kv_heads, n, group, dim).transpose(0, 1)
+            rows = rows.add_(layer.out(mixed.reshape(n, heads * dim)))
             gate, up = layer.gate_up(layer.between(rows)).chunk(2, -1)
             rows = rows.add_(layer.down(F.silu(gate).mul_(up)))
         return model.head(model.leave(rows[-asked:]))
 
-    def _replay(self, ids: Tensor, mask: Tensor, cos: Tensor, sin: Tensor, held: int) -> Tensor:
+    def _replay(self, ids: Tensor, mask: Tensor, shape: Shape, held: int) -> Tensor:
         """The logits of every row, from a pass of this shape that was recorded once."""
         n, width = len(ids), mask.shape[1]
         slots = torch.arange(held, held + n, device=ids.device)
@@ -168,9 +177,9 @@ class LeanEngine:
 
             def forward() -> Tensor:
                 def write(i: int, new: Tensor) -> object:
-                    return self._kv[i].index_copy_(2, inputs[2], new)
+                    return self._kv[i].index_copy_(0, inputs[2], new)
 
-                return self._forward(inputs[0], inputs[1], cos, sin, write, n)
+                return self._forward(inputs[0], inputs[1], shape, write, n)
 
             assert self._record is not None
             self._recordings[n, width] = Recording(inputs, self._record(forward))
@@ -185,30 +194,35 @@ class LeanEngine:
         room = max(BLOCK, 2 * self._room, end + -end % BLOCK)
         # Zeros, since what is masked is multiplied by nothing, and nothing times what memory held may be no number.
         self._kv = torch.zeros(
-            (len(model.layers), 2, model.kv_heads, room, model.head_dim), dtype=model.dtype, device=model.device
+            (len(model.layers), room, 2 * model.kv_heads, model.head_dim), dtype=model.dtype, device=model.device
         )
         if self._room:
-            self._kv[:, :, :, : self._room] = old
+            self._kv[:, : self._room] = old
         self._room = room
         self._angles = model.rotation(torch.arange(room, device=model.device))
         self._masks.clear()
         self._recordings.clear()  # they hold the old buffers' addresses
         self._seen = (0, (), ())
 
-    def _turn(self, n: int, angles: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines for n rows of all heads, `[n, heads, dim]`.
-
-        Values are turned by no angle, so that they can be written together with the keys.
-        """
+    def _shape(self, n: int, angles: Tensor) -> Shape:
+        """What a pass over n rows works with. Values are turned by no angle, so as to be written with the keys."""
         model = self._model
-        if n not in self._turns:
+        if n not in self._shapes:
             heads, turned = model.heads + 2 * model.kv_heads, model.heads + model.kv_heads
-            both = angles.new_zeros(2, n, heads, model.head_dim)
+            both = angles.new_zeros(len(angles), n, heads, angles.shape[-1])
             both[0, :, turned:] = 1
-            self._turns = {k: v for k, v in self._turns.items() if k <= FEW} | {n: (*both, both[:, :, :turned])}
-        cos, sin, part = self._turns[n]
-        part.copy_(angles)
-        return cos, sin
+            group = model.heads // model.kv_heads
+            query = torch.zeros(
+                (1, model.kv_heads, n * group + -n * group % ROWS, model.head_dim),
+                dtype=model.dtype,
+                device=model.device,
+            )
+            asked = query[0, :, : n * group].unflatten(1, (n, group)).transpose(0, 1)
+            kept = {rows: shape for rows, shape in self._shapes.items() if rows <= FEW}
+            self._shapes = kept | {n: Shape(both.unbind(), both[:, :, :turned], query, asked)}
+        shape = self._shapes[n]
+        shape.turned.copy_(angles)
+        return shape
 
     def _chain_mask(self, n: int, held: int, width: int) -> Tensor:
         """For few rows a view into one staircase, long enough for every place that they can stand at."""
@@ -221,10 +235,10 @@ class LeanEngine:
         return self._masks[n][:, first : first + width]
 
     def _mask(self, seen: Tensor) -> Tensor:
-        """0 where seen and the least number elsewhere, a row for each row of queries: `[group * n + spare, keys]`."""
+        """0 where seen and the least number elsewhere, a row for each row of queries: `[n * group + spare, keys]`."""
         model = self._model
         mask = torch.zeros(seen.shape, dtype=model.dtype).masked_fill_(~seen.cpu(), torch.finfo(model.dtype).min)
-        mask = mask.repeat(model.heads // model.kv_heads, 1)
+        mask = mask.repeat_interleave(model.heads // model.kv_heads, 0)
         return F.pad(mask, (0, 0, 0, -len(mask) % ROWS)).to(model.device)
 
 

@@ -2,7 +2,8 @@
 
 The same arithmetic as `transformers`, in fewer and larger pieces: one product for query, key and value, one for gate
 and up, keys and values written in place, heads that share keys folded into rows. In bfloat16 and float16 every rounding
-is where `transformers` has it; in float32 the gain of a norm is folded into the product that follows.
+is where `transformers` has it; in float32 the gain of a norm is folded into the product that follows, and the two
+numbers of a head that turn together lie side by side, as a complex one.
 """
 
 from __future__ import annotations
@@ -76,6 +77,11 @@ class Lean:
         self._parts: list[nn.Module | Tensor] = []  # for the count of bytes
         self.idle: list[Any] = []  # engines that wait for the next request
         self.graphs = True  # whether passes may be recorded at all
+        self.paired = self.dtype == torch.float32 and all(
+            type(getattr(layer.self_attn, name)) is nn.Linear
+            for layer in body.layers
+            for name in ("q_proj", "k_proj", "v_proj")
+        )
         self.embedding: Tensor = self._count(unmapped(body.embed_tokens.weight))
         self._angles = body.rotary_emb
         self.layers = []
@@ -88,17 +94,20 @@ class Lean:
     @property
     def recordable(self) -> bool:
         """Whether passes may become CUDA graphs: LLM.int8() looks at its activations on the host, all else does not."""
-        modules = (part for part in self._parts if isinstance(part, nn.Module))
         return (
             self.graphs
             and self.device.type == "cuda"
-            and not any("8bit" in type(module).__name__ for module in modules)
+            and not any("8bit" in type(module).__name__ for module in self.modules())
         )
+
+    def modules(self) -> list[nn.Module]:
+        """The linear layers that a pass goes through, as far as they are modules."""
+        return [part for part in self._parts if isinstance(part, nn.Module)]
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights as they are stored."""
-        return weight_bytes(nn.ModuleList(part for part in self._parts if isinstance(part, nn.Module))) + sum(
+        return weight_bytes(nn.ModuleList(self.modules())) + sum(
             part.numel() * part.element_size() for part in self._parts if isinstance(part, Tensor)
         )
 
@@ -109,13 +118,33 @@ class Lean:
         return thin
 
     def rotation(self, where: Tensor) -> Tensor:
-        """Cosines and sines `[2, n, 1, dim]` at positions `[n]`, the first half of the sines negated.
+        """What `turn` takes at positions `[n]`: complex numbers `[1, n, 1, dim / 2]`, or cosines and sines.
 
-        So that rotating is `x * cos + x.roll(dim / 2) * sin`.
+        The latter are `[2, n, 1, dim]`, the first half of the sines negated.
         """
-        angles = torch.cat(self._angles(self.embedding, where[None]))
-        angles[1, :, : self.head_dim // 2].neg_()
-        return angles[:, :, None]
+        cos, sin = self._angles(self.embedding, where[None])
+        half = self.head_dim // 2
+        if self.paired:
+            return torch.complex(cos[..., :half], sin[..., :half])[:, :, None]
+        sin[..., :half].neg_()
+        return torch.cat((cos, sin))[:, :, None]
+
+    def turn(self, heads: Tensor, *angles: Tensor) -> Tensor:
+        """Rotate `heads` `[n, heads, dim]` (RoPE, 2104.09864), in place where numbers are paired."""
+        if self.paired:
+            heads.view(torch.complex64).mul_(*angles)
+            return heads
+        cos, sin = angles
+        return heads * cos + heads.roll(self.head_dim // 2, -1) * sin
+
+    @property
+    def _order(self) -> Tensor | None:
+        """Where `transformers` has each number of the queries, keys and values; None if that is where it is here."""
+        if not self.paired:
+            return None
+        turned = self.heads + self.kv_heads
+        places = torch.arange((turned + self.kv_heads) * self.head_dim).view(-1, 2, self.head_dim // 2)
+        return torch.cat((places[:turned].transpose(1, 2).flatten(), places[turned:].flatten()))
 
     def _count(self, part: Tensor) -> Tensor:
         self._parts.append(part)
@@ -123,25 +152,29 @@ class Lean:
 
     def _layer(self, layer: nn.Module) -> Layer:
         attention, gated = layer.self_attn, layer.mlp
-        enter, qkv = self._after_norm(layer.input_layernorm, [attention.q_proj, attention.k_proj, attention.v_proj])
+        order = self._order
+        enter, qkv = self._after_norm(
+            layer.input_layernorm, [attention.q_proj, attention.k_proj, attention.v_proj], order
+        )
         between, gate_up = self._after_norm(layer.post_attention_layernorm, [gated.gate_proj, gated.up_proj])
         norm_heads = None
         if hasattr(attention, "q_norm"):
             gains = [attention.q_norm.weight.expand(self.heads, -1), attention.k_norm.weight.expand(self.kv_heads, -1)]
-            norm_heads = head_norm(torch.cat(gains), attention.q_norm.variance_epsilon)
+            gain = torch.cat(gains) if order is None else torch.cat(gains)[:, order[: self.head_dim]]
+            norm_heads = head_norm(gain, attention.q_norm.variance_epsilon)
         return Layer(
             enter, qkv, norm_heads, self._linear([attention.o_proj]), between, gate_up, self._linear([gated.down_proj])
         )
 
-    def _after_norm(self, norm: nn.Module, linears: list[nn.Module]) -> tuple[Rows, Rows]:
+    def _after_norm(self, norm: nn.Module, linears: list[nn.Module], order: Tensor | None = None) -> tuple[Rows, Rows]:
         """A norm and the product that follows it, the gain in whichever of the two it is cheaper."""
         gain, eps = norm.weight, norm.variance_epsilon
         if self.dtype == torch.float32 and all(type(linear) is nn.Linear for linear in linears):
             width = len(gain)
-            return unit_norm(width * eps, self.device), self._linear(linears, gain * math.sqrt(width))
+            return unit_norm(width * eps, self.device), self._linear(linears, gain * math.sqrt(width), order)
         return rms_norm(self._count(unmapped(gain)), eps), self._linear(linears)
 
-    def _linear(self, linears: list[nn.Module], gain: Tensor | None = None) -> Rows:
+    def _linear(self, linears: list[nn.Module], gain: Tensor | None = None, order: Tensor | None = None) -> Rows:
         """Linear layers of one input as one product; quantised ones are called as they are, one after another."""
         if any(type(linear) is not nn.Linear for linear in linears):
             self._parts.extend(linears)
@@ -151,6 +184,8 @@ class Lean:
         weight = torch.cat([linear.weight for linear in linears]) if len(linears) > 1 else linears[0].weight
         biases = [linear.bias for linear in linears if linear.bias is not None]
         bias = torch.cat(biases) if biases else None
+        if order is not None:
+            weight, bias = weight[order], None if bias is None else bias[order]
         if gain is not None:
             weight = weight * gain
         if can_pack(weight):

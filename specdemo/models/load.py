@@ -31,8 +31,8 @@ from specdemo.models.encdec import auto_class, has_encoder, opening
 from specdemo.models.errand import News, Tell, quietly
 from specdemo.models.hub import Hub
 from specdemo.models.lean import Lean, why_not
-from specdemo.models.memory import given_back_at_once, weight_bytes
-from specdemo.models.packed import pack
+from specdemo.models.memory import given_back_at_once, on_large_pages, weight_bytes
+from specdemo.models.packed import PackedLinear, pack
 from specdemo.models.parity import Parity, check
 from specdemo.models.placement import place
 from specdemo.models.slots import refuse_recurrent
@@ -101,13 +101,14 @@ def load(spec: Spec, hub: Hub | None = None, tell: Tell = quietly, warm: bool = 
     """
     with given_back_at_once():
         model, tokenizer = reference(spec, hub, tell)
-        if reason := why_not(model):
-            pack(model)
-            loaded = Loaded(spec, model, tokenizer, weight_bytes(model), f"transformers: {reason}")
-        else:
-            lean = Lean(model, consume=True)
-            loaded = Loaded(spec, lean, tokenizer, lean.weight_bytes, "lean")
-        del model
+    if reason := why_not(model):
+        pack(model)
+        loaded = Loaded(spec, model, tokenizer, weight_bytes(model), f"transformers: {reason}")
+    else:
+        lean = Lean(model, consume=True)
+        loaded = Loaded(spec, lean, tokenizer, lean.weight_bytes, "lean")
+    del model
+    on_large_pages(module.packed for module in loaded.model.modules() if isinstance(module, PackedLinear))
     if warm:
         CachedModel(loaded.model).score([0], Draft.chain((0,)))
     return loaded

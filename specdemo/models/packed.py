@@ -32,12 +32,12 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.nbytes = weight.numel() * weight.element_size()
         # Neither parameter nor buffer: the packed layout can be neither moved nor saved.
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
         self.bias = bias
 
     def forward(self, rows: Tensor) -> Tensor:
         """The product, in oneDNN."""
-        return torch.ops.mkldnn._linear_pointwise.default(rows, self._weight, self.bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise.default(rows, self.packed, self.bias, "none", [], "")
 
 
 def pack(model: nn.Module) -> None:
