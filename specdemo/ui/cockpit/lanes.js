@@ -113,7 +113,7 @@ function draw() {
     const atBottom = lane.scrollHeight - lane.scrollTop - lane.clientHeight < 40;
     const fragment = document.createDocumentFragment();
     for (const record of records) record.head ? drawHead(name, record.head, fragment) : drawRound(name, record, fragment);
-    $(".ahead", lane)?.remove();
+    if (lane.lastElementChild?.className === "ahead") lane.lastElementChild.remove();
     lane.append(fragment);
     drawAhead(lane, records.at(-1).ahead);
     if (atBottom) lane.scrollTop = lane.scrollHeight;
