@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import socket
 import sys
@@ -99,6 +100,7 @@ def main(argv: list[str] | None = None) -> int:
         prevent_thread_lock=True,
         **launch_options(page),
     )
+    gc.freeze()  # half a million objects that are here to stay: to go over them again stops every thread for 0.4 s
     print(f"specdemo is ready: {public or local}  (Ctrl+C ends it)", flush=True)
     try:
         if args.window:

@@ -7,6 +7,7 @@ page in a real browser; the model is replaced by rounds of a recorded trace, at 
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import sys
@@ -87,6 +88,7 @@ def main() -> None:
     player = Player(options.tokens, options.rate)
     demo = build(engine=player)
     _, url, _ = demo.launch(server_name="127.0.0.1", prevent_thread_lock=True, **launch_options())
+    gc.freeze()  # as the program does
     path = browser.executable() or sys.exit(browser.MISSING)
     print("| run | frames | p50 ms | p95 ms | longest ms | behind the worker: p95 ms | most ms | heap MB | spans |")
     print("|---|---|---|---|---|---|---|---|---|")

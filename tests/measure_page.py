@@ -6,23 +6,28 @@ A script, not a test: `.venv/bin/python tests/measure_page.py --help`. It wants 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import browser
+import psutil
 import torch
-from pagekit import ARGS, CODE, run, saved, status
+from pagekit import ARGS, CODE, run, status
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from app import choose_port
@@ -79,10 +84,11 @@ def tab(opened: Browser) -> Iterator[Page]:
 
 
 @contextmanager
-def served(shelf: Shelf) -> Iterator[Any]:
+def served(shelf: Shelf, engine: Kept) -> Iterator[Any]:
     """The page, served from this process."""
-    demo = build(shelf)
+    demo = build(shelf, engine=engine)
     _, demo.url, _ = demo.launch(server_name=HOST, prevent_thread_lock=True, **launch_options())
+    gc.freeze()  # as the program does
     try:
         yield demo
     finally:
@@ -97,20 +103,79 @@ def fill(page: Page, name: str, value: float) -> None:
     box.blur()
 
 
-def in_terminal(demo: Any, shelf: Shelf, recipe: Recipe) -> Trace:
-    """A run as the terminal does it, in the thread that owns the models, as one job without turns."""
-    stream = demo.worker.submit(lambda: iter([list(generate(recipe, CODE, shelf))]))
+class Kept:
+    """`generate`, and the trace of its latest run."""
+
+    def __init__(self) -> None:
+        self.trace: Trace = []
+
+    def __call__(self, *given: Any) -> Iterator[dict[str, Any]]:
+        self.trace = []
+        for event in generate(*given):
+            if "phase" not in event:
+                self.trace.append(event)
+            yield event
+
+
+@contextmanager
+def halted(browser_process: psutil.Process) -> Iterator[None]:
+    """Within, the browser is as good as closed."""
+    family = [browser_process, *browser_process.children(recursive=True)]
+    for one in family:
+        one.suspend()
+    try:
+        yield
+    finally:
+        for one in family:
+            one.resume()
+
+
+def in_terminal(demo: Any, engine: Kept, shelf: Shelf, recipe: Recipe, threads: int) -> None:
+    """A run as the terminal does it: on all its threads, in the one that owns the models, without turns."""
+
+    def job() -> Iterator[int]:
+        usual = torch.get_num_threads()
+        torch.set_num_threads(threads)  # of the thread that calls, too
+        try:
+            yield sum(1 for _ in engine(recipe, CODE, shelf))
+        finally:
+            torch.set_num_threads(usual)
+
+    stream = demo.worker.submit(job)
     stream.wait()
     if stream.error:
         raise stream.error
-    return [line for line in stream.items[0] if "phase" not in line]
 
 
-def on_page(page: Page) -> Trace:
-    """A run as a visitor does it, and the trace that they save."""
+def on_page(page: Page) -> None:
+    """A run as a visitor does it."""
     run(page, CODE)
     status(page, "done")
-    return saved(page)
+
+
+def read_along(url: str, asked: str) -> None:
+    """A visitor who draws nothing: press Run, read the stream to its end. In a process of its own, the least urgent."""
+    os.nice(19)
+    with urlopen(f"{url}config") as answer:
+        config = json.load(answer)
+    props = {part["id"]: part["props"] for part in config["components"]}
+    run_button = next(one for one, about in props.items() if about.get("elem_id") == "run")
+    pressed = next(event for event in config["dependencies"] if [run_button, "click"] in event["targets"])
+    drawn = next(event for event in config["dependencies"] if event["inputs"] == pressed["outputs"])
+    wanted = json.loads(asked)
+    values = [wanted.get(props[one].get("elem_id"), props[one].get("value")) for one in pressed["inputs"]]
+    body = {"data": [json.dumps(values)], "fn_index": drawn["id"], "session_hash": f"reader{os.getpid()}"}
+    head = {"Content-Type": "application/json"}
+    urlopen(Request(f"{url}gradio_api/queue/join", json.dumps(body).encode(), head)).read()
+    with urlopen(f"{url}gradio_api/queue/data?session_hash={body['session_hash']}") as stream:
+        for line in stream:
+            if b'"close_stream"' in line:
+                return
+
+
+def plain(value: Any) -> Any:
+    """As a trace file would hold it."""
+    return json.loads(json.dumps(value))
 
 
 def text(trace: Trace) -> list[int]:
@@ -124,37 +189,93 @@ def speed(trace: Trace) -> float:
     return sum(len(step["tokens"]) for step in steps[1:]) / (steps[-1]["t"] - steps[0]["t"])
 
 
-def page_cost(rounds: int, tokens: int) -> None:
-    """Decode the same text in both ways, in turn, and print what each took."""
-    recipe = Recipe(pair="bundled", method="draft", gamma=3, temperature=0.0, top_p=1.0, max_tokens=tokens)
-    shelf = Shelf()
-    with served(shelf) as demo, chromium() as opened, tab(opened) as page:
+def used() -> dict[str, float]:
+    """CPU seconds so far: of this process by thread, of the browser by kind of process."""
+    seconds: dict[str, float] = {}
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    for thread in psutil.Process().threads():
+        name = names.get(thread.id, "torch and others")
+        name = {"device": "worker", "Thread-1 (run)": "server"}.get(name, "torch and others")
+        seconds[name] = seconds.get(name, 0) + thread.user_time + thread.system_time
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            line = process.cmdline()
+            if line and "chrom" in line[0]:
+                kind = next((word[7:] for word in line if word.startswith("--type=")), "browser")
+                spent = process.cpu_times()
+                seconds[f"chromium {kind}"] = seconds.get(f"chromium {kind}", 0) + spent.user + spent.system
+    return seconds
+
+
+def page_cost(rounds: int, tokens: int, like_root: bool) -> None:
+    """Decode the same text in a terminal's loop, for a reader and on the page, in turn; print what each took."""
+    recipe = Recipe(pair="bundled", method="draft", gamma=3, temperature=0.0, top_p=1.0, max_tokens=tokens, top=5)
+    shelf, engine, threads = Shelf(), Kept(), torch.get_num_threads()
+    with served(shelf, engine) as demo, chromium() as opened, tab(opened) as page:
         page.goto(demo.url)
         expect(page.locator("#lane-spec")).to_be_visible()
-        for name in ("gamma", "temperature", "top_p", "max_tokens"):
-            fill(page, name.replace("_", "-"), getattr(recipe, name))
-        ways = {"terminal": lambda: in_terminal(demo, shelf, recipe), "page": lambda: on_page(page)}
-        first = {way: decode() for way, decode in ways.items()}
-        if first["page"][0]["recipe"] != json.loads(json.dumps(asdict(recipe))):
-            sys.exit(f"The page ran another recipe: {first['page'][0]['recipe']}")
+        asked = {
+            name.replace("_", "-"): getattr(recipe, name) for name in ("gamma", "temperature", "top_p", "max_tokens")
+        }
+        for name, value in asked.items():
+            fill(page, name, value)
+        asked["prompt"] = CODE
+        family = psutil.Process().children(recursive=True)
+        shown = next(one for one in family if "chrom" in one.name() and "--type" not in " ".join(one.cmdline()))
+        if not like_root:  # only root's browser may put itself before everybody else
+            for one in [shown, *shown.children(recursive=True)]:
+                for thread in one.threads():
+                    os.setpriority(os.PRIO_PROCESS, thread.id, 0)
+
+        def terminal() -> None:
+            with halted(shown):
+                in_terminal(demo, engine, shelf, recipe, threads)
+
+        def one_thread() -> None:
+            with halted(shown):
+                in_terminal(demo, engine, shelf, recipe, 1)
+
+        def reader() -> None:
+            with halted(shown):
+                subprocess.run([sys.executable, __file__, "--read", demo.url, json.dumps(asked)], check=True)
+
+        ways = {"terminal": terminal, "one thread": one_thread, "reader": reader, "page": lambda: on_page(page)}
         speeds: dict[str, list[float]] = {way: [] for way in ways}
-        for i in range(rounds):
-            for way in sorted(ways, reverse=bool(i % 2)):  # each goes first in turn
-                trace = ways[way]()
-                if text(trace) != text(first["terminal"]):
+        spent: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+        first = None
+        for i in range(-1, rounds):
+            order = list(ways) if i % 2 else list(ways)[::-1]  # each goes first in turn
+            for way in order:
+                before = used()
+                ways[way]()
+                after, trace = used(), engine.trace
+                if plain(trace[0]["recipe"]) != plain(asdict(recipe)):
+                    sys.exit(f"The {way} ran another recipe: {trace[0]['recipe']}")
+                first = first or text(trace)
+                if text(trace) != first:
                     sys.exit(f"The {way} wrote another text: the speeds cannot be compared.")
-                speeds[way].append(speed(trace))
-    ratios = [ours / theirs for ours, theirs in zip(speeds["page"], speeds["terminal"], strict=True)]
-    low, high = interval(ratios)
-    middle = [statistics.median(column) for column in (speeds["terminal"], speeds["page"], ratios)]
-    rows = [
-        [str(i), f"{theirs:.1f}", f"{ours:.1f}", f"{ratio:.3f}"]
-        for i, (theirs, ours, ratio) in enumerate(zip(speeds["terminal"], speeds["page"], ratios, strict=True), 1)
-    ]
-    rows.append(["median", f"{middle[0]:.1f}", f"{middle[1]:.1f}", f"{middle[2]:.3f} [{low:.3f}, {high:.3f}]"])
-    device = first["page"][0]["environment"]["device"]
-    print(f"\nDecoding {len(text(first['page']))} tokens on {device}, {torch.get_num_threads()} threads\n")
-    show(("round", "terminal, tokens/s", "page, tokens/s", "page / terminal"), rows)
+                if i >= 0:  # the first round only warms up
+                    speeds[way].append(speed(trace))
+                    took = [line for line in trace if "i" in line][-1]["t"]
+                    spent[way].append({name: (after[name] - before.get(name, 0)) / took for name in after})
+    device = trace[0]["environment"]["device"]
+    print(f"\n{tokens} tokens on {device}; threads: {threads} in the terminal, {torch.get_num_threads()} on the page\n")
+    rows = []
+    for way, column in speeds.items():
+        ratios = [ours / theirs for ours, theirs in zip(column, speeds["terminal"], strict=True)]
+        low, high = interval(ratios)
+        rows.append(
+            [way, f"{statistics.median(column):.1f}", f"{statistics.median(ratios):.3f} [{low:.3f}, {high:.3f}]"]
+        )
+    show(("way", "tokens/s", "of the terminal's"), rows)
+    print("\nCPU, milliseconds per second of the run\n")
+    names = sorted({name for runs in spent.values() for one in runs for name in one})
+    middle = {
+        way: {name: 1000 * statistics.median(one.get(name, 0) for one in runs) for name in names}
+        for way, runs in spent.items()
+    }
+    rows = [[name, *(f"{column[name]:.0f}" for column in middle.values())] for name in names]
+    show(("", *middle), [row for row in rows if any(cell != "0" for cell in row[1:])])
 
 
 def answers(port: int) -> bool:
@@ -231,12 +352,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=8, help="pairs of runs (default: 8)")
     parser.add_argument("--tokens", type=int, default=256, help="tokens per run (default: 256)")
+    parser.add_argument("--root", action="store_true", help="leave root's browser the priority that it takes itself")
+    parser.add_argument("--read", nargs=2, metavar=("URL", "SETTINGS"), help=argparse.SUPPRESS)
     parser.add_argument("--skip-cold", action="store_true", help="leave the cold starts out")
     options = parser.parse_args()
     if options.rounds < 1 or not 8 <= options.tokens <= 1024:
         parser.error("--rounds must be at least 1 and --tokens from 8 to 1024")
     expect.set_options(timeout=PATIENCE * 1000)
-    page_cost(options.rounds, options.tokens)
+    if options.read:
+        return read_along(*options.read)
+    page_cost(options.rounds, options.tokens, options.root)
     if not options.skip_cold:
         cold_starts()
 

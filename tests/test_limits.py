@@ -117,8 +117,8 @@ def test_preflight_is_held_to_the_same(served: Any) -> None:
         client(served, "198.51.100.1").predict(pair="../../etc/passwd", api_name="/preflight")
 
 
-def press_run(url: str, **values: Any) -> dict[str, Any]:
-    """What the page's own button is answered, when a script presses it with values of its own."""
+def press_run(url: str, taken: Any = None, **values: Any) -> dict[str, Any]:
+    """What the page's own button is answered, when a script presses it with values of its own, or with `taken`."""
     config = httpx.get(f"{url}config").json()
     known = {part["id"]: part["props"] for part in config["components"]}
     run = next(part for part, props in known.items() if props.get("elem_id") == "run")
@@ -126,7 +126,8 @@ def press_run(url: str, **values: Any) -> dict[str, Any]:
     inputs = [known[part] for part in button["inputs"]]
     assert values.keys() <= {props.get("elem_id") for props in inputs}
     data = [values.get(props.get("elem_id") or "", props.get("value")) for props in inputs]
-    asked = {"data": data, "fn_index": button["id"], "session_hash": "script"}
+    handler = next(event for event in config["dependencies"] if event["inputs"] == button["outputs"])
+    asked = {"data": [taken or json.dumps(data)], "fn_index": handler["id"], "session_hash": "script"}
     assert httpx.post(f"{url}gradio_api/queue/join", json=asked).status_code == 200
     frame: dict[str, Any] = {}
     with httpx.stream(
@@ -148,6 +149,8 @@ def test_the_pages_own_button_is_held_to_the_same(served: Any) -> None:
         f"unknown pair '../../etc': known are {', '.join(PAIRS)}",
     ]
     assert press_run(served.url, prompt="x" * 10**6)["phase"][1].startswith("the prompt has 1,000,000 characters")
+    for junk in ("{", "null", "[1]", '{"prompt": "x"}', 7):
+        assert press_run(served.url, junk) == {}
     done = press_run(served.url, prompt=CODE, **{"max-tokens": 8})
     assert done["over"] and done["phase"] == ["done", "8 tokens, limit reached"]
 

@@ -6,6 +6,7 @@ import json
 import re
 from typing import Any
 
+import gradio as gr
 import gradio_client
 import pytest
 from pagekit import (
@@ -380,3 +381,10 @@ def test_the_page_begins_with_a_known_pair() -> None:
     with pytest.raises(Refused, match="unknown pair"):
         build(pair="no such pair")
     assert "bundled" in PAIRS
+
+
+def test_gradio_still_has_the_pauses_that_the_page_makes_longer(served: Any) -> None:
+    """They are no public setting: under other names, gradio would be back at a thousand looks a second."""
+    usual = gr.Blocks().queue()._queue
+    for pause in ("sleep_when_free", "progress_update_sleep_when_free"):
+        assert getattr(usual, pause) <= getattr(served._queue, pause)

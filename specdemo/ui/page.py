@@ -46,6 +46,7 @@ from specdemo.worker import Crew, Worker, WorkerBusy
 __all__ = ["build", "launch_options"]
 
 EXAMPLES = ASSETS / "examples.json"
+LOOK_S = 0.05  # seconds that a press may wait before gradio sees it
 RECORDED_TOP = 5  # tokens of every law that a run on the page records, for the inspector
 
 HEADER = """<header><h1>specdemo</h1><p>Speculative decoding, token by token: what was drafted, what the target kept,
@@ -55,6 +56,14 @@ and what it bought.</p></header>"""
 def toast(run: Run) -> None:
     """Say what the status line says where it cannot be missed. gradio takes toasts for markup, visitors write text."""
     gr.Warning(html.escape(run.phase[1]))
+
+
+def calm(page: gr.Blocks) -> None:
+    """Have gradio look twenty times a second whether anybody pressed anything, as on Windows, not a thousand times.
+
+    Each look takes Python's lock from the thread that decodes. There is no public way to say so.
+    """
+    page._queue.sleep_when_free, page._queue.progress_update_sleep_when_free = LOOK_S, 2 * LOOK_S
 
 
 def build(
@@ -80,8 +89,12 @@ def build(
     def settings_of(values: Any) -> dict[str, Any]:
         return dict(zip(names, values, strict=True))
 
-    async def show(request: gr.Request, kept: Any, *values: Any) -> AsyncIterator[str]:
-        settings = settings_of(values)
+    async def show(request: gr.Request, pressed_with: Any) -> AsyncIterator[str]:
+        try:
+            kept, *values = json.loads(pressed_with)
+            settings = settings_of(values)
+        except (TypeError, ValueError):  # only a script presses so
+            raise gr.Error("a run takes one JSON list, of the kept lanes and every setting of the page") from None
         prompt, compare = settings["prompt"], settings["compare"]
         beside = others(kept)
         run = service.runs.new(request.session_hash or "", plan_of(settings, compare, len(beside)))
@@ -213,9 +226,18 @@ def build(
         queued = {"show_progress": "hidden", "concurrency_limit": None, "api_visibility": "private"}
         told = {"show_progress": "hidden", "queue": False, "api_visibility": "private"}
         method.change(lambda name: ABOUT.get(name, ""), method, about, **told)
+        # One input that holds them all: gradio goes over every input of an event with every frame that the event gives.
+        taken = gr.Textbox(visible=False)
         pressed = go.click(
-            show,
+            None,
             [kept, *settable],
+            taken,
+            js="(...values) => JSON.stringify(values)",
+            trigger_mode="multiple",
+            api_visibility="private",
+        ).then(
+            show,
+            taken,
             drawn,
             preprocess=False,  # the recipe judges raw values, in its own words
             show_progress="hidden",
@@ -249,6 +271,7 @@ def build(
         found.change(restore, found, settable, **told)
         demo.unload(leave)
     demo.queue(max_size=64)
+    calm(demo)
     demo.worker, demo.clouds = service.worker, service.clouds
     probe = replace(usual, method="ar", max_tokens=2)
     demo.health = Health(service, probe) if isinstance(service.worker, Worker) else None  # else a look would cost quota

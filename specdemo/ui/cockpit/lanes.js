@@ -3,6 +3,7 @@
 const $ = (selector, within = element) => within.querySelector(selector);
 const NOT_KEPT = new Set(["rejected", "ignored"]);
 const PATIENCE_MS = 2500; // without a frame for this long, ask: frames may have been lost
+const FIGURES_MS = 250; // between two drawings of tiles, clock and curve: nobody reads a dozen a second
 const HEADINGS = { spec: "Speculative", ar: "Plain", third: "Third lane", fourth: "Fourth lane" };
 
 let run = null; // id of the run on show
@@ -15,6 +16,7 @@ let asking = false;
 let stopWanted = false;
 let began = 0;
 let heard = 0;
+let figured = 0; // when tiles, clock and curve were last drawn
 const past = new Set(); // earlier runs, whose last frames may still arrive
 const cellOf = new WeakMap(); // token span -> [cell, step index]
 const lanes = {}; // by name: the box, the lane in it, its rounds so far, as {span, t, tokens: so many committed by then}
@@ -111,11 +113,18 @@ function draw() {
     const atBottom = lane.scrollHeight - lane.scrollTop - lane.clientHeight < 40;
     const fragment = document.createDocumentFragment();
     for (const record of records) record.head ? drawHead(name, record.head, fragment) : record.note ? drawNote(record.note, fragment) : drawRound(name, record, fragment);
-    $(".ahead", lane)?.remove();
+    if (lane.lastElementChild?.className === "ahead") lane.lastElementChild.remove();
     lane.append(fragment);
     drawAhead(lane, records.at(-1).ahead);
     if (atBottom) lane.scrollTop = lane.scrollHeight;
   }
+  if (state.over || performance.now() - figured >= FIGURES_MS) drawFigures();
+  if (state.over) return finish();
+  if (busy && element.dataset.stopping !== "yes") say(state.phase[0], state.phase[1]);
+}
+
+function drawFigures() {
+  figured = performance.now();
   for (const [name, [value, note]] of Object.entries(state.tiles)) {
     const tile = $(`[data-kpi=${name}]`);
     setText($(".value", tile), value);
@@ -123,8 +132,7 @@ function draw() {
   }
   showRates();
   spark();
-  if (state.over) return finish();
-  if (busy && element.dataset.stopping !== "yes") say(state.phase[0], state.phase[1]);
+  showClock();
 }
 
 function showRates() {
@@ -226,9 +234,11 @@ function say(phase, text) {
   setText($("#status"), text ? `${phase}: ${text}` : phase);
 }
 
+function showClock() { if (busy) setText($(".clock"), `${((performance.now() - began) / 1000).toFixed(1)} s`); }
+
 function tick() {
   if (!busy) return;
-  setText($(".clock"), `${((performance.now() - began) / 1000).toFixed(1)} s`);
+  if (performance.now() - figured > 1.5 * FIGURES_MS) { figured = performance.now(); showClock(); } // else a frame does
   if (run !== null && performance.now() - heard > PATIENCE_MS) { heard = performance.now(); catchUp(); }
 }
 
@@ -241,7 +251,7 @@ function press() {
   element.dataset.stopping = "no";
   markButtons();
   say("queued", "");
-  tick();
+  showClock();
 }
 
 function finish() {
@@ -265,7 +275,7 @@ function finish() {
 }
 
 function over(phase, sentence) {
-  tick();
+  showClock();
   busy = false;
   element.dataset.stopping = "no";
   $(".cockpit").dataset.phase = phase;

@@ -57,6 +57,7 @@ function showTip(span) {
 }
 
 function hideTip() {
+  if ($("#tip").hidden) return; // else every scroll would search the whole page
   $("#tip").hidden = true;
   $(".mates")?.classList.remove("mates");
   $("[aria-describedby]")?.removeAttribute("aria-describedby");
