@@ -179,6 +179,16 @@ def configuration(spec: Spec, hub: Hub, tell: Tell = quietly) -> PretrainedConfi
     return config
 
 
+def head_apart(spec: Spec, hub: Hub) -> bool:
+    """Whether the configuration, as it is written, says that the head is no copy of the embeddings.
+
+    As it is read that may be lost: T5 was tied at first and is not since its version 1.1, and its class in
+    `transformers` says that it is, until it finds both in the file.
+    """
+    written, _ = PretrainedConfig.get_config_dict(hub.settings(spec.name, spec.revision))
+    return written.get("tie_word_embeddings") is False
+
+
 @contextmanager
 def _told_of_weights(name: str, tell: Tell) -> Iterator[None]:
     """Tell, of every tensor that `transformers` reads, that it has been read."""
