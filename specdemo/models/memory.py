@@ -74,6 +74,17 @@ def weight_bytes(model: torch.nn.Module) -> int:
     return sum(t.numel() * t.element_size() for t in tensors.values()) + sum(packed)
 
 
+def share_one_heap() -> None:
+    """Have all threads take memory from one heap, those that have none of their own yet (glibc; nothing elsewhere).
+
+    glibc gives a new thread a heap of its own, and `malloc_trim` leaves the free end of such a heap where it is, up to
+    the threshold below. Models are loaded in one thread and let go in another, so every round of that left some more.
+    """
+    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
+        arena_max = -8  # M_ARENA_MAX of malloc.h
+        mallopt(arena_max, 1)
+
+
 @contextmanager
 def given_back_at_once() -> Iterator[None]:
     """Within, whatever is freed in larger pieces goes back to the system at once (glibc; nothing elsewhere).
