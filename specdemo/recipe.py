@@ -123,7 +123,7 @@ class Recipe:
             raise Refused(f"repetition_penalty must be above 0 (1 is none), not {self.repetition_penalty}")
         if self.method in WITH_DRAFTER and self.models[1] is None:
             raise Refused(f"method {self.method} needs a drafter: give one, or choose method nasd, self or ar")
-        if self.models[0] in MODELS and MODELS[self.models[0]].encoder:
+        if self.encoder:
             refuse_with_encoder(self.method)  # before gigabytes come
         if self.exit_layer is not None and self.skip_layers:
             raise Refused("give either exit_layer or skip_layers, not both")
@@ -176,6 +176,11 @@ class Recipe:
             return self.target, self.drafter
         pair = PAIRS[self.pair or "bundled"]
         return pair.target, pair.drafter
+
+    @property
+    def encoder(self) -> bool:
+        """Whether the target is known, without a look at it, to read its prompt in an encoder."""
+        return self.models[0] in MODELS and MODELS[self.models[0]].encoder
 
     @property
     def target_spec(self) -> Spec:

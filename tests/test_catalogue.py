@@ -18,6 +18,7 @@ from specdemo.models.pairs import PAIRS, REVISIONS
 from specdemo.models.quantise import skeleton
 from specdemo.models.shelf import Shelf
 from specdemo.models.slots import can_roll_back
+from specdemo.preflight import preflight
 from specdemo.recipe import Recipe
 
 SMALL = [known for known in MODELS.values() if known.parameters < 2e9]
@@ -59,7 +60,8 @@ def test_the_targets_of_pairs_are_the_larger_and_revisions_are_pinned() -> None:
 def test_what_a_pair_with_encoders_cannot_run_is_refused_before_it_is_fetched(method: str, said: str) -> None:
     with pytest.raises(Refused, match=said):
         Recipe(pair="flan-t5-xl", method=method)
-    assert Recipe(pair="flan-t5-xl").method == "draft"
+    with pytest.raises(Refused, match="begins anew"):
+        preflight(Recipe(pair="flan-t5-xl"), [], Shelf())
 
 
 @pytest.mark.parametrize("method", ["draft", "nasd"])
