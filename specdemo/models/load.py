@@ -31,7 +31,7 @@ from specdemo.models.encdec import auto_class, has_encoder, opening
 from specdemo.models.errand import News, Tell, quietly
 from specdemo.models.hub import Hub
 from specdemo.models.lean import Lean, why_not
-from specdemo.models.memory import given_back_at_once, weight_bytes
+from specdemo.models.memory import given_back_at_once, let_files_go, weight_bytes
 from specdemo.models.packed import pack
 from specdemo.models.parity import Parity, check
 from specdemo.models.placement import place
@@ -103,6 +103,8 @@ def load(spec: Spec, hub: Hub | None = None, tell: Tell = quietly, warm: bool = 
         model, tokenizer = reference(spec, hub, tell)
         if reason := why_not(model):
             pack(model)
+        let_files_go(model)
+        if reason:
             loaded = Loaded(spec, model, tokenizer, weight_bytes(model), f"transformers: {reason}")
         else:
             lean = Lean(model, consume=True)

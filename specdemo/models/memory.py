@@ -15,6 +15,8 @@ import torch
 
 from specdemo.models.packed import PackedLinear
 
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # quantised weights are of kinds of their own
+
 
 def process_bytes() -> int:
     """Resident memory of this process now."""
@@ -72,6 +74,17 @@ def weight_bytes(model: torch.nn.Module) -> int:
     tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}
     packed = (module.nbytes for module in model.modules() if isinstance(module, PackedLinear))
     return sum(t.numel() * t.element_size() for t in tensors.values()) + sum(packed)
+
+
+def let_files_go(model: torch.nn.Module) -> None:
+    """Copy the weights that were neither packed nor quantised, where those are the smaller part.
+
+    In the dtype of their file they are read from it in place, and as long as one of them is, all of it is held.
+    """
+    plain = {id(one): one for one in (*model.parameters(), *model.buffers()) if type(one) in PLAIN}.values()
+    if 2 * sum(one.nbytes for one in plain) < weight_bytes(model):
+        for one in plain:
+            one.data = one.data.clone()
 
 
 def share_one_heap() -> None:

@@ -33,7 +33,6 @@ FLOATS = ("F32", "BF16", "F16")
 STORED = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}  # bytes of a value; all else has 1
 ROWS = 16  # of logits that a round holds: a draft of usual length, filled up
 LAWS = 5  # copies of those in float32: processed, as a law, sorted, accumulated, drawn from
-KERNELS = 14_000_000  # that oneDNN compiles for the shapes of a model's passes (measured: bench/room.py)
 SMALLER = ("bf16", "int8", "nf4")  # what is suggested, in this order
 
 
@@ -46,7 +45,7 @@ class Plan:
     parameters: int  # numbers, not bytes
     weights: int
     kv: int
-    settled: int  # what stays beside them once it has run: compiled kernels, buffers
+    settled: int  # what stays beside them once it has run: buffers, compiled kernels
     passing: int  # the most that a pass takes while it runs: activations, logits, masks
     loading: int
 
@@ -115,7 +114,7 @@ def plan_of(
         sum(weight.numel() for weight in model.parameters()),
         weights=sum(parts) + _copies(model, spec, lean),
         kv=2 * layers_read * kv_heads * head_dim * room * width,
-        settled=activations // 2 + (KERNELS if _packs(spec) and not layers else 0),
+        settled=activations // 2,
         passing=passing + ROWS * text.vocab_size * (width + 4 * LAWS),
         loading=_while_loading(model, spec, lean),
     )
