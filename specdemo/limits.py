@@ -31,6 +31,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 class Limits:
     """The most that one request may be, and the most that one visitor may start. None: no limit."""
 
+    public: bool = False  # whether visitors share the models: nobody may unload what others use
     pairs: tuple[str, ...] = tuple(PAIRS)  # the first of them is what the page begins with
     models: str = "any"
     max_tokens: int | None = None
@@ -125,6 +126,7 @@ class Limits:
 
 
 PUBLIC = Limits(
+    public=True,
     pairs=("bundled",),  # what comes from the hub is gigabytes: a host says which
     models="listed",
     max_tokens=1024,
@@ -147,8 +149,8 @@ def read(environment: Mapping[str, str]) -> Limits:
     given = {name.removeprefix(PREFIX).lower(): text for name, text in environment.items() if name.startswith(PREFIX)}
     given = {name: text.strip() for name, text in given.items() if text.strip() and PREFIX + name.upper() != TOKEN}
     names = {field.name: f"{PREFIX}{field.name.upper()}" for field in fields(Limits)}
-    for name in given.keys() - names.keys() - {"public"}:
-        known("variable", f"{PREFIX}{name.upper()}", (f"{PREFIX}PUBLIC", *names.values()))
+    for name in given.keys() - names.keys():
+        known("variable", f"{PREFIX}{name.upper()}", tuple(names.values()))
     public = given.pop("public", "1" if "SPACE_ID" in environment else "0")
     if public not in ("0", "1"):
         raise Refused(f"{PREFIX}PUBLIC must be 0 or 1, not {public!r}")

@@ -31,7 +31,7 @@ from specdemo.models.cached import CachedModel
 from specdemo.models.early import layer_count, with_layers
 from specdemo.models.load import Loaded
 from specdemo.models.pairs import check_pair
-from specdemo.recipe import FORESTS, Recipe
+from specdemo.recipe import Recipe, refuse_with_encoder
 from specdemo.remote.connect import Distant
 
 Stores = dict[Any, Any]  # what a user's earlier runs taught, by what it was learnt from
@@ -213,11 +213,8 @@ def build(
     if drafter is not None and target.encoder != drafter.encoder:
         role = "target" if target.encoder else "drafter"
         raise Refused(f"the {role} has an encoder and the other model has none: choose two of one kind")
-    if target.encoder and recipe.method in FORESTS:
-        raise Refused(
-            f"method {recipe.method} shows the target several texts at once, and a model with an encoder takes one: "
-            "choose method draft, nasd, suffix or ar"
-        )
+    if target.encoder:
+        refuse_with_encoder(recipe.method)
     warp = _warp(recipe, target)
     shared = Shared(recipe.seed) if RULES[recipe.rule].shares_noise else None
     ours = () if isinstance(target, Distant) else (_cache(recipe, stores, target, prompt, target.parity.pad),)

@@ -93,10 +93,10 @@ def preflight(recipe: Recipe, prompts: Sequence[Prompt], shelf: Shelf) -> Prefli
     """Estimates for `recipe` with drafts of every length. Raises `Refused` where models or method do not fit."""
     if recipe.method not in MODELS + STORES:
         raise Refused(f"preflight knows the methods {', '.join(MODELS + STORES)}, not {recipe.method}")
+    if recipe.encoder or shelf.take(recipe.target_spec).encoder:
+        raise Refused("preflight reads texts as they go on, and a model with an encoder begins anew: run or bench it")
     target = shelf.take(recipe.target_spec)
     drafter = shelf.take(recipe.drafter_spec) if recipe.drafter_spec else None
-    if target.encoder:
-        raise Refused("preflight reads texts as they go on, and a model with an encoder begins anew: run or bench it")
     warp = Warp(recipe.temperature, recipe.top_k, recipe.top_p)
     texts = [_read(target, prompt, recipe.max_tokens) for prompt in prompts]
     texts = [(text, start) for text, start in texts if len(text) - start > LONGEST]

@@ -9,6 +9,7 @@ from specdemo.core.errors import Refused, known
 from specdemo.core.gamma import POLICIES
 from specdemo.core.rules import RULES
 from specdemo.core.sampling import Warp
+from specdemo.models.catalogue import MODELS
 from specdemo.models.pairs import PAIRS, REVISIONS
 from specdemo.models.spec import DTYPES, QUANTIZATIONS, Spec
 from specdemo.remote.choices import COLDEST, Cloud
@@ -122,6 +123,8 @@ class Recipe:
             raise Refused(f"repetition_penalty must be above 0 (1 is none), not {self.repetition_penalty}")
         if self.method in WITH_DRAFTER and self.models[1] is None:
             raise Refused(f"method {self.method} needs a drafter: give one, or choose method nasd, self or ar")
+        if self.encoder:
+            refuse_with_encoder(self.method)  # before gigabytes come
         if self.exit_layer is not None and self.skip_layers:
             raise Refused("give either exit_layer or skip_layers, not both")
         if self.threshold is not None:
@@ -175,6 +178,11 @@ class Recipe:
         return pair.target, pair.drafter
 
     @property
+    def encoder(self) -> bool:
+        """Whether the target is known, without a look at it, to read its prompt in an encoder."""
+        return self.models[0] in MODELS and MODELS[self.models[0]].encoder
+
+    @property
     def target_spec(self) -> Spec:
         """How to load the target."""
         return self._spec(self.models[0], self.quantization, self.device)
@@ -215,3 +223,14 @@ class Recipe:
             return self.method == "ar"  # a search looks for one text; it draws none
         corrected = not self.skip_sample_adjustment or self.temperature == 0
         return RULES[self.rule].exact(Warp(temperature=self.temperature)) and corrected
+
+
+def refuse_with_encoder(method: str) -> None:
+    """Raise `Refused` for a method that a target with an encoder cannot run."""
+    if method in FORESTS:
+        raise Refused(
+            f"method {method} shows the target several texts at once, and a model with an encoder takes one: "
+            "choose method draft, nasd, suffix or ar"
+        )
+    if method == "self":
+        raise Refused("the target has an encoder, and self-speculation is for decoders: choose method nasd")

@@ -10,12 +10,15 @@ import torch
 from tiny import byte_level_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from specdemo.core.errors import Refused
 from specdemo.generate import generate
 from specdemo.models.catalogue import MODELS, Known
+from specdemo.models.encdec import auto_class, has_encoder
 from specdemo.models.pairs import PAIRS, REVISIONS
 from specdemo.models.quantise import skeleton
 from specdemo.models.shelf import Shelf
 from specdemo.models.slots import can_roll_back
+from specdemo.preflight import preflight
 from specdemo.recipe import Recipe
 
 SMALL = [known for known in MODELS.values() if known.parameters < 2e9]
@@ -24,13 +27,15 @@ SMALL = [known for known in MODELS.values() if known.parameters < 2e9]
 @pytest.mark.parametrize("known", SMALL, ids=lambda known: known.name)
 def test_a_shape_has_as_many_weights_as_the_model(known: Known) -> None:
     config = AutoConfig.for_model(known.kind, **known.shape)
-    assert sum(weight.numel() for weight in skeleton(config).parameters()) == known.parameters
+    apart = known.shape.get("tie_word_embeddings") is False
+    assert sum(weight.numel() for weight in skeleton(config, apart).parameters()) == known.parameters
+    assert has_encoder(config) == known.encoder
 
 
 @pytest.mark.parametrize("known", MODELS.values(), ids=lambda known: known.name)
 def test_every_model_can_take_back_tokens(known: Known) -> None:
     config = AutoConfig.for_model(known.kind, **known.shape)
-    assert can_roll_back(AutoModelForCausalLM._model_mapping[type(config)], config)
+    assert can_roll_back(auto_class(config)._model_mapping[type(config)], config)
     assert re.fullmatch("[0-9a-f]{40}", known.revision) and known.licence
 
 
@@ -47,6 +52,16 @@ def test_the_targets_of_pairs_are_the_larger_and_revisions_are_pinned() -> None:
         assert pair.gated == (target.gated or drafter.gated) and pair.licences
         assert 1 <= pair.gamma <= 8
     assert PAIRS["qwen2.5-7b"].chat and not PAIRS["gpt2-xl"].chat and PAIRS["llama-3.1-8b"].gated
+
+
+@pytest.mark.parametrize(
+    ("method", "said"), [("tree", "takes one"), ("beam", "takes one"), ("lookahead", "takes one"), ("self", "decoders")]
+)
+def test_what_a_pair_with_encoders_cannot_run_is_refused_before_it_is_fetched(method: str, said: str) -> None:
+    with pytest.raises(Refused, match=said):
+        Recipe(pair="flan-t5-xl", method=method)
+    with pytest.raises(Refused, match="begins anew"):
+        preflight(Recipe(pair="flan-t5-xl"), [], Shelf())
 
 
 @pytest.mark.parametrize("method", ["draft", "nasd"])

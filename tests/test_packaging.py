@@ -5,7 +5,11 @@ from __future__ import annotations
 import ast
 import io
 import json
+import os
 import re
+import shutil
+import signal
+import socket
 import subprocess
 import sys
 from dataclasses import fields
@@ -121,7 +125,8 @@ def test_the_image_comes_in_two_variants_and_never_runs_as_root():
     assert [rest for name, rest in steps if name == "USER"] == ["1000"]  # once, in the stage that all others come from
     order = [name for name, _ in steps]
     assert order.index("USER") < min(i for i, step in enumerate(steps) if "pip install" in step[1])
-    assert all("--chown=user" in rest for name, rest in steps if name == "COPY")
+    copies = [rest.split() for name, rest in steps if name == "COPY"]
+    assert copies and all(words[0] == "--chown=user" and (ROOT / words[1]).exists() for words in copies)
 
 
 def test_the_image_serves_the_port_that_it_exposes_and_asks_for_tokens():
@@ -149,6 +154,31 @@ def test_what_the_page_reads_is_let_into_the_image():
     assert let_in >= {"app.py", "requirements.txt", "specdemo", "assets"} and "*" in rules
     assert (ROOT / "assets" / "icon.png").is_file()
     assert not any(rule.startswith("assets/icon") for rule in rules)
+
+
+def test_the_program_runs_from_what_the_image_holds(tmp_path: Path) -> None:
+    """Copied as the image copies it, started by its command, asked by its own health check; only the port differs."""
+    rules = (ROOT / ".dockerignore").read_text("utf-8").split("\n")
+    left_out = [Path(rule).name for rule in rules if rule and rule[0] not in "!#" and rule != "*"]
+    for rule in rules:
+        if rule.startswith("!") and (source := ROOT / rule[1:]).is_dir():
+            shutil.copytree(source, tmp_path / rule[1:], ignore=shutil.ignore_patterns(*left_out))
+        elif rule.startswith("!"):
+            shutil.copy(source, tmp_path)
+    steps = dict(dockerfile())
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        port = str(door.getsockname()[1])
+    start, check = (json.loads(steps[name].partition("CMD ")[2] or steps[name]) for name in ("CMD", "HEALTHCHECK"))
+    start, check = ([sys.executable, *(word.replace("7860", port) for word in one[1:])] for one in (start, check))
+    environment = {**os.environ, "SPECDEMO_PUBLIC": "1", "PYTHONUNBUFFERED": "1", "HF_HOME": str(tmp_path / "hub")}
+    environment.pop("PYTHONPATH", None)
+    with subprocess.Popen(start, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as program:
+        try:
+            assert any(line.startswith("specdemo is ready") for line in program.stdout)
+            subprocess.run(check, cwd=tmp_path, check=True, timeout=60)
+        finally:
+            program.send_signal(signal.SIGINT)  # as the image's STOPSIGNAL
+        assert program.wait(60) == 0 and steps["STOPSIGNAL"] == "SIGINT"
 
 
 def test_the_readme_tells_every_limit_as_it_is():

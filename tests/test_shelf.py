@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import os
 import resource
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from tiny import byte_level_tokenizer, save_model
 
 from specdemo.core.errors import Refused
@@ -19,6 +23,7 @@ from specdemo.models.spec import Spec
 from specdemo.recipe import Recipe
 
 LONG = 200_000
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +99,40 @@ def test_what_is_unloaded_is_gone(way: str, specs: tuple[Spec, Spec, Spec]) -> N
     del loaded
     shelf.drop(recipe.target_spec) if way == "drop" else getattr(shelf, way)()
     assert [one() for one in gone] == [None, None, None] and not shelf.weight_bytes
+
+
+def test_rounds_of_loading_running_and_unloading_leave_memory_flat() -> None:
+    """In a process of its own, the bundled pair again and again.
+
+    Where every thread had a heap of its own, some 8 MB stayed with every round; a dictionary that grows takes 3, once.
+    """
+    asked = ["--rounds", "6", "--quantization", "none", "--device", "cpu"]
+    command = [sys.executable, "-m", "specdemo.bench.room", *asked]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    said = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+    taken = [float(figure) for figure in said.partition(":")[2].split()]
+    assert len(taken) == 6 and min(taken) > 100
+    assert max(taken) - taken[0] < 20, taken
+
+
+def test_no_tensor_stays_that_was_not_there_before(specs: tuple[Spec, Spec, Spec]) -> None:
+    """Counted, not measured: what the first round leaves (none), no further round adds to."""
+
+    def held() -> int:
+        gc.collect()
+        return sum(one.numel() * one.element_size() for one in gc.get_objects() if isinstance(one, torch.Tensor))
+
+    shelf, counts = Shelf(), []
+    for _ in range(4):
+        for spec in specs:
+            recipe = Recipe(
+                target=spec.name, drafter=spec.name, dtype=spec.dtype, device="cpu", max_tokens=8, method="draft"
+            )
+            list(generate(recipe, "def add(a, b):", shelf))
+        during = held()
+        shelf.clear()
+        counts.append(held())
+    assert len(set(counts)) == 1 and during > counts[0]
 
 
 def test_a_run_keeps_its_models_though_they_are_unloaded(specs: tuple[Spec, Spec, Spec]) -> None:

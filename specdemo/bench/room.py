@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -65,8 +65,7 @@ def measure(name: str, folder: str, quantization: str, device: str) -> Case:
     }
     shelf, small = Shelf(), Recipe(target=BUNDLED["drafter"], **asked)
     drive(small, "def f():\n", shelf)
-    if QUANTIZATIONS[quantization].bits:
-        drive(replace(small, quantization="int8"), "def f():\n", shelf)  # the library takes 45 MB once
+    drive(replace(small, quantization=quantization), "def f():\n", shelf)  # what libraries take once for a form
     tokenizer = shelf.take(small.target_spec).tokenizer  # every model here has it
     recipe = Recipe(target=folder, quantization=quantization, **asked)
     length = len(tokenizer.encode(prompt)) + recipe.max_tokens
@@ -89,15 +88,14 @@ def measure(name: str, folder: str, quantization: str, device: str) -> Case:
     )
 
 
-def rounds(count: int, device: str) -> Iterator[int]:
-    """Bytes in use after each round of loading, running, switching and unloading."""
+def rounds(count: int, device: str, forms: Sequence[str]) -> Iterator[int]:
+    """Bytes in use after each round of loading the bundled pair in each of `forms`, running it, and unloading all."""
     shelf, where = Shelf(), find_device(device)
-    forms = ("none", "bf16", "nf4") if unavailable("nf4", where) is None else ("none", "bf16")
     for i in range(count + 1):
         for form in forms:
-            drive(
-                Recipe(quantization=form, drafter_quantization=form, device=device, max_tokens=32), "def f():\n", shelf
-            )
+            if unavailable(form, where) is None:
+                asked = {"quantization": form, "drafter_quantization": form, "device": device}
+                drive(Recipe(max_tokens=32, **asked), "def f():\n", shelf)
         shelf.clear()
         if i:  # libraries have set themselves up in the first
             yield used(where)
@@ -167,7 +165,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.rounds:
         print("MB in use after each round:", end="", flush=True)
-        for taken in rounds(options.rounds, options.device):
+        for taken in rounds(options.rounds, options.device, options.quantization):
             print(f" {taken / 1e6:.1f}", end="", flush=True)
         print()
         return

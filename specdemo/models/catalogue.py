@@ -23,6 +23,7 @@ class Known:
     chat: bool = False  # whether its tokenizer brings a chat template
     gated: bool = False  # whether its licence has to be accepted on the hub first
     untied: int = 0  # weights that its files hold besides: a copy of tied embeddings
+    encoder: bool = False  # whether it reads its prompt apart from what it writes
 
     @property
     def download(self) -> int:
@@ -58,6 +59,12 @@ def _pythia(size: str, revision: str, parameters: int, *shape: int) -> Known:
     layers, hidden, heads, inner = shape
     untied = _shape(layers, hidden, heads, heads, inner, 50304, 2048, tie_word_embeddings=False)
     return Known(f"EleutherAI/pythia-{size}", revision, "Apache-2.0", parameters, 2, "gpt_neox", untied)
+
+
+def _flan(size: str, revision: str, parameters: int, layers: int, hidden: int, heads: int, inner: int) -> Known:
+    shape = {"num_layers": layers, "num_decoder_layers": layers, "d_model": hidden, "num_heads": heads, "d_ff": inner}
+    more = {"d_kv": 64, "vocab_size": 32128, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+    return Known(f"google/flan-t5-{size}", revision, "Apache-2.0", parameters, 4, "t5", shape | more, encoder=True)
 
 
 _QWEN_05 = _shape(24, 896, 14, 2, 4864, 151936, 32768, tie_word_embeddings=True)
@@ -137,6 +144,9 @@ MODELS = {
             _shape(42, 3584, 16, 8, 14336, 256000, 8192, head_dim=256, sliding_window=4096, tie_word_embeddings=True),
             gated=True,
         ),
+        _flan("small", "0fc9ddf78a1e988dac52e2dac162b0ede4fd74ab", 76_961_152, 8, 512, 6, 1024),
+        _flan("large", "0613663d0d48ea86ba8cb3d7a44f0f65dc596a2a", 783_150_080, 24, 1024, 16, 2816),
+        _flan("xl", "7d6315df2c2fb742f0f5b556879d730926ca9001", 2_849_757_184, 24, 2048, 32, 5120),
         _pythia("70m", "a39f36b100fe8a5377810d56c3f4789b9c53ac42", 70_426_624, 6, 512, 8, 2048),
         _pythia("160m", "50f5173d932e8e61f858120bcb800b97af589f46", 162_322_944, 12, 768, 12, 3072),
         _pythia("2.8b", "2a259cdd96a4beb1cdf467512e3904197345f6a9", 2_775_208_960, 32, 2560, 32, 10240),

@@ -198,8 +198,8 @@ class Lean:
 
 
 def unmapped(weight: Tensor) -> Tensor:
-    """A weight of its own where this is a view into a mapped file and all others are packed: the file can then go."""
-    return weight.clone() if can_pack(weight) and weight.untyped_storage().nbytes() > weight.nbytes else weight
+    """A copy, where most other weights are packed: a file that this is read from in place can go then."""
+    return weight.clone() if can_pack(weight) else weight
 
 
 def rms_norm(gain: Tensor, eps: float) -> Rows:

@@ -31,7 +31,7 @@ from specdemo.models.encdec import auto_class, has_encoder, opening
 from specdemo.models.errand import News, Tell, quietly
 from specdemo.models.hub import Hub
 from specdemo.models.lean import Lean, why_not
-from specdemo.models.memory import given_back_at_once, on_large_pages, weight_bytes
+from specdemo.models.memory import given_back_at_once, let_files_go, on_large_pages, weight_bytes
 from specdemo.models.packed import PackedLinear, pack
 from specdemo.models.parity import Parity, check
 from specdemo.models.placement import place
@@ -101,8 +101,11 @@ def load(spec: Spec, hub: Hub | None = None, tell: Tell = quietly, warm: bool = 
     """
     with given_back_at_once():
         model, tokenizer = reference(spec, hub, tell)
-    if reason := why_not(model):
+    reason = why_not(model)
+    if reason:
         pack(model)
+    let_files_go(model)
+    if reason:
         loaded = Loaded(spec, model, tokenizer, weight_bytes(model), f"transformers: {reason}")
     else:
         lean = Lean(model, consume=True)
@@ -178,6 +181,16 @@ def configuration(spec: Spec, hub: Hub, tell: Tell = quietly) -> PretrainedConfi
     refuse_recurrent(kinds[type(config)], config)
     quantise.check(spec, config)
     return config
+
+
+def head_apart(spec: Spec, hub: Hub) -> bool:
+    """Whether the configuration, as it is written, says that the head is no copy of the embeddings.
+
+    As it is read that may be lost: T5 was tied at first and is not since its version 1.1, and its class in
+    `transformers` says that it is, until it finds both in the file.
+    """
+    written, _ = PretrainedConfig.get_config_dict(hub.settings(spec.name, spec.revision))
+    return written.get("tie_word_embeddings") is False
 
 
 @contextmanager

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from specdemo.models.packed import PackedLinear
 
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # quantised weights are of kinds of their own
+
 
 def process_bytes() -> int:
     """Resident memory of this process now."""
@@ -73,6 +75,27 @@ def weight_bytes(model: torch.nn.Module) -> int:
     tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}
     packed = (module.nbytes for module in model.modules() if isinstance(module, PackedLinear))
     return sum(t.numel() * t.element_size() for t in tensors.values()) + sum(packed)
+
+
+def let_files_go(model: torch.nn.Module) -> None:
+    """Copy the weights that were neither packed nor quantised, where those are the smaller part.
+
+    In the dtype of their file they are read from it in place, and as long as one of them is, all of it is held.
+    """
+    plain = {id(one): one for one in (*model.parameters(), *model.buffers()) if type(one) in PLAIN}.values()
+    if 2 * sum(one.nbytes for one in plain) < weight_bytes(model):
+        for one in plain:
+            one.data = one.data.clone()
+
+
+def share_one_heap() -> None:
+    """Have all threads take memory from one heap, those that have none of their own yet (glibc; nothing elsewhere).
+
+    glibc gives a new thread a heap of its own, and `malloc_trim` leaves the free end of such a heap where it is, up to
+    the threshold below. Models are loaded in one thread and let go in another, so every round of that left some more.
+    """
+    arena_max = -8  # M_ARENA_MAX of malloc.h
+    _libc("mallopt", arena_max, 1)
 
 
 @contextmanager

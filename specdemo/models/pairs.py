@@ -71,6 +71,8 @@ PAIRS = {
     "qwen3-8b": _pair("Qwen3 8B, 0.6B", "Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B", 4),
     "llama-3.1-8b": _pair("Llama 3.1 8B, 3.2 1B", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.2-1B", 4),
     "gemma-2-9b": _pair("Gemma 2 9B, 2B", "google/gemma-2-9b", "google/gemma-2-2b", 3),
+    "flan-t5-large": _pair("Flan-T5 Large, Small (with encoders)", "google/flan-t5-large", "google/flan-t5-small", 4),
+    "flan-t5-xl": _pair("Flan-T5 XL, Small (with encoders)", "google/flan-t5-xl", "google/flan-t5-small", 5),
     "pythia-2.8b": _pair("Pythia 2.8B, 160M", "EleutherAI/pythia-2.8b", "EleutherAI/pythia-160m", 4),
     "pythia-2.8b-70m": _pair("Pythia 2.8B, 70M", "EleutherAI/pythia-2.8b", "EleutherAI/pythia-70m", 4),
     "gpt2-xl": _pair("GPT-2 XL, GPT-2", "openai-community/gpt2-xl", "openai-community/gpt2", 4),
@@ -117,9 +119,17 @@ def _takes(name: str, on_host: bool, context: int = 2048) -> int:
         return 0  # the bundled models: nothing beside what the program itself takes
     known, width = MODELS[name], 4 if on_host else 2
     shape = known.shape
-    hidden, layers = shape.get("hidden_size") or shape["n_embd"], shape.get("num_hidden_layers") or shape["n_layer"]
-    heads = shape.get("num_attention_heads") or shape["n_head"]
-    kept = shape.get("num_key_value_heads", heads) * (shape.get("head_dim") or hidden // heads)
+    hidden, layers, heads = (
+        next(shape[name] for name in names if name in shape)
+        for names in (
+            ("hidden_size", "n_embd", "d_model"),
+            ("num_hidden_layers", "n_layer", "num_layers"),
+            ("num_attention_heads", "n_head", "num_heads"),
+        )
+    )
+    kept = shape.get("num_key_value_heads", heads) * (shape.get("head_dim") or shape.get("d_kv") or hidden // heads)
+    if known.encoder:
+        kept *= 2  # a decoder's own, and those of what the encoder read
     again = hidden * shape.get("vocab_size", 50257) if on_host and shape.get("tie_word_embeddings", True) else 0
     return width * (known.parameters + again + 2 * layers * kept * context)
 

@@ -15,15 +15,16 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from specdemo.core.errors import Refused
+from specdemo.models.encdec import has_encoder
 from specdemo.models.engine import BLOCK as KEYS
 from specdemo.models.engine import CHUNK
 from specdemo.models.errand import Tell, quietly
 from specdemo.models.hub import Hub, Shapes
 from specdemo.models.lean import why_not
-from specdemo.models.load import configuration
+from specdemo.models.load import configuration, head_apart
 from specdemo.models.memory import free_bytes
 from specdemo.models.packed import can_pack
-from specdemo.models.quantise import BLOCK, quantised_layers, skeleton, stored_quantised, unavailable
+from specdemo.models.quantise import BLOCK, kept_wide, quantised_layers, skeleton, stored_quantised, unavailable
 from specdemo.models.reasons import size
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, Spec, main_device
 
@@ -32,7 +33,6 @@ FLOATS = ("F32", "BF16", "F16")
 STORED = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}  # bytes of a value; all else has 1
 ROWS = 16  # of logits that a round holds: a draft of usual length, filled up
 LAWS = 5  # copies of those in float32: processed, as a law, sorted, accumulated, drawn from
-KERNELS = 14_000_000  # that oneDNN compiles for the shapes of a model's passes (measured: bench/room.py)
 SMALLER = ("bf16", "int8", "nf4")  # what is suggested, in this order
 
 
@@ -45,7 +45,7 @@ class Plan:
     parameters: int  # numbers, not bytes
     weights: int
     kv: int
-    settled: int  # what stays beside them once it has run: compiled kernels, buffers
+    settled: int  # what stays beside them once it has run: buffers, compiled kernels
     passing: int  # the most that a pass takes while it runs: activations, logits, masks
     loading: int
 
@@ -73,12 +73,17 @@ def plan(spec: Spec, context: int, hub: Hub | None = None, tell: Tell = quietly)
     hub = hub or Hub()
     config = configuration(spec, hub, tell)
     shapes = hub.shapes(spec.name, spec.revision) if stored_quantised(config) else None
-    return plan_of(spec, config, context, shapes)
+    return plan_of(spec, config, context, shapes, head_apart(spec, hub))
 
 
-def plan_of(spec: Spec, config: PretrainedConfig, context: int, shapes: Shapes | None = None) -> Plan:
-    """The same from what is known; `shapes`: of the files, for a checkpoint that is quantised already."""
-    model = skeleton(config)
+def plan_of(
+    spec: Spec, config: PretrainedConfig, context: int, shapes: Shapes | None = None, apart: bool = False
+) -> Plan:
+    """The same from what is known; `shapes`: of the files, for a checkpoint that is quantised already.
+
+    `apart`: the head is no copy of the embeddings (see `head_apart`).
+    """
+    model = skeleton(config, apart)
     lean = why_not(model) is None and spec.device != SPREAD
     text = config.get_text_config()
     width = WIDTH[spec.dtype]
@@ -92,6 +97,9 @@ def plan_of(spec: Spec, config: PretrainedConfig, context: int, shapes: Shapes |
     activations = rows * (4 * text.hidden_size + 2 * (heads + 2 * kv_heads) * head_dim + 3 * inner) * width
     if lean:
         activations += rows * heads // kv_heads * room * width  # the mask of a prompt's piece
+    layers_read = config.get_text_config(decoder=True).num_hidden_layers
+    if has_encoder(config):
+        layers_read *= 2  # a decoder's own, and those of what the encoder read
     layers = quantised_layers(model).values() if QUANTIZATIONS[spec.quantization].bits else ()
     # How much of its activations a pass holds at once, and of a quantised layer's unpacked weight, was measured with
     # `bench/room.py` on models of 10 to 100 million parameters; the larger the model, the less it matters.
@@ -105,8 +113,8 @@ def plan_of(spec: Spec, config: PretrainedConfig, context: int, shapes: Shapes |
         context,
         sum(weight.numel() for weight in model.parameters()),
         weights=sum(parts) + _copies(model, spec, lean),
-        kv=2 * text.num_hidden_layers * kv_heads * head_dim * room * width,
-        settled=activations // 2 + (KERNELS if _packs(spec) and not layers else 0),
+        kv=2 * layers_read * kv_heads * head_dim * room * width,
+        settled=activations // 2,
         passing=passing + ROWS * text.vocab_size * (width + 4 * LAWS),
         loading=_while_loading(model, spec, lean),
     )
@@ -171,10 +179,10 @@ def _parts(model: PreTrainedModel, spec: Spec) -> Iterator[int]:
     """Bytes of each tensor as it is kept, tied ones once."""
     known, width = QUANTIZATIONS[spec.quantization], WIDTH[spec.dtype]
     layers = {id(layer.weight): layer for layer in quantised_layers(model).values()} if known.bits else {}
-    for weight in model.parameters():
+    for name, weight in model.named_parameters():
         layer = layers.get(id(weight))
         if layer is None:
-            yield weight.numel() * width
+            yield weight.numel() * (4 if spec.dtype == "float16" and kept_wide(model, name) else width)
         elif known.bits == 8:
             yield weight.numel() + 4 * weight.shape[0 if isinstance(layer, nn.Linear) else 1]
         else:

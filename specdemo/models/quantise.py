@@ -36,20 +36,28 @@ def stored_quantised(config: PretrainedConfig) -> str | None:
     return str(own.get("quant_method", "unknown") if isinstance(own, dict) else own.quant_method)
 
 
-def skeleton(config: PretrainedConfig) -> PreTrainedModel:
-    """The model without weights."""
+def skeleton(config: PretrainedConfig, apart: bool = False) -> PreTrainedModel:
+    """The model without weights. `apart`: its head is no copy of its embeddings, whatever its class makes of that."""
     with torch.device("meta"):
-        return auto_class(config).from_config(config, trust_remote_code=False)
+        model = auto_class(config).from_config(config, trust_remote_code=False)
+    if apart and (head := model.get_output_embeddings()) is not None:
+        head.weight = nn.Parameter(torch.empty_like(head.weight))
+    return model
 
 
 def quantised_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The layers that bitsandbytes takes, by name: all linear ones but the head."""
+    """The layers that bitsandbytes takes, by name: all linear ones but the head and those that are `kept_wide`."""
     head = model.get_output_embeddings()
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, Conv1D)) and module is not head
+        if isinstance(module, (nn.Linear, Conv1D)) and module is not head and not kept_wide(model, name)
     }
+
+
+def kept_wide(model: PreTrainedModel, name: str) -> bool:
+    """Whether the architecture asks that this layer be neither quantised nor in float16, as T5 does of one."""
+    return not {*name.split(".")}.isdisjoint(model._keep_in_fp32_modules or ())
 
 
 def check(spec: Spec, config: PretrainedConfig) -> None:

@@ -5,6 +5,7 @@ Used by one thread only, the one that owns the device.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -15,7 +16,7 @@ from specdemo.models.errand import Errand, News
 from specdemo.models.hub import Hub
 from specdemo.models.lean import Lean
 from specdemo.models.load import Loaded, load
-from specdemo.models.memory import give_back, ran_out
+from specdemo.models.memory import give_back, ran_out, share_one_heap
 from specdemo.models.plan import Plan, lacking, plan, refuse_lacking, smaller
 from specdemo.models.reasons import size
 from specdemo.models.spec import Spec
@@ -35,6 +36,7 @@ class Shelf:
         warm: bool = True,
     ) -> None:
         """Not `warm`: models are not run when they are loaded, for their device is not there yet."""
+        share_one_heap()
         self.idle_s, self._warm = idle_s, warm
         self._budget, self._hub, self._clock = budget, hub or Hub(), clock
         self._models: OrderedDict[Spec, Loaded] = OrderedDict()  # the one longest unused first
@@ -96,6 +98,13 @@ class Shelf:
             if isinstance(loaded.model, Lean):
                 loaded.model.idle.clear()
         give_back()
+
+    @property
+    def due_s(self) -> float | None:
+        """Seconds until a model has been unused for `idle_s`, if nobody uses it; None where none will go."""
+        if not self._used or not math.isfinite(self.idle_s):
+            return None
+        return max(0.0, min(self._used.values()) + self.idle_s - self._clock())
 
     def tidy(self) -> int:
         """Unload what nobody has used for `idle_s` seconds; how many went."""

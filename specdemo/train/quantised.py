@@ -2,7 +2,8 @@
 
 Perplexity of each form of the target on code that neither model was trained on; alpha, the mean of sum min(p, q) at
 temperature 1 on the same texts, of every form of the drafter with every form of the target; and plain and speculative
-speed, in turns. Exactness is with respect to the target in the form it is in.
+speed, in shuffled turns of one process, beside plain decoding in the first form. Exactness is with respect to the
+target in the form it is in.
 """
 
 from __future__ import annotations
@@ -35,11 +36,13 @@ PROMPT = 64  # and that a timed run continues
 
 @dataclass(frozen=True)
 class Speed:
-    """Medians over the prompts: tokens per second, and the ratio of speculative to plain decoding."""
+    """Medians over the prompts: tokens per second, and ratios of what took its turn on the same prompt."""
 
     plain: float
     speculative: float
-    ratio: float
+    plain_to_first: float  # plain decoding, to plain decoding in the first form
+    ratio: float  # speculative to plain decoding in the target's own form
+    to_first: float  # speculative decoding, to plain decoding in the first form
 
 
 @dataclass
@@ -106,18 +109,22 @@ def measure_speed(
         found.setdefault(recipe, []).append(speed)
     result = {}
     for (t, d), recipe in drafted.items():
-        ours, base = found[recipe][1:], found[plain[t]][1:]
-        ratio = statistics.median(a / b for a, b in zip(ours, base, strict=True))
-        result[t, d] = Speed(statistics.median(base), statistics.median(ours), ratio)
+        ours, base, first = (found[one][1:] for one in (recipe, plain[t], plain[forms[0]]))
+        ratios = (_ratio(base, first), _ratio(ours, base), _ratio(ours, first))
+        result[t, d] = Speed(statistics.median(base), statistics.median(ours), *ratios)
     return result
+
+
+def _ratio(these: Sequence[float], those: Sequence[float]) -> float:
+    return statistics.median(a / b for a, b in zip(these, those, strict=True))
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--form", nargs="+", choices=QUANTIZATIONS, default=list(FORMS))
-    parser.add_argument("--tokens", type=int, default=48, help="of each timed text; 0: no timing")
-    parser.add_argument("--prompts", type=int, default=4, help="timed")
+    parser.add_argument("--tokens", type=int, default=64, help="of each timed text; 0: no timing")
+    parser.add_argument("--prompts", type=int, default=16, help="timed")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--texts", type=int, default=40, help="held-out files, of which the middles are read")
     options = parser.parse_args(arguments)
@@ -144,11 +151,17 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"| {form} | {' | '.join(cells)} |")
     prompts = [tokenizer.decode(text[:PROMPT]) for text in texts[: options.prompts]]
     timed = measure_speed(options.form, prompts, options.tokens, options.device) if options.tokens else {}
-    print("\n| target | drafter | weights | alpha | plain | speculative | ratio |")
-    print("|---|---|---|---|---|---|---|")
+    first = options.form[0]
+    print(f"\n| target | drafter | weights | alpha | plain | to {first} | speculative | to plain | to plain {first} |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for t, d in product(options.form, options.form):
         speed = timed.get((t, d))
-        times = f"{speed.plain:.0f} | {speed.speculative:.0f} | {speed.ratio:.2f}" if speed else "- | - | -"
+        times = (
+            f"{speed.plain:.0f} | {speed.plain_to_first:.2f} "
+            f"| {speed.speculative:.0f} | {speed.ratio:.2f} | {speed.to_first:.2f}"
+            if speed
+            else "- | - | - | - | -"
+        )
         weights = models["target", t].weight_bytes + models["drafter", d].weight_bytes
         print(f"| {t} | {d} | {weights / 1e6:.1f} MB | {sums.alpha(t, d):.3f} | {times} |")
 

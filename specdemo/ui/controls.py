@@ -107,10 +107,11 @@ def sidebar(usual: Recipe, limits: Limits, unload: Callable[[], Awaitable[str]])
             ]
             for name, label in (("quantization", "Target"), ("drafter_quantization", "Drafter")):
                 c[name] = gr.Dropdown(ways, value=getattr(usual, name), label=label, elem_id=name.replace("_", "-"))
-            freed = gr.Markdown(elem_id="freed")
-            gr.Button("Unload models", size="sm", elem_id="unload").click(
-                unload, None, freed, show_progress="hidden", concurrency_limit=None, api_visibility="private"
-            )
+            if not limits.public:
+                freed = gr.Markdown(elem_id="freed")
+                gr.Button("Unload models", size="sm", elem_id="unload").click(
+                    unload, None, freed, show_progress="hidden", concurrency_limit=None, api_visibility="private"
+                )
         with gr.Accordion("NASD", open=False):
             c["ngram"] = gr.Slider(2, 8, usual.ngram, step=1, label="Order n", elem_id="ngram")
             c["filler_top_k"] = gr.Slider(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import threading
 import time
@@ -80,26 +79,23 @@ class Service:
         budget = Budget(self.limits.max_seconds)
 
         def steps() -> Iterator[tuple[str, dict[str, Any]]]:
-            try:
-                for lane, asked in granted:
-                    if wants_own(asked):
-                        yield lane, {"phase": "loading", "text": "a cloud of its own, in a process beside this one"}
-                    event: dict[str, Any] = {}
-                    read = said if asked.chat else prompt
-                    with self.clouds.reached([asked]) as (recipe,):
-                        with closing(self._engine(recipe, read, self._models, stores)) as events:
-                            for event in self._noting(budget.spend(events)):
-                                yield lane, event
-                    if event.get("end") in ("error", "cancelled"):
-                        return
-            finally:
-                self._tidy_later()
+            for lane, asked in granted:
+                if wants_own(asked):
+                    yield lane, {"phase": "loading", "text": "a cloud of its own, in a process beside this one"}
+                event: dict[str, Any] = {}
+                read = said if asked.chat else prompt
+                with self.clouds.reached([asked]) as (recipe,):
+                    with closing(self._engine(recipe, read, self._models, stores)) as events:
+                        for event in self._noting(budget.spend(events)):
+                            yield lane, event
+                if event.get("end") in ("error", "cancelled"):
+                    return
 
         return self._admit(steps, address)
 
     def probe(self, recipe: Recipe) -> Stream[dict[str, Any]]:
         """A run that no visitor asked for, to see whether there are tokens to be had."""
-        return self.worker.submit(lambda: self._noting(self._engine(recipe, PROBE, self._models, {})))
+        return self._submit(lambda: self._noting(self._engine(recipe, PROBE, self._models, {})))
 
     async def preflight(self, recipe: Recipe, prompt: str = "", address: str = "") -> Preflight:
         """Estimates for `recipe` from the bundled texts, and from `prompt` if there is one."""
@@ -148,7 +144,14 @@ class Service:
             stream.stop()
 
     async def unload(self) -> str:
-        """Let go of all models; what that gave, in words. Runs that are going on keep theirs to their end."""
+        """Let go of all models; what that gave, in words. Runs that are going on keep theirs to their end.
+
+        Raises `Refused` where visitors share them.
+        """
+        if self.limits.public:
+            raise Refused(
+                "all visitors share the models here, so nobody unloads them: those that nobody uses go anyway"
+            )
 
         def job() -> Iterator[str]:
             held = self._models.weight_bytes
@@ -162,21 +165,32 @@ class Service:
                     return said
         return reason(stream.error or RuntimeError("the worker gave no answer"))
 
+    def _submit(self, job: Callable[[], Iterator[Any]]) -> Stream:
+        """Have it done; afterwards, and whenever a model has become idle then, the worker looks for idle ones."""
+
+        def steps() -> Iterator[Any]:
+            try:
+                yield from job()
+            finally:
+                self._tidy_later()
+
+        return self.worker.submit(steps)
+
     def _tidy_later(self) -> None:
-        """Once nobody has run anything for long enough, unload what is idle; where models stay for good, never."""
-        if not math.isfinite(self._models.idle_s):
-            return
+        """When the first of the loaded models has been idle for long enough, unload it; where they stay, never."""
 
         def tidy() -> Iterator[int]:
             yield self._models.tidy()
 
         def submit() -> None:
-            with suppress(RuntimeError):  # busy, so not idle; or closed
-                self.worker.submit(tidy)
+            with suppress(RuntimeError):  # busy, so there will be another occasion; or closed
+                self._submit(tidy)
 
         if self._idle:
             self._idle.cancel()
-        self._idle = threading.Timer(self._models.idle_s, submit)
+        if (due := self._models.due_s) is None:
+            return
+        self._idle = threading.Timer(due, submit)
         self._idle.daemon = True
         self._idle.start()
 
@@ -201,7 +215,7 @@ class Service:
     def _admit(self, job: Callable[[], Iterator[Any]], address: str) -> Stream:
         with self._door:
             self._visitors.admit(address)
-            stream = self.worker.submit(job)
+            stream = self._submit(job)
             self._visitors.entered(address, stream)
         return stream
 
