@@ -7,7 +7,7 @@ import os
 import sys
 from dataclasses import replace
 
-from specdemo import bench, foretold, layers, prove
+from specdemo import bench, foretold, layers, prove, regret
 from specdemo.bench import stores
 from specdemo.bench.written import write
 from specdemo.core.errors import Refused
@@ -157,6 +157,22 @@ def _foretold(options: argparse.Namespace) -> int:
     return 0
 
 
+def _regret(options: argparse.Namespace) -> int:
+    _some("runs", options.runs)
+    varying = ("method", "policy", "temperature")
+    common = {name: value for name, value in given(options).items() if name not in varying} | {"top_p": 1.0}
+    kinds = list(dict.fromkeys(prompt.kind for prompt in bench.load_prompts(kinds=options.kind)))
+    shelf, found = Shelf(), []
+    for method in options.method:
+        for policy in options.policy:
+            for temperature in options.temperature:
+                recipe = Recipe(**common, method=method, policy=policy, temperature=temperature)
+                found += regret.study(recipe, kinds, shelf, options.runs)
+    print(regret.markdown(found))
+    print(regret.as_json(found))
+    return 0
+
+
 def _some(what: str, count: int) -> None:
     if count < 1:
         raise Refused(f"{what} must be at least 1, not {count}")
@@ -218,6 +234,7 @@ COMMANDS = {
     "bench": _bench,
     "prove": _prove,
     "foretold": _foretold,
+    "regret": _regret,
     "layers": _layers,
     "stores": _stores,
 }

@@ -35,6 +35,16 @@ class Foretold:
         """Foretold over measured: 1 where preflight was right."""
         return self.foretold / self.measured
 
+    @property
+    def round_foretold(self) -> float:
+        """What a round was to cost, in plain passes: how far off that is is no matter of the texts."""
+        return self.tokens_per_pass / self.foretold
+
+    @property
+    def round_measured(self) -> float | None:
+        """What it did cost."""
+        return self.measured_tokens_per_pass / self.measured if self.measured_tokens_per_pass else None
+
 
 def ask(recipes: Sequence[Recipe], kinds: Sequence[str], shelf: Shelf) -> dict[tuple[str, Recipe], Preflight]:
     """A preflight of every recipe for every class."""
@@ -71,7 +81,8 @@ def compare(
 
 def markdown(found: Sequence[Foretold]) -> str:
     """A row per class and recipe."""
-    head = ["class", "recipe", "foretold", "95 %", "measured", "95 %", "foretold / measured", "tokens/pass"]
+    head = ["class", "recipe", "foretold", "95 %", "measured", "95 %", "foretold / measured"]
+    head += ["tokens/pass", "cost of a round"]  # foretold, measured
     rows = [
         [
             one.kind,
@@ -82,6 +93,7 @@ def markdown(found: Sequence[Foretold]) -> str:
             "{:.2f}-{:.2f}".format(*one.measured_interval),
             f"{one.ratio:.2f}",
             f"{one.tokens_per_pass:.2f}, {one.measured_tokens_per_pass or 1:.2f}",
+            f"{one.round_foretold:.2f}, {one.round_measured or 1:.2f}",
         ]
         for one in found
     ]

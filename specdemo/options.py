@@ -156,6 +156,16 @@ def parser() -> Parser:
         "--repeat", type=int, default=1, metavar="N", help="every prompt N times, with another seed each"
     )
     truth.add_argument("--write", action="store_true", help="let the target write anew the texts that are read")
+    lost = commands.add_parser(
+        "regret", help="what a draft-length policy loses to the best fixed gamma, without a clock"
+    )
+    models(lost)
+    lost.add_argument("--method", nargs="+", default=["draft", "self"], help="one or more of draft, self")
+    lost.add_argument("--policy", nargs="+", default=["auto"], help="one or more that read no laws of the drafter")
+    lost.add_argument("--temperature", nargs="+", type=float, default=[0.0, 1.0])
+    lost.add_argument("--kind", nargs="+", default=[], help="classes of prompts (default: all)")
+    lost.add_argument("--max-tokens", type=int, default=64)
+    lost.add_argument("--runs", type=int, default=20, metavar="N", help="of every text, where coins are thrown")
     thin = commands.add_parser("layers", help="which layers self-speculation can do without")
     models(thin)
     thin.add_argument("--prompts", type=int, default=6)

@@ -1,4 +1,4 @@
-"""Will this pair help? Acceptance from one pass over a few texts, costs from a few timed passes, nothing generated.
+"""Will this pair help? Acceptance from one pass over a few texts, costs from a few timed rounds, nothing generated.
 
 The texts stand for what will be written. A round may start at any of their tokens: how many it would commit follows
 from beta = sum min(p, q) at the tokens after it (2211.17192, Definition 3.3), one after the other, so acceptance that
@@ -27,11 +27,11 @@ from specdemo.core.sampling import Warp
 from specdemo.core.step import Draft
 from specdemo.drafters.universal import UniversalDrafter
 from specdemo.models.cached import CachedModel
-from specdemo.models.cost import pass_seconds, step_seconds
 from specdemo.models.load import Loaded
 from specdemo.models.pairs import PAIRS
 from specdemo.models.shelf import Shelf
 from specdemo.parts import Parts, build
+from specdemo.priced import price, reading
 from specdemo.recipe import Recipe
 
 MODELS, STORES = ("draft", "self"), ("nasd", "suffix", "lookup")
@@ -93,34 +93,24 @@ def preflight(recipe: Recipe, prompts: Sequence[Prompt], shelf: Shelf) -> Prefli
     """Estimates for `recipe` with drafts of every length. Raises `Refused` where models or method do not fit."""
     if recipe.method not in MODELS + STORES:
         raise Refused(f"preflight knows the methods {', '.join(MODELS + STORES)}, not {recipe.method}")
-    if recipe.encoder or shelf.take(recipe.target_spec).encoder:
-        raise Refused("preflight reads texts as they go on, and a model with an encoder begins anew: run or bench it")
-    target = shelf.take(recipe.target_spec)
-    drafter = shelf.take(recipe.drafter_spec) if recipe.drafter_spec else None
+    target, drafter, parts = fitting(recipe, shelf)
     warp = Warp(recipe.temperature, recipe.top_k, recipe.top_p)
-    texts = [_read(target, prompt, recipe.max_tokens) for prompt in prompts]
-    texts = [(text, start) for text, start in texts if len(text) - start > LONGEST]
-    if not texts:
-        raise Refused(f"the texts are too short to tell: give some of more than {2 * LONGEST} tokens")
-    parts = build(recipe, target, drafter)
-    if isinstance(parts.drafter, UniversalDrafter):
-        raise Refused(
-            "preflight compares laws over one vocabulary and these models have two: run or bench them instead"
-        )
-    context = min(200, parts.context - LONGEST - 2)
-    passes = pass_seconds(target.model, range(1, LONGEST + 2), [context], rounds=20)
-    v = {rows: seconds / passes[1, context] for (rows, _), seconds in passes.items()}
-    c = 0.0
-    if len(parts.caches) > 1:
-        ours, theirs = step_seconds([target.model, parts.caches[1].model], rounds=20)
-        c = theirs / ours
-    rounds = [_rounds(text, start, build(recipe, target, drafter), warp) for text, start in texts]
-    rounds = [one for one in rounds if any(counts for _, counts in one)]
+    texts = readable(target, prompts, recipe.max_tokens, parts.context)
+    priced = price(lambda: build(recipe, target, drafter), texts, LONGEST)
+    c, v = priced.c, dict(enumerate(priced.v, 1))
+    rounds, openings = [], []
+    for text, start in texts:
+        fresh = build(recipe, target, drafter)
+        opening = reading(fresh, (text, start), priced)
+        one = _rounds(text, start, fresh, warp)
+        if any(counts for _, counts in one):
+            rounds.append(one)
+            openings.append(opening)
     if not rounds:
         raise Refused("the target would write none of these texts: give some of its kind, or a temperature above 0")
     estimates = []
     for gamma in range(1, LONGEST + 1):
-        found = [_expected(one, gamma, c, v) for one in rounds]
+        found = [_expected(one, gamma, c, v, opening) for one, opening in zip(rounds, openings, strict=True)]
         ratios = [speedup for _, speedup in found]
         estimates.append(
             Estimate(
@@ -146,7 +136,29 @@ def preflight(recipe: Recipe, prompts: Sequence[Prompt], shelf: Shelf) -> Prefli
 Round = tuple[list[float], bool]  # chances of the tokens drafted at a place, one after the other; whether it counts
 
 
-def _read(target: Loaded, prompt: Prompt, length: int) -> tuple[list[int], int]:
+def fitting(recipe: Recipe, shelf: Shelf) -> tuple[Loaded, Loaded | None, Parts]:
+    """The models, and parts made of them. Raises `Refused` where their laws cannot be compared along a text."""
+    if recipe.encoder or shelf.take(recipe.target_spec).encoder:
+        raise Refused("texts are read as they go on, and a model with an encoder begins anew: run or bench it")
+    target = shelf.take(recipe.target_spec)
+    drafter = shelf.take(recipe.drafter_spec) if recipe.drafter_spec else None
+    parts = build(recipe, target, drafter)
+    if isinstance(parts.drafter, UniversalDrafter):
+        raise Refused("laws can be compared over one vocabulary and these models have two: run or bench them instead")
+    return target, drafter, parts
+
+
+def readable(target: Loaded, prompts: Sequence[Prompt], length: int, context: int) -> list[tuple[list[int], int]]:
+    """The texts that a draft can be made for and that fit the context. Raises `Refused` where there are none."""
+    texts = [read(target, prompt, length) for prompt in prompts]
+    texts = [(text[: context - LONGEST], start) for text, start in texts]
+    texts = [(text, start) for text, start in texts if len(text) - start > LONGEST]
+    if not texts:
+        raise Refused(f"the texts are too short to tell: give some of more than {2 * LONGEST} tokens")
+    return texts
+
+
+def read(target: Loaded, prompt: Prompt, length: int) -> tuple[list[int], int]:
     """Tokens of a text, and how many of them are there before a first round: one, or the prompt of a written text."""
     text = target.tokenizer.encode(prompt.text)[:MOST]
     if not prompt.written:
@@ -157,11 +169,11 @@ def _read(target: Loaded, prompt: Prompt, length: int) -> tuple[list[int], int]:
 
 def _rounds(text: Sequence[int], start: int, parts: Parts, warp: Warp) -> list[Round]:
     """For each token of the text from `start` on that has enough behind it: the betas of a draft that starts there."""
-    p = _laws(parts.caches[0], text, warp)
+    p = laws(parts.caches[0], text, warp)
     right = (p.argmax(-1)[:-1] == torch.tensor(text[1:], device=p.device)).tolist()
     counts = [one or warp.temperature > 0 for one in right]
     if len(parts.caches) > 1:
-        betas = torch.minimum(p, _laws(parts.caches[1], text, warp)).sum(-1).tolist()
+        betas = torch.minimum(p, laws(parts.caches[1], text, warp)).sum(-1).tolist()
         return [(betas[i : i + LONGEST], counts[i]) for i in range(start - 1, len(text) - LONGEST)]
     rounds = []
     for i in range(start - 1, len(text) - LONGEST):
@@ -176,15 +188,20 @@ def _rounds(text: Sequence[int], start: int, parts: Parts, warp: Warp) -> list[R
     return rounds
 
 
-def _laws(cached: CachedModel, text: Sequence[int], warp: Warp) -> Tensor:
+def laws(cached: CachedModel, text: Sequence[int], warp: Warp) -> Tensor:
     """The law after each token, `[n, vocab]`."""
     return warp.law(cached.read(text).float())
 
 
-def _expected(rounds: Sequence[Round], gamma: int, c: float, v: dict[int, float]) -> tuple[float, float]:
-    """Tokens per round and speed-up, over the places at which rounds would start if each began where one ended."""
+def _expected(
+    rounds: Sequence[Round], gamma: int, c: float, v: dict[int, float], opening: float = 0.0
+) -> tuple[float, float]:
+    """Tokens per round and speed-up, over the places at which rounds would start if each began where one ended.
+
+    `opening` is what the drafter's first look at the prompt costs, in plain passes.
+    """
     reach = [1.0, *[0.0] * (len(rounds) + gamma)]  # how likely a round starts here
-    weight = tokens = cost = 0.0
+    weight, tokens, cost = 0.0, 0.0, opening
     for i, (betas, counts) in enumerate(rounds):
         drafted = betas[:gamma]
         path, expected = 1.0, 1.0

@@ -73,15 +73,29 @@ def test_a_policy_is_held_against_the_best_fixed_gamma() -> None:
         Recipe(temperature=0, policy="egag", gamma=5, gamma_max=8),
         Recipe(temperature=0, policy="egag", method="self"),  # nothing fixed to compare with
     ]
-    walls = [(3.0, 1.0, 2.0, 0.5, 1.0), (3.0, 1.0, 2.0, 0.8, 1.0), (3.0, 1.0, 0.5, 1.25, 1.0)]
+    walls = [(3.0, 1.0, 2.0, wall, 1.0) for wall in (0.5, 0.8, 1.25)]
+    walls[2] = (3.0, 1.0, 0.5, 1.25, 1.0)  # on one prompt the other gamma is the faster one
+    walls += [(3.0, 1.0, 2.0, 0.8, 1.0)]
     records = [
         {"kind": "code", "name": f"code {i}", "runs": [run(wall, drafted=20 if j else 0) for j, wall in enumerate(row)]}
         for i, row in enumerate(walls)
     ]
     plain, two, five, policy, other = bench.table(recipes, records)
     assert plain.over_fixed is two.over_fixed is five.over_fixed is other.over_fixed is None
-    assert policy.over_fixed == pytest.approx((1 / 0.8, 0.8, 2.0))  # gamma 2 is the best: ratios 2, 1.25, 0.8
+    assert policy.over_fixed == pytest.approx((1 / 0.8, 0.8, 2.0))  # gamma 2 is the best: ratios 2, 1.25, 0.8, 1.25
     assert "1.25 [0.80, 2.00]" in bench.markdown([policy])
+
+
+def test_no_gamma_is_chosen_by_the_run_it_is_compared_with() -> None:
+    """Gamma 2 was lucky once; where it was, the other prompt would have chosen gamma 5."""
+    recipes = [Recipe(temperature=0, gamma=2), Recipe(temperature=0, gamma=5), Recipe(temperature=0, policy="auto")]
+    walls = {"code 1": (0.1, 1.0, 1.0), "code 2": (2.0, 1.0, 1.0)}
+    records = [
+        {"kind": "code", "name": name, "runs": [run(wall, drafted=20) for wall in row]}
+        for name, row in [*walls.items(), *walls.items()]
+    ]  # every prompt twice: its other run is no other prompt
+    over = bench.table(recipes, records)[2].over_fixed
+    assert over is not None and over == pytest.approx((1.5, 1.0, 2.0))
 
 
 def test_the_cost_model_accounts_for_a_round() -> None:

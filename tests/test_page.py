@@ -363,7 +363,7 @@ def test_the_api_streams_the_trace(served: Any) -> None:
     with pytest.raises(Exception, match="prompt is empty"):
         client.predict("", api_name="/generate")
     estimate = client.predict(method="nasd", temperature=1, api_name="/preflight")
-    assert estimate["advice"] and len(estimate["estimates"]) == 8 and estimate["c"] == 0
+    assert estimate["advice"] and len(estimate["estimates"]) == 8 and estimate["c"] < 0.2
     with pytest.raises(Exception, match="preflight knows"):
         client.predict(method="tree", api_name="/preflight")
 

@@ -14,7 +14,7 @@ from specdemo.core.sampling import Warp
 from specdemo.core.theory import expected_tokens
 from specdemo.models.shelf import Shelf
 from specdemo.parts import build
-from specdemo.preflight import LONGEST, Estimate, Preflight, _expected, _read, _rounds, preflight, texts_for
+from specdemo.preflight import LONGEST, Estimate, Preflight, _expected, _rounds, preflight, read, texts_for
 from specdemo.recipe import Recipe
 
 TEXT = "def add(first, second):\n    return first + second\n\n\n" * 3
@@ -53,7 +53,7 @@ def test_a_target_that_drafts_for_itself_is_always_right_and_never_cheap(folder:
 @pytest.mark.parametrize("method", ["self", "nasd", "suffix", "lookup"])
 def test_one_model_is_enough_for_the_others(folder: str, method: str) -> None:
     found = preflight(Recipe(target=folder, method=method, temperature=1.0, top_p=1.0, device="cpu"), PROMPTS, Shelf())
-    assert 0 < found.alpha < 1 and (found.c > 0) == (method == "self")
+    assert 0 < found.alpha < 1 and (found.c > 0.2) == (method == "self")
     assert all(1 <= one.tokens_per_pass <= one.gamma + 1 and one.low <= one.high for one in found.estimates)
 
 
@@ -70,13 +70,13 @@ def test_of_a_written_text_what_the_target_wrote_counts(folder: str) -> None:
     recipe = Recipe(target=folder, method="nasd", temperature=1.0, top_p=1.0, device="cpu", max_tokens=20)
     target = Shelf().take(recipe.target_spec)
     prompt = Prompt("code", "code 1", TEXT, "x = 1\n" * 40)
-    tokens, start = _read(target, prompt, recipe.max_tokens)
+    tokens, start = read(target, prompt, recipe.max_tokens)
     assert start == len(target.tokenizer.encode(TEXT)) and len(tokens) == start + 20 + LONGEST
     warp = Warp(1.0, 0, 1.0)
     counted = _rounds(tokens, start, build(recipe, target, None), warp)
     whole = _rounds(tokens, 1, build(recipe, target, None), warp)
     assert len(counted) == 20 + 1 and whole[-len(counted) :] == counted  # n-grams know the prompt all the same
-    assert _read(target, Prompt("code", "code 1", "x" * 5), 20) == (target.tokenizer.encode("x" * 5), 5)  # too short
+    assert read(target, Prompt("code", "code 1", "x" * 5), 20) == (target.tokenizer.encode("x" * 5), 5)  # too short
 
 
 def test_texts_are_the_bundled_targets_own_or_bare_prompts(folder: str) -> None:
@@ -97,7 +97,7 @@ def test_what_was_foretold_is_held_against_what_is_measured(folder: str, capsys:
     assert lines[2].startswith("the target drafting for itself: ")
     nasd, self_ = json.loads(lines[3])["foretold"]
     for one in (nasd, self_):
-        assert one["kind"] == "prose" and one["prompts"] == 8 and one["measured"] > 0
+        assert one["kind"] == "prose" and one["prompts"] == 20 and one["measured"] > 0
         assert one["ratio"] == pytest.approx(one["foretold"] / one["measured"])
     assert nasd["recipe"]["method"] == "nasd" and self_["tokens_per_pass"] > 1
 

@@ -38,7 +38,7 @@ def test_recipes_are_those_of_the_terminal_and_prompts_take_turns() -> None:
     assert [bench.label(recipe) for recipe in found.recipes] == [f"{lane} T=0" for lane in lanes]
     assert [prompt.name for prompt in found.prompts] == ["code 1", "prose 1", "code 2", "prose 2"]
     assert found.runs == 20 and found.tokens == 320
-    assert len(meant(kinds=["adversarial"], each=24).prompts) == 6  # there are no more
+    assert len(meant(kinds=["adversarial"], each=24).prompts) == 20  # there are no more
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_too_much_is_refused_with_its_size_and_a_guess_at_its_time() -> None:
     assert meant(most).tokens == MOST_TOKENS
     with pytest.raises(Refused, match=rf"20 runs of at most {most + 1} tokens, about 4 minutes at an assumed 100"):
         meant(most + 1)
-    with pytest.raises(Refused, match="5 recipes × 58 prompts = 290 runs"):
+    with pytest.raises(Refused, match="5 recipes × 84 prompts = 420 runs"):
         meant(1, kinds=["code", "repetitive", "prose", "adversarial"], each=24)
 
 

@@ -150,9 +150,9 @@ def test_a_browser_that_goes_away_ends_the_bench(tab: Any, measured: Listener) -
 def test_too_much_or_nothing_is_refused_in_words(tab: Any, served: Any) -> None:
     page = tab("Bench")
     ask(page, each=24, tokens=256, kinds=("code", "repetitive", "adversarial"))
-    expect(page.locator("#bench-size")).to_contain_text("150 runs of at most 256 tokens")
+    expect(page.locator("#bench-size")).to_contain_text("192 runs of at most 256 tokens")
     page.locator("#bench-run").click()
-    says(page, "^3 recipes × 50 prompts = 150 runs .* about 6 minutes .* too much for the page")
+    says(page, "^3 recipes × 64 prompts = 192 runs .* about 8 minutes .* too much for the page")
     ask(page, each=1, tokens=8, kinds=())
     page.locator("#bench-run").click()
     says(page, "^choose at least one class of prompts$")

@@ -141,22 +141,32 @@ def _row(
 
 
 def _over_fixed(recipes: Sequence[Recipe], i: int, records: list[dict[str, Any]]) -> tuple[float, float, float] | None:
-    """A policy's speed over that of the best fixed gamma with the same method: paired median, and its interval."""
+    """A policy's speed over that of the best fixed gamma with the same method: paired median, and its interval.
+
+    For each prompt that gamma is the one with the best median speed on all other prompts: chosen by the very runs that
+    it is then compared with, the luckiest would win.
+    """
     if recipes[i].method == "ar" or recipes[i].policy == "fixed":
         return None
 
     def alike(recipe: Recipe) -> Recipe:
         return replace(recipe, policy="fixed", gamma=1, gamma_min=None, gamma_max=None)
 
-    def median_speed(j: int) -> float:
-        return statistics.median(_speed(record["runs"][j]) for record in records if record["runs"][j]["wall_s"])
-
     fixed = [j for j, one in enumerate(recipes) if one.policy == "fixed" and alike(one) == alike(recipes[i])]
     if not fixed:
         return None
-    best = max(fixed, key=median_speed)
-    pairs = [(record["runs"][i], record["runs"][best]) for record in records]
-    ratios = [_speed(ours) / _speed(theirs) for ours, theirs in pairs if ours["wall_s"] and theirs["wall_s"]]
+    timed = [record for record in records if all(record["runs"][j]["wall_s"] for j in (i, *fixed))]
+
+    def median_speed(j: int, some: Sequence[dict[str, Any]]) -> float:
+        return statistics.median(_speed(record["runs"][j]) for record in some)
+
+    ratios = []
+    for name in dict.fromkeys(record["name"] for record in timed):
+        others = [record for record in timed if record["name"] != name] or timed
+        best = max(fixed, key=lambda j, others=others: median_speed(j, others))
+        ratios += [
+            _speed(record["runs"][i]) / _speed(record["runs"][best]) for record in timed if record["name"] == name
+        ]
     return (statistics.median(ratios), *interval(ratios)) if ratios else None
 
 

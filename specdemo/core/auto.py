@@ -52,9 +52,9 @@ class Auto:
     prices: Prices = field(default_factory=Prices)
     guess: float = 0.7  # acceptance before anything is known
     trust: float = 12.0  # tests that weigh as much as what was believed before them
-    fade: float = 0.98
-    gain: float = 1.05  # what drafting must promise over plain decoding: a try costs more than it tells
-    rest: tuple[int, int] = (16, 128)  # plain rounds before it looks again: at first, and at most
+    fade: float = 0.95  # what an earlier test of that position still weighs after the next one
+    gain: float = 1.06  # what drafting must promise over plain decoding: a try costs more than it tells
+    rest: tuple[int, int] = (64, 256)  # plain rounds before it looks again: at first, and at most
 
     def __post_init__(self) -> None:
         self._verify = [self.prices.verify(rows) for rows in range(1, self.most + 2)]
