@@ -44,7 +44,7 @@ HERE = Path(__file__).parent
 EXAMPLES = ASSETS / "examples.json"
 EXTRA = tuple(name for name in LANES if name not in (SPEC, PLAIN))  # places for kept lanes
 PICK = "(method) => { const one = %s[method]; return [one.prompt, method, one.temperature]; }"
-LOOK_S = 0.05  # seconds that a press may wait before gradio sees it
+LOOK_S = 0.01  # seconds that a press may wait before gradio sees it
 RECORDED_TOP = 5  # tokens of every law that a run on the page records, for the inspector
 
 HEADER = """<header><h1>specdemo</h1><p>Speculative decoding, token by token: what was drafted, what the target kept,
@@ -78,11 +78,13 @@ def launch_options(page: gr.Blocks | None = None) -> dict[str, Any]:
 
 
 def calm(page: gr.Blocks) -> None:
-    """Have gradio look twenty times a second whether anybody pressed anything, as on Windows, not a thousand times.
+    """Have gradio look a hundred times a second whether anybody pressed anything, not a thousand times.
 
     Each look takes Python's lock from the thread that decodes. There is no public way to say so.
     """
-    page._queue.sleep_when_free, page._queue.progress_update_sleep_when_free = LOOK_S, 2 * LOOK_S
+    queue = page._queue
+    queue.sleep_when_free = max(LOOK_S, queue.sleep_when_free)
+    queue.progress_update_sleep_when_free = max(10 * LOOK_S, queue.progress_update_sleep_when_free)
 
 
 def build(
