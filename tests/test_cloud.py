@@ -8,6 +8,7 @@ import math
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -136,6 +137,58 @@ def test_bad_rounds_get_one_sentence(cloud: TestClient, case: str) -> None:
     assert "\n" not in response.json()["error"] and len(response.json()["error"]) < 300
     packed = cloud.post("/v1/rounds", content=_packed(body), headers={"Content-Type": "application/msgpack"})
     assert packed.status_code in (status, 422) and msgpack.unpackb(packed.content)["error"]
+
+
+NAN = struct.pack("<f", math.nan)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"q_token_probs": [math.nan, 0.5]}, "q_token_probs"),
+        ({"q_token_probs": [0.5, math.inf]}, "q_token_probs"),
+        ({"q_token_probs": msgpack.ExtType(1, NAN * 2)}, "q_token_probs"),
+        ({"q_token_probs": msgpack.ExtType(1, NAN[:3])}, "msgpack"),
+        ({"sampling_cfg": {"temp": math.nan}}, "temp"),
+        ({"sampling_cfg": {"top_p": math.nan}}, "top_p"),
+        ({"rows": [{"node": 0, "values": NAN * VOCAB}]}, "is no law"),
+        ({"draft_tokens": msgpack.ExtType(1, struct.pack("<2f", 1, 2))}, "draft_tokens"),
+    ],
+)
+def test_numbers_that_are_none_are_refused_in_the_binary_encoding_too(
+    cloud: TestClient, changes: dict[str, Any], words: str
+) -> None:
+    body = msgpack.packb({**DRAFTED, **changes})
+    response = cloud.post("/v1/rounds", content=body, headers={"Content-Type": "application/msgpack"})
+    assert response.status_code == 422 and words in msgpack.unpackb(response.content)["error"]
+
+
+TEXT_OF = {"tokens": [2, 0], "sampling_cfg": {}, "max_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tokens": []}, "tokens"),
+        ({"tokens": [4]}, "not among the model's 4 ids"),
+        ({"tokens": [-1]}, "tokens"),
+        ({"tokens": [1.5]}, "tokens"),
+        ({"tokens": [1] * 10**6}, "tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 10**9}, "max_tokens"),
+        ({"max_tokens": "4"}, "max_tokens"),
+        ({"sampling_cfg": None}, "sampling_cfg"),
+        ({"sampling_cfg": {"rule": "magic"}}, "known are rejection"),
+        ({"sampling_cfg": {"bad_words": [[0], [1], [2], [3]]}}, "ban fewer"),
+        ({"sampling_cfg": {"bad_words": [[4]]}}, "not among the model's 4 ids"),
+        ({"sampling_cfg": {"temp": 1e-9}}, "0 or at least"),
+        ({"draft_tokens": [1]}, "draft_tokens"),
+    ],
+)
+def test_bad_texts_get_one_sentence(cloud: TestClient, changes: dict[str, Any], words: str) -> None:
+    response = cloud.post("/v1/texts", json={**TEXT_OF, **changes})
+    assert response.status_code == 422 and words in response.json()["error"] and "\n" not in response.json()["error"]
 
 
 def _packed(body: Any) -> bytes:
