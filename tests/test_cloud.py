@@ -8,10 +8,12 @@ import math
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from specdemo.models.shelf import Shelf
 from specdemo.recipe import Recipe
 from specdemo.remote.choices import Cloud
 from specdemo.remote.contexts import Contexts
+from specdemo.remote.encoding import ENCODINGS
 from specdemo.remote.server import Limits, Rates, service
 from specdemo.remote.wire import About
 from specdemo.worker import Worker
@@ -136,6 +139,58 @@ def test_bad_rounds_get_one_sentence(cloud: TestClient, case: str) -> None:
     assert packed.status_code in (status, 422) and msgpack.unpackb(packed.content)["error"]
 
 
+NAN = struct.pack("<f", math.nan)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"q_token_probs": [math.nan, 0.5]}, "q_token_probs"),
+        ({"q_token_probs": [0.5, math.inf]}, "q_token_probs"),
+        ({"q_token_probs": msgpack.ExtType(1, NAN * 2)}, "q_token_probs"),
+        ({"q_token_probs": msgpack.ExtType(1, NAN[:3])}, "msgpack"),
+        ({"sampling_cfg": {"temp": math.nan}}, "temp"),
+        ({"sampling_cfg": {"top_p": math.nan}}, "top_p"),
+        ({"rows": [{"node": 0, "values": NAN * VOCAB}]}, "is no law"),
+        ({"draft_tokens": msgpack.ExtType(1, struct.pack("<2f", 1, 2))}, "draft_tokens"),
+    ],
+)
+def test_numbers_that_are_none_are_refused_in_the_binary_encoding_too(
+    cloud: TestClient, changes: dict[str, Any], words: str
+) -> None:
+    body = msgpack.packb({**DRAFTED, **changes})
+    response = cloud.post("/v1/rounds", content=body, headers={"Content-Type": "application/msgpack"})
+    assert response.status_code == 422 and words in msgpack.unpackb(response.content)["error"]
+
+
+TEXT_OF = {"tokens": [2, 0], "sampling_cfg": {}, "max_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tokens": []}, "tokens"),
+        ({"tokens": [4]}, "not among the model's 4 ids"),
+        ({"tokens": [-1]}, "tokens"),
+        ({"tokens": [1.5]}, "tokens"),
+        ({"tokens": [1] * 10**6}, "tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 10**9}, "max_tokens"),
+        ({"max_tokens": "4"}, "max_tokens"),
+        ({"sampling_cfg": None}, "sampling_cfg"),
+        ({"sampling_cfg": {"rule": "magic"}}, "known are rejection"),
+        ({"sampling_cfg": {"bad_words": [[0], [1], [2], [3]]}}, "ban fewer"),
+        ({"sampling_cfg": {"bad_words": [[4]]}}, "not among the model's 4 ids"),
+        ({"sampling_cfg": {"temp": 1e-9}}, "0 or at least"),
+        ({"draft_tokens": [1]}, "draft_tokens"),
+    ],
+)
+def test_bad_texts_get_one_sentence(cloud: TestClient, changes: dict[str, Any], words: str) -> None:
+    response = cloud.post("/v1/texts", json={**TEXT_OF, **changes})
+    assert response.status_code == 422 and words in response.json()["error"] and "\n" not in response.json()["error"]
+
+
 def _packed(body: Any) -> bytes:
     try:
         return msgpack.packb(body)
@@ -177,6 +232,10 @@ def test_what_it_takes_and_gives_is_described(cloud: TestClient) -> None:
     assert set(described["paths"]) == {"/v1/target", "/v1/rounds", "/v1/texts", "/v1/contexts/{ctx_id}"}
     fields = described["components"]["schemas"]["Round"]["properties"]
     assert {"ctx_id", "draft_tokens", "q_token_probs", "hard_mask", "k", "sampling_cfg"} <= set(fields)
+    for operation in (one for path in described["paths"].values() for one in path.values()):
+        for part in (operation.get("requestBody", {}), *operation["responses"].values()):
+            assert set(part.get("content", {})) in (set(), set(ENCODINGS))
+        assert operation.get("requestBody") or not operation["operationId"].endswith("post")
     text = json.dumps(described)
     for name in re.findall(r"#/components/schemas/(\w+)", text):
         assert name in described["components"]["schemas"]
@@ -185,9 +244,10 @@ def test_what_it_takes_and_gives_is_described(cloud: TestClient) -> None:
 # --- turns -------------------------------------------------------------------------------------------------------
 
 
-def test_too_many_at_once_are_told_so() -> None:
-    """The worker is held up by one job and one waits: the next is one too many."""
-    worker, go, started = Worker(at_once=1, waiting=1), threading.Event(), threading.Event()
+@contextmanager
+def occupied(worker: Worker, jobs: int = 1) -> Iterator[None]:
+    """The worker is at the first of these jobs, and the others wait, until the block ends."""
+    go, started = threading.Event(), threading.Event()
 
     def held() -> Iterator[None]:
         started.set()
@@ -196,24 +256,25 @@ def test_too_many_at_once_are_told_so() -> None:
 
     worker.submit(held)
     assert started.wait(10)
-    worker.submit(held)
-    response = client(worker).post("/v1/rounds", json=OPEN)
-    go.set()
+    for _ in range(jobs - 1):
+        worker.submit(held)
+    try:
+        yield
+    finally:
+        go.set()
+
+
+def test_too_many_at_once_are_told_so() -> None:
+    """The worker is held up by one job and one waits: the next is one too many."""
+    worker = Worker(at_once=1, waiting=1)
+    with occupied(worker, jobs=2):
+        response = client(worker).post("/v1/rounds", json=OPEN)
     assert response.status_code == 429 and response.json()["code"] == "busy" and response.headers["retry-after"]
 
 
 def test_what_is_given_up_while_it_waits_is_never_computed() -> None:
     """Whoever hangs up in the queue takes its round along; the next one finds its turn."""
-    worker, go, started = Worker(at_once=1), threading.Event(), threading.Event()
-
-    def held() -> Iterator[None]:
-        started.set()
-        go.wait()
-        yield
-
-    worker.submit(held)
-    assert started.wait(10)
-    cloud = contexts()
+    worker, cloud = Worker(at_once=1), contexts()
     messages = [
         {"type": "http.request", "body": json.dumps(OPEN).encode(), "more_body": False},
         {"type": "http.disconnect"},
@@ -234,8 +295,8 @@ def test_what_is_given_up_while_it_waits_is_never_computed() -> None:
         "headers": [(b"content-type", b"application/json")],
         "client": ("edge", 1),
     }
-    asyncio.run(service(ABOUT, cloud, worker)(scope, receive, send))
-    go.set()
+    with occupied(worker):
+        asyncio.run(service(ABOUT, cloud, worker)(scope, receive, send))
     worker.close()
     assert sent[0]["status"] == 400 and len(cloud) == 0
 

@@ -37,7 +37,7 @@ DOORS = {
     "transformers": ("specdemo/models/", "specdemo/train/"),
     "bitsandbytes": ("specdemo/models/", "specdemo/train/"),
     "tokenizers": ("specdemo/models/", "specdemo/train/"),
-    "msgpack": ("specdemo/remote/encoding.py",),
+    "msgpack": ("specdemo/remote/encoding.py", "specdemo/bench/nonsense.py"),
     "fastapi": ("specdemo/remote/",),
     "starlette": ("specdemo/remote/", "specdemo/ui/health.py"),
     "uvicorn": ("specdemo/remote/",),

@@ -137,6 +137,12 @@ def test_an_engine_serves_the_next_request_but_never_two_at_once() -> None:
     assert torch.equal(third.score([1, 2, 3], Draft()), expected)
 
 
+def test_the_logits_that_are_kept_are_counted() -> None:
+    cached = CachedModel(Lean(random_model(VARIANTS["grouped"])))
+    cached.score([1, 2, 3], Draft.chain((1, 2, 3, 4)))
+    assert cached.reserved_bytes >= cached._engine.reserved_bytes + 5 * VOCAB * 4
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_bfloat16_rounds_where_transformers_does(name: str) -> None:
     """All logits of a text are equal to the last bit where both give attention the same shape, a full block of keys."""

@@ -134,6 +134,15 @@ def test_free_memory_is_some_and_no_more_than_there_is() -> None:
     assert 0 < free_bytes(find_device("cpu")) <= psutil.virtual_memory().total
 
 
+@pytest.mark.parametrize("left", [[], [7], [1 << 60, 5]])
+def test_free_memory_is_no_more_than_any_limit_leaves_of_which_there_may_be_none(
+    monkeypatch: pytest.MonkeyPatch, left: list[int]
+) -> None:
+    monkeypatch.setattr("specdemo.models.memory._left_by_limits", lambda: left)
+    free = free_bytes(find_device("cpu"))
+    assert free == min(left) if left else 0 < free <= psutil.virtual_memory().total
+
+
 def test_shapes_come_from_headers_alone(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", byte_level_tokenizer())
     shapes = Hub().shapes(str(folder))

@@ -433,6 +433,19 @@ def test_memory_is_bounded_and_the_longest_unused_go_first(limit: dict[str, int]
     assert committed(texts(Direct(contexts(**limit)))) == plain()
 
 
+def test_rows_that_came_along_count_as_memory() -> None:
+    """A cache of 100 bytes, and four probabilities of four bytes."""
+    law = torch.full((VOCAB,), 1 / VOCAB)
+    drafted = {"draft_tokens": [1], "k": 1, "q_token_probs": [0.25], "rows": [Row.of(0, law)]}
+    chosen = settings(Warp())
+    held = []
+    for budget_bytes in (100 + 4 * VOCAB, 99 + 4 * VOCAB):
+        cloud = contexts(budget_bytes=budget_bytes)
+        cloud.answer(a_round(sampling_cfg=chosen, **drafted))
+        held.append(len(cloud))
+    assert held == [1, 0]
+
+
 def test_contexts_expire() -> None:
     now = [0.0]
     cloud = contexts(expiry_s=10, clock=lambda: now[0])

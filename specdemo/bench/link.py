@@ -2,8 +2,10 @@
 
 A round takes gamma drafted tokens, one pass of the target, a round trip, and what HTTP and two Pythons add; so
 S_net = E[tokens] / (v + gamma c + r + o) plain steps (the time model with r = RTT / T_target). All but r is measured
-where no round trip is emulated; what is measured elsewhere is compared with what that foretells. The second table is
-what travels: bytes of a round by kind of draft and rule, against what the ids and laws alone would take.
+where no round trip is emulated, with rounds as far apart in time as the link would have them: a processor that has
+idled is slower than a busy one, and that is no part of the round trip. What is measured over the link is compared with
+what that foretells. Both runs of a pair follow one another at once, in an order that turns from pair to pair, and
+times are medians over the pairs, since the machine's mood changes within a minute.
 """
 
 from __future__ import annotations
@@ -11,16 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from specdemo.bench.cloud import Rounds, cloud, rounds
 from specdemo.bench.measure import Prompt, load_prompts
 from specdemo.core.theory import best_gamma_over, expected_tokens
-from specdemo.generate import generate
 from specdemo.models.shelf import Shelf
 from specdemo.recipe import Recipe
 from specdemo.remote.choices import Cloud
@@ -30,160 +29,88 @@ LENGTHS: tuple[int | str, ...] = (2, 4, 6, 8, "dynamic", "closed form")
 DYNAMIC = {"policy": "dynamic", "gamma": 6}  # the practice guide's start
 
 
-@dataclass(frozen=True)
-class Rounds:
-    """What the rounds of some runs add up to, the prefill left out."""
+@dataclass
+class Cell:
+    """One round trip and draft length: the runs at rest, and those over the link."""
 
-    rounds: int
-    tokens: int
-    drafted: int
-    draft_s: float
-    cloud_s: float
-    wire_s: float  # from the question to the verdict, but for the cloud's own time
-    host_s: float
-    beta: float
-    up: float
-    down: float
-    rows: float
+    rtt_s: float
+    here: list[Rounds] = field(default_factory=list)
+    far: list[Rounds] = field(default_factory=list)
 
-    @property
-    def seconds(self) -> float:
-        """All of it."""
-        return self.draft_s + self.cloud_s + self.wire_s + self.host_s
-
-
-@contextmanager
-def cloud(*options: str) -> Iterator[str]:
-    """The service in a process of its own; its address."""
-    command = [sys.executable, "-m", "specdemo", "serve", "--port", "0", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            yield process.stdout.readline().removeprefix("listening on ").strip()
-        finally:
-            process.terminate()
+    def record(self) -> dict[str, Any]:
+        """Tokens per second as foretold and as measured."""
+        lengths = [k for run in self.far for k in run.drafted]
+        alpha = statistics.mean(beta for run in self.far for beta in run.betas)
+        tokens = sum(run.tokens for run in self.far) / len(lengths)
+        rest_s, far_s = (statistics.median(run.round_s for run in runs) for runs in (self.here, self.far))
+        return {
+            "rtt_ms": 1000 * self.rtt_s,
+            "gamma": statistics.mean(lengths),
+            "alpha": alpha,
+            "rounds": len(lengths),
+            "tokens_per_round": tokens,
+            "round_ms": 1000 * rest_s,
+            "s_net": statistics.mean(expected_tokens(alpha, k) for k in lengths) / (rest_s + self.rtt_s),
+            "foretold": tokens / (rest_s + self.rtt_s),
+            "measured": tokens / far_s,
+        }
 
 
-def rounds(recipe: Recipe, prompts: Sequence[Prompt], shelf: Shelf) -> Rounds:
-    """Run `recipe` on every prompt."""
-    steps: list[dict[str, Any]] = []
-    for prompt in prompts:
-        lines = list(generate(recipe, prompt.text, shelf))
-        if lines[-1]["error"]:
-            raise RuntimeError(lines[-1]["error"])
-        steps += [line for line in lines if "i" in line][1:]
-    betas = [beta for step in steps for beta in step["beta"] if beta is not None]
-    cloud_s = sum(step["remote"]["cloud_s"] for step in steps)
-    return Rounds(
-        len(steps),
-        sum(len(step["tokens"]) for step in steps),
-        sum(len(step["draft"]) for step in steps),
-        sum(step["draft_s"] for step in steps),
-        cloud_s,
-        sum(step["verify_s"] for step in steps) - cloud_s,
-        sum(step["host_s"] for step in steps),
-        statistics.mean(betas) if betas else 0.0,
-        *(sum(step["remote"][name] for step in steps) for name in ("bytes_up", "bytes_down", "rows")),
-    )
+def gamma_for(rtt_s: float, step_s: float, four: Rounds) -> int:
+    """The closed form's length, from what rounds of four tokens were and a plain step takes."""
+    c = four.draft_s / sum(four.drafted) / step_s
+    fixed_s = (four.wire_s + four.host_s) / four.count
+    return max(1, best_gamma_over(four.alpha, c, (rtt_s + fixed_s) / step_s, longest=24))
 
 
-def speeds(base: Recipe, prompts: Sequence[Prompt], shelf: Shelf) -> Iterator[dict[str, Any]]:
-    """A record per round trip and draft length: tokens per second as foretold and as measured."""
+def speeds(
+    base: Recipe, prompts: Sequence[Prompt], shelf: Shelf, rtts: Sequence[float], repeat: int
+) -> Iterator[dict[str, Any]]:
+    """A record per round trip and draft length, after all runs: `repeat` times every cell, a prompt each time."""
     assert base.cloud is not None
     plain = rounds(replace(base, method="ar"), prompts, shelf)  # a round trip per token: what a step costs the cloud
-    step_s = plain.cloud_s / plain.rounds
-    four = plain  # what rounds of four tokens were when last seen, which the closed form is fed with
-    for rtt in RTTS:
-        for length in LENGTHS:
-            gamma: int | str = length
-            if length == "closed form":
-                c = four.draft_s / four.drafted / step_s
-                fixed = (four.wire_s + four.host_s) / four.rounds
-                gamma = max(1, best_gamma_over(four.beta, c, (rtt / 1000 + fixed) / step_s, longest=24))
+    step_s = plain.cloud_s / plain.count
+    four = rounds(replace(base, policy="fixed", gamma=4), prompts, shelf)
+    chosen = {rtt: gamma_for(rtt / 1000, step_s, four) for rtt in rtts}
+    cells = {(rtt, length): Cell(rtt / 1000) for rtt in rtts for length in LENGTHS}
+    for turn in range(repeat):
+        for (rtt, length), cell in cells.items():
+            gamma = chosen[rtt] if length == "closed form" else length
             varied: dict[str, Any] = DYNAMIC if gamma == "dynamic" else {"policy": "fixed", "gamma": gamma}
-            recipe = replace(base, **varied)
-            here = rounds(recipe, prompts, shelf)  # just before, so that the machine is in the same mood
-            four = here if gamma == 4 else four
-            far = rounds(replace(recipe, cloud=replace(base.cloud, rtt_ms=rtt)), prompts, shelf)
-            per_round = here.seconds / here.rounds + rtt / 1000
-            yield {
-                "rtt_ms": rtt,
-                "length": length,
-                "gamma": gamma if isinstance(gamma, int) else far.drafted / far.rounds,
-                "alpha": far.beta,
-                "tokens_per_round": far.tokens / far.rounds,
-                "s_net": expected_tokens(here.beta, here.drafted / here.rounds) / per_round,
-                "foretold": here.tokens / here.rounds / per_round,
-                "measured": far.tokens / far.seconds,
-            }
-
-
-def traffic(base: Recipe, prompts: Sequence[Prompt], shelf: Shelf) -> Iterator[dict[str, Any]]:
-    """A record per kind of draft, rule and encoding: bytes of a round each way, and what theory has for them."""
-    assert base.cloud is not None and base.drafter_spec is not None
-    vocab_size = shelf.take(base.drafter_spec).vocab_size
-    kinds = {
-        "point masses (T=0)": ({"temperature": 0.0}, "float32", 0),
-        "coupled": ({"temperature": 1.0, "rule": "coupled"}, "float32", 0),
-        "scalar q (lossy)": ({"temperature": 1.0}, "scalar", 4),
-        "row of float32": ({"temperature": 1.0}, "float32", 4),
-        "row of float16": ({"temperature": 1.0}, "float16", 4),
-    }
-    for name, (settings, q_rows, q_bytes) in kinds.items():
-        for encoding in ("json", "msgpack"):
-            wire = replace(base.cloud, q_rows=q_rows, encoding=encoding)
-            found = rounds(replace(base, **settings, gamma=4, cloud=wire), prompts, shelf)
-            k = found.drafted / found.rounds
-            width = {"float32": 4, "float16": 2, "scalar": 0}[q_rows]
-            yield {
-                "mode": name,
-                "encoding": encoding,
-                "k": k,
-                "rows": found.rows / found.rounds,
-                "theory_up": (4 + q_bytes) * k + found.rows / found.rounds * vocab_size * width,
-                "theory_down": 8.0,
-                "up": found.up / found.rounds,
-                "down": found.down / found.rounds,
-                "all_of_q": (4 + 4 * vocab_size) * k,
-            }
+            near, prompt = replace(base, **varied), [prompts[turn % len(prompts)]]
+            over = replace(near, cloud=replace(base.cloud, rtt_ms=rtt))
+            pair = [(near, rtt / 1000, cell.here), (over, 0.0, cell.far)]
+            for recipe, apart_s, runs in pair if turn % 2 else reversed(pair):
+                runs.append(rounds(recipe, prompt, shelf, apart_s))
+    for (_, length), cell in cells.items():
+        yield {"length": length, **cell.record()}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print both tables and a JSON line each."""
+    """Print the table, and a JSON line."""
     parser = argparse.ArgumentParser(prog="specdemo.bench.link")
-    parser.add_argument("--prompts", type=int, default=3)
-    parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--bytes", action="store_true", help="only what travels: no time is taken")
-    parser.add_argument("--speeds", action="store_true", help="only the times")
+    parser.add_argument("--rtts", type=float, nargs="+", default=RTTS, metavar="MS")
+    parser.add_argument("--repeat", type=int, default=12)
+    parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--max-tokens", type=int, default=48)
     options = parser.parse_args(arguments)
     shelf, prompts = Shelf(), load_prompts(kinds=["code"])[: options.prompts]
-    with cloud() as url:
-        wire = Cloud(url, encoding="msgpack", deadline_ms=5000)
+    with cloud() as service:
+        wire = Cloud(service.url, encoding="msgpack", deadline_ms=5000)
         base = Recipe(temperature=0.0, top_p=1.0, max_tokens=options.max_tokens, cloud=wire)
         rounds(replace(base, max_tokens=8), prompts, shelf)  # first calls are no measure of anything
-        found = []
-        print("| RTT ms | length | gamma | alpha | tokens/round | S_net | with the tokens seen | measured | ratio |")
-        print("|---|---|---|---|---|---|---|---|---|")
-        for one in () if options.bytes else speeds(base, prompts, shelf):
-            found.append(one)
-            print(
-                f"| {one['rtt_ms']:.0f} | {one['length']} | {one['gamma']:.1f} | {one['alpha']:.2f} "
-                f"| {one['tokens_per_round']:.2f} | {one['s_net']:.1f} | {one['foretold']:.1f} "
-                f"| {one['measured']:.1f} | {one['measured'] / one['foretold']:.2f} |",
-                flush=True,
-            )
-        print(json.dumps({"speeds": found}))
-        found = []
-        print("| draft and rule | encoding | k | rows/round | up, theory | up | down, theory | down | all of q up |")
-        print("|---|---|---|---|---|---|---|---|---|")
-        for one in () if options.speeds else traffic(base, prompts, shelf):
-            found.append(one)
-            print(
-                f"| {one['mode']} | {one['encoding']} | {one['k']:.1f} | {one['rows']:.2f} | {one['theory_up']:,.0f} "
-                f"| {one['up']:,.0f} | {one['theory_down']:.0f} | {one['down']:,.0f} | {one['all_of_q']:,.0f} |",
-                flush=True,
-            )
-        print(json.dumps({"traffic": found}))
+        found = list(speeds(base, prompts, shelf, options.rtts, options.repeat))
+    print(
+        "| RTT ms | length | gamma | alpha | tokens/round | round at rest ms | S_net | with the tokens seen | measured "
+        "| measured / S_net |\n" + "|---" * 10 + "|"
+    )
+    for one in found:
+        print(
+            f"| {one['rtt_ms']:.0f} | {one['length']} | {one['gamma']:.1f} | {one['alpha']:.2f} "
+            f"| {one['tokens_per_round']:.2f} | {one['round_ms']:.1f} | {one['s_net']:.1f} | {one['foretold']:.1f} "
+            f"| {one['measured']:.1f} | {one['measured'] / one['s_net']:.2f} |"
+        )
+    print(json.dumps({"speeds": found}))
 
 
 if __name__ == "__main__":

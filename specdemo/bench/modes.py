@@ -13,9 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import psutil
-
-from specdemo.bench.link import cloud
+from specdemo.bench.cloud import cloud
 from specdemo.bench.measure import load_prompts
 from specdemo.generate import generate
 from specdemo.models.shelf import Shelf
@@ -69,14 +67,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(json.dumps(one(*options.only, *settings)))
         return
     found = []
-    with cloud() as url:
-        service = psutil.Process().children()[0]
+    with cloud() as service:
         for mode in MODES:
             flags = ("--rtt-ms", "--temperature", "--gamma", "--prompts", "--max-tokens")
             values = [part for pair in zip(flags, map(str, settings), strict=True) for part in pair]
-            command = [sys.executable, "-m", "specdemo.bench.modes", *values, "--only", mode, url]
+            command = [sys.executable, "-m", "specdemo.bench.modes", *values, "--only", mode, service.url]
             said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-            found.append({**json.loads(said.splitlines()[-1]), "cloud_rss_bytes": service.memory_info().rss})
+            found.append({**json.loads(said.splitlines()[-1]), "cloud_rss_bytes": service.rss_bytes})
     alone = _at(next(one for one in found if one["mode"] == "cloud_only")["total_s"], 0.5)
     print(
         "| mode | TTFT p50 / p95 ms | total p50 / p95 s | tokens/s | speed-up | edge peak MB | cloud MB | KV MB, share "

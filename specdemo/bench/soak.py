@@ -16,9 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import psutil
-
-from specdemo.bench.link import cloud
+from specdemo.bench.cloud import cloud
 from specdemo.bench.measure import load_prompts
 from specdemo.generate import generate
 from specdemo.models.shelf import Shelf
@@ -60,11 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for prompt in prompts
     ]
     memory: list[int] = []
-    with cloud("--contexts", "64", "--budget-mb", "256") as url:
-        service = next(
-            child for child in psutil.Process().children() if any("serve" in part for part in child.cmdline())
-        )
-        recipe = replace(base, method="lookup", cloud=Cloud(url, encoding="msgpack", deadline_ms=5000))
+    with cloud("--contexts", "64", "--budget-mb", "256") as service:
+        recipe = replace(base, method="lookup", cloud=Cloud(service.url, encoding="msgpack", deadline_ms=5000))
         end = time.monotonic() + options.seconds
 
         def edge(number: int) -> None:
@@ -80,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for thread in edges:
             while thread.is_alive():
                 thread.join(2.0)
-                memory.append(service.memory_info().rss)
+                memory.append(service.rss_bytes)
     cuts = statistics.quantiles(found.latencies, n=100)
     quarter = max(1, len(memory) // 4)
     figures = {

@@ -139,8 +139,9 @@ class CachedModel:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of the buffers that they are held in."""
-        return self._engine.reserved_bytes
+        """Bytes of the buffers that they are held in, and of the logits that are kept with them."""
+        kept = 0 if self._logits is None else self._logits.untyped_storage().nbytes()
+        return self._engine.reserved_bytes + kept
 
     def _filled(self, draft: Draft, held: int, length: int) -> Draft:
         """The draft with a tail that nobody reads, if the pass would have too few rows and the context has room."""

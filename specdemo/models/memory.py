@@ -154,7 +154,7 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's own to give again
         return torch.cuda.mem_get_info(device)[0] + kept
-    return min(psutil.virtual_memory().available, *_left_by_limits())
+    return min([psutil.virtual_memory().available, *_left_by_limits()])
 
 
 def _left_by_limits() -> list[int]:

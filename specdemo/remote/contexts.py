@@ -41,7 +41,7 @@ class Cache(Protocol):
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of the buffers that they are held in."""
+        """Bytes of the buffers that they are held in, and of whatever else is large."""
 
 
 @dataclass
@@ -56,9 +56,15 @@ class Context:
     asked: Round | None = None
     answer: Answer | None = None
 
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of what is large: the cache, and the rows that came with the last round."""
+        rows = self.asked.rows or () if self.asked else ()
+        return self.cache.reserved_bytes + sum(len(row.values) + len(row.ids or b"") for row in rows)
+
 
 class Contexts:
-    """Answers rounds. Buffers of at most `budget_bytes` and `most` contexts outlive a round, each for `expiry_s`."""
+    """Answers rounds. At most `most` contexts, of `budget_bytes` together, outlive a round, each for `expiry_s`."""
 
     def __init__(
         self,
@@ -84,8 +90,8 @@ class Contexts:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(one.cache.reserved_bytes for one in self._held.values())
+        """Bytes of what is large in all contexts."""
+        return sum(one.reserved_bytes for one in self._held.values())
 
     def forget(self, ctx_id: str) -> bool:
         """Drop a context; whether there was one."""

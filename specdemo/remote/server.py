@@ -130,6 +130,10 @@ def service(
                 [(Round, "validation"), (Text, "validation")], ref_template="#/components/schemas/{model}"
             )
             described["components"]["schemas"].update(sent["$defs"])
+            for operation in (one for path in described["paths"].values() for one in path.values()):
+                for answer in operation["responses"].values():
+                    if (content := answer.get("content", {})) and "application/json" in content:
+                        content.update(dict.fromkeys(ENCODINGS, content["application/json"]))
             app.openapi_schema = described
         return app.openapi_schema
 
@@ -139,7 +143,7 @@ def service(
 
 def _body(kind: type[Message]) -> dict[str, Any]:
     schema = {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}
-    return {"requestBody": {"required": True, "content": {"application/json": schema}}}
+    return {"requestBody": {"required": True, "content": dict.fromkeys(ENCODINGS, schema)}}
 
 
 def _type(request: Request) -> str:
