@@ -20,12 +20,13 @@ import torch
 from specdemo.core.decode import decode
 from specdemo.core.errors import Refused
 from specdemo.core.metrics import Metrics
+from specdemo.methods import Stores
 from specdemo.models import memory
 from specdemo.models.load import Loaded
 from specdemo.models.reasons import size
 from specdemo.models.shelf import Shelf
 from specdemo.models.text import Message, Spelling, TextStream, rendered
-from specdemo.parts import Stores, build
+from specdemo.parts import build
 from specdemo.recipe import FORESTS, Recipe
 from specdemo.remote.connect import Distant, connect
 

@@ -16,9 +16,9 @@ from typing import Any
 from specdemo.core.errors import Refused
 from specdemo.generate import Record, generate
 from specdemo.limits import Limits
+from specdemo.methods import Stores
 from specdemo.models.shelf import Shelf
 from specdemo.models.spec import Spec
-from specdemo.parts import Stores
 from specdemo.recipe import Recipe
 from specdemo.worker import Crew
 

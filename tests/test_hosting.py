@@ -39,7 +39,8 @@ from specdemo.ui import window
 from specdemo.ui.health import LATELY_S, Health
 from specdemo.ui.page import build, launch_options
 from specdemo.ui.runs import Runs
-from specdemo.ui.service import LONGEST_REASON, REMEMBERED, Service, drain, reason
+from specdemo.ui.service import REMEMBERED, Service
+from specdemo.ui.streams import LONGEST_REASON, drain, reason
 from specdemo.worker import Crew, Worker, WorkerBusy
 
 ROOT = Path(__file__).parents[1]

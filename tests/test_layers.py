@@ -18,6 +18,7 @@ HILL = (
     {"remote"},
     {"recipe"},
     {"edge", "own"},
+    {"methods"},
     {"parts"},
     {"generate"},
     {"bench", "layers", "priced"},

@@ -12,7 +12,8 @@ import gradio as gr
 from specdemo.core.errors import Refused
 from specdemo.recipe import Recipe
 from specdemo.ui.asked import OFF, recipe_of
-from specdemo.ui.service import Service, drain, reason
+from specdemo.ui.service import Service
+from specdemo.ui.streams import drain, reason
 from specdemo.ui.words import SPEC
 from specdemo.worker import WorkerBusy
 

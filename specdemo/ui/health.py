@@ -14,7 +14,8 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from specdemo.recipe import Recipe
-from specdemo.ui.service import Service, reason
+from specdemo.ui.service import Service
+from specdemo.ui.streams import reason
 from specdemo.worker import Stream, WorkerBusy
 
 LATELY_S = 600  # one look in ten minutes costs an idle machine two tokens

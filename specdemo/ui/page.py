@@ -33,8 +33,9 @@ from specdemo.ui.controls import examples_row, sidebar
 from specdemo.ui.frames import Run
 from specdemo.ui.health import Health
 from specdemo.ui.lanes import EXTRA, lanes_of, plan_of, told_of_lanes
-from specdemo.ui.service import Engine, Service, drain, reason
+from specdemo.ui.service import Engine, Service
 from specdemo.ui.settings import from_link, kept_recipes, recipe_settings, restored
+from specdemo.ui.streams import drain, reason
 from specdemo.ui.tabs.bench import bench_tab
 from specdemo.ui.tabs.edge import edge_tab
 from specdemo.ui.tabs.memory import memory_tab

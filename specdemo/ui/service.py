@@ -1,20 +1,16 @@
 """What stands behind the page: one worker, the models, everyone's runs. Knows nothing of gradio.
 
-Tokens are decoded in the worker's thread. Whoever wants them drains a stream, a dozen times a second at most, and
-leaving it (end, Stop, a closed tab, an error) asks the stream to stop. Everything on the device goes through the one
-worker.
+Tokens are decoded in the worker's thread, and everything on the device goes through the one worker.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import math
 import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import aclosing, closing, suppress
 from typing import Any
 
@@ -23,24 +19,22 @@ import torch
 from specdemo.bench import Prompt, Turn, measure
 from specdemo.core.errors import Refused
 from specdemo.limits import Limits
+from specdemo.methods import Stores
 from specdemo.models.reasons import size
 from specdemo.models.shelf import Shelf
 from specdemo.models.text import Message
 from specdemo.own import Own, wants_own
-from specdemo.parts import Stores
 from specdemo.preflight import Preflight, preflight, texts_for
 from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
 from specdemo.ui.runs import Runs
+from specdemo.ui.streams import drain, reason
 from specdemo.ui.visitors import Budget, Visitors
-from specdemo.worker import Crew, Stream, Worker, WorkerBusy
+from specdemo.worker import Crew, Stream, Worker
 
-TICK = 1 / 12  # seconds between frames: never 150 ms behind, and little load on the decoding thread
-LONGEST_REASON = 600  # characters; a refusal quotes what it refuses, and that may be anything
 REMEMBERED = 256  # visitors whose n-grams and conversations are kept
 PROBE = "def"
 OF_EACH_KIND = 3  # prompts of a class that a preflight reads
-log = logging.getLogger(__name__)
 
 Engine = Callable[[Recipe, str, Shelf, Stores], Generator[dict[str, Any]]]
 Lines = Stream[tuple[str, dict[str, Any]]]
@@ -244,29 +238,3 @@ def leave_a_core() -> None:
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(min(torch.get_num_threads(), max(1, cores - 1)))
-
-
-async def drain(stream: Stream) -> AsyncIterator[list]:
-    """Whatever is new, again and again until the job is over. Leaving early asks the job to stop."""
-    read = 0
-    try:
-        while True:
-            last = stream.done  # before draining, or the tail is lost
-            fresh = stream.items[read:]
-            read += len(fresh)
-            yield fresh
-            if last:
-                return
-            await asyncio.sleep(TICK)
-    finally:
-        stream.stop()
-
-
-def reason(error: BaseException) -> str:
-    """One sentence about what went wrong, for whoever asked for the run."""
-    if isinstance(error, (Refused, WorkerBusy)):
-        said = str(error)
-    else:
-        log.error("a run failed", exc_info=error)
-        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return said if len(said) <= LONGEST_REASON else f"{said[:LONGEST_REASON]} …"

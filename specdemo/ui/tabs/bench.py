@@ -18,7 +18,8 @@ from specdemo.recipe import Recipe
 from specdemo.ui.api import address_of
 from specdemo.ui.asked import OFF, recipe_of
 from specdemo.ui.outcome import COLOURS, HEADERS, PLAIN, Outcome, bars, cells
-from specdemo.ui.service import Service, drain, reason
+from specdemo.ui.service import Service
+from specdemo.ui.streams import drain, reason
 from specdemo.ui.sweep import DRAFTING, Sweep, sweep
 from specdemo.worker import WorkerBusy
 

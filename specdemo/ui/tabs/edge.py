@@ -19,7 +19,8 @@ from specdemo.ui import best_k, modes
 from specdemo.ui.api import address_of
 from specdemo.ui.edge import HEADERS, edge_lane, measures, steps, told, window
 from specdemo.ui.outcome import Outcome
-from specdemo.ui.service import Service, drain, reason
+from specdemo.ui.service import Service
+from specdemo.ui.streams import drain, reason
 from specdemo.ui.tabs.bench import LOOK as PROGRESS
 from specdemo.ui.tabs.plots import lines, shown
 from specdemo.ui.timeline import picture
