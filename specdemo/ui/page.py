@@ -33,20 +33,20 @@ from specdemo.ui.controls import examples_row, sidebar
 from specdemo.ui.frames import Run
 from specdemo.ui.health import Health
 from specdemo.ui.lanes import EXTRA, lanes_of, plan_of, told_of_lanes
-from specdemo.ui.service import Engine, Service, drain, reason
+from specdemo.ui.played import played
+from specdemo.ui.service import Engine, Service, reason
 from specdemo.ui.settings import from_link, kept_recipes, recipe_settings, restored
 from specdemo.ui.tabs.bench import bench_tab
 from specdemo.ui.tabs.edge import edge_tab
 from specdemo.ui.tabs.memory import memory_tab
 from specdemo.ui.tabs.theory import theory_tab
-from specdemo.ui.theme import launch_options
+from specdemo.ui.theme import calm, launch_options
 from specdemo.ui.words import told_of
 from specdemo.worker import Crew, Worker, WorkerBusy
 
 __all__ = ["build", "launch_options"]
 
 EXAMPLES = ASSETS / "examples.json"
-LOOK_S = 0.05  # seconds that a press may wait before gradio sees it
 RECORDED_TOP = 5  # tokens of every law that a run on the page records, for the inspector
 
 HEADER = """<header><h1>specdemo</h1><p>Speculative decoding, token by token: what was drafted, what the target kept,
@@ -56,14 +56,6 @@ and what it bought.</p></header>"""
 def toast(run: Run) -> None:
     """Say what the status line says where it cannot be missed. gradio takes toasts for markup, visitors write text."""
     gr.Warning(html.escape(run.phase[1]))
-
-
-def calm(page: gr.Blocks) -> None:
-    """Have gradio look twenty times a second whether anybody pressed anything, as on Windows, not a thousand times.
-
-    Each look takes Python's lock from the thread that decodes. There is no public way to say so.
-    """
-    page._queue.sleep_when_free, page._queue.progress_update_sleep_when_free = LOOK_S, 2 * LOOK_S
 
 
 def build(
@@ -111,20 +103,10 @@ def build(
             yield run.frame(0)
             return
         run.stop = stream.stop
-        at = 0
         try:
-            async with aclosing(drain(stream)) as batches:
-                async for batch in batches:
-                    at = len(run.records)
-                    for lane, event in batch:
-                        run.absorb(lane, event)
-                    if not stream.started and (ahead := service.worker.ahead(stream)):
-                        run.phase = ("queued", f"{ahead} ahead")
-                    now = run.frame(at)
-                    if now != shown:
-                        yield now
-                        shown = now
-            run.finish(reason(stream.error) if stream.error else None)
+            async with aclosing(played(run, stream, service.worker, shown)) as frames:
+                async for frame in frames:
+                    yield frame
             if run.phase[0] == "failed":
                 toast(run)
             service.heard(request.session_hash or "", prompt, run)

@@ -10,6 +10,7 @@ import gradio as gr
 from specdemo.models.pairs import ASSETS
 
 HERE = Path(__file__).parent
+LOOK_S = 0.05  # seconds that a press may wait before gradio sees it
 
 
 def theme() -> gr.themes.Base:
@@ -91,3 +92,11 @@ def launch_options(page: gr.Blocks | None = None) -> dict[str, Any]:
         "max_file_size": "1mb",
         "quiet": True,
     }
+
+
+def calm(page: gr.Blocks) -> None:
+    """Have gradio look twenty times a second whether anybody pressed anything, as on Windows, not a thousand times.
+
+    Each look takes Python's lock from the thread that decodes. There is no public way to say so.
+    """
+    page._queue.sleep_when_free, page._queue.progress_update_sleep_when_free = LOOK_S, 2 * LOOK_S
