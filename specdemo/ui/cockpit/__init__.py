@@ -9,7 +9,15 @@ from pathlib import Path
 import gradio as gr
 
 HERE = Path(__file__).parent
-SCRIPTS = ("lanes.js", "tip.js", "replay.js", "charts.js", "inspector.js", "whole.js")  # one scope, in this order
+SCRIPTS = (
+    "lanes.js",
+    "figures.js",
+    "tip.js",
+    "replay.js",
+    "charts.js",
+    "inspector.js",
+    "whole.js",
+)  # one scope, in this order
 
 
 def cockpit(server_functions: list[Callable]) -> gr.HTML:

@@ -3,7 +3,6 @@
 const $ = (selector, within = element) => within.querySelector(selector);
 const NOT_KEPT = new Set(["rejected", "ignored"]);
 const PATIENCE_MS = 2500; // without a frame for this long, ask: frames may have been lost
-const FIGURES_MS = 250; // between two drawings of tiles, clock and curve: nobody reads a dozen a second
 const HEADINGS = { spec: "Speculative", ar: "Plain", third: "Third lane", fourth: "Fourth lane" };
 
 let run = null; // id of the run on show
@@ -16,7 +15,6 @@ let asking = false;
 let stopWanted = false;
 let began = 0;
 let heard = 0;
-let figured = 0; // when tiles, clock and curve were last drawn
 const past = new Set(); // earlier runs, whose last frames may still arrive
 const cellOf = new WeakMap(); // token span -> [cell, step index]
 const lanes = {}; // by name: the box, the lane in it, its rounds so far, as {span, t, tokens: so many committed by then}
@@ -123,22 +121,6 @@ function draw() {
   if (busy && element.dataset.stopping !== "yes") say(state.phase[0], state.phase[1]);
 }
 
-function drawFigures() {
-  figured = performance.now();
-  for (const [name, [value, note]] of Object.entries(state.tiles)) {
-    const tile = $(`[data-kpi=${name}]`);
-    setText($(".value", tile), value);
-    setText($(".note", tile), note);
-  }
-  showRates();
-  spark();
-  showClock();
-}
-
-function showRates() {
-  for (const [name, rate] of Object.entries(state.rates)) setText($(".rate", lanes[name].box), rate);
-}
-
 function drawHead(name, head, fragment) {
   const { box } = lanes[name];
   $(".title", box).textContent = head.title;
@@ -185,43 +167,6 @@ function settle(rounds, [confirmed, overruled]) { // a late answer is there: wha
 
 function drawAhead(lane, text) { // how a search would go on, which the next round may think better of
   if (text) lane.append(make("span", { class: "ahead", text }));
-}
-
-function spark() {
-  const canvas = $(".spark");
-  const [width, height, scale] = [canvas.clientWidth, canvas.clientHeight, window.devicePixelRatio || 1];
-  if (canvas.width !== width * scale || canvas.height !== height * scale) {
-    canvas.width = width * scale;
-    canvas.height = height * scale;
-  }
-  const pen = canvas.getContext("2d");
-  pen.setTransform(scale, 0, 0, scale, 0, 0);
-  pen.clearRect(0, 0, width, height);
-  const curves = Object.entries(lanes).map(([name, one]) => [name, speeds(one.rounds)]).filter(([, s]) => s.length > 1);
-  if (!curves.length) return;
-  const top = Math.max(...curves.flatMap(([, s]) => s.map(([, y]) => y))) * 1.1;
-  const end = Math.max(...curves.map(([, s]) => s.at(-1)[0]));
-  const style = getComputedStyle(element);
-  for (const [name, curve] of curves) {
-    const first = name === "spec" || curves.length === 1;
-    pen.beginPath();
-    for (const [x, y] of curve) pen.lineTo((x / end) * (width - 2) + 1, height - 1 - (y / top) * (height - 3));
-    pen.lineWidth = 1.5;
-    pen.lineJoin = "round";
-    pen.setLineDash(first ? [] : { ar: [3, 3], third: [7, 3], fourth: [1, 3] }[name]);
-    pen.strokeStyle = style.getPropertyValue(first ? "--ink" : "--quiet");
-    pen.stroke();
-  }
-}
-
-function speeds(rounds) { // tokens per second over the latest eight rounds; the prefill is left out
-  const out = [];
-  const every = Math.max(1, Math.floor(rounds.length / 200)); // no more points than can be told apart
-  for (let i = 4; i < rounds.length; i += every) {
-    const [before, now] = [rounds[Math.max(0, i - Math.max(8, every))], rounds[i]];
-    if (now.t > before.t) out.push([now.t - rounds[0].t, (now.tokens - before.tokens) / (now.t - before.t)]);
-  }
-  return out;
 }
 
 // --- what is going on, in words --------------------------------------------------------------------------------
