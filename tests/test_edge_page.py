@@ -87,7 +87,9 @@ def test_a_run_over_the_link_is_that_of_this_machine_and_its_tab_is_its_trace(ta
     rounds = [line for line in trace if "i" in line]
     assert shown == edge.measures(rounds)[: len(shown)] and len(shown) > 5
     assert shown[0][8] == f"{sum(line['remote']['bytes_up'] for line in rounds):.0f}"
-    expect(page.locator("#edge-timeline rect.verify")).to_have_count(min(len(rounds), 12))
+    passes = sum(what == "verify" for some in edge.parts(rounds)[:12] for what, *_ in some)
+    assert passes > 3  # a round that had to be sent again may well be a wait as a whole
+    expect(page.locator("#edge-timeline rect.verify")).to_have_count(passes)
     expect(page.locator("#edge-best")).to_contain_text("The best k is")
     expect(page.locator('#edge-plot .mark-line path[stroke="var(--dot-run)"]')).to_have_count(1)
 

@@ -290,7 +290,7 @@ def test_both_themes_can_be_read(tab: Any, scheme: str) -> None:
     ratio, where = page.evaluate(CONTRAST)
     assert ratio >= 4.5, where  # WCAG 2, level AA
     looks = page.eval_on_selector_all(
-        ".legend .tok",
+        ".legend .tok:not([hidden])",
         "s => s.map(n => [n.dataset.legend, (c => [c.textDecorationLine, c.textDecorationStyle, c.fontStyle].join())"
         "(getComputedStyle(n)), getComputedStyle(n).backgroundColor])",
     )

@@ -33,9 +33,10 @@ from specdemo.ui.controls import examples_row, sidebar
 from specdemo.ui.frames import Run
 from specdemo.ui.health import Health
 from specdemo.ui.lanes import EXTRA, lanes_of, plan_of, told_of_lanes
+from specdemo.ui.played import played
 from specdemo.ui.service import Engine, Service
 from specdemo.ui.settings import from_link, kept_recipes, recipe_settings, restored
-from specdemo.ui.streams import drain, reason
+from specdemo.ui.streams import reason
 from specdemo.ui.tabs.bench import bench_tab
 from specdemo.ui.tabs.edge import edge_tab
 from specdemo.ui.tabs.memory import memory_tab
@@ -103,20 +104,10 @@ def build(
             yield run.frame(0)
             return
         run.stop = stream.stop
-        at = 0
         try:
-            async with aclosing(drain(stream)) as batches:
-                async for batch in batches:
-                    at = len(run.records)
-                    for lane, event in batch:
-                        run.absorb(lane, event)
-                    if not stream.started and (ahead := service.worker.ahead(stream)):
-                        run.phase = ("queued", f"{ahead} ahead")
-                    now = run.frame(at)
-                    if now != shown:
-                        yield now
-                        shown = now
-            run.finish(reason(stream.error) if stream.error else None)
+            async with aclosing(played(run, stream, service.worker, shown)) as frames:
+                async for frame in frames:
+                    yield frame
             if run.phase[0] == "failed":
                 toast(run)
             service.heard(request.session_hash or "", prompt, run)
