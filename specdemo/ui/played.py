@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 from specdemo.ui.frames import Run
-from specdemo.ui.service import Lines, drain, reason
+from specdemo.ui.service import Lines
+from specdemo.ui.streams import drain, reason
 from specdemo.worker import Crew, Worker
 
 
