@@ -141,7 +141,7 @@ def build(
     def others(kept: Any) -> list[Recipe]:
         return kept_recipes(kept, usual_settings, device)[: len(EXTRA)]
 
-    def find(saved: Any, kept: Any, request: gr.Request) -> tuple[dict[str, Any] | None, str]:
+    def find(saved: Any, kept: Any, request: gr.Request) -> tuple[str, str]:
         link = from_link(dict(request.query_params), usual_settings)
         settings, refused = restored(link or saved, usual_settings, device)
         for sentence in refused:
@@ -149,10 +149,7 @@ def build(
         if link and settings.get("mode", OFF) != OFF and settings["remote"]:
             gr.Warning(html.escape(f"This link has prompts sent to {settings['remote']}: run it only if you know it."))
         changed = {name: value for name, value in settings.items() if value != usual_settings[name]}
-        return changed or None, told_of_lanes(others(kept))
-
-    def restore(found: dict[str, Any] | None) -> list[Any]:
-        return [found[name] if found and name in found else gr.skip() for name in names]
+        return json.dumps(changed), told_of_lanes(others(kept))
 
     def forget(request: gr.Request) -> None:
         service.talks.pop(request.session_hash or "", None)
@@ -249,9 +246,10 @@ def build(
         gr.on([one.change for one in settable], None, settable, saved, js=script("save", facts), **told)
         link.click(None, settable, None, js=script("link", facts), api_visibility="private")
         usually.click(None, None, settable, js=f"() => {facts['USUAL']}", api_visibility="private")
-        found = gr.State(None)  # what is to be restored: where that is nothing, no control is touched
-        demo.load(find, [saved, kept], [found, kept_lanes], preprocess=False, **queued)
-        found.change(restore, found, settable, **told)
+        found = gr.Textbox(visible=False)  # what is to be restored
+        demo.load(find, [saved, kept], [found, kept_lanes], preprocess=False, **queued).then(
+            None, [found, *settable], settable, js=script("restore", facts), api_visibility="private"
+        )
         demo.unload(leave)
     demo.queue(max_size=64)
     calm(demo)
