@@ -10,6 +10,7 @@ import sys
 import webbrowser
 
 PORT = 7860
+HERE = ("127.0.0.1", "localhost", "::1")  # hosts that only this machine's browsers reach
 PROXIES = "127.0.0.1,10.0.0.0/8,172.16.0.0/12,192.168.0.0/16"  # whose word about a visitor's address a Space takes
 
 
@@ -84,7 +85,10 @@ def main(argv: list[str] | None = None) -> int:
     from specdemo.limits import read
     from specdemo.ui import window
     from specdemo.ui.page import build, launch_options
+    from specdemo.ui.service import leave_a_core
 
+    if args.host in HERE and not args.share:
+        leave_a_core()
     try:
         limits = read(os.environ)
         lent = zero.hosted(limits, args.device) if args.zero_gpu else {}

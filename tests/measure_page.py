@@ -36,11 +36,13 @@ from specdemo.generate import generate
 from specdemo.models.shelf import Shelf
 from specdemo.recipe import Recipe
 from specdemo.ui.page import build, launch_options
+from specdemo.ui.service import leave_a_core
 
 ROOT = Path(__file__).parents[1]
 HOST = "127.0.0.1"
 PATIENCE = 600.0  # seconds; only says when a wait counts as a failure
 POLL = 0.02  # seconds
+SAME = "terminal, threads of the page"
 STARTS, FEW = 3, 16  # cold starts, and the tokens of their runs
 COLD = (
     "process start to page answers",
@@ -207,10 +209,13 @@ def used() -> dict[str, float]:
     return seconds
 
 
-def page_cost(rounds: int, tokens: int, like_root: bool) -> None:
+def page_cost(rounds: int, tokens: int, like_root: bool, elsewhere: bool) -> None:
     """Decode the same text in a terminal's loop, for a reader and on the page, in turn; print what each took."""
     recipe = Recipe(pair="bundled", method="draft", gamma=3, temperature=0.0, top_p=1.0, max_tokens=tokens, top=5)
     shelf, engine, threads = Shelf(), Kept(), torch.get_num_threads()
+    if not elsewhere:
+        leave_a_core()  # as the program does where the browser is on its machine
+    page_threads = torch.get_num_threads()
     with served(shelf, engine) as demo, chromium() as opened, tab(opened) as page:
         page.goto(demo.url)
         expect(page.locator("#lane-spec")).to_be_visible()
@@ -231,15 +236,17 @@ def page_cost(rounds: int, tokens: int, like_root: bool) -> None:
             with halted(shown):
                 in_terminal(demo, engine, shelf, recipe, threads)
 
-        def one_thread() -> None:
+        def same_threads() -> None:
             with halted(shown):
-                in_terminal(demo, engine, shelf, recipe, 1)
+                in_terminal(demo, engine, shelf, recipe, page_threads)
 
         def reader() -> None:
             with halted(shown):
                 subprocess.run([sys.executable, __file__, "--read", demo.url, json.dumps(asked)], check=True)
 
-        ways = {"terminal": terminal, "one thread": one_thread, "reader": reader, "page": lambda: on_page(page)}
+        ways = {"terminal": terminal, SAME: same_threads, "reader": reader, "page": lambda: on_page(page)}
+        if page_threads == threads:
+            del ways["terminal"]
         speeds: dict[str, list[float]] = {way: [] for way in ways}
         spent: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
         first = None
@@ -259,15 +266,15 @@ def page_cost(rounds: int, tokens: int, like_root: bool) -> None:
                     took = [line for line in trace if "i" in line][-1]["t"]
                     spent[way].append({name: (after[name] - before.get(name, 0)) / took for name in after})
     device = trace[0]["environment"]["device"]
-    print(f"\n{tokens} tokens on {device}; threads: {threads} in the terminal, {torch.get_num_threads()} on the page\n")
+    print(f"\n{tokens} tokens on {device}; threads: {threads} in the terminal, {page_threads} on the page\n")
     rows = []
     for way, column in speeds.items():
-        ratios = [ours / theirs for ours, theirs in zip(column, speeds["terminal"], strict=True)]
+        ratios = [ours / theirs for ours, theirs in zip(column, speeds[SAME], strict=True)]
         low, high = interval(ratios)
         rows.append(
             [way, f"{statistics.median(column):.1f}", f"{statistics.median(ratios):.3f} [{low:.3f}, {high:.3f}]"]
         )
-    show(("way", "tokens/s", "of the terminal's"), rows)
+    show(("way", "tokens/s", "of the terminal's on as many threads"), rows)
     print("\nCPU, milliseconds per second of the run\n")
     names = sorted({name for runs in spent.values() for one in runs for name in one})
     middle = {
@@ -353,6 +360,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8, help="pairs of runs (default: 8)")
     parser.add_argument("--tokens", type=int, default=256, help="tokens per run (default: 256)")
     parser.add_argument("--root", action="store_true", help="leave root's browser the priority that it takes itself")
+    parser.add_argument("--elsewhere", action="store_true", help="all threads, as where visitors are elsewhere")
     parser.add_argument("--read", nargs=2, metavar=("URL", "SETTINGS"), help=argparse.SUPPRESS)
     parser.add_argument("--skip-cold", action="store_true", help="leave the cold starts out")
     options = parser.parse_args()
@@ -361,7 +369,7 @@ def main() -> None:
     expect.set_options(timeout=PATIENCE * 1000)
     if options.read:
         return read_along(*options.read)
-    page_cost(options.rounds, options.tokens, options.root)
+    page_cost(options.rounds, options.tokens, options.root, options.elsewhere)
     if not options.skip_cold:
         cold_starts()
 

@@ -46,7 +46,6 @@ class Service:
     def __init__(
         self, models: Shelf, engine: Engine, limits: Limits | None = None, worker: Worker | Crew | None = None
     ) -> None:
-        leave_a_core()
         self.limits = limits if limits is not None else Limits()
         self.worker = worker if worker is not None else Worker(waiting=self.limits.queue)
         self.runs = Runs()
@@ -232,9 +231,10 @@ class Service:
 
 
 def leave_a_core() -> None:
-    """Keep torch off one of the cores, for the server and a browser on the same machine.
+    """Keep torch off one of the cores, for a browser on the same machine.
 
     Its threads wait for one another several hundred times a token: one that has to share its core stops them all.
+    Where visitors are elsewhere all cores are better: docs/performance.md has both.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(min(torch.get_num_threads(), max(1, cores - 1)))
