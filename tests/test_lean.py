@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 import random
+import re
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -31,8 +33,7 @@ from specdemo.models.cached import CachedModel
 from specdemo.models.engine import CHUNK, LeanEngine
 from specdemo.models.lean import Lean, why_not
 from specdemo.models.load import load, reference
-from specdemo.models.memory import given_back_at_once, on_large_pages
-from specdemo.models.packed import PackedLinear
+from specdemo.models.memory import on_large_pages
 from specdemo.models.slots import SlotEngine
 from specdemo.models.spec import Spec
 
@@ -269,28 +270,34 @@ def test_a_step_allocates_the_same_at_every_length() -> None:
     assert grown["transformers", 4] > 1.5  # what is measured here does grow where masks are built anew
 
 
-def large_kb() -> int:
-    """How much of this process lies on pages of 2 MiB."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("AnonHugePages")).split()[1])
+def large_kb(address: int) -> int:
+    """How much of the mapping around this address lies on pages of 2 MiB."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            first, last = (int(bound, 16) for bound in bounds.groups())
+            inside = first <= address < last
+        elif inside and line.startswith("AnonHugePages"):
+            return int(line.split()[1])
+    raise LookupError(hex(address))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems are not asked")
 def test_weights_move_to_large_pages_and_stay_what_they_were() -> None:
-    """Small matrices too, which fill no large page alone: they are laid out side by side."""
+    """Small matrices too, which fill no large page alone, where they lie side by side."""
+    memory, other = (mmap.mmap(-1, 16 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(2))
     try:
-        with mmap.mmap(-1, 8 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-            memory.write(bytes(8 << 20))
-            memory.madvise(25)  # MADV_COLLAPSE
-    except (OSError, AttributeError) as error:
+        other.write(bytes(16 << 20))
+        other.madvise(25)  # MADV_COLLAPSE
+    except OSError as error:
         pytest.skip(f"this system gives no large pages: {error}")
-    with given_back_at_once():
-        layers = [torch.nn.Linear(256, 512) for _ in range(32)]
-    packed = [PackedLinear(layer.weight, layer.bias) for layer in layers]
-    rows = torch.randn(3, 256)
-    expected, before = [layer(rows) for layer in packed], large_kb()
-    on_large_pages(layer.packed for layer in packed)
-    assert large_kb() - before >= 32 * 512 // 2
-    assert all(torch.equal(layer(rows), values) for layer, values in zip(packed, expected, strict=True))
+    whole = torch.frombuffer(memory, dtype=torch.float32)
+    matrices = whole.copy_(torch.randn(len(whole))).view(32, 256, 512)
+    kept = matrices.clone()
+    before = large_kb(whole.data_ptr())
+    on_large_pages(matrices)
+    assert large_kb(whole.data_ptr()) >= max(before, 12 << 10)
+    assert torch.equal(matrices, kept)
 
 
 def test_two_thousand_rounds_leave_memory_flat() -> None:

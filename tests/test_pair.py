@@ -46,12 +46,12 @@ def run(recipe: Recipe, text: str, shelf: Shelf) -> tuple[list[int], dict[str, A
 
 
 def texts(target: Loaded) -> Iterator[tuple[str, int]]:
-    """Two in three of the bundled prompts, one of a single token, and some that end at the context's last position."""
-    prompts = [prompt.text for i, prompt in enumerate(load_prompts()) if i % 3]
-    assert len(prompts) >= 50
+    """A third of the bundled prompts, one of a single token, and some that end at the context's last position."""
+    prompts = [prompt.text for prompt in load_prompts()[::3]]
+    assert len(prompts) >= 25
     yield from ((text, 20) for text in prompts)
     yield "x", 20
-    long = target.tokenizer.encode("".join(prompts) * 4)
+    long = target.tokenizer.encode("".join(prompts) * 8)
     for length in (2047, 2039):
         yield target.tokenizer.decode(long[:length]), 20
 
