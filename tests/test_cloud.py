@@ -453,6 +453,17 @@ def test_a_cloud_that_is_killed_in_mid_run_and_started_again_changes_nothing(
     assert written == faultless and line["end"] in ("length", "stop")
 
 
+def test_an_edge_that_is_killed_in_mid_run_harms_nobody(process: list[Process], secret: None) -> None:
+    url = process[-1].url
+    command = [sys.executable, "-m", "specdemo", "run", TEXT, "--remote", url, "--json", "--max-tokens", "1000"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as edge:
+        assert edge.stdout is not None
+        assert any(json.loads(line).get("i") == 3 for line in edge.stdout)  # in the midst of its text
+        edge.kill()
+    assert edge.returncode == -signal.SIGKILL
+    assert tokens(cloud=Cloud(url), temperature=0.0) == tokens(method="ar", temperature=0.0)
+
+
 def test_what_does_not_fit_is_refused_in_one_sentence(
     process: list[Process], secret: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
