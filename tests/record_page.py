@@ -20,6 +20,7 @@ from playwright.sync_api import Page, expect, sync_playwright
 
 from specdemo.models.shelf import Shelf
 from specdemo.ui.page import build, launch_options
+from specdemo.ui.service import leave_a_core
 
 PROMPT = 'class Stack:\n    """A last-in, first-out container."""\n\n    def __init__(self, items=()):'
 OUT = Path(__file__).parents[1] / "assets" / "pictures" / "page.webp"
@@ -98,6 +99,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=0.7, help="pixels per pixel of the page (default: 0.7)")
     parser.add_argument("--quality", type=int, default=60, help="of the WebP (default: 60)")
     options = parser.parse_args()
+    leave_a_core()  # as the program does
     demo = build(Shelf())
     _, url, _ = demo.launch(server_name="127.0.0.1", prevent_thread_lock=True, **launch_options())
     path = browser.executable() or sys.exit(browser.MISSING)
