@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdemo.core.errors import Refused
-from specdemo.core.step import Draft
+from specdemo.core.step import Draft, common_prefix
 from specdemo.models.encdec import EncoderDecoderEngine, has_encoder, opening
 from specdemo.models.engine import borrow, give_back
 from specdemo.models.lean import Lean
@@ -158,7 +158,7 @@ class CachedModel:
         draft is not known yet, none behind it is kept.
         """
         assert self._logits is not None or not self._held
-        shared = _common(self._held, tokens)
+        shared = common_prefix(self._held, tokens)
         slots: list[int] = []
         node: int | None = -1 if self._held and shared == len(self._held) else None
         kids: dict[int | None, list[int]] = {**self._draft.children()}
@@ -184,15 +184,3 @@ class CachedModel:
         slots += [shared + node for node in old[1:]]
         self._engine.keep(shared, slots)
         return shared + len(slots), self._logits[torch.tensor(old, device=self._logits.device) + 1]
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the common prefix; a bisection over comparisons that run at the speed of C."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -22,8 +22,8 @@ from specdemo.core.decode import Judge
 from specdemo.core.errors import Refused
 from specdemo.core.rules import RULES
 from specdemo.core.sampling import peaks
-from specdemo.core.step import Draft, Verdict
-from specdemo.remote.rounds import verdict_of
+from specdemo.core.step import Draft, Verdict, common_prefix
+from specdemo.remote.rounds import refuse_nonsense, verdict_of
 from specdemo.remote.transport import Busy, ContextGone, Http, Overtaken, Unanswered
 from specdemo.remote.unjudged import first_path, foretold, provisional, unjudged
 from specdemo.remote.wire import Answer, Forgotten, Round, Row, Sampling, digest
@@ -177,14 +177,14 @@ class RemoteTarget:
                 if answer.wants is None:
                     break
                 rows.append(self._row(draft, answer.wants))
-        _refuse_nonsense(answer, draft)
+        refuse_nonsense(answer, draft)
         own = answer.bonus if answer.correction is None else answer.correction
         nodes = range(answer.accepted_len) if answer.accepted is None else answer.accepted
         self._theirs = [*tokens, *(draft.tokens[node] for node in nodes), *([] if own is None else [own])]
         return answer, {"cloud_s": cloud_s, "rtt_s": rtt_s, "sent": float(sent), "rows": float(len(rows))}
 
     def _message(self, tokens: list[int], draft: Draft, hard_mask: Sequence[int] | None, rows: list[Row]) -> Round:
-        base = _common(self._theirs, tokens)
+        base = common_prefix(self._theirs, tokens)
         rule = RULES[self._settings.rule]
         q = draft.q if rule.needs_q else None
         sampled = q is not None and draft.law is not None
@@ -228,7 +228,7 @@ class RemoteTarget:
         notes.update(found)
         said = self._theirs[late.at :]
         taken = list(tokens[late.at :])  # without having been judged
-        same = _common(said, taken)
+        same = common_prefix(said, taken)
         notes["confirmed"] = float(same)
         notes["overruled"] = float(len(taken) - same if same < min(len(said), len(taken)) else 0)
         if same < len(taken) or same == len(said):
@@ -242,25 +242,3 @@ class RemoteTarget:
         if draft.tokens:
             return unjudged(draft, first_path(draft), notes)
         return replace(self._edge.judge(tokens, draft), notes=notes)
-
-
-def _refuse_nonsense(answer: Answer, draft: Draft) -> None:
-    """An answer must be about the draft that was sent."""
-    nodes = range(answer.accepted_len) if answer.accepted is None else answer.accepted
-    parents = [-1, *nodes]
-    own = answer.bonus if answer.correction is None else answer.correction
-    if (
-        len(answer.p) != len(draft)
-        or len(answer.choices) != len(draft) + 1
-        or any(
-            node >= len(draft) or draft.parents[node] != parent for parent, node in zip(parents, nodes, strict=False)
-        )
-        or any(node >= len(draft) for node in answer.tested or ())
-        or (answer.draws is not None and answer.tested is not None and len(answer.draws) != len(answer.tested))
-        or own is None
-    ):
-        raise Refused("the cloud's answer does not fit the draft that was sent: is it a service of this version?")
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

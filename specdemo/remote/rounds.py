@@ -144,6 +144,24 @@ def _answer(round: Round, draft: Draft, verdict: Verdict) -> Answer:
     )
 
 
+def refuse_nonsense(answer: Answer, draft: Draft) -> None:
+    """An answer must be about the draft that was sent; `Refused` if it is not."""
+    nodes = range(answer.accepted_len) if answer.accepted is None else answer.accepted
+    parents = [-1, *nodes]
+    own = answer.bonus if answer.correction is None else answer.correction
+    if (
+        len(answer.p) != len(draft)
+        or len(answer.choices) != len(draft) + 1
+        or any(
+            node >= len(draft) or draft.parents[node] != parent for parent, node in zip(parents, nodes, strict=False)
+        )
+        or any(node >= len(draft) for node in answer.tested or ())
+        or (answer.draws is not None and answer.tested is not None and len(answer.draws) != len(answer.tested))
+        or own is None
+    ):
+        raise Refused("the cloud's answer does not fit the draft that was sent: is it a service of this version?")
+
+
 def verdict_of(answer: Answer, draft: Draft, drafted: tuple = ()) -> Verdict:
     """The verdict that an answer tells of, at the edge that made the draft.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import html
-import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from typing import Any
@@ -18,8 +17,9 @@ from specdemo.recipe import Recipe
 from specdemo.ui.api import address_of
 from specdemo.ui.asked import OFF, recipe_of
 from specdemo.ui.outcome import COLOURS, HEADERS, PLAIN, Outcome, bars, cells
+from specdemo.ui.played import followed
 from specdemo.ui.service import Service
-from specdemo.ui.streams import drain, reason
+from specdemo.ui.streams import reason
 from specdemo.ui.sweep import DRAFTING, Sweep, sweep
 from specdemo.worker import WorkerBusy
 
@@ -135,17 +135,10 @@ def bench_tab(
             halt: gr.Button(interactive=True),
             results: gr.Column(visible=False),
         }
-        began, said = 0.0, ""
-        async with aclosing(drain(stream)) as batches:
-            async for batch in batches:
-                for item in batch:
-                    outcome.absorb(item)
-                began = began or (time.monotonic() if outcome.timing else 0.0)
-                now = outcome.progress(time.monotonic() - began, service.worker.ahead(stream))
-                if now != said:
-                    yield {status: now}
-                    said = now
-        over = {status: outcome.ending(reason(stream.error) if stream.error else "")} | ready
+        async with aclosing(followed(outcome, stream, service.worker)) as sentences:
+            async for now in sentences:
+                yield {status: now}
+        over: dict[Any, Any] = ready
         if not outcome.records:
             yield over
             return

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import html
-import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from typing import Any
@@ -19,8 +18,9 @@ from specdemo.ui import best_k, modes
 from specdemo.ui.api import address_of
 from specdemo.ui.edge import HEADERS, edge_lane, measures, steps, told, window
 from specdemo.ui.outcome import Outcome
+from specdemo.ui.played import followed
 from specdemo.ui.service import Service
-from specdemo.ui.streams import drain, reason
+from specdemo.ui.streams import reason
 from specdemo.ui.tabs.bench import LOOK as PROGRESS
 from specdemo.ui.tabs.plots import lines, shown
 from specdemo.ui.timeline import picture
@@ -134,17 +134,10 @@ def _three_modes(service: Service, controls: Mapping[str, gr.components.Componen
             yield {status: f"<p role='status'>{html.escape(reason(error))}</p>", results: gr.Column(visible=False)}
             return
         yield {go: gr.Button(interactive=False), halt: gr.Button(interactive=True), results: gr.Column(visible=False)}
-        began, said = 0.0, ""
-        async with aclosing(drain(stream)) as batches:
-            async for batch in batches:
-                for item in batch:
-                    outcome.absorb(item)
-                began = began or (time.monotonic() if outcome.timing else 0.0)
-                now = outcome.progress(time.monotonic() - began, service.worker.ahead(stream))
-                if now != said:
-                    yield {status: now}
-                    said = now
-        over = {status: outcome.ending(reason(stream.error) if stream.error else "")} | ready
+        async with aclosing(followed(outcome, stream, service.worker)) as sentences:
+            async for now in sentences:
+                yield {status: now}
+        over: dict[Any, Any] = ready
         if outcome.records:
             rows = await asyncio.to_thread(modes.rows, outcome.sweep.recipes, outcome.records)
             over |= {table: rows, results: gr.Column(visible=True)}
