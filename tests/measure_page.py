@@ -29,6 +29,7 @@ import psutil
 import torch
 from pagekit import ARGS, CODE, run, status
 from playwright.sync_api import Browser, Page, expect, sync_playwright
+from websockets.sync.client import connect
 
 from app import choose_port
 from specdemo.bench.table import interval
@@ -89,7 +90,7 @@ def tab(opened: Browser) -> Iterator[Page]:
 def served(shelf: Shelf, engine: Kept) -> Iterator[Any]:
     """The page, served from this process."""
     demo = build(shelf, engine=engine)
-    _, demo.url, _ = demo.launch(server_name=HOST, prevent_thread_lock=True, **launch_options())
+    _, demo.url, _ = demo.launch(server_name=HOST, prevent_thread_lock=True, **launch_options(demo))
     gc.freeze()  # as the program does
     try:
         yield demo
@@ -170,6 +171,11 @@ def read_along(url: str, asked: str) -> None:
     head = {"Content-Type": "application/json"}
     urlopen(Request(f"{url}gradio_api/queue/join", json.dumps(body).encode(), head)).read()
     with urlopen(f"{url}gradio_api/queue/data?session_hash={body['session_hash']}") as stream:
+        first = next(line for line in stream if b'"process_generating"' in line)
+        frame = json.loads(json.loads(first[len(b"data: ") :])["output"]["data"][0])
+        with connect(f"{url}frames/{frame['run']}".replace("http", "ws", 1)) as frames:
+            for _ in frames:
+                pass
         for line in stream:
             if b'"close_stream"' in line:
                 return

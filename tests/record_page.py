@@ -101,7 +101,7 @@ def main() -> None:
     options = parser.parse_args()
     leave_a_core()  # as the program does
     demo = build(Shelf())
-    _, url, _ = demo.launch(server_name="127.0.0.1", prevent_thread_lock=True, **launch_options())
+    _, url, _ = demo.launch(server_name="127.0.0.1", prevent_thread_lock=True, **launch_options(demo))
     path = browser.executable() or sys.exit(browser.MISSING)
     try:
         with sync_playwright() as playwright, playwright.chromium.launch(executable_path=path, args=ARGS) as chromium:

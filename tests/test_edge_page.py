@@ -31,7 +31,7 @@ LOOKS = """tokens => tokens.map((token) => {
 @pytest.fixture(scope="module")
 def served() -> Iterator[Any]:
     demo = build()
-    _, demo.url, _ = demo.launch(server_name="127.0.0.1", prevent_thread_lock=True, **launch_options())
+    _, demo.url, _ = demo.launch(server_name="127.0.0.1", prevent_thread_lock=True, **launch_options(demo))
     yield demo
     demo.worker.close()
     demo.clouds.close()

@@ -40,7 +40,7 @@ DOORS = {
     "tokenizers": ("specdemo/models/", "specdemo/train/"),
     "msgpack": ("specdemo/remote/encoding.py", "specdemo/bench/nonsense.py"),
     "fastapi": ("specdemo/remote/",),
-    "starlette": ("specdemo/remote/", "specdemo/ui/health.py"),
+    "starlette": ("specdemo/remote/", "specdemo/ui/health.py", "specdemo/ui/sockets.py"),
     "uvicorn": ("specdemo/remote/",),
     "httpcore": ("specdemo/remote/",),
     "pydantic": ("specdemo/remote/", "specdemo/ui/traces.py"),

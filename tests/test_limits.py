@@ -59,7 +59,7 @@ class Patient:
 @contextmanager
 def page(limits: Limits) -> Iterator[Any]:
     demo = build(engine=Patient(), limits=limits)
-    _, demo.url, _ = demo.launch(server_name="127.0.0.1", prevent_thread_lock=True, **launch_options())
+    _, demo.url, _ = demo.launch(server_name="127.0.0.1", prevent_thread_lock=True, **launch_options(demo))
     yield demo
     demo.worker.close()
     demo.close()
@@ -74,7 +74,7 @@ def engine() -> Patient:
 def served(engine: Patient) -> Iterator[Any]:
     limits = replace(PUBLIC, max_tokens=64, max_gamma=6, max_nodes=16, max_prompt=1000, per_minute=None)
     demo = build(engine=engine, limits=limits)
-    _, demo.url, _ = demo.launch(server_name="127.0.0.1", prevent_thread_lock=True, **launch_options())
+    _, demo.url, _ = demo.launch(server_name="127.0.0.1", prevent_thread_lock=True, **launch_options(demo))
     yield demo
     demo.worker.close()
     demo.close()

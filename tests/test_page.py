@@ -244,6 +244,20 @@ def test_an_error_in_mid_run_never_takes_the_page_down(tab: Any) -> None:
     status(page, "done")
 
 
+@pytest.mark.parametrize("way", ["socket", "gradio"])
+def test_frames_come_over_a_socket_and_where_there_is_none_through_gradio(tab: Any, way: str) -> None:
+    page, frames = tab(), []
+    if way == "gradio":
+        page.route_web_socket("**/frames/*", lambda socket: socket.close())
+    page.on("websocket", lambda socket: socket.on("framereceived", lambda frame: frames.append(frame)))
+    run(page, "endless")
+    spans(page, 60)
+    page.locator("#stop").click()
+    status(page, "stopped")
+    assert drawn(page) == counted(saved(page))
+    assert (len(frames) > 3) == (way == "socket")
+
+
 def test_lost_frames_are_fetched_again(tab: Any) -> None:
     page = tab("""
         const parse = JSON.parse, dropped = (window.dropped = []);

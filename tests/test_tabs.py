@@ -51,7 +51,7 @@ def served(measured: Listener) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(service, "measure", measured)
         demo = build()
-        _, demo.url, _ = demo.launch(server_name="127.0.0.1", prevent_thread_lock=True, **launch_options())
+        _, demo.url, _ = demo.launch(server_name="127.0.0.1", prevent_thread_lock=True, **launch_options(demo))
         yield demo
         demo.worker.close()
         demo.close()

@@ -36,6 +36,7 @@ from specdemo.ui.lanes import EXTRA, lanes_of, plan_of, told_of_lanes
 from specdemo.ui.played import played
 from specdemo.ui.service import Engine, Service
 from specdemo.ui.settings import from_link, kept_recipes, recipe_settings, restored
+from specdemo.ui.sockets import Sockets
 from specdemo.ui.streams import reason
 from specdemo.ui.tabs.bench import bench_tab
 from specdemo.ui.tabs.edge import edge_tab
@@ -70,12 +71,15 @@ def build(
 ) -> gr.Blocks:
     """The page, ready to launch. On it, `.worker` decodes, `.clouds` are processes beside it; `.health` looks after it.
 
+    `.routes` are to be served with it.
+
     Worker and clouds may be watched or closed.
     """
     limits = limits if limits is not None else Limits()
     pair = pair if pair is not None else limits.pairs[0]
     known("pair", pair, limits.pairs)
     service = Service(shelf if shelf is not None else Shelf(), engine, limits, worker)
+    sockets = Sockets(service.runs)
     shown_examples = json.loads(examples.read_text(encoding="utf-8")) if examples else {"ready": [], "methods": {}}
     usual = limits.fit(replace(Recipe(pair=pair, device=device), gamma=PAIRS[pair].gamma, top=RECORDED_TOP))
 
@@ -107,13 +111,15 @@ def build(
         try:
             async with aclosing(played(run, stream, service.worker, shown)) as frames:
                 async for frame in frames:
-                    yield frame
+                    if not sockets.tell(run):
+                        yield frame
             if run.phase[0] == "failed":
                 toast(run)
             service.heard(request.session_hash or "", prompt, run)
             yield run.frame(len(run.records))
         finally:
             run.finish()  # a tab that has gone leaves its run unfinished
+            sockets.tell(run)
 
     async def estimate(request: gr.Request, *values: Any) -> AsyncIterator[str]:
         yield "*Preflight: reading a few texts and timing a few passes …*"
@@ -256,4 +262,5 @@ def build(
     demo.worker, demo.clouds = service.worker, service.clouds
     probe = replace(usual, method="ar", max_tokens=2)
     demo.health = Health(service, probe) if isinstance(service.worker, Worker) else None  # else a look would cost quota
+    demo.routes = [*sockets.routes(), *(demo.health.routes() if demo.health else ())]
     return demo

@@ -78,10 +78,10 @@ def theme() -> gr.themes.Base:
     )
 
 
-def launch_options(page: gr.Blocks | None = None) -> dict[str, Any]:
-    """How the page is to be served: look, and nothing that leaves the machine; with `page`, its health at `/health`."""
+def launch_options(page: gr.Blocks) -> dict[str, Any]:
+    """How `page` is to be served: its look, its own routes, and nothing that leaves the machine."""
     return {
-        "app_kwargs": {"routes": page.health.routes()} if page is not None and page.health else {},
+        "app_kwargs": {"routes": page.routes},
         "favicon_path": ASSETS / "icon.png",
         "pwa": True,
         "theme": theme(),

@@ -11,6 +11,7 @@ import gradio as gr
 HERE = Path(__file__).parent
 SCRIPTS = (
     "lanes.js",
+    "socket.js",
     "figures.js",
     "tip.js",
     "replay.js",

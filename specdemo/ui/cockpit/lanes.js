@@ -48,8 +48,11 @@ for (const [name, heading] of Object.entries(HEADINGS)) {
 // --- receiving -------------------------------------------------------------------------------------------------
 
 function take(frame) {
-  if (!frame || past.has(frame.run)) return;
-  if (frame.run !== run) reset(frame.run, frame.plan);
+  if (!frame || past.has(frame.run) || (state?.over && state.run === frame.run)) return;
+  if (frame.run !== run) {
+    reset(frame.run, frame.plan);
+    if (busy) listen(run);
+  }
   heard = performance.now();
   if (stopWanted) { stopWanted = false; server.stop_run(run); }
   if (frame.at > have) return catchUp();
@@ -220,6 +223,7 @@ function finish() {
 }
 
 function over(phase, sentence) {
+  hangUp();
   showClock();
   busy = false;
   element.dataset.stopping = "no";
