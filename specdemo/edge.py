@@ -11,9 +11,10 @@ from pathlib import Path
 from torch import Tensor
 
 from specdemo.core.decode import Gamma
-from specdemo.core.rules import RULES, Target, rejection
+from specdemo.core.rules import RULES, rejection
 from specdemo.core.sampling import Certain, Noise, Warp
 from specdemo.core.step import Draft
+from specdemo.core.target import Target
 from specdemo.drafters.model import fitted
 from specdemo.models.cached import CachedModel
 from specdemo.models.dropout import with_dropout

@@ -15,8 +15,9 @@ from specdemo.core.beam import BeamSearch
 from specdemo.core.decode import Drafter, Gamma, Judge
 from specdemo.core.errors import Refused
 from specdemo.core.gamma import POLICIES, Fixed
-from specdemo.core.rules import RULES, Target
+from specdemo.core.rules import RULES
 from specdemo.core.sampling import Certain, Noise, Shared, Warp
+from specdemo.core.target import Target
 from specdemo.drafters.model import ModelDrafter
 from specdemo.edge import judged
 from specdemo.methods import DRAFTERS, Kit, Stores, cache_of, warp_of

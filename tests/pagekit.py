@@ -17,7 +17,7 @@ from typing import Any
 
 import browser
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+from playwright.sync_api import BrowserContext, Page, expect, sync_playwright
 from test_frames import end, header, step
 
 from specdemo.core.errors import Refused
@@ -110,18 +110,30 @@ def served(scripts: Scripts) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrowserContext]:
+    """A browser with a profile on disk: scripts that it has compiled once are not compiled for every tab again."""
     path = browser.executable()
     assert path, browser.MISSING
-    with sync_playwright() as playwright, playwright.chromium.launch(executable_path=path, args=ARGS) as opened:
+    with (
+        sync_playwright() as playwright,
+        playwright.chromium.launch_persistent_context(
+            tmp_path_factory.mktemp("profile"),
+            executable_path=path,
+            args=ARGS,
+            permissions=["clipboard-read", "clipboard-write"],
+        ) as opened,
+    ):
         yield opened
 
 
 @pytest.fixture
-def context(chromium: Browser) -> Iterator[BrowserContext]:
-    """A visitor of their own: nothing is remembered from one test to the next."""
-    with chromium.new_context(permissions=["clipboard-read", "clipboard-write"]) as opened:
-        yield opened
+def context(served: Any, chromium: BrowserContext) -> Iterator[BrowserContext]:
+    """A visitor of their own: of what a page keeps, nothing is remembered from one test to the next."""
+    yield chromium
+    chromium.clear_cookies()
+    blank = chromium.new_cdp_session(chromium.pages[0])
+    blank.send("Storage.clearDataForOrigin", {"origin": served.url.rstrip("/"), "storageTypes": "all"})
+    blank.detach()
 
 
 @pytest.fixture

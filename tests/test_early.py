@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM
 from specdemo.core.decode import Plain
 from specdemo.core.errors import Refused
 from specdemo.core.gamma import Fixed
-from specdemo.core.rules import Target, rejection
+from specdemo.core.rules import rejection
 from specdemo.core.sampling import Noise, Warp
 from specdemo.core.step import Draft
+from specdemo.core.target import Target
 from specdemo.drafters.model import ModelDrafter
 from specdemo.generate import generate
 from specdemo.models.cached import CachedModel

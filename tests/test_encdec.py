@@ -33,9 +33,10 @@ from specdemo.__main__ import main
 from specdemo.core.decode import More, Plain
 from specdemo.core.errors import Refused
 from specdemo.core.gamma import Fixed
-from specdemo.core.rules import Target, match, rejection
+from specdemo.core.rules import match, rejection
 from specdemo.core.sampling import Noise, Warp
 from specdemo.core.step import Draft
+from specdemo.core.target import Target
 from specdemo.drafters.model import ModelDrafter
 from specdemo.drafters.ngram import NGramDrafter
 from specdemo.drafters.suffix import SuffixDrafter

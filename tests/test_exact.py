@@ -19,9 +19,10 @@ from torch import Tensor
 from specdemo.core.auto import Prices
 from specdemo.core.decode import Plain
 from specdemo.core.gamma import POLICIES, Fixed
-from specdemo.core.rules import RULES, Target, match, ratio, rejection, residual, threshold, typical
+from specdemo.core.rules import RULES, match, ratio, rejection, residual, threshold, typical
 from specdemo.core.sampling import Noise, Shared, Warp
 from specdemo.core.step import Draft, Verdict
+from specdemo.core.target import Target
 from specdemo.drafters.hybrid import HybridDrafter
 from specdemo.drafters.lookahead import LookaheadDrafter
 from specdemo.drafters.lookup import LookupDrafter

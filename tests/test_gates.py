@@ -15,9 +15,10 @@ from tiny import committed, run, tiny_model
 
 from specdemo.core.errors import Refused
 from specdemo.core.gamma import Fixed
-from specdemo.core.rules import Target, rejection
+from specdemo.core.rules import rejection
 from specdemo.core.sampling import Certain, Noise, Warp
 from specdemo.core.step import Draft
+from specdemo.core.target import Target
 from specdemo.drafters.model import ModelDrafter
 from specdemo.models.cached import CachedModel
 from specdemo.models.dropout import with_dropout

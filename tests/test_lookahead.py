@@ -7,9 +7,10 @@ from tiny import committed, run, tiny_model
 
 from specdemo.core.decode import Plain
 from specdemo.core.gamma import Fixed
-from specdemo.core.rules import Target, rejection
+from specdemo.core.rules import rejection
 from specdemo.core.sampling import Noise, Warp
 from specdemo.core.step import Draft, Step, Verdict
+from specdemo.core.target import Target
 from specdemo.drafters.lookahead import LookaheadDrafter
 from specdemo.models.cached import CachedModel
 from specdemo.models.lean import Lean

@@ -12,9 +12,10 @@ from tiny import GuessDrafter, TableModel, committed, run
 from specdemo.core.decode import More
 from specdemo.core.gamma import Fixed
 from specdemo.core.metrics import Metrics
-from specdemo.core.rules import Target, rejection
+from specdemo.core.rules import rejection
 from specdemo.core.sampling import Noise, Warp
 from specdemo.core.step import Draft, Step, Verdict
+from specdemo.core.target import Target
 from specdemo.drafters.model import ModelDrafter
 
 MODEL = TableModel(6, seed=3)

@@ -16,9 +16,10 @@ from specdemo.core.decode import Drafter, More, Plain
 from specdemo.core.errors import Refused
 from specdemo.core.gamma import Fixed
 from specdemo.core.metrics import Metrics
-from specdemo.core.rules import Target, rejection, top1
+from specdemo.core.rules import rejection, top1
 from specdemo.core.sampling import Noise, Shared, Warp
 from specdemo.core.step import Draft
+from specdemo.core.target import Target
 from specdemo.drafters.model import ModelDrafter
 from specdemo.drafters.ngram import NGramDrafter
 from specdemo.models.cached import CachedModel

@@ -10,9 +10,10 @@ from tiny import byte_level_tokenizer, save_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specdemo.core.errors import Refused
-from specdemo.core.rules import RULES, Target
+from specdemo.core.rules import RULES
 from specdemo.core.sampling import Noise, Warp
 from specdemo.core.step import Draft
+from specdemo.core.target import Target
 from specdemo.models.cached import CachedModel
 from specdemo.models.lean import why_not
 from specdemo.models.load import load

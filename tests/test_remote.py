@@ -14,9 +14,10 @@ from tiny import Explorer, committed, run
 
 from specdemo.core.decode import Plain
 from specdemo.core.gamma import Fixed
-from specdemo.core.rules import RULES, Target, match, rejection
+from specdemo.core.rules import RULES, match, rejection
 from specdemo.core.sampling import Noise, Shared, Warp
 from specdemo.core.step import Draft
+from specdemo.core.target import Target
 from specdemo.drafters.model import ModelDrafter
 from specdemo.remote.client import RemoteTarget
 from specdemo.remote.contexts import Contexts, Stale, Unknown

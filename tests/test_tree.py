@@ -8,8 +8,9 @@ from tiny import TableModel, blurred, committed, run, tiny_model
 
 from specdemo.core.decode import Plain
 from specdemo.core.gamma import Fixed
-from specdemo.core.rules import Target, rejection
+from specdemo.core.rules import rejection
 from specdemo.core.sampling import Noise, Warp
+from specdemo.core.target import Target
 from specdemo.drafters.tree import TreeDrafter
 from specdemo.models.cached import CachedModel
 from specdemo.models.lean import Lean

@@ -22,9 +22,10 @@ from specdemo.bench.measure import copy_bandwidth
 from specdemo.core.decode import Drafter, More, Plain, decode
 from specdemo.core.gamma import Fixed
 from specdemo.core.metrics import Metrics
-from specdemo.core.rules import Target, rejection
+from specdemo.core.rules import rejection
 from specdemo.core.sampling import Certain, Noise, Warp
 from specdemo.core.step import Draft, Step
+from specdemo.core.target import Target
 from specdemo.models.cached import CachedModel
 from specdemo.models.lean import Lean
 from specdemo.models.load import Loaded, load

@@ -1,4 +1,4 @@
-"""Acceptance rules, and the `Target` that applies one.
+"""Acceptance rules.
 
 A rule turns a draft and the target's laws into a verdict. Knows laws, never models. Each rule says when it is exact,
 that is when the text has the target's own law.
@@ -7,14 +7,14 @@ that is when the text has the target's own law.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from specdemo.core.sampling import Warp, peaks
+from specdemo.core.sampling import Warp
 from specdemo.core.step import Draft, Verdict
 
 
@@ -163,8 +163,12 @@ def _at_nodes(draft: Draft, p: Tensor) -> list[float]:
     """The target's probability of each drafted token, `[n]`."""
     if not draft.tokens:
         return []
-    rows = torch.tensor(draft.parents, device=p.device) + 1
-    return p[rows, torch.tensor(draft.tokens, device=p.device)].tolist()
+    return _before(draft, p).gather(1, torch.tensor(draft.tokens, device=p.device)[:, None])[:, 0].tolist()
+
+
+def _before(draft: Draft, p: Tensor) -> Tensor:
+    """The row of p that each node was to follow, `[n, vocab]`."""
+    return p[: len(draft)] if draft.is_chain else p[torch.tensor(draft.parents, device=p.device) + 1]
 
 
 def _overlaps(draft: Draft, p: Tensor, probability: list[float]) -> list[float]:
@@ -176,8 +180,7 @@ def _overlaps(draft: Draft, p: Tensor, probability: list[float]) -> list[float]:
         return probability
     if not isinstance(draft.law, Tensor):
         return [min(1.0, p / q) if q > 0 else 0.0 for p, q in zip(probability, draft.q or (), strict=True)]
-    rows = p[torch.tensor(draft.parents, device=p.device) + 1]
-    return torch.minimum(rows, draft.law).sum(-1).tolist()
+    return torch.minimum(_before(draft, p), draft.law).sum(-1).tolist()
 
 
 @dataclass(frozen=True)
@@ -221,40 +224,3 @@ RULES = {
     ),
     "typical": Rule(typical, "Medusa's typical acceptance: lossy above temperature 0", _when_greedy, threshold=0.09),
 }
-
-
-class Target:
-    """A judge: the target's laws under a rule."""
-
-    def __init__(
-        self,
-        score: Callable[[Sequence[int], Draft], Tensor],
-        warp: Warp,
-        rule: Callable[[Draft, Tensor, Any, Any, int], Verdict],
-        accept: Coin,
-        correct: Source,
-        candidates: int = 1,
-        top: int = 0,
-    ) -> None:
-        """`candidates` first choices per row and `top` tokens of every law are written into the verdict."""
-        self._top = top
-        self._score, self._warp, self._rule = score, warp, rule
-        self._accept, self._correct, self._candidates = accept, correct, candidates
-
-    def judge(self, tokens: Sequence[int], draft: Draft) -> Verdict:
-        """One pass of the target over `tokens` and `draft`, and the rule's verdict."""
-        logits = self._score(tokens, draft)  # [n + 1, vocab]
-        nodes = range(-1, len(draft)) if self._warp.needs_paths else ()
-        logits = self._warp.adjust(logits, [[*tokens, *(draft.tokens[i] for i in draft.path(node))] for node in nodes])
-        p = self._warp.law(logits)
-        if isinstance(draft.law, Tensor) and draft.law.device != p.device:  # the drafter has a device of its own
-            draft = replace(draft, law=draft.law.to(p.device))
-        verdict = self._rule(draft, p, self._accept, self._correct, len(tokens))
-        many = self._candidates > 1  # for a single one this is several times faster
-        choices = (logits.topk(self._candidates).indices if many else logits.argmax(-1, keepdim=True)).tolist()
-        verdict = replace(verdict, choices=tuple(map(tuple, choices)))
-        if not self._top:
-            return verdict
-        # Of a point mass there is nothing to see: then the law that it is the peak of.
-        laws = peaks(p if self._warp.temperature else logits.softmax(-1), self._top)
-        return replace(verdict, laws=laws, drafted=peaks(draft.law, self._top) if isinstance(draft.law, Tensor) else ())

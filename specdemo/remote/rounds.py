@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from specdemo.core.errors import Refused
-from specdemo.core.rules import RULES, Target
+from specdemo.core.rules import RULES
 from specdemo.core.sampling import Certain, Noise, Shared
 from specdemo.core.step import Draft, Peak, RowWanted, Verdict
+from specdemo.core.target import Target
 from specdemo.remote.wire import Answer, Law, Round, Sampling, Timing
 
 Score = Callable[[Sequence[int], Draft], Tensor]

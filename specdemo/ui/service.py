@@ -234,7 +234,7 @@ def leave_a_core() -> None:
     """Keep torch off one of the cores, for a browser on the same machine.
 
     Its threads wait for one another several hundred times a token: one that has to share its core stops them all.
-    Where visitors are elsewhere all cores are better: docs/performance.md has both.
+    Where visitors are elsewhere all cores are better: docs/page.md has both.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(min(torch.get_num_threads(), max(1, cores - 1)))

@@ -1,0 +1,50 @@
+"""The judge of every method but searches: the target's laws, and a rule that is applied to them. Knows no models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from specdemo.core.rules import Coin, Source
+from specdemo.core.sampling import Warp, peaks
+from specdemo.core.step import Draft, Verdict
+
+
+class Target:
+    """A judge: the target's laws under a rule."""
+
+    def __init__(
+        self,
+        score: Callable[[Sequence[int], Draft], Tensor],
+        warp: Warp,
+        rule: Callable[[Draft, Tensor, Any, Any, int], Verdict],
+        accept: Coin,
+        correct: Source,
+        candidates: int = 1,
+        top: int = 0,
+    ) -> None:
+        """`candidates` first choices per row and `top` tokens of every law are written into the verdict."""
+        self._top = top
+        self._score, self._warp, self._rule = score, warp, rule
+        self._accept, self._correct, self._candidates = accept, correct, candidates
+
+    def judge(self, tokens: Sequence[int], draft: Draft) -> Verdict:
+        """One pass of the target over `tokens` and `draft`, and the rule's verdict."""
+        logits = self._score(tokens, draft)  # [n + 1, vocab]
+        nodes = range(-1, len(draft)) if self._warp.needs_paths else ()
+        logits = self._warp.adjust(logits, [[*tokens, *(draft.tokens[i] for i in draft.path(node))] for node in nodes])
+        p = self._warp.law(logits)
+        if isinstance(draft.law, Tensor) and draft.law.device != p.device:  # the drafter has a device of its own
+            draft = replace(draft, law=draft.law.to(p.device))
+        verdict = self._rule(draft, p, self._accept, self._correct, len(tokens))
+        many = self._candidates > 1  # for a single one this is several times faster
+        choices = (logits.topk(self._candidates).indices if many else logits.argmax(-1, keepdim=True)).tolist()
+        verdict = replace(verdict, choices=tuple(map(tuple, choices)))
+        if not self._top:
+            return verdict
+        # Of a point mass there is nothing to see: then the law that it is the peak of.
+        laws = peaks(p if self._warp.temperature else logits.softmax(-1), self._top)
+        return replace(verdict, laws=laws, drafted=peaks(draft.law, self._top) if isinstance(draft.law, Tensor) else ())
