@@ -142,6 +142,9 @@ def _foretold(options: argparse.Namespace) -> int:
     _some("repeat", options.repeat)
     prompts = bench.load_prompts(kinds=options.kind)
     kinds = list(dict.fromkeys(prompt.kind for prompt in prompts))
+    if options.prompts is not None:
+        _some("prompts", options.prompts)
+        prompts = [one for kind in kinds for one in prove.more(bench.load_prompts(kinds=[kind]), options.prompts)]
     found = []
     for temperature in options.temperature:
         recipes = [Recipe(**common, method=method, temperature=temperature) for method in options.method]

@@ -155,6 +155,12 @@ def parser() -> Parser:
     truth.add_argument(
         "--repeat", type=int, default=1, metavar="N", help="every prompt N times, with another seed each"
     )
+    truth.add_argument(
+        "--prompts",
+        type=int,
+        metavar="N",
+        help="how many of a class are measured: the bundled ones, then parts of them (default: the bundled ones)",
+    )
     truth.add_argument("--write", action="store_true", help="let the target write anew the texts that are read")
     lost = commands.add_parser(
         "regret", help="what a draft-length policy loses to the best fixed gamma, without a clock"

@@ -198,12 +198,13 @@ def _expected(
 ) -> tuple[float, float]:
     """Tokens per round and speed-up, over the places at which rounds would start if each began where one ended.
 
-    `opening` is what the drafter's first look at the prompt costs, in plain passes.
+    It is a run that ends with the text: its first pass drafts nothing and is no part of this, and the last drafts are
+    as short as what is left. `opening` is what the drafter's first look at the prompt costs, in plain passes.
     """
-    reach = [1.0, *[0.0] * (len(rounds) + gamma)]  # how likely a round starts here
+    reach = [0.0, 1.0, *[0.0] * len(rounds)]  # how likely a round starts here
     weight, tokens, cost = 0.0, 0.0, opening
-    for i, (betas, counts) in enumerate(rounds):
-        drafted = betas[:gamma]
+    for i, (betas, counts) in enumerate(rounds[:-1]):
+        drafted = betas[: min(gamma, len(rounds) - i - 2)]  # and a token of the target's own
         path, expected = 1.0, 1.0
         for k, beta in enumerate(drafted):
             reach[i + k + 1] += reach[i] * path * (1 - beta)

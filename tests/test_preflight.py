@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import random
+import statistics
+from functools import cache
 
 import pytest
 from tiny import byte_level_tokenizer, save_model
@@ -32,21 +36,46 @@ def test_constant_acceptance_gives_the_theorems_figures(alpha: float, gamma: int
     rounds = [([alpha] * LONGEST, True)] * 400
     v = dict.fromkeys(range(1, LONGEST + 2), 1.0)
     tokens, speedup = _expected(rounds, gamma, 0.1, v)
-    assert tokens == pytest.approx(expected_tokens(alpha, gamma))
-    assert speedup == pytest.approx(expected_tokens(alpha, gamma) / (1 + 0.1 * gamma))
+    assert tokens == pytest.approx(expected_tokens(alpha, gamma), rel=0.01)  # a run of 400 tokens has an end
+    assert speedup == pytest.approx(expected_tokens(alpha, gamma) / (1 + 0.1 * gamma), rel=0.01)
 
 
-def test_rounds_start_where_rounds_end() -> None:
-    """Right drafts alternate with wrong ones; a round of one draft starts at every other place, and always wins."""
-    rounds = [([float(i % 2 == 0)], True) for i in range(101)]
-    assert _expected(rounds, 1, 0.0, {1: 1.0, 2: 1.0})[0] == pytest.approx(2.0)
+@pytest.mark.parametrize("gamma", [1, 3, 8])
+def test_a_run_is_expected_to_take_the_rounds_of_algorithm_1(gamma: int) -> None:
+    """Against the plain recursion: from each place, what a round commits and what is then still to do."""
+    rng = random.Random(gamma)
+    length, chance = 40, [rng.random() for _ in range(60)]
+
+    @cache
+    def left(i: int) -> float:
+        """Expected rounds once i tokens are there."""
+        if i >= length:
+            return 0.0
+        count, path, rounds = min(gamma, length - i - 1), 1.0, 1.0
+        for k in range(count):
+            rounds += path * (1 - chance[i + k]) * left(i + k + 1)
+            path *= chance[i + k]
+        return rounds + path * left(i + count + 1)
+
+    rounds = [(chance[i : i + LONGEST], True) for i in range(length + 1)]
+    free = dict.fromkeys(range(1, LONGEST + 2), 1.0)
+    tokens, speedup = _expected(rounds, gamma, 0.0, free)
+    assert tokens == pytest.approx((length - 1) / left(1)) and speedup == pytest.approx(tokens)
+    assert tokens > 1.2
 
 
 def test_a_target_that_drafts_for_itself_is_always_right_and_never_cheap(folder: str) -> None:
     recipe = Recipe(target=folder, drafter=folder, temperature=1.0, top_p=1.0, device="cpu")
-    found = preflight(recipe, PROMPTS, Shelf())
+    shelf = Shelf()
+    found = preflight(recipe, PROMPTS, shelf)
     assert found.alpha == pytest.approx(1.0, abs=1e-4) and found.c > 0.3
-    assert [one.tokens_per_pass for one in found.estimates] == pytest.approx([g + 1 for g in range(1, 9)], rel=1e-3)
+    texts = [read(shelf.take(recipe.target_spec), prompt, recipe.max_tokens) for prompt in PROMPTS]
+    runs = [len(text) - LONGEST - start - 1 for text, start in texts]  # tokens after the first pass
+
+    def whole(gamma: int) -> float:
+        return statistics.median(run / math.ceil(run / (gamma + 1)) for run in runs)
+
+    assert [one.tokens_per_pass for one in found.estimates] == pytest.approx([whole(g) for g in range(1, 9)], rel=1e-3)
     assert found.kv_bytes > 0 and found.weight_bytes > 0
 
 
@@ -62,7 +91,7 @@ def test_a_draft_that_costs_what_it_saves_is_advised_against() -> None:
     v = dict.fromkeys(range(1, LONGEST + 2), 1.0)
     found = [(g, *_expected([([1.0] * LONGEST, True)] * 400, g, 1.0, v)) for g in range(1, LONGEST + 1)]
     estimates = tuple(Estimate(g, tokens, speedup, speedup, speedup) for g, tokens, speedup in found)
-    assert [one.tokens_per_pass for one in estimates] == pytest.approx([g + 1 for g in range(1, LONGEST + 1)])
+    assert [one.tokens_per_pass for one in estimates] == pytest.approx([g + 1 for g in range(1, LONGEST + 1)], rel=0.02)
     assert Preflight(Recipe(), 1.0, 1.0, v, estimates, 1, 1).advice.startswith("don't")
 
 
@@ -91,13 +120,14 @@ def test_texts_are_the_bundled_targets_own_or_bare_prompts(folder: str) -> None:
 
 def test_what_was_foretold_is_held_against_what_is_measured(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     settings = ["--method", "nasd", "self", "--temperature", "1", "--kind", "prose", "--max-tokens", "12"]
+    settings += ["--prompts", "24"]  # 20 and the beginnings of four
     assert main(["foretold", "--target", folder, "--device", "cpu", *settings]) == 0
     head, _, *lines = capsys.readouterr().out.splitlines()
     assert "foretold / measured" in head and lines[0].startswith("| prose | nasd gamma=3 T=1 |")
     assert lines[2].startswith("the target drafting for itself: ")
     nasd, self_ = json.loads(lines[3])["foretold"]
     for one in (nasd, self_):
-        assert one["kind"] == "prose" and one["prompts"] == 20 and one["measured"] > 0
+        assert one["kind"] == "prose" and one["prompts"] == 24 and one["measured"] > 0
         assert one["ratio"] == pytest.approx(one["foretold"] / one["measured"])
     assert nasd["recipe"]["method"] == "nasd" and self_["tokens_per_pass"] > 1
 
