@@ -272,7 +272,8 @@ def test_the_bundled_target_with_drafters_of_other_vocabularies(strangers: dict[
             text, metrics = text_of(replace(base, drafter=stranger, method=method), shelf)
             assert text == plain and metrics["drafted"] > metrics["accepted"] > 10, (name, method)
             if (name, method) == ("exchanged", "draft"):
-                assert metrics["accepted"] == usual["accepted"] and metrics["drafted"] == usual["drafted"]
+                # a wrong guess may be cut in a way that no text is, and is fewer tokens when its text is cut anew
+                assert metrics["accepted"] == usual["accepted"] and metrics["drafted"] <= usual["drafted"]
         warm = replace(base, drafter=stranger, temperature=0.8, rule="coupled", max_tokens=48)
         text, metrics = text_of(warm, shelf)
         assert text == text_of(replace(warm, method="ar"), shelf)[0] and metrics["accepted"] > 0
