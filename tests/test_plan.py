@@ -103,6 +103,21 @@ def test_others_make_room_for_what_does_not_fit_beside_them(monkeypatch: pytest.
     assert first not in shelf
 
 
+def test_a_tied_head_is_there_twice_more_while_it_is_laid_out() -> None:
+    """In float32, where a norm's gain is folded into it; of a vocabulary like this the rest is small."""
+    shape = {"vocab_size": 60_000, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    head = 60_000 * 64
+
+    def least(dtype: str, tied: bool) -> int:
+        config = AutoConfig.for_model("llama", num_attention_heads=1, tie_word_embeddings=tied, **shape)
+        planned = plan_of(Spec("wide", device="cpu", dtype=dtype), config, 1)
+        return planned.loading
+
+    assert least("float32", tied=True) == 2 * head * 4
+    assert least("bfloat16", tied=True) < 2 * head * 2
+    assert least("float32", tied=False) == 2 * head * 4  # the two largest while they are cast
+
+
 def test_smaller_ways_grow_smaller() -> None:
     known = MODELS["HuggingFaceTB/SmolLM2-1.7B"]
     config = AutoConfig.for_model(known.kind, **known.shape)

@@ -220,4 +220,8 @@ def _while_loading(model: PreTrainedModel, spec: Spec, lean: bool) -> int:
     largest = sorted((weight.numel() for weight in model.parameters()), reverse=True)[:at_once]
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     layer = max((sum(p.numel() for p in one.parameters()) for some in lists for one in some), default=0)
-    return max(sum(largest), layer if lean else 0) * WIDTH[spec.dtype]
+    head, inner = model.get_output_embeddings(), model.get_input_embeddings()
+    tied = head is not None and head.weight is inner.weight
+    # A tied head is multiplied by a norm's gain and then laid out: the embeddings as they were read are still there.
+    folded = 2 * head.weight.numel() if lean and tied and spec.dtype == "float32" else 0
+    return max(sum(largest), layer if lean else 0, folded) * WIDTH[spec.dtype]
