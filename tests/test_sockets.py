@@ -93,12 +93,12 @@ def test_who_comes_late_or_beside_another_hears_everything_too(house: House) -> 
     assert records(heard) == records(caught_up) == json.loads(house.run.frame(0))["r"]
 
 
-def test_a_listener_that_has_gone_is_found_out_by_the_next_frame(house: House) -> None:
+def test_who_has_hung_up_is_waited_for_no_more_whatever_was_said_before(house: House) -> None:
     with house.listen() as socket:
         socket.receive_json()
-    for line in LINES[:2]:
-        heard = house.add(line)
-    assert not heard
+        socket.send_text("nobody asked")
+        assert house.add(LINES[0]) and socket.receive_json()["r"]
+    assert not house.add(LINES[1])
 
 
 @pytest.mark.parametrize("run_id", ["no-such-run", "%2e%2e"])

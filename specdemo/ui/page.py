@@ -38,10 +38,7 @@ from specdemo.ui.service import Engine, Service
 from specdemo.ui.settings import from_link, kept_recipes, recipe_settings, restored
 from specdemo.ui.sockets import Sockets
 from specdemo.ui.streams import reason
-from specdemo.ui.tabs.bench import bench_tab
-from specdemo.ui.tabs.edge import edge_tab
-from specdemo.ui.tabs.memory import memory_tab
-from specdemo.ui.tabs.theory import theory_tab
+from specdemo.ui.tabs.strip import strip
 from specdemo.ui.theme import calm, launch_options
 from specdemo.ui.words import told_of
 from specdemo.worker import Crew, Worker, WorkerBusy
@@ -95,20 +92,14 @@ def build(
         prompt, compare = settings["prompt"], settings["compare"]
         beside = others(kept)
         run = service.runs.new(request.session_hash or "", plan_of(settings, compare, len(beside)))
-        shown = run.frame(0)
-        yield shown
         try:
+            shown = run.frame(0)
+            yield shown
             recipe = recipe_of(recipe_settings(settings), device)
             lanes = lanes_of(recipe, beside, run.plan)
             random.shuffle(lanes)  # nobody always has the cold or the warm machine
             stream = service.start(lanes, prompt, request.session_hash or "", address_of(request))
-        except (Refused, WorkerBusy) as error:
-            run.finish(reason(error))
-            toast(run)
-            yield run.frame(0)
-            return
-        run.stop = stream.stop
-        try:
+            run.stop = stream.stop
             async with aclosing(played(run, stream, service.worker, shown)) as frames:
                 async for frame in frames:
                     if not sockets.tell(run):
@@ -117,6 +108,10 @@ def build(
                 toast(run)
             service.heard(request.session_hash or "", prompt, run)
             yield run.frame(len(run.records))
+        except (Refused, WorkerBusy) as error:
+            run.finish(reason(error))
+            toast(run)
+            yield run.frame(0)
         finally:
             run.finish()  # a tab that has gone leaves its run unfinished
             sockets.tell(run)
@@ -198,17 +193,7 @@ def build(
         saved = gr.BrowserState(storage_key="specdemo-settings", secret="specdemo")
         kept = gr.BrowserState(storage_key="specdemo-lanes", secret="specdemo")
         method = controls["method"]
-        with gr.Tabs(elem_id="tabs"):
-            with gr.Tab("The method", id="method"):
-                about = gr.Markdown(ABOUT[usual.method], elem_id="about")
-            with gr.Tab("Theory", id="theory") as looked_at:
-                theory_tab(service.runs.latest, looked_at)
-            with gr.Tab("Edge-cloud", id="edge") as looked_at:
-                edge_tab(service, controls, device, looked_at)
-            with gr.Tab("Bench", id="bench") as looked_at:
-                bench_tab(service, controls, usual, looked_at)
-            with gr.Tab("Memory", id="memory") as looked_at:
-                memory_tab(service, device, looked_at)
+        about = strip(service, controls, usual, device)
         queued = {"show_progress": "hidden", "concurrency_limit": None, "api_visibility": "private"}
         told = {"show_progress": "hidden", "queue": False, "api_visibility": "private"}
         method.change(lambda name: ABOUT.get(name, ""), method, about, **told)

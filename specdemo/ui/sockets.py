@@ -43,18 +43,27 @@ class Sockets:
         news, at = asyncio.Event(), 0
         listening = self._listening.setdefault(run.id, set())
         listening.add(news)
+        gone = asyncio.ensure_future(self._until_gone(socket, news))
         try:
             with suppress(WebSocketDisconnect):
-                while not run.over:
+                while not (run.over or gone.done()):
                     at = await self._send(socket, run, at)
                     await news.wait()
                     news.clear()
-                await self._send(socket, run, at)
-                await socket.close()
+                if not gone.done():
+                    await self._send(socket, run, at)
+                    await socket.close()
         finally:
+            gone.cancel()
             listening.discard(news)
             if not listening:
                 self._listening.pop(run.id, None)
+
+    async def _until_gone(self, socket: WebSocket, news: asyncio.Event) -> None:
+        """Wait for the browser to hang up, whatever else it has to say; who then listens no more is told so."""
+        while (await socket.receive())["type"] != "websocket.disconnect":
+            pass
+        news.set()
 
     async def _send(self, socket: WebSocket, run: Run, at: int) -> int:
         """Whatever there is from record `at` on; how many records have been sent by then."""

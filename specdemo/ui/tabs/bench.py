@@ -138,13 +138,12 @@ def bench_tab(
         async with aclosing(followed(outcome, stream, service.worker)) as sentences:
             async for now in sentences:
                 yield {status: now}
-        over: dict[Any, Any] = ready
         if not outcome.records:
-            yield over
+            yield ready
             return
         # Not before all is measured: drawing a thousand samples of each row would be in the way of what is timed.
         rows = await asyncio.to_thread(outcome.rows)
-        yield over | {
+        yield ready | {
             shown: cells(rows),
             plot: gr.BarPlot(value=bars(rows), sort=[bar[0] for bar in bars(rows)["data"]]),
             notes: outcome.notes(rows),

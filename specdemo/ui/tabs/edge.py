@@ -137,11 +137,11 @@ def _three_modes(service: Service, controls: Mapping[str, gr.components.Componen
         async with aclosing(followed(outcome, stream, service.worker)) as sentences:
             async for now in sentences:
                 yield {status: now}
-        over: dict[Any, Any] = ready
-        if outcome.records:
-            rows = await asyncio.to_thread(modes.rows, outcome.sweep.recipes, outcome.records)
-            over |= {table: rows, results: gr.Column(visible=True)}
-        yield over
+        if not outcome.records:
+            yield ready
+            return
+        rows = await asyncio.to_thread(modes.rows, outcome.sweep.recipes, outcome.records)
+        yield ready | {table: rows, results: gr.Column(visible=True)}
 
     def stop(request: gr.Request) -> None:
         service.stop_bench(request.session_hash or "")
