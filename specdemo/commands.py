@@ -38,14 +38,13 @@ def _bench(options: argparse.Namespace) -> int:
     if options.peers:
         drafting = any(recipe.drafter_spec for recipe in recipes)
         peers = [name for name, peer in PEERS.items() if drafting or peer.assistant is None]
-    records, shown = [], ""
+    records, progress = [], bench.Progress()
     for item in bench.measure(recipes, prompts, Shelf(), peers, repeat=options.repeat):
         if isinstance(item, dict):
             records.append(item)
-        elif str(item) != shown:
-            shown = str(item)
-            print(f"\r{shown:<78}", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
+        else:
+            progress.show(str(item))
+    progress.over()
     bandwidth = bench.copy_bandwidth(find_device(recipes[0].device))
     rows = bench.table(recipes, records, peers, bandwidth)
     print(bench.markdown(rows))
@@ -78,9 +77,10 @@ def _prove(options: argparse.Namespace) -> int:
     ]
     prompts = prove.more(bench.load_prompts(), options.prompts)
     findings = [prove.Finding(recipe) for recipe in recipes]
+    progress = bench.Progress()
     for i, _ in enumerate(prove.prove(findings, prompts, Shelf()), 1):
-        print(f"\r{i} of {len(prompts)} prompts", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
+        progress.show(f"{i} of {len(prompts)} prompts")
+    progress.over()
     print(prove.markdown(findings))
     parted = [(finding, *where) for finding in findings for where in finding.parted]
     for finding, name, token in parted:

@@ -191,6 +191,14 @@ def test_a_run_that_is_cut_off_ends_its_trace_as_cancelled() -> None:
     assert run.trace(SPEC) == before and run.phase[0] == "stopped"
 
 
+def test_a_run_that_is_cut_off_before_the_first_lanes_turn_says_whose_tokens_it_counts() -> None:
+    run = Run((SPEC, PLAIN))
+    for event in (header("ar"), PREFILL):
+        run.absorb(PLAIN, event)
+    run.finish()
+    assert run.phase == ("stopped", "1 tokens of plain decoding")
+
+
 @pytest.mark.parametrize("events", [(), (header(), PREFILL)])
 def test_a_failure_is_said_and_closes_the_trace(events: tuple) -> None:
     run = Run()

@@ -24,6 +24,7 @@ from typing import Any
 import psutil
 import torch
 
+from specdemo.bench.progress import Progress
 from specdemo.generate import generate
 from specdemo.models.memory import device_bytes, give_back, peak_device_bytes
 from specdemo.models.pairs import PAIRS
@@ -172,7 +173,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.one:
         print(json.dumps(asdict(measure(*options.one, options.device))))
         return
-    cases = []
+    cases, progress = [], Progress()
     with tempfile.TemporaryDirectory() as place:
         for name in options.model:
             if name in DRAWN:
@@ -187,7 +188,8 @@ def main(arguments: list[str] | None = None) -> None:
                 print(f"{name} in {quantization} could not be measured", file=sys.stderr)
                 continue
             cases.append(Case(**json.loads(done.stdout.splitlines()[-1])))
-            print(f"{len(cases)} measured", end="\r", file=sys.stderr, flush=True)
+            progress.show(f"{len(cases)} measured")
+    progress.over()
     print(markdown(cases))
     print(json.dumps([asdict(case) for case in cases]))
 

@@ -12,7 +12,6 @@ import argparse
 import math
 import random
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 
+from specdemo.bench import Progress
 from specdemo.generate import generate
 from specdemo.models.cached import CachedModel
 from specdemo.models.load import Loaded
@@ -137,10 +137,12 @@ def main(arguments: list[str] | None = None) -> None:
     tokenizer = models["target", options.form[0]].tokenizer
     sums = Sums()
     texts = middles(tokenizer, max(options.texts, options.prompts))
+    progress = Progress()
     for i, text in enumerate(texts[: options.texts], 1):
         sums.add(models, text)
-        print(f"\r{i} texts", end="", file=sys.stderr, flush=True)
-    print(f"\n{sums.places:,} tokens")
+        progress.show(f"{i} of {min(len(texts), options.texts)} texts")
+    progress.over()
+    print(f"{sums.places:,} tokens")
     print("| form | target | perplexity | drafter | perplexity |")
     print("|---|---|---|---|---|")
     for form in options.form:

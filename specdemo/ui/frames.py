@@ -135,7 +135,11 @@ class Run:
 
     def _ending(self, end: str, error: str | None = None) -> tuple[str, str]:
         phase, why = ENDS[end]
-        return phase, ", ".join(filter(None, (f"{self.lanes[self.plan[0]].metrics.tokens} tokens", error or why)))
+        name = next((name for name in self.plan if self.lanes[name].lines), self.plan[0])  # stopped before its turn
+        count = f"{self.lanes[name].metrics.tokens} tokens"
+        if name != self.plan[0]:
+            count += f" of {'plain decoding' if name == PLAIN else title(self.lanes[name].recipe)}"
+        return phase, ", ".join(filter(None, (count, error or why)))
 
     def frame(self, at: int) -> str:
         """The state now and the records from `at` on, as one JSON string (strings survive gradio's wire best)."""
