@@ -84,7 +84,7 @@ class LeanEngine:
         self._record = record or (record_graph if model.recordable else None)
         self._recordings: dict[tuple[int, int], Recording] = {}  # by rows and keys
         self._length = self._reached = self._room = 0
-        self._kv = torch.empty(0, 0, 0, 0)  # [layers, positions, heads of keys and then of values, dim]
+        self._kv = torch.empty(0, 0, 0, 0)  # [layers, heads of keys and then of values, positions, dim]
         self._angles = torch.empty(0)  # as `Lean.rotation` gives them, by position
         # What is the same in every pass, or in the next few:
         self._shapes: dict[int, Shape] = {}  # by rows
@@ -96,19 +96,19 @@ class LeanEngine:
         end = length + len(slots)
         if slots and slots != list(range(length, end)):
             index = torch.tensor(slots, device=self._kv.device)
-            self._kv[:, length:end] = self._kv[:, index]
+            self._kv[:, :, length:end] = self._kv[:, :, index]
         self._length = end
 
     @torch.inference_mode()
     def clear(self) -> None:
         """Forget everything that was held: what is masked must be finite, and nobody's text outlives its request."""
-        self._kv[:, : self._reached].zero_()
+        self._kv[:, :, : self._reached].zero_()
         self._length = self._reached = 0
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of keys and values held now."""
-        return self._kv[:, : self._length].numel() * self._kv.element_size() if self._room else 0
+        return self._kv[:, :, : self._length].numel() * self._kv.element_size() if self._room else 0
 
     @property
     def reserved_bytes(self) -> int:
@@ -133,13 +133,13 @@ class LeanEngine:
             mask = self._mask(F.pad(visible(n, held, draft), (0, width - end)))
         shape = self._shape(n, angles)
         if width != self._seen[0]:
-            keys_and_values = self._kv[:, None, :width].transpose(2, 3).chunk(2, 2)
+            keys_and_values = self._kv[:, None, :, :width].chunk(2, 2)
             self._seen = (width, *(states.unbind() for states in keys_and_values))
         ids = torch.as_tensor(new, device=model.device)
         if self._record and n <= FEW:
             logits = self._replay(ids, mask, shape, held)[-len(draft) - 1 :]
         else:
-            places = self._kv[:, held:end].unbind()
+            places = self._kv[:, :, held:end].transpose(1, 2).unbind()
             logits = self._forward(ids, mask, shape, lambda i, new: places[i].copy_(new), len(draft) + 1)
         self._length, self._reached = end, max(end, self._reached)
         return logits
@@ -177,7 +177,7 @@ class LeanEngine:
 
             def forward() -> Tensor:
                 def write(i: int, new: Tensor) -> object:
-                    return self._kv[i].index_copy_(0, inputs[2], new)
+                    return self._kv[i].transpose(0, 1).index_copy_(0, inputs[2], new)
 
                 return self._forward(inputs[0], inputs[1], shape, write, n)
 
@@ -194,10 +194,10 @@ class LeanEngine:
         room = max(BLOCK, 2 * self._room, end + -end % BLOCK)
         # Zeros, since what is masked is multiplied by nothing, and nothing times what memory held may be no number.
         self._kv = torch.zeros(
-            (len(model.layers), room, 2 * model.kv_heads, model.head_dim), dtype=model.dtype, device=model.device
+            (len(model.layers), 2 * model.kv_heads, room, model.head_dim), dtype=model.dtype, device=model.device
         )
         if self._room:
-            self._kv[:, : self._room] = old
+            self._kv[:, :, : self._room] = old
         self._room = room
         self._angles = model.rotation(torch.arange(room, device=model.device))
         self._masks.clear()
