@@ -135,7 +135,7 @@ class Lean:
             heads.view(torch.complex64).mul_(*angles)
             return heads
         cos, sin = angles
-        return heads * cos + heads.roll(self.head_dim // 2, -1) * sin
+        return heads.roll(self.head_dim // 2, -1).mul_(sin).add_(heads.mul_(cos))
 
     @property
     def _order(self) -> Tensor | None:
@@ -207,8 +207,8 @@ def rms_norm(gain: Tensor, eps: float) -> Rows:
 
     def norm(rows: Tensor) -> Tensor:
         wide = rows.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-        return gain * wide.to(rows.dtype)
+        wide = wide * wide.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
+        return wide.to(rows.dtype).mul_(gain)
 
     return norm
 
