@@ -315,7 +315,7 @@ def test_mutant_greedy_draft_judged_by_softmax() -> None:
     """Argmax drafted, softmax compared: greedy in name only."""
 
     class Softmax(Warp):
-        def law(self, logits: Tensor) -> Tensor:
+        def law(self, logits: Tensor, first: Tensor | None = None) -> Tensor:
             return logits.softmax(-1)
 
     loose = Softmax(temperature=0)

@@ -163,7 +163,9 @@ def _at_nodes(draft: Draft, p: Tensor) -> list[float]:
     """The target's probability of each drafted token, `[n]`."""
     if not draft.tokens:
         return []
-    return _before(draft, p).gather(1, torch.tensor(draft.tokens, device=p.device)[:, None])[:, 0].tolist()
+    width = p.shape[1]
+    places = [(parent + 1) * width + token for token, parent in zip(draft.tokens, draft.parents, strict=True)]
+    return p.take(torch.tensor(places, device=p.device)).tolist()
 
 
 def _before(draft: Draft, p: Tensor) -> Tensor:

@@ -54,10 +54,14 @@ class Warp:
             return logits
         return torch.stack([self._before(row, path) for row, path in zip(logits, paths, strict=True)])
 
-    def law(self, logits: Tensor) -> Tensor:
-        """Laws `[rows, vocab]` from adjusted logits: temperature, top-k, top-p, softmax."""
+    def law(self, logits: Tensor, first: Tensor | None = None) -> Tensor:
+        """Laws `[rows, vocab]` from adjusted logits: temperature, top-k, top-p, softmax.
+
+        `first` `[rows, 1]`: where each row is largest, if that is known already.
+        """
         if self.temperature == 0:
-            return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+            first = logits.argmax(-1, keepdim=True) if first is None else first
+            return torch.zeros_like(logits).scatter_(-1, first, 1.0)
         logits = logits / self.temperature
         if 0 < self.top_k < logits.shape[-1]:
             least = logits.topk(self.top_k).values[..., -1:]
@@ -67,13 +71,15 @@ class Warp:
 
     def _nucleus(self, law: Tensor) -> Tensor:
         """The smallest set of likeliest tokens with a mass of `top_p`, renormalised (1904.09751)."""
-        mass, order = law.topk(min(NUCLEUS, law.shape[-1]))
-        if bool((mass.sum(-1) < self.top_p).any()):  # a law so flat is rare, and sorting all of it dear
-            mass, order = law.sort(descending=True)
-        inside = mass.cumsum(-1) - mass < self.top_p  # the token that crosses top_p stays
-        inside[..., 0] = True
-        kept = torch.zeros_like(law).scatter_(-1, order, mass * inside)
-        return kept / kept.sum(-1, keepdim=True)
+        width, vocab = NUCLEUS, law.shape[-1]
+        while True:  # sorting all of a law is dear, and rarely called for
+            mass, order = law.topk(min(width, vocab))
+            total = mass.cumsum(-1)
+            if width >= vocab or not bool((total[..., -1] < self.top_p).any()):
+                break
+            width *= 4
+        mass = mass * (total - mass < self.top_p)  # the token that crosses top_p stays, and so always the first
+        return torch.zeros_like(law).scatter_(-1, order, mass / mass.sum(-1, keepdim=True))
 
     def _before(self, logits: Tensor, path: Sequence[int]) -> Tensor:
         """The steps that look at the tokens before: repetition penalty (CTRL, 1909.05858), then bad words."""

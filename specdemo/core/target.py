@@ -36,13 +36,13 @@ class Target:
         logits = self._score(tokens, draft)  # [n + 1, vocab]
         nodes = range(-1, len(draft)) if self._warp.needs_paths else ()
         logits = self._warp.adjust(logits, [[*tokens, *(draft.tokens[i] for i in draft.path(node))] for node in nodes])
-        p = self._warp.law(logits)
+        many = self._candidates > 1  # for a single one this is several times faster
+        choices = logits.topk(self._candidates).indices if many else logits.argmax(-1, keepdim=True)
+        p = self._warp.law(logits, None if many else choices)
         if isinstance(draft.law, Tensor) and draft.law.device != p.device:  # the drafter has a device of its own
             draft = replace(draft, law=draft.law.to(p.device))
         verdict = self._rule(draft, p, self._accept, self._correct, len(tokens))
-        many = self._candidates > 1  # for a single one this is several times faster
-        choices = (logits.topk(self._candidates).indices if many else logits.argmax(-1, keepdim=True)).tolist()
-        verdict = replace(verdict, choices=tuple(map(tuple, choices)))
+        verdict = replace(verdict, choices=tuple(map(tuple, choices.tolist())))
         if not self._top:
             return verdict
         # Of a point mass there is nothing to see: then the law that it is the peak of.
