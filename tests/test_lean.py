@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
+import os
 import random
 import re
+import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -29,14 +33,17 @@ from transformers import (
 )
 
 from specdemo.core.step import Draft
+from specdemo.models import lean, packed
 from specdemo.models.cached import CachedModel
 from specdemo.models.engine import CHUNK, LeanEngine
 from specdemo.models.lean import Lean, why_not
 from specdemo.models.load import load, reference
-from specdemo.models.memory import on_large_pages
+from specdemo.models.memory import is_mapped, on_large_pages
+from specdemo.models.packed import PackedLinear, can_pack, pack
 from specdemo.models.slots import SlotEngine
 from specdemo.models.spec import Spec
 
+ROOT = Path(__file__).parents[1]
 VOCAB = 61
 
 
@@ -300,6 +307,43 @@ def test_weights_move_to_large_pages_and_stay_what_they_were() -> None:
     assert torch.equal(matrices, kept)
 
 
+@pytest.mark.skipif(not can_pack(torch.ones(1)), reason="oneDNN lays nothing out here")
+@pytest.mark.parametrize("lay_out", [partial(Lean, consume=True), pack])
+def test_matrices_are_let_go_as_they_are_laid_out(
+    lay_out: Callable[[PreTrainedModel], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without waiting for the collector: a model that fits must not need twice its memory to get there."""
+    there = []
+
+    class Counted(PackedLinear):
+        def __init__(self, *args: Any) -> None:
+            there.append(sum(one() is not None for one in matrices))
+            super().__init__(*args)
+
+    for module in (lean, packed):
+        monkeypatch.setattr(module, "PackedLinear", Counted)
+    model = random_model(LlamaConfig(**{**LLAMA, "tie_word_embeddings": False}))
+    matrices = [weakref.ref(module.weight) for module in model.modules() if type(module) is torch.nn.Linear]
+    gc.disable()
+    try:
+        made = lay_out(model)
+    finally:
+        gc.enable()
+    assert made is not model and not any(one() for one in matrices)
+    assert len(there) > 5 and there == sorted(there, reverse=True) and there[-1] <= 1
+
+
+def test_embeddings_are_copied_out_of_a_file_but_not_out_of_memory(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, byte_level_tokenizer())
+    for dtype in ("float32", "bfloat16"):  # the file's own, and another
+        model, _ = reference(Spec(str(folder), dtype=dtype, device="cpu"))
+        weight = model.model.embed_tokens.weight
+        assert is_mapped(weight) == (dtype == "float32")
+        kept = Lean(model).embedding
+        assert not is_mapped(kept) and torch.equal(kept, weight)
+        assert (kept.data_ptr() == weight.data_ptr()) == (dtype != "float32")
+
+
 def test_two_thousand_rounds_leave_memory_flat() -> None:
     cached = CachedModel(Lean(random_model(LlamaConfig(**{**LLAMA, "max_position_embeddings": 2048}))))
     rng, process = random.Random(0), psutil.Process()
@@ -313,3 +357,32 @@ def test_two_thousand_rounds_leave_memory_flat() -> None:
         if i == 1000:
             before = process.memory_info().rss
     assert process.memory_info().rss - before < 8e6
+
+
+ROW_COUNTS = """
+import specdemo, torch
+from specdemo.models.memory import give_back, process_bytes
+from specdemo.models.packed import PackedLinear
+layer = PackedLinear(torch.randn(256, 256), None)
+for n in range(1, 801):
+    layer(torch.randn(n, 256))
+    if n in (500, 800):
+        give_back()
+        print(process_bytes())
+"""
+
+
+@pytest.mark.skipif(not can_pack(torch.ones(1)), reason="oneDNN lays nothing out here")
+def test_prompts_of_all_lengths_leave_memory_bounded() -> None:
+    """oneDNN compiles for every number of rows; what it keeps of that has a limit, and would grow without."""
+
+    def taken(**environment: str) -> int:
+        command = [sys.executable, "-c", ROW_COUNTS]
+        plain = {name: value for name, value in os.environ.items() if "CACHE_CAPACITY" not in name}
+        done = subprocess.run(
+            command, env=plain | environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=120
+        )
+        before, after = map(int, done.stdout.split())
+        return after - before
+
+    assert 2 * taken() < taken(ONEDNN_PRIMITIVE_CACHE_CAPACITY="1024", LRU_CACHE_CAPACITY="1024")

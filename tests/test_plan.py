@@ -103,19 +103,24 @@ def test_others_make_room_for_what_does_not_fit_beside_them(monkeypatch: pytest.
     assert first not in shelf
 
 
-def test_a_tied_head_is_there_twice_more_while_it_is_laid_out() -> None:
-    """In float32, where a norm's gain is folded into it; of a vocabulary like this the rest is small."""
+@pytest.mark.parametrize(
+    ("dtype", "tied", "quantization", "heads"),
+    [
+        ("float32", True, "none", 1),  # multiplied by the norm's gain, while the embeddings stay
+        ("float32", False, "none", 1),
+        ("float32", True, "nf4", 1),
+        ("bfloat16", False, "none", 1),  # laid out from what was read
+        ("bfloat16", True, "none", 0),  # the embeddings stay, the head is a copy that stays too
+        ("float16", True, "int8", 0),
+    ],
+)
+def test_what_a_head_takes_while_it_is_laid_out(dtype: str, tied: bool, quantization: str, heads: int) -> None:
+    """Of a vocabulary like this all else is small."""
     shape = {"vocab_size": 60_000, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
-    head = 60_000 * 64
-
-    def least(dtype: str, tied: bool) -> int:
-        config = AutoConfig.for_model("llama", num_attention_heads=1, tie_word_embeddings=tied, **shape)
-        planned = plan_of(Spec("wide", device="cpu", dtype=dtype), config, 1)
-        return planned.loading
-
-    assert least("float32", tied=True) == 2 * head * 4
-    assert least("bfloat16", tied=True) < 2 * head * 2
-    assert least("float32", tied=False) == 2 * head * 4  # the two largest while they are cast
+    config = AutoConfig.for_model("llama", num_attention_heads=1, tie_word_embeddings=tied, **shape)
+    planned = plan_of(Spec("wide", device="cpu", dtype=dtype, quantization=quantization), config, 1)
+    width = {"float32": 4, "bfloat16": 2, "float16": 2}[dtype]
+    assert planned.loading // (60_000 * 64 * width) == heads
 
 
 def test_smaller_ways_grow_smaller() -> None:

@@ -1,9 +1,9 @@
 """What models take, planned and measured: ``python -m specdemo.bench.room``, for `docs/models.md`.
 
-Every case is a process of its own: a small model is loaded and run first, so that libraries have set themselves up,
-then the case, with a long prompt. Measured is anonymous memory and what stays mapped of the weights' files (on an
-accelerator, what tensors take); pages of files that are only passed through do not count, the system drops them. The
-models are the bundled ones and others drawn at random on the spot.
+Every case is a process of its own: a tiny model of other widths is loaded and run first, so that libraries have set
+themselves up, then the case, with a long prompt. Measured is anonymous memory and what stays mapped of the weights'
+files (on an accelerator, what tensors take); pages of files that are only passed through do not count, the system drops
+them. The models are the bundled ones and others drawn at random on the spot.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from specdemo.recipe import Recipe
 
 EVERY_S = 0.002  # between two looks at the memory
 CONTEXT = 1024
+FIRST = "tiny"
 DRAWN = ("llama-30m", "llama-100m", "llama-300m", "qwen2-wide", "gpt2", "pythia-70m")
 BUNDLED = {role: getattr(PAIRS["bundled"], role) for role in ("target", "drafter")}
 
@@ -54,8 +55,8 @@ class Case:
     measured_peak: int
 
 
-def measure(name: str, folder: str, quantization: str, device: str) -> Case:
-    """Load and run it, watching memory. In a process that has done nothing else."""
+def measure(name: str, folder: str, quantization: str, device: str, first: str) -> Case:
+    """Load and run it, watching memory, after the model at `first`. In a process that has done nothing else."""
     prompt = "x = 1\n" * (CONTEXT // 8)
     asked: dict[str, Any] = {
         "method": "nasd",
@@ -64,7 +65,7 @@ def measure(name: str, folder: str, quantization: str, device: str) -> Case:
         "max_tokens": 48,
         "device": device,
     }
-    shelf, small = Shelf(), Recipe(target=BUNDLED["drafter"], **asked)
+    shelf, small = Shelf(), Recipe(target=first, **asked)
     drive(small, "def f():\n", shelf)
     drive(replace(small, quantization=quantization), "def f():\n", shelf)  # what libraries take once for a form
     tokenizer = shelf.take(small.target_spec).tokenizer  # every model here has it
@@ -161,7 +162,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", nargs="+", choices=[*BUNDLED, *DRAWN], default=[*BUNDLED, *DRAWN])
     parser.add_argument("--quantization", nargs="+", choices=QUANTIZATIONS, default=["none", "bf16", "int8", "nf4"])
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--one", nargs=3, metavar=("NAME", "FOLDER", "QUANTIZATION"), help=argparse.SUPPRESS)
+    parser.add_argument("--one", nargs=4, metavar=("NAME", "FOLDER", "QUANTIZATION", "FIRST"), help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, metavar="N", help="instead: load, run, switch and unload N times")
     options = parser.parse_args(arguments)
     if options.rounds:
@@ -171,18 +172,22 @@ def main(arguments: list[str] | None = None) -> None:
         print()
         return
     if options.one:
-        print(json.dumps(asdict(measure(*options.one, options.device))))
+        name, folder, quantization, first = options.one
+        print(json.dumps(asdict(measure(name, folder, quantization, options.device, first))))
         return
     cases, progress = [], Progress()
     with tempfile.TemporaryDirectory() as place:
-        for name in options.model:
-            if name in DRAWN:
+        for name in (FIRST, *options.model):
+            if name not in BUNDLED:
                 save_random(name, Path(place, name), BUNDLED["target"], torch.bfloat16, torch.device("cpu"))
         for name, quantization in product(options.model, options.quantization):
             folder = BUNDLED.get(name) or str(Path(place, name))
             command = [sys.executable, "-m", "specdemo.bench.room", "--device", options.device]
             done = subprocess.run(
-                [*command, "--one", name, folder, quantization], stdout=subprocess.PIPE, text=True, check=False
+                [*command, "--one", name, folder, quantization, str(Path(place, FIRST))],
+                stdout=subprocess.PIPE,
+                text=True,
+                check=False,
             )
             if done.returncode:
                 print(f"{name} in {quantization} could not be measured", file=sys.stderr)

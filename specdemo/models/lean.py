@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specdemo.models.memory import weight_bytes
+from specdemo.models.memory import is_mapped, weight_bytes
 from specdemo.models.packed import PackedLinear, can_pack
 from specdemo.models.slots import has_window
 
@@ -65,7 +65,7 @@ class Lean:
     """
 
     def __init__(self, model: PreTrainedModel, consume: bool = False) -> None:
-        """`consume`: the model's layers are let go one by one, so that no more than one of them is held twice."""
+        """`consume`: the model's matrices are let go as they are laid out, so that few of them are held twice."""
         if reason := why_not(model):
             raise ValueError(reason)
         self.config, self.generation_config = model.config, model.generation_config
@@ -77,6 +77,7 @@ class Lean:
         self._parts: list[nn.Module | Tensor] = []  # for the count of bytes
         self.idle: list[Any] = []  # engines that wait for the next request
         self.graphs = True  # whether passes may be recorded at all
+        self._consume = consume
         self.paired = self.dtype == torch.float32 and all(
             type(getattr(layer.self_attn, name)) is nn.Linear
             for layer in body.layers
@@ -85,10 +86,8 @@ class Lean:
         self.embedding: Tensor = self._count(unmapped(body.embed_tokens.weight))
         self._angles = body.rotary_emb
         self.layers = []
-        for i, layer in enumerate(body.layers):
+        for layer in body.layers:
             self.layers.append(self._layer(layer))
-            if consume:
-                body.layers[i] = layer = nn.Identity()
         self.leave, self.head = self._after_norm(body.norm, [model.lm_head])
 
     @property
@@ -188,6 +187,9 @@ class Lean:
             weight, bias = weight[order], None if bias is None else bias[order]
         if gain is not None:
             weight = weight * gain
+        if self._consume:
+            for linear in linears:
+                linear.weight = None
         if can_pack(weight):
             packed = PackedLinear(weight, bias)
             self._parts.append(packed)
@@ -198,8 +200,8 @@ class Lean:
 
 
 def unmapped(weight: Tensor) -> Tensor:
-    """A copy, where most other weights are packed: a file that this is read from in place can go then."""
-    return weight.clone() if can_pack(weight) else weight
+    """A copy of what is read from a file in place, where most weights are packed: the file can go then."""
+    return weight.clone() if is_mapped(weight) and can_pack(weight) else weight
 
 
 def rms_norm(gain: Tensor, eps: float) -> Rows:

@@ -77,6 +77,11 @@ def weight_bytes(model: torch.nn.Module) -> int:
     return sum(t.numel() * t.element_size() for t in tensors.values()) + sum(packed)
 
 
+def is_mapped(tensor: Tensor) -> bool:
+    """Whether this is read from a file in place: the memory is none that torch took itself."""
+    return not tensor.untyped_storage().resizable()
+
+
 def let_files_go(model: torch.nn.Module) -> None:
     """Copy the weights that were neither packed nor quantised, where those are the smaller part.
 
@@ -84,7 +89,7 @@ def let_files_go(model: torch.nn.Module) -> None:
     """
     plain = {id(one): one for one in (*model.parameters(), *model.buffers()) if type(one) in PLAIN}.values()
     if 2 * sum(one.nbytes for one in plain) < weight_bytes(model):
-        for one in plain:
+        for one in filter(is_mapped, plain):
             one.data = one.data.clone()
 
 

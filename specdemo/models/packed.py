@@ -51,3 +51,4 @@ def pack(model: nn.Module) -> None:
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear and child.weight.dtype == usual and can_pack(child.weight):
                 setattr(module, name, PackedLinear(child.weight, child.bias))
+                child.weight = None  # the list above still holds the child

@@ -31,8 +31,16 @@ from specdemo.models.spec import QUANTIZATIONS, SPREAD, Spec, main_device
 WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
 FLOATS = ("F32", "BF16", "F16")
 STORED = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}  # bytes of a value; all else has 1
-ROWS = 16  # of logits that a round holds: a draft of usual length, filled up
+ROWS = 8  # of logits that a round holds: a draft of usual length
 LAWS = 5  # copies of those in float32: processed, as a law, sorted, accumulated, drawn from
+# How much of its activations a pass holds at once, how often a quantised layer's weight is there unpacked, and what
+# stays of a run, was measured with `bench/room.py` on models of 2 to 300 million parameters.
+AT_ONCE = {"float32": 1.2, "bfloat16": 2.0, "float16": 2.0}
+AT_ONCE_INT8 = 4.2  # LLM.int8() goes by way of int32 and float32
+UNPACKED = 5
+SETTLED = 5_000_000
+COMPILED = {"float32": 480_000, "bfloat16": 230_000}  # by oneDNN, for a product of so many rows,
+ROW_COUNTS = 8  # of which a run has about so many
 SMALLER = ("bf16", "int8", "nf4")  # what is suggested, in this order
 
 
@@ -45,19 +53,20 @@ class Plan:
     parameters: int  # numbers, not bytes
     weights: int
     kv: int
-    settled: int  # what stays beside them once it has run: buffers, compiled kernels
+    keeps_kv: bool  # between two runs: the buffer waits for the next request
+    settled: int  # what stays beside them once it has run: masks, compiled kernels
     passing: int  # the most that a pass takes while it runs: activations, logits, masks
     loading: int
 
     @property
     def resting(self) -> int:
         """Between two runs."""
-        return self.weights + self.kv + self.settled
+        return self.weights + self.kv * self.keeps_kv + self.settled
 
     @property
     def total(self) -> int:
         """While it runs."""
-        return self.resting + self.passing
+        return self.weights + self.kv + self.settled + self.passing
 
     @property
     def peak(self) -> int:
@@ -101,21 +110,20 @@ def plan_of(
     if has_encoder(config):
         layers_read *= 2  # a decoder's own, and those of what the encoder read
     layers = quantised_layers(model).values() if QUANTIZATIONS[spec.quantization].bits else ()
-    # How much of its activations a pass holds at once, and of a quantised layer's unpacked weight, was measured with
-    # `bench/room.py` on models of 10 to 100 million parameters; the larger the model, the less it matters.
+    share = AT_ONCE_INT8 if QUANTIZATIONS[spec.quantization].bits == 8 else AT_ONCE[spec.dtype]
+    passing = int(activations * share) + ROWS * text.vocab_size * (width + 4 * LAWS)
     if layers:
         wide = max(width, 4) if spec.device == "cpu" else width  # what they are unpacked to
-        passing = activations * wide // width * 21 // 10 + max(layer.weight.numel() for layer in layers) * wide * 5
-    else:
-        passing = activations * 3 // 2
+        passing += max(layer.weight.numel() for layer in layers) * wide * UNPACKED
     return Plan(
         spec,
         context,
         sum(weight.numel() for weight in model.parameters()),
         weights=sum(parts) + _copies(model, spec, lean),
         kv=2 * layers_read * kv_heads * head_dim * room * width,
-        settled=activations // 2,
-        passing=passing + ROWS * text.vocab_size * (width + 4 * LAWS),
+        keeps_kv=lean,
+        settled=_settled(model, spec) if spec.device == "cpu" else activations // 2,
+        passing=passing,
         loading=_while_loading(model, spec, lean),
     )
 
@@ -211,17 +219,33 @@ def _packs(spec: Spec) -> bool:
     return spec.device == "cpu" and can_pack(torch.empty(0, dtype=getattr(torch, spec.dtype)))
 
 
-def _while_loading(model: PreTrainedModel, spec: Spec, lean: bool) -> int:
-    """What is held twice at worst: the largest tensors while they are cast, or a layer while it is laid out anew.
+def _settled(model: PreTrainedModel, spec: Spec) -> int:
+    """What stays of a run on a CPU: the products that oneDNN has compiled, one for every shape, are most of it."""
+    if not _packs(spec):
+        return SETTLED
+    return SETTLED + COMPILED[spec.dtype] * ROW_COUNTS * len({linear.weight.shape for linear in _plain(model, spec)})
 
-    `transformers` casts several at once, and one at a time where it quantises them.
-    """
-    at_once = 1 if QUANTIZATIONS[spec.quantization].bits else 2
-    largest = sorted((weight.numel() for weight in model.parameters()), reverse=True)[:at_once]
-    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
-    layer = max((sum(p.numel() for p in one.parameters()) for some in lists for one in some), default=0)
+
+def _while_loading(model: PreTrainedModel, spec: Spec, lean: bool) -> int:
+    """What is held besides, at worst: a matrix that is quantised or laid out anew, or what it is made from."""
     head, inner = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head is not None and head.weight is inner.weight
-    # A tied head is multiplied by a norm's gain and then laid out: the embeddings as they were read are still there.
-    folded = 2 * head.weight.numel() if lean and tied and spec.dtype == "float32" else 0
-    return max(sum(largest), layer if lean else 0, folded) * WIDTH[spec.dtype]
+    layers = _plain(model, spec)
+    sizes = [linear.weight.numel() for linear in layers if linear is not head or not tied]
+    if QUANTIZATIONS[spec.quantization].bits:
+        sizes += [layer.weight.numel() for layer in quantised_layers(model).values()]
+    elif not lean and not _packs(spec):
+        sizes = []
+    if lean and spec.dtype == "float32":  # a norm's gain is multiplied into what follows it
+        sizes += [head.weight.numel()]
+    if lean and not QUANTIZATIONS[spec.quantization].bits:  # two matrices are joined
+        gated = model.model.layers[0].mlp
+        joined = gated.gate_proj.weight.numel() + gated.up_proj.weight.numel()
+        sizes += [joined * 2 if spec.dtype == "float32" else joined]
+    return max(sizes, default=0) * WIDTH[spec.dtype]
+
+
+def _plain(model: PreTrainedModel, spec: Spec) -> list[nn.Linear]:
+    """The linear layers that are not quantised."""
+    taken = quantised_layers(model) if QUANTIZATIONS[spec.quantization].bits else ()
+    return [module for name, module in model.named_modules() if type(module) is nn.Linear and name not in taken]
