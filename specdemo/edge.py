@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specdemo.core.decode import Gamma
 from specdemo.core.rules import RULES, rejection
-from specdemo.core.sampling import Certain, Noise, Warp
+from specdemo.core.sampling import Noise, Warp
 from specdemo.core.step import Draft
 from specdemo.core.target import Target
 from specdemo.drafters.model import fitted
@@ -51,7 +51,7 @@ def judged(
         def score(tokens: Sequence[int], draft: Draft) -> Tensor:
             return fitted(caches[0].score(tokens, draft), vocab_size)
 
-        noise = (Noise if recipe.temperature else Certain)(recipe.seed, "edge")
+        noise = Noise(recipe.seed, "edge")
         edge = Target(score, warp, rejection, Noise(recipe.seed, "edge accept"), noise, recipe.candidates, recipe.top)
     judge = judge_at(
         target,

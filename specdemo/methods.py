@@ -8,7 +8,7 @@ from typing import Any
 
 from specdemo.core.decode import Drafter, Plain
 from specdemo.core.errors import Refused
-from specdemo.core.sampling import Certain, Warp
+from specdemo.core.sampling import Noise, Warp
 from specdemo.drafters.hybrid import HybridDrafter
 from specdemo.drafters.lookahead import LookaheadDrafter
 from specdemo.drafters.lookup import LookupDrafter
@@ -93,7 +93,7 @@ def _model(kit: Kit, kind: type = ModelDrafter, **options: int) -> Made:
             "the branches of a tree cannot be put into the tokens of another vocabulary: choose method draft or hybrid"
         )
     # Judged as point masses, the likeliest continuation is accepted more often than one that was drawn.
-    warp, noise = replace(warp_of(kit.recipe, kit.drafter), temperature=0), Certain(kit.recipe.seed, "draft")
+    warp, noise = replace(warp_of(kit.recipe, kit.drafter), temperature=0), Noise(kit.recipe.seed, "draft")
     inner = ModelDrafter(cache.score, warp, noise, cache.vocab_size, extend=cache.extend)
     return UniversalDrafter(inner, kit.bridge.read, kit.bridge.write, cache.context), (cache,)
 

@@ -16,7 +16,7 @@ from specdemo.core.decode import Drafter, Gamma, Judge
 from specdemo.core.errors import Refused
 from specdemo.core.gamma import POLICIES, Fixed
 from specdemo.core.rules import RULES
-from specdemo.core.sampling import Certain, Noise, Shared, Warp
+from specdemo.core.sampling import Noise, Shared, Warp
 from specdemo.core.target import Target
 from specdemo.drafters.model import ModelDrafter
 from specdemo.edge import judged
@@ -143,7 +143,7 @@ def _judge(recipe: Recipe, target: Loaded, ours: CachedModel, warp: Warp, shared
         warp,
         rule,
         accept=Noise(recipe.seed, "accept"),
-        correct=shared or (Noise if recipe.temperature else Certain)(recipe.seed, "correct"),
+        correct=shared or Noise(recipe.seed, "correct"),
         candidates=recipe.candidates,
         top=recipe.top,
     )

@@ -16,7 +16,7 @@ from tiny import committed, run, tiny_model
 from specdemo.core.errors import Refused
 from specdemo.core.gamma import Fixed
 from specdemo.core.rules import rejection
-from specdemo.core.sampling import Certain, Noise, Warp
+from specdemo.core.sampling import Noise, Warp
 from specdemo.core.step import Draft
 from specdemo.core.target import Target
 from specdemo.drafters.model import ModelDrafter
@@ -64,7 +64,7 @@ def gated(thresholds: dict[str, float], most_hard: float = 0.3, **options: Any) 
     http = Direct(contexts())
     gauge = Gauge(Fixed(2))
     judge = Gated(RemoteTarget(http, settings(GREEDY)), gauge, thresholds, most_hard, **options)
-    drafter = ModelDrafter(SMALL.score, GREEDY, Certain(0, "draft"), VOCAB, extend=SMALL.extend)
+    drafter = ModelDrafter(SMALL.score, GREEDY, Noise(0, "draft"), VOCAB, extend=SMALL.extend)
     return run(PROMPT, judge, drafter, gauge, 13), http
 
 
@@ -186,7 +186,7 @@ def test_a_late_cloud_in_strict_mode_is_waited_for() -> None:
     judge = RemoteTarget(http, settings(GREEDY), patience=Patience(deadline_s=0.3))
     http.free.clear()
     threading.Timer(0.0, http.free.set).start()
-    drafter = ModelDrafter(SMALL.score, GREEDY, Certain(0, "draft"), VOCAB)
+    drafter = ModelDrafter(SMALL.score, GREEDY, Noise(0, "draft"), VOCAB)
     assert committed(run(PROMPT, judge, drafter, Fixed(2), 12)) == target_text(12)
 
 
@@ -214,10 +214,10 @@ def test_a_cloud_that_is_lost_ends_the_run_or_leaves_it_to_the_edge() -> None:
         return now[0]
 
     quick = {"clock": clock, "pause": lambda seconds: None, "patience": Patience(lost_s=20)}
-    drafter = ModelDrafter(SMALL.score, GREEDY, Certain(0, "draft"), VOCAB)
+    drafter = ModelDrafter(SMALL.score, GREEDY, Noise(0, "draft"), VOCAB)
     with pytest.raises(Lost, match=r"has not answered for \d+ seconds \(nobody there\)"):
         run(PROMPT, RemoteTarget(Dying(2), settings(GREEDY), **quick), drafter, Fixed(2), 12)
-    edge = Target(SMALL.score, GREEDY, rejection, Noise(0, "accept"), Certain(0, "edge"))
+    edge = Target(SMALL.score, GREEDY, rejection, Noise(0, "accept"), Noise(0, "edge"))
     steps = run(PROMPT, RemoteTarget(Dying(2), settings(GREEDY), edge=edge, **quick), drafter, Fixed(2), 12)
     lost = [step.verdict.notes.get("lost", 0.0) for step in steps]
     assert sum(lost) == 1 and len(committed(steps)) == 12

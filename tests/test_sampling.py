@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +19,9 @@ from transformers import (
 )
 
 from specdemo.core.errors import Refused
-from specdemo.core.sampling import Certain, Noise, Shared, Warp
+from specdemo.core.rules import RULES
+from specdemo.core.sampling import Noise, Point, Shared, Warp
+from specdemo.core.step import Draft
 
 VOCAB = 50
 
@@ -99,8 +103,27 @@ def test_shared_noise_follows_the_law_and_is_keyed_by_place() -> None:
     assert [Shared(4).draw(law, place) for place in range(50)] != [shared.draw(law, place) for place in range(50)]
 
 
-def test_certain_streams_take_the_point() -> None:
-    assert Certain(0, "draw").draw(torch.tensor([0.0, 0.0, 1.0])) == 2
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("parents", [(-1, 0, 1, 2), (-1, -1, 0, 0, 1, 4)])
+@pytest.mark.parametrize("drawn", [False, True], ids=["points", "laws"])
+def test_a_point_is_judged_as_the_vocabulary_of_zeros_that_it_stands_for(
+    name: str, parents: tuple[int, ...], drawn: bool
+) -> None:
+    rule = RULES[name]
+    apply = rule.apply if rule.threshold is None else partial(rule.apply, threshold=rule.threshold)
+    rng, kept = random.Random(0), 0
+    for seed in range(100):
+        tokens, firsts = (tuple(rng.randrange(3) for _ in range(n)) for n in (len(parents), len(parents) + 1))
+        law = torch.nn.functional.one_hot(torch.tensor(tokens), 3).float() if drawn else None
+        draft = Draft(tokens, parents, (1.0,) * len(tokens) if drawn else None, law)
+        whole = torch.nn.functional.one_hot(torch.tensor(firsts), 3).float()
+        verdicts = [
+            apply(draft, p, Noise(seed, "accept"), Noise(seed, "correct"), 5)
+            for p in (whole, [Point(token) for token in firsts])
+        ]
+        assert verdicts[0] == verdicts[1]
+        kept += len(verdicts[0].accepted)
+    assert kept > 20
 
 
 def test_noise_repeats_from_its_seed_and_differs_by_stream() -> None:

@@ -23,7 +23,7 @@ from specdemo.core.decode import Drafter, More, Plain, decode
 from specdemo.core.gamma import Fixed
 from specdemo.core.metrics import Metrics
 from specdemo.core.rules import rejection
-from specdemo.core.sampling import Certain, Noise, Warp
+from specdemo.core.sampling import Noise, Warp
 from specdemo.core.step import Draft, Step
 from specdemo.core.target import Target
 from specdemo.models.cached import CachedModel
@@ -126,7 +126,7 @@ def _run(target: Loaded, drafter: Drafter, gamma: int, tokens: int) -> tuple[lis
     """The whole text and the figures of one greedy run."""
     warp = Warp(temperature=0)
     judge = Target(
-        CachedModel(target.model).score, warp, rejection, accept=Noise(0, "accept"), correct=Certain(0, "correct")
+        CachedModel(target.model).score, warp, rejection, accept=Noise(0, "accept"), correct=Noise(0, "correct")
     )
     metrics, text = Metrics(), list(PROMPT)
     for step in decode(PROMPT, judge, drafter, Fixed(gamma), max_tokens=tokens, stop=(), clock=time.perf_counter):

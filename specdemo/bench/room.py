@@ -79,6 +79,7 @@ def measure(name: str, folder: str, quantization: str, device: str, first: str) 
         drive(recipe, prompt, shelf)
         give_back()
         after = used(where)
+        stays_mapped = after - before - (used(where, mapped=False) - anonymous)
     return Case(
         name,
         quantization,
@@ -86,7 +87,7 @@ def measure(name: str, folder: str, quantization: str, device: str, first: str) 
         planned.resting,
         after - before,
         planned.peak,
-        max(peak[0] - anonymous, after - before),
+        peak[0] - anonymous + stays_mapped,
     )
 
 

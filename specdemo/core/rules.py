@@ -7,15 +7,18 @@ that is when the text has the target's own law.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from specdemo.core.sampling import Warp
+from specdemo.core.sampling import Point, Warp
 from specdemo.core.step import Draft, Verdict
+
+Law = Tensor | Point  # `[vocab]`
+Laws = Tensor | Sequence[Point]  # `[rows, vocab]`
 
 
 class Coin(Protocol):
@@ -32,28 +35,32 @@ class Source(Protocol):
         """A token from a law `[vocab]`, to stand at this place of the text."""
 
 
-def residual(p: Tensor, q: Tensor) -> Tensor:
+def residual(p: Law, q: Tensor) -> Law:
     """norm(max(p - q, 0)), `[vocab]`: where a correction comes from (2211.17192, section 2.3).
 
-    Where rounding leaves nothing, p and q were equal and p itself is right.
+    Where rounding leaves nothing, p and q were equal and p itself is right. What is left of a point is the point.
     """
+    if isinstance(p, Point):
+        return p
     left = (p - q).clamp_(min=0)
     total = left.sum()
     return left / total if total > 0 else p
 
 
-def without(p: Tensor, token: int) -> Tensor:
+def without(p: Law, token: int) -> Law:
     """The residual of a point mass: p given that it is not `token`."""
+    if isinstance(p, Point):
+        return p
     left = p.clone()
     left[token] = 0
     total = left.sum()
     return left / total if total > 0 else p
 
 
-def rejection(draft: Draft, p: Tensor, accept: Coin, correct: Source, start: int, *, adjust: bool = True) -> Verdict:
+def rejection(draft: Draft, p: Laws, accept: Coin, correct: Source, start: int, *, adjust: bool = True) -> Verdict:
     """Speculative sampling for chains and forests, sampled or point-mass drafts; exact.
 
-    `p` is `[n + 1, vocab]`: row 0 after the last committed token, row i + 1 after node i; `start` is the place of the
+    `p` has n + 1 rows: row 0 after the last committed token, row i + 1 after node i; `start` is the place of the
     token after row 0. A child y drawn from q is accepted with min(1, p(y) / q(y)); if not, its siblings are tested
     against the residual (2211.17192 Algorithm 1; SpecInfer 2305.09781 Algorithm 3 for siblings). `adjust=False` draws
     corrections from p: lossy.
@@ -61,7 +68,7 @@ def rejection(draft: Draft, p: Tensor, accept: Coin, correct: Source, start: int
     return _walk(draft, p, correct, start, adjust, lambda token, chance, q, row: accept.test(min(1.0, chance / q)))
 
 
-def tested_by(passes: Callable[[int, float, float, Tensor, float], bool]) -> Callable[..., Verdict]:
+def tested_by(passes: Callable[[int, float, float, Law, float], bool]) -> Callable[..., Verdict]:
     """A rule without chance: a child is accepted iff `passes(token, p, q, row of p, threshold)`.
 
     Corrections are drawn from the residual, or with `adjust=False` from p.
@@ -69,7 +76,7 @@ def tested_by(passes: Callable[[int, float, float, Tensor, float], bool]) -> Cal
 
     def rule(
         draft: Draft,
-        p: Tensor,
+        p: Laws,
         accept: Coin,
         correct: Source,
         start: int,
@@ -91,17 +98,15 @@ def tested_by(passes: Callable[[int, float, float, Tensor, float], bool]) -> Cal
 
 # The target's first choice (NASD's verification); p / q and p above a threshold (the practice guide's short cuts);
 # Medusa's typical acceptance, p > min(e, sqrt(e) exp(-H(p))) (2401.10774, section 2.3.1).
-top1 = tested_by(lambda token, p, q, row, threshold: token == int(row.argmax()))
+top1 = tested_by(lambda token, p, q, row, threshold: token == _first(row))
 ratio = tested_by(lambda token, p, q, row, threshold: p >= threshold * q)
 threshold = tested_by(lambda token, p, q, row, threshold: p >= threshold)
 typical = tested_by(
-    lambda token, p, q, row, threshold: (
-        p > min(threshold, math.sqrt(threshold) * math.exp(-float(torch.special.entr(row).sum())))
-    )
+    lambda token, p, q, row, threshold: p > min(threshold, math.sqrt(threshold) * math.exp(-_entropy(row)))
 )
 
 
-def match(draft: Draft, p: Tensor, accept: Coin, correct: Source, start: int) -> Verdict:
+def match(draft: Draft, p: Laws, accept: Coin, correct: Source, start: int) -> Verdict:
     """Draw from p itself and go on while the draft has what was drawn; what it has not is the correction. Exact.
 
     With noise that is keyed by place and shared with the drafter this is the coupled rule (2408.07978).
@@ -112,7 +117,7 @@ def match(draft: Draft, p: Tensor, accept: Coin, correct: Source, start: int) ->
     accepted: list[int] = []
     node: int | None = -1
     while node is not None:
-        token = correct.draw(p[node + 1], start + len(accepted))
+        token = _drawn(p[node + 1], correct, start + len(accepted))
         siblings = kids.get(node, ())
         for child in siblings:
             betas[child] = overlap[child]
@@ -124,11 +129,11 @@ def match(draft: Draft, p: Tensor, accept: Coin, correct: Source, start: int) ->
 
 def _walk(
     draft: Draft,
-    p: Tensor,
+    p: Laws,
     correct: Source,
     start: int,
     adjust: bool,
-    test: Callable[[int, float, float, Tensor], tuple[bool, float | None]],
+    test: Callable[[int, float, float, Law], tuple[bool, float | None]],
 ) -> Verdict:
     """From the root down, the first child that passes `test(token, p, q, row)`; a correction where none does."""
     probability = _at_nodes(draft, p)
@@ -142,7 +147,7 @@ def _walk(
         untouched = True
         for child in kids[node]:
             token = draft.tokens[child]
-            chance = probability[child] if untouched else float(row[token])
+            chance = probability[child] if untouched else _chance(row, token)
             q = 1.0 if draft.q is None else draft.q[child]
             kept, draws[child] = test(token, chance, q, row) if q > 0 else (False, None)
             betas[child] = overlap[child]
@@ -155,14 +160,32 @@ def _walk(
                 untouched = False
         else:
             break
-    token = correct.draw(row, start + len(accepted))
+    token = _drawn(row, correct, start + len(accepted))
     return Verdict(tuple(accepted), token, tuple(probability), tuple(draws), tuple(betas))
 
 
-def _at_nodes(draft: Draft, p: Tensor) -> list[float]:
+def _chance(row: Law, token: int) -> float:
+    return float(row.token == token) if isinstance(row, Point) else float(row[token])
+
+
+def _first(row: Law) -> int:
+    return row.token if isinstance(row, Point) else int(row.argmax())
+
+
+def _entropy(row: Law) -> float:
+    return 0.0 if isinstance(row, Point) else float(torch.special.entr(row).sum())
+
+
+def _drawn(row: Law, source: Source, place: int) -> int:
+    return row.token if isinstance(row, Point) else source.draw(row, place)
+
+
+def _at_nodes(draft: Draft, p: Laws) -> list[float]:
     """The target's probability of each drafted token, `[n]`."""
     if not draft.tokens:
         return []
+    if not isinstance(p, Tensor):
+        return [_chance(p[parent + 1], token) for token, parent in zip(draft.tokens, draft.parents, strict=True)]
     width = p.shape[1]
     places = [(parent + 1) * width + token for token, parent in zip(draft.tokens, draft.parents, strict=True)]
     return p.take(torch.tensor(places, device=p.device)).tolist()
@@ -173,7 +196,7 @@ def _before(draft: Draft, p: Tensor) -> Tensor:
     return p[: len(draft)] if draft.is_chain else p[torch.tensor(draft.parents, device=p.device) + 1]
 
 
-def _overlaps(draft: Draft, p: Tensor, probability: list[float]) -> list[float]:
+def _overlaps(draft: Draft, p: Laws, probability: list[float]) -> list[float]:
     """beta = sum min(p, q) where each node stands, `[n]`; for a point mass that is p of its token.
 
     Where laws are not all there, min(1, p / q) of the token: its mean over what q draws is beta.
@@ -182,6 +205,8 @@ def _overlaps(draft: Draft, p: Tensor, probability: list[float]) -> list[float]:
         return probability
     if not isinstance(draft.law, Tensor):
         return [min(1.0, p / q) if q > 0 else 0.0 for p, q in zip(probability, draft.q or (), strict=True)]
+    if not isinstance(p, Tensor):
+        return [float(q[p[parent + 1].token]) for q, parent in zip(draft.law, draft.parents, strict=True)]
     return torch.minimum(_before(draft, p), draft.law).sum(-1).tolist()
 
 

@@ -20,6 +20,13 @@ from specdemo.core.step import Peak
 NUCLEUS = 256  # tokens among which top-p looks first
 
 
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A law that is all on one token, as at temperature 0: without the zeros of all the others."""
+
+    token: int
+
+
 @dataclass(frozen=True)
 class Warp:
     """What is done to logits before they are a law, in the order of transformers.
@@ -54,14 +61,10 @@ class Warp:
             return logits
         return torch.stack([self._before(row, path) for row, path in zip(logits, paths, strict=True)])
 
-    def law(self, logits: Tensor, first: Tensor | None = None) -> Tensor:
-        """Laws `[rows, vocab]` from adjusted logits: temperature, top-k, top-p, softmax.
-
-        `first` `[rows, 1]`: where each row is largest, if that is known already.
-        """
+    def law(self, logits: Tensor) -> Tensor:
+        """Laws `[rows, vocab]` from adjusted logits: temperature, top-k, top-p, softmax."""
         if self.temperature == 0:
-            first = logits.argmax(-1, keepdim=True) if first is None else first
-            return torch.zeros_like(logits).scatter_(-1, first, 1.0)
+            return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
         logits = logits / self.temperature
         if 0 < self.top_k < logits.shape[-1]:
             least = logits.topk(self.top_k).values[..., -1:]
@@ -151,14 +154,6 @@ class Noise:
             self._generators[device] = torch.Generator(device).manual_seed(self._seed)
         waiting = torch.empty_like(law).exponential_(generator=self._generators[device])
         return (law / waiting).argmax(-1, keepdim=True)
-
-
-class Certain(Noise):
-    """A stream for laws that are point masses: what is drawn is known without drawing."""
-
-    def pick(self, law: Tensor, place: int = 0) -> Tensor:
-        """The one token that `law` `[vocab]` has, `[1]`."""
-        return law.argmax(-1, keepdim=True)
 
 
 class Shared:

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from specdemo.core.rules import Coin, Source
-from specdemo.core.sampling import Warp, peaks
+from specdemo.core.rules import Coin, Laws, Source
+from specdemo.core.sampling import Point, Warp, peaks
 from specdemo.core.step import Draft, Verdict
 
 
@@ -20,7 +20,7 @@ class Target:
         self,
         score: Callable[[Sequence[int], Draft], Tensor],
         warp: Warp,
-        rule: Callable[[Draft, Tensor, Any, Any, int], Verdict],
+        rule: Callable[[Draft, Laws, Any, Any, int], Verdict],
         accept: Coin,
         correct: Source,
         candidates: int = 1,
@@ -38,13 +38,15 @@ class Target:
         logits = self._warp.adjust(logits, [[*tokens, *(draft.tokens[i] for i in draft.path(node))] for node in nodes])
         many = self._candidates > 1  # for a single one this is several times faster
         choices = logits.topk(self._candidates).indices if many else logits.argmax(-1, keepdim=True)
-        p = self._warp.law(logits, None if many else choices)
-        if isinstance(draft.law, Tensor) and draft.law.device != p.device:  # the drafter has a device of its own
-            draft = replace(draft, law=draft.law.to(p.device))
+        greedy = self._warp.temperature == 0
+        firsts = (logits.argmax(-1) if many else choices[:, 0]).tolist() if greedy else ()
+        p = [Point(token) for token in firsts] if greedy else self._warp.law(logits)
+        if isinstance(draft.law, Tensor) and draft.law.device != logits.device:  # the drafter has a device of its own
+            draft = replace(draft, law=draft.law.to(logits.device))
         verdict = self._rule(draft, p, self._accept, self._correct, len(tokens))
         verdict = replace(verdict, choices=tuple(map(tuple, choices.tolist())))
         if not self._top:
             return verdict
         # Of a point mass there is nothing to see: then the law that it is the peak of.
-        laws = peaks(p if self._warp.temperature else logits.softmax(-1), self._top)
+        laws = peaks(p if isinstance(p, Tensor) else logits.softmax(-1), self._top)
         return replace(verdict, laws=laws, drafted=peaks(draft.law, self._top) if isinstance(draft.law, Tensor) else ())

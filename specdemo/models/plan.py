@@ -36,8 +36,8 @@ LAWS = 5  # copies of those in float32: processed, as a law, sorted, accumulated
 # How much of its activations a pass holds at once, how often a quantised layer's weight is there unpacked, and what
 # stays of a run, was measured with `bench/room.py` on models of 2 to 300 million parameters.
 AT_ONCE = {"float32": 1.2, "bfloat16": 2.0, "float16": 2.0}
-AT_ONCE_INT8 = 4.2  # LLM.int8() goes by way of int32 and float32
-UNPACKED = 5
+AT_ONCE_INT8 = 3.0  # LLM.int8() goes by way of int32 and float32
+UNPACKED = {8: 9, 4: 5}  # by bits
 SETTLED = 5_000_000
 COMPILED = {"float32": 480_000, "bfloat16": 230_000}  # by oneDNN, for a product of so many rows,
 ROW_COUNTS = 8  # of which a run has about so many
@@ -109,12 +109,13 @@ def plan_of(
     layers_read = config.get_text_config(decoder=True).num_hidden_layers
     if has_encoder(config):
         layers_read *= 2  # a decoder's own, and those of what the encoder read
-    layers = quantised_layers(model).values() if QUANTIZATIONS[spec.quantization].bits else ()
-    share = AT_ONCE_INT8 if QUANTIZATIONS[spec.quantization].bits == 8 else AT_ONCE[spec.dtype]
+    bits = QUANTIZATIONS[spec.quantization].bits
+    share = AT_ONCE_INT8 if bits == 8 else AT_ONCE[spec.dtype]
     passing = int(activations * share) + ROWS * text.vocab_size * (width + 4 * LAWS)
-    if layers:
+    if bits:
         wide = max(width, 4) if spec.device == "cpu" else width  # what they are unpacked to
-        passing += max(layer.weight.numel() for layer in layers) * wide * UNPACKED
+        largest = max((layer.weight.numel() for layer in quantised_layers(model).values()), default=0)
+        passing += largest * wide * UNPACKED[bits]
     return Plan(
         spec,
         context,

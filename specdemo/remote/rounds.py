@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specdemo.core.errors import Refused
 from specdemo.core.rules import RULES
-from specdemo.core.sampling import Certain, Noise, Shared
+from specdemo.core.sampling import Noise, Shared
 from specdemo.core.step import Draft, Peak, RowWanted, Verdict
 from specdemo.core.target import Target
 from specdemo.remote.wire import Answer, Law, Round, Sampling, Timing
@@ -29,7 +29,7 @@ def keyed(settings: Sampling, place: int) -> tuple[Any, Any]:
     accept = Noise(settings.seed, f"accept/{place}")
     if RULES[settings.rule].shares_noise:
         return accept, Shared(settings.seed)
-    return accept, (Noise if settings.temp else Certain)(settings.seed, f"correct/{place}")
+    return accept, Noise(settings.seed, f"correct/{place}")
 
 
 class SentRows:
