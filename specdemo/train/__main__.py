@@ -52,7 +52,7 @@ PRESETS = {
         target_schedule=Schedule(steps=2300, long_part=0.12),
         polish_schedule=Schedule(steps=110, tokens=2048, long=1024, lr=1e-3, warmup=5, decay_part=0.8, save_every=10),
         # One layer takes its time to learn far positions: a good part of the windows has 2,048 tokens.
-        drafter_schedule=Schedule(steps=3000, long_part=0.3),
+        drafter_schedule=Schedule(steps=4800, long_part=0.3),
         curve=(
             Shape(1, 128, 384, 2, 1),
             Shape(1, 192, 576, 3, 1),
