@@ -189,9 +189,9 @@ def test_mutant_cache_that_forgets_to_roll_back() -> None:
 
 def test_mutant_drafter_that_forgets_its_last_draft() -> None:
     """After a full accept the drafter has not seen its last draft; if nobody feeds it, acceptance falls silently."""
-    model = tiny_model("llama")
 
-    def accepted(skip: bool) -> int:
+    def accepted(skip: bool, seed: int) -> int:
+        model = tiny_model("llama", seed)
         cached = CachedModel(model)
 
         class Forgetful:
@@ -208,7 +208,8 @@ def test_mutant_drafter_that_forgets_its_last_draft() -> None:
         judge = Target(CachedModel(model).score, GREEDY, rejection, NOISE, NOISE)
         return sum(len(step.verdict.accepted) for step in run([3, 1, 4], judge, drafter, Fixed(3), 24))
 
-    assert accepted(skip=True) < accepted(skip=False)
+    lost = [accepted(skip=False, seed=seed) - accepted(skip=True, seed=seed) for seed in range(4)]
+    assert min(lost) >= 0 and sum(lost) >= 3
 
 
 READS = ("tolist", "item", "__int__", "__float__", "__bool__", "__index__")  # what makes the host wait for a device

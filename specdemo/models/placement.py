@@ -41,7 +41,7 @@ def spread(spec: Spec, config: PretrainedConfig, room: dict[str | int, int]) -> 
     kept = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     width = {f"{name}.weight": torch.int8 for name in kept} if bits else None  # accelerate knows no half bytes
     places = infer_auto_device_map(
-        model, max_memory=room, no_split_module_classes=model._no_split_modules, special_dtypes=width
+        model, max_memory=room, no_split_module_classes=list(model._no_split_modules or ()), special_dtypes=width
     )
     if "disk" in places.values():
         raise Refused(
