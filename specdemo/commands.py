@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import sys
 from dataclasses import replace
 
 from specdemo import bench, foretold, layers, prove, regret
 from specdemo.bench import stores
+from specdemo.bench.table import interval
 from specdemo.bench.written import write
 from specdemo.core.errors import Refused
 from specdemo.models.cached import CachedModel
@@ -182,20 +184,24 @@ def _some(what: str, count: int) -> None:
 
 
 def _costs(options: argparse.Namespace) -> int:
+    _some("rounds", options.rounds)
     target = Shelf().take(Recipe(method="ar", **given(options)).target_spec)
     longest = CachedModel(target.model).context
     if max(options.context) + max(options.rows) > longest or min(*options.context, *options.rows) < 1:
         raise Refused(f"contexts and rows must be 1 or more and fit the model's {longest:,} tokens together")
-    found = pass_seconds(target.model, options.rows, options.context)
+    found = pass_seconds(target.model, options.rows, options.context, options.rounds)
     print("| rows | " + " | ".join(f"{context:,} tokens" for context in options.context) + " |")
     print("|---" * (len(options.context) + 1) + "|")
+    first = options.rows[0]
     for n in options.rows:
-        cells = [
-            f"{1000 * found[n, context]:.2f} ms, {found[n, context] / found[options.rows[0], context]:.2f}"
-            for context in options.context
-        ]
+        cells = []
+        for context in options.context:
+            ratios = [own / one for own, one in zip(found[n, context], found[first, context], strict=True)]
+            low, high = interval(ratios)
+            ratio = "1" if n == first else f"{statistics.median(ratios):.2f} [{low:.2f}, {high:.2f}]"
+            cells.append(f"{1000 * statistics.median(found[n, context]):.2f} ms, {ratio}")
         print(f"| {n} | " + " | ".join(cells) + " |")
-    print(f"milliseconds of a pass, and how many passes over {options.rows[0]} row(s) that is at the same context")
+    print(f"milliseconds of a pass, and how many passes over {first} row(s) that is at the same context [95 %]")
     return 0
 
 

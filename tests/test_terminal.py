@@ -170,10 +170,14 @@ def test_ctrl_c_ends_the_trace(
 
 
 def test_costs_are_ratios_of_passes(models: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    target = ["costs", "--target", models["target"], "--device", "cpu"]
+    target = ["costs", "--target", models["target"], "--device", "cpu", "--rounds", "5"]
     assert main([*target, "--rows", "1", "3", "--context", "16", "32"]) == 0
     one, three = (line.split("|")[2:4] for line in capsys.readouterr().out.splitlines()[2:4])
-    assert all(cell.strip().endswith("ms, 1.00") for cell in one)
-    assert all(float(cell.split()[0]) > 0 for cell in three)
+    assert all(cell.strip().endswith("ms, 1") for cell in one)
+    for cell in three:
+        seconds, ratio, low, high = (float(number) for number in re.findall(r"[\d.]+", cell))
+        assert seconds > 0 and 0 < low <= ratio <= high
+    assert main([*target, "--context", "16", "--rounds", "0"]) == 2
+    assert "rounds must be at least 1" in capsys.readouterr().err
     assert main([*target, "--context", "100000"]) == 2
     assert "fit the model" in capsys.readouterr().err

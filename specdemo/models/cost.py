@@ -1,4 +1,4 @@
-"""What a pass costs: by rows, by context, and one model's beside another's. Medians of passes that take turns.
+"""What a pass costs: by rows, by context, and one model's beside another's. Seconds of passes that take turns.
 
 Taking turns, whatever else the machine does weighs on all alike, so ratios can be trusted where seconds cannot.
 """
@@ -25,13 +25,14 @@ def step_seconds(models: Sequence[Model], rounds: int = 60, length: int = 200) -
     text = _text(caches, length + rounds)
     for cache in caches:
         cache.score(text[:length], Draft())
-    return _medians([_timed(cache, text, length, rounds) for cache in caches], rounds)
+    seconds = _in_turn([_timed(cache, text, length, rounds) for cache in caches], rounds)
+    return [statistics.median(own) for own in seconds]
 
 
 def pass_seconds(
-    model: Model, rows: Sequence[int], contexts: Sequence[int], rounds: int = 40
-) -> dict[tuple[int, int], float]:
-    """Seconds of a pass over so many rows behind so many tokens, by rows and tokens."""
+    model: Model, rows: Sequence[int], contexts: Sequence[int], rounds: int
+) -> dict[tuple[int, int], Sequence[float]]:
+    """Seconds of passes over so many rows behind so many tokens, by rows and tokens: in every round each shape once."""
     shapes = [(n, context) for n in rows for context in contexts]
     caches = {context: CachedModel(model) for context in contexts}
     text = _text(list(caches.values()), max(contexts) + max(rows))
@@ -46,8 +47,7 @@ def pass_seconds(
 
         return once
 
-    found = _medians([timed(*shape) for shape in shapes], rounds)
-    return dict(zip(shapes, found, strict=True))
+    return dict(zip(shapes, _in_turn([timed(*shape) for shape in shapes], rounds), strict=True))
 
 
 def _timed(cache: CachedModel, text: Sequence[int], length: int, rounds: int) -> Callable[[int], float]:
@@ -59,10 +59,9 @@ def _timed(cache: CachedModel, text: Sequence[int], length: int, rounds: int) ->
     return once
 
 
-def _medians(timed: Sequence[Callable[[int], float]], rounds: int) -> list[float]:
-    """Each is called with the number of the round, one after the other."""
-    seconds = [[once(i) for once in timed] for i in range(rounds)]
-    return [statistics.median(column) for column in zip(*seconds, strict=True)]
+def _in_turn(timed: Sequence[Callable[[int], float]], rounds: int) -> list[tuple[float, ...]]:
+    """What each of them found: they are called with the number of the round, one after the other."""
+    return list(zip(*[[once(i) for once in timed] for i in range(rounds)], strict=True))
 
 
 def _text(caches: Sequence[CachedModel], length: int) -> list[int]:
