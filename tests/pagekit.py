@@ -38,6 +38,7 @@ ARGS = [
 ]
 CODE = 'def fibonacci(n):\n    """'
 KEEPS = re.compile("exact|bit-equal here")  # by what the machine at hand does
+NOISE = "a word that is taken back"
 MARKUP = "<img src=x onerror='window.harmed = true'>"
 
 expect.set_options(timeout=PATIENCE * 1000)
@@ -175,10 +176,12 @@ def run(page: Page, prompt: str, tokens: int | None = None) -> None:
 
 
 def written(page: Page, name: str, text: str) -> None:
-    """Type into a field key by key: what is typed while its part of the sidebar still opens may be lost."""
+    """Type into a field key by key, or empty it so: what is typed while its part of the sidebar still opens is lost."""
     field = page.locator(f"#{name} input, #{name} textarea")
     field.clear()
-    field.press_sequentially(text, delay=10)
+    field.press_sequentially(text or NOISE, delay=10)
+    for _ in NOISE if not text else "":
+        field.press("Backspace", delay=10)
     field.blur()
     expect(field).to_have_value(text)
 

@@ -158,7 +158,7 @@ def test_what_is_taken_home_is_what_was_run(tab: Any) -> None:
     both = Path(download.value.path()).read_text("utf-8")
     again = tab()
     opened(again, both)
-    status(again, "done: a recorded trace, 24 tokens, 24 tokens")
+    status(again, "done: a recorded trace, 24 and 24 tokens")
     for lane in ("spec", "ar"):
         assert drawn(again, lane) == drawn(page, lane)
     for kpi in ("acceptance", "tokens_per_second", "speedup", "ttft"):
@@ -175,7 +175,7 @@ def test_recorded_traces_are_replayed_with_no_model(tab: Any, served: Any) -> No
     for path in sorted((ASSETS / "traces").glob("*.jsonl")):
         page.get_by_role("button", name=path.stem.replace("-", " "), exact=True).click()
         expect(page.locator("[data-lane=spec] .title")).to_contain_text(path.stem.split(",")[0])
-        status(page, "done: a recorded trace, 96 tokens, 96 tokens")
+        status(page, "done: a recorded trace, 96 and 96 tokens")
         trace = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
         middle = next(i for i, line in enumerate(trace) if "end" in line) + 1
         assert drawn(page) == counted(trace[:middle]) and drawn(page, "ar") == counted(trace[middle:])

@@ -11,7 +11,7 @@ from typing import Any
 
 import gradio_client
 import pytest
-from pagekit import CODE, PATIENCE, drawn, run, saved, spans, status
+from pagekit import CODE, PATIENCE, drawn, run, saved, spans, status, written
 from playwright.sync_api import Page, expect
 from test_cockpit import grave, opened, set_number
 from test_limits import page as public_page
@@ -116,8 +116,9 @@ def test_a_service_that_is_not_there_is_said_and_the_next_run_works(tab: Any, se
     run(page, CODE)
     status(page, r"failed: there is no service at http://127.0.0.1:1 \(.*\): start one with serve$")
     page.get_by_role("button", name="Edge and cloud").click()
-    page.locator("#remote textarea, #remote input").fill("")
-    page.locator("#remote textarea, #remote input").blur()
+    expect(page.locator("#remote textarea, #remote input")).to_have_value("http://127.0.0.1:1")
+    page.evaluate("new Promise((at_rest) => requestAnimationFrame(() => requestAnimationFrame(at_rest)))")
+    written(page, "remote", "")
     page.locator("#run").click()
     status(page, "done: 8 tokens")
 

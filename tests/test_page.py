@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from typing import Any
+from urllib.request import urlopen
 
 import gradio as gr
 import gradio_client
@@ -35,6 +36,7 @@ from specdemo.models.shelf import Shelf
 from specdemo.recipe import METHODS, Recipe
 from specdemo.ui.about import ABOUT
 from specdemo.ui.page import build
+from specdemo.ui.still import SCRIPT
 
 
 def test_a_real_run_streams_and_what_is_shown_equals_the_trace(tab: Any) -> None:
@@ -256,6 +258,22 @@ def test_frames_come_over_a_socket_and_where_there_is_none_through_gradio(tab: A
     status(page, "stopped")
     assert drawn(page) == counted(saved(page))
     assert (len(frames) > 3) == (way == "socket")
+
+
+def test_an_idle_page_lets_the_screen_rest(tab: Any, served: Any) -> None:
+    with urlopen(served.url) as answer:
+        page = answer.read()
+    assert page.count(SCRIPT) == 1 and int(answer.headers["content-length"]) == len(page)
+    page = tab("""{
+        const next = window.requestAnimationFrame.bind(window);
+        window.asked = 0;
+        window.requestAnimationFrame = (callback) => { window.asked++; return next(callback); };
+    }""")
+    page.wait_for_function("""async () => {
+        const before = window.asked;
+        await new Promise((go) => setTimeout(go, 500));
+        return before > 0 && window.asked === before;
+    }""")
 
 
 def test_lost_frames_are_fetched_again(tab: Any) -> None:

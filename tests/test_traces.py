@@ -33,7 +33,7 @@ def test_a_saved_trace_comes_back_as_the_run_that_it_was() -> None:
     run.finish()
     again = read_traces(run.trace(SPEC) + run.trace(PLAIN))
     before, after = json.loads(run.frame(0)), json.loads(again.frame(0))
-    assert after["over"] and after["phase"] == ["done", "a recorded trace, 24 tokens, 24 tokens"]
+    assert after["over"] and after["phase"] == ["done", "a recorded trace, 24 and 24 tokens"]
     for name in ("plan", "tiles", "rates", "verdict", "same"):
         assert after[name] == before[name], name
     records = {lane: [one for one in before["r"] if one["l"] == lane] for lane in (SPEC, PLAIN)}

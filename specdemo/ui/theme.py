@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
+from starlette.middleware import Middleware
 
 from specdemo.models.pairs import ASSETS
+from specdemo.ui.still import Still
 
 HERE = Path(__file__).parent
 LOOK_S = 0.01  # seconds that a press may wait before gradio sees it
@@ -81,7 +83,7 @@ def theme() -> gr.themes.Base:
 def launch_options(page: gr.Blocks) -> dict[str, Any]:
     """How `page` is to be served: its look, its own routes, and nothing that leaves the machine."""
     return {
-        "app_kwargs": {"routes": page.routes},
+        "app_kwargs": {"routes": page.routes, "middleware": [Middleware(Still)]},
         "favicon_path": ASSETS / "icon.png",
         "pwa": True,
         "theme": theme(),

@@ -225,6 +225,6 @@ def _run(traces: list[list[dict[str, Any]]]) -> Run:
             run.absorb(name, line)
     cut = not all(lane.ended for lane in run.lanes.values())
     run.finish()
-    tokens = ", ".join(f"{lane.metrics.tokens} tokens" for lane in run.lanes.values())
-    run.phase = ("done", f"a recorded trace, {tokens}" + (", which was cut off" if cut else ""))
+    tokens = " and ".join(str(lane.metrics.tokens) for lane in run.lanes.values())
+    run.phase = ("done", f"a recorded trace, {tokens} tokens" + (", which was cut off" if cut else ""))
     return run

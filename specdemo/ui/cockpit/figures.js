@@ -12,8 +12,8 @@ function drawFigures() {
     setText($(".note", tile), note);
   }
   showRates();
-  spark();
   showClock();
+  spark(); // asks for its size
 }
 
 function showRates() {

@@ -107,21 +107,22 @@ function reset(id, plan) {
 function draw() {
   drawing = false;
   const news = {};
+  const followed = []; // lanes that are read at their end
   for (const record of pending) (news[record.l] ??= []).push(record);
   pending = [];
   for (const [name, records] of Object.entries(news)) {
     const { lane } = lanes[name];
-    const atBottom = lane.scrollHeight - lane.scrollTop - lane.clientHeight < 40;
+    if (lane.scrollHeight - lane.scrollTop - lane.clientHeight < 40) followed.push(lane);
     const fragment = document.createDocumentFragment();
     for (const record of records) record.head ? drawHead(name, record.head, fragment) : record.note ? drawNote(record.note, fragment) : drawRound(name, record, fragment);
     if (lane.lastElementChild?.className === "ahead") lane.lastElementChild.remove();
     lane.append(fragment);
     drawAhead(lane, records.at(-1).ahead);
-    if (atBottom) lane.scrollTop = lane.scrollHeight;
   }
+  if (!state.over && busy && element.dataset.stopping !== "yes") say(state.phase[0], state.phase[1]);
   if (state.over || performance.now() - figured >= FIGURES_MS) drawFigures();
-  if (state.over) return finish();
-  if (busy && element.dataset.stopping !== "yes") say(state.phase[0], state.phase[1]);
+  for (const lane of followed) lane.scrollTop = lane.scrollHeight; // last, so that the page is laid out once
+  if (state.over) finish();
 }
 
 function drawHead(name, head, fragment) {

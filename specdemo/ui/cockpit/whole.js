@@ -102,6 +102,7 @@ if (window.innerWidth < 769) { // gradio's sidebar comes some time after this, o
   fold();
 }
 
+window.windDown?.(); // the start page's spinner
 const clock = setInterval(tick, 100);
 listeners.signal.addEventListener("abort", () => clearInterval(clock));
 markButtons();
