@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import browser
 import psutil
 import torch
-from pagekit import ARGS, CODE, run, status
+from pagekit import ARGS, CODE, run, set_number, status
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 from websockets.sync.client import connect
 
@@ -97,13 +97,6 @@ def served(shelf: Shelf, engine: Kept) -> Iterator[Any]:
     finally:
         demo.worker.close()
         demo.close(verbose=False)
-
-
-def fill(page: Page, name: str, value: float) -> None:
-    """Type a number into the sidebar."""
-    box = page.locator(f"#{name} input[type=number]")
-    box.fill(f"{value:g}")
-    box.blur()
 
 
 class Kept:
@@ -229,7 +222,7 @@ def page_cost(rounds: int, tokens: int, like_root: bool, elsewhere: bool) -> Non
             name.replace("_", "-"): getattr(recipe, name) for name in ("gamma", "temperature", "top_p", "max_tokens")
         }
         for name, value in asked.items():
-            fill(page, name, value)
+            set_number(page, name, value)
         asked["prompt"] = CODE
         family = psutil.Process().children(recursive=True)
         shown = next(one for one in family if "chrom" in one.name() and "--type" not in " ".join(one.cmdline()))
@@ -327,7 +320,7 @@ def cold_start(opened: Browser) -> list[float]:
             page.locator("#run").wait_for()
             marks.append(time.perf_counter() - began)
             expect(page.locator("#lane-spec")).to_be_visible()
-            fill(page, "max-tokens", FEW)
+            set_number(page, "max-tokens", FEW)
             page.locator("#prompt textarea").fill(CODE)
             pressed = first_token(page)
             marks += [time.perf_counter() - began, pressed]

@@ -169,10 +169,14 @@ def tab(served: Any, scripts: Scripts, context: BrowserContext) -> Iterator[Any]
 
 def run(page: Page, prompt: str, tokens: int | None = None) -> None:
     if tokens:
-        page.locator("#max-tokens input[type=number]").fill(str(tokens))
-        page.locator("#max-tokens input[type=number]").blur()
+        set_number(page, "max-tokens", tokens)
     page.locator("#prompt textarea").fill(prompt)
     page.locator("#run").click()
+
+
+def set_number(page: Page, name: str, value: float) -> None:
+    page.locator(f"#{name} input[type=number]").fill(f"{value:g}")
+    page.locator(f"#{name} input[type=number]").blur()
 
 
 def written(page: Page, name: str, text: str) -> None:

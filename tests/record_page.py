@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import browser
-from pagekit import ARGS, run, status
+from pagekit import ARGS, run, set_number, status
 from PIL import Image
 from playwright.sync_api import Page, expect, sync_playwright
 
@@ -57,10 +57,8 @@ class Film:
 
 def scene(page: Page, film: Film) -> None:
     """Type, run, watch; then the race; then a rejected token and its round."""
-    page.locator("#max-tokens input[type=number]").fill("160")
-    page.locator("#max-tokens input[type=number]").blur()
-    page.locator("#temperature input[type=number]").fill("0.7")
-    page.locator("#temperature input[type=number]").blur()
+    set_number(page, "max-tokens", 160)
+    set_number(page, "temperature", 0.7)
     page.get_by_role("button", name="Rule").click()
     page.locator("#rule input").click()
     page.get_by_role("option", name="coupled:").click()  # both lanes then write the same text

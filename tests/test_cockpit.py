@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from pagekit import CODE, MARKUP, counted, drawn, run, saved, spans, status, written
+from pagekit import CODE, MARKUP, counted, drawn, run, saved, set_number, spans, status, written
 from playwright.sync_api import Page, expect
 from test_frames import PREFILL, end, header, step
 from test_generate import TEMPLATE
@@ -21,11 +21,6 @@ from specdemo.ui import rounds
 from specdemo.ui.traces import MOST_STEPS, read_traces
 
 VISIBLE = "rounds => rounds.filter(r => !r.hidden).length"
-
-
-def set_number(page: Page, name: str, value: float) -> None:
-    page.locator(f"#{name} input[type=number]").fill(f"{value:g}")
-    page.locator(f"#{name} input[type=number]").blur()
 
 
 def compared(page: Page, tokens: int = 48, temperature: float = 0.5) -> None:

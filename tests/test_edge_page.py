@@ -11,9 +11,9 @@ from typing import Any
 
 import gradio_client
 import pytest
-from pagekit import CODE, PATIENCE, drawn, run, saved, spans, status, written
+from pagekit import CODE, PATIENCE, drawn, run, saved, set_number, spans, status, written
 from playwright.sync_api import Page, expect
-from test_cockpit import grave, opened, set_number
+from test_cockpit import grave, opened
 from test_limits import page as public_page
 
 from specdemo.limits import PUBLIC

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pagekit import PATIENCE
-from playwright.sync_api import Page, expect
+from pagekit import PATIENCE, set_number
+from playwright.sync_api import Page, Route, expect
 
 from specdemo import bench
 from specdemo.models.pairs import PAIRS
@@ -73,9 +73,8 @@ def ask(page: Page, each: int, tokens: int, kinds: tuple[str, ...] = ("code", "a
     """A small grid: drafting by the model and by n-grams on the first prompts of some classes."""
     for kind in ("code", "repetitive", "prose", "adversarial"):
         page.locator("#bench-kinds").get_by_label(kind).set_checked(kind in kinds)
-    for name, value in (("each", each), ("max-tokens", tokens)):
-        page.locator(f"#bench-{name} input[type=number]").fill(str(value))
-        page.locator(f"#bench-{name} input[type=number]").blur()
+    set_number(page, "bench-each", each)
+    set_number(page, "bench-max-tokens", tokens)
 
 
 def says(page: Page, words: str) -> None:
@@ -161,6 +160,18 @@ def test_too_much_or_nothing_is_refused_in_words(tab: Any, served: Any) -> None:
     expect(page.locator("#bench-table")).to_be_hidden()
 
 
+def test_the_size_is_of_the_last_change_however_late_answers_come(tab: Any) -> None:
+    page = tab("Bench")
+    expect(page.locator("#bench-size")).to_contain_text("3 recipes × 12 prompts = 36 runs of at most 64 tokens")
+    held: list[Route] = []
+    page.route("**/run/predict*", lambda route: held.append(route), times=1)
+    with page.expect_request("**/run/predict*"):
+        set_number(page, "bench-each", 5)
+    set_number(page, "bench-max-tokens", 128)
+    held[0].continue_()
+    expect(page.locator("#bench-size")).to_contain_text("3 recipes × 20 prompts = 60 runs of at most 128 tokens")
+
+
 def test_memory_is_told_from_the_trace_when_it_is_looked_at(tab: Any) -> None:
     page = tab("Memory")
     told = page.locator("#memory-run")
@@ -168,8 +179,7 @@ def test_memory_is_told_from_the_trace_when_it_is_looked_at(tab: Any) -> None:
     expect(page.locator("#memory-machine")).to_contain_text("system, available")
     expect(page.locator("#memory-pairs tbody tr")).to_have_count(len(QUANTIZATIONS) + len(PAIRS) - 1)
     expect(page.locator("#memory-pairs tbody tr").first).to_contain_text("yes")
-    page.locator("#max-tokens input[type=number]").fill("24")
-    page.locator("#max-tokens input[type=number]").blur()
+    set_number(page, "max-tokens", 24)
     page.locator("#prompt textarea").fill("def f(x):\n")
     page.locator("#run").click()
     expect(page.locator("#status")).to_have_text(re.compile("^done"), timeout=PATIENCE * 1000)

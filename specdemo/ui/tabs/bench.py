@@ -157,7 +157,13 @@ def bench_tab(
     asked = [*chosen.values(), *controls.values()]
     quiet: dict[str, Any] = {"preprocess": False, "show_progress": "hidden", "api_visibility": "private"}
     gr.on(
-        [looked_at.select, *(control.change for control in chosen.values())], weigh, asked, size, queue=False, **quiet
+        [looked_at.select, *(control.change for control in chosen.values())],
+        weigh,
+        asked,
+        size,
+        queue=False,
+        trigger_mode="always_last",  # gradio's own choice goes by the first trigger, and would drop a quick change
+        **quiet,
     )
     go.click(
         measured,
