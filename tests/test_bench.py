@@ -14,7 +14,7 @@ from tiny import byte_level_tokenizer, save_model
 
 from specdemo import bench
 from specdemo.__main__ import main
-from specdemo.bench import large, stores
+from specdemo.bench import large, stores, where
 from specdemo.core.errors import Refused
 from specdemo.core.step import Draft
 from specdemo.models.peers import PEERS
@@ -201,6 +201,18 @@ def test_a_large_pair_is_measured_with_acceptance_imposed(capsys: pytest.Capture
     won = {(row[2], row[3]): float(row[6]) for row in rows[2:]}
     assert won["0", "0.00"] == won["3", "0.00"] == 1.0 and won["3", "1.00"] > 3.5
     assert 1.2 < won["3", "0.50"] < 2.6  # (1 - 0.5^4) / (1 - 0.5) = 1.88 on average
+
+
+def test_the_time_of_a_round_is_all_somewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    """Passes hold what they are made of, the loop's own figures hold passes, and no stopwatch stays behind."""
+    before = [getattr(owner, name) for owner, name, _ in where.TIMED]
+    where.main(["--gamma", "2", "--temperature", "0", "1", "--prompts", "1", "--max-tokens", "24"])
+    assert [getattr(owner, name) for owner, name, _ in where.TIMED] == before
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
+    shares = {row[0]: [float(cell.rstrip("%")) for cell in row[2::2]] for row in rows[2:]}
+    assert len(shares) == 9 and all(min(share) >= 0 for share in shares.values())
+    assert all(min(share) > 0 for part, share in shares.items() if "products" in part)
+    assert all(abs(sum(column) - 100) < 5 for column in zip(*shares.values(), strict=True))
 
 
 class Scripted:
