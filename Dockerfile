@@ -1,7 +1,4 @@
-# A build for machines without a GPU; for one with NVIDIA's container toolkit: docker build --build-arg VARIANT=cuda .
-ARG VARIANT=cpu
-
-FROM python:3.12-slim AS base
+FROM python:3.12-slim
 RUN useradd --create-home --uid 1000 user \
     && install --directory --owner=user /home/user/app /home/user/.cache /home/user/.cache/huggingface
 USER 1000
@@ -16,19 +13,19 @@ ENV HOME=/home/user \
     SPECDEMO_PUBLIC=1
 COPY --chown=user requirements.txt .
 
-# PyTorch's own index has a build without GPU libraries, which spares several gigabytes.
-FROM base AS cpu
+# cpu, or cuda for a machine with NVIDIA's container toolkit: docker build --build-arg VARIANT=cuda .
+ARG VARIANT=cpu
+# PyTorch's own index has a build without GPU libraries, which spares several gigabytes; the one on PyPI brings them.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-RUN pip install --user --extra-index-url "$TORCH_INDEX" -r requirements.txt
-
-# The build on PyPI brings its GPU libraries along; the driver is the host's.
-FROM base AS cuda
-RUN pip install --user -r requirements.txt
+RUN case "$VARIANT" in \
+        cpu) pip install --user --extra-index-url "$TORCH_INDEX" -r requirements.txt ;; \
+        cuda) pip install --user -r requirements.txt ;; \
+        *) echo "VARIANT is cpu or cuda, not $VARIANT" >&2; exit 2 ;; \
+    esac
+# The driver is the host's; where there is none, these two change nothing.
 ENV NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 
-FROM ${VARIANT}
-WORKDIR /home/user/app
 COPY --chown=user . .
 # Models fetched from the hub outlive the container.
 VOLUME /home/user/.cache/huggingface
