@@ -89,7 +89,7 @@ def main() -> None:
     demo = build(engine=player)
     _, url, _ = demo.launch(server_name="127.0.0.1", prevent_thread_lock=True, **launch_options(demo))
     gc.freeze()  # as the program does
-    path = browser.executable() or sys.exit(browser.MISSING)
+    path = browser.executable(browser.WHOLE) or sys.exit(browser.MISSING)
     print("| run | frames | p50 ms | p95 ms | longest ms | behind the worker: p95 ms | most ms | heap MB | spans |")
     print("|---|---|---|---|---|---|---|---|---|")
     try:

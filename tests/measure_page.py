@@ -73,7 +73,7 @@ Trace = list[dict[str, Any]]
 @contextmanager
 def chromium() -> Iterator[Browser]:
     """The browser, running."""
-    path = browser.executable() or sys.exit(browser.MISSING)
+    path = browser.executable(browser.WHOLE) or sys.exit(browser.MISSING)
     with sync_playwright() as playwright, playwright.chromium.launch(executable_path=path, args=ARGS) as opened:
         yield opened
 

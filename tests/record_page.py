@@ -100,7 +100,7 @@ def main() -> None:
     leave_a_core()  # as the program does
     demo = build(Shelf())
     _, url, _ = demo.launch(server_name="127.0.0.1", prevent_thread_lock=True, **launch_options(demo))
-    path = browser.executable() or sys.exit(browser.MISSING)
+    path = browser.executable(browser.WHOLE) or sys.exit(browser.MISSING)
     try:
         with sync_playwright() as playwright, playwright.chromium.launch(executable_path=path, args=ARGS) as chromium:
             page = chromium.new_page(viewport={"width": WIDE, "height": HIGH}, color_scheme="light")

@@ -20,6 +20,7 @@ from specdemo.models.pairs import ASSETS
 from specdemo.ui import rounds
 from specdemo.ui.traces import MOST_STEPS, read_traces
 
+RULES = {"light": {}, "dark": {"runOnly": ["color-contrast", "link-in-text-block"]}}  # the others see no colours
 VISIBLE = "rounds => rounds.filter(r => !r.hidden).length"
 
 
@@ -109,7 +110,8 @@ def test_the_race_ends_where_the_run_ended(tab: Any) -> None:
     middle = max(t[-1] for t in times.values()) / 3
     race.evaluate("(slider, t) => { slider.value = t; slider.dispatchEvent(new Event('input')); }", middle)
     for lane, t in times.items():
-        assert page.eval_on_selector_all(f"#lane-{lane} .round", VISIBLE) == sum(one <= middle + 1e-4 for one in t)
+        shown = sum(round(one, 4) <= middle for one in t)  # as the page is told them
+        assert page.eval_on_selector_all(f"#lane-{lane} .round", VISIBLE) == shown
     page.locator("#race-speed").select_option("4")
     page.locator("#race-play").click()
     expect(page.locator("#race-play")).to_have_text("❚❚ Pause")
@@ -310,7 +312,7 @@ def test_every_method_has_an_example_of_its_best_and_its_worst(tab: Any) -> None
             expect(page.locator("#method input")).to_have_value(re.compile(f"^{method}"))
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", RULES)
 def test_axe_finds_nothing_serious(tab: Any, scheme: str) -> None:
     page = tab(scheme=scheme)
     page.get_by_role("button", name=re.compile("^draft, temp")).click()
@@ -319,22 +321,22 @@ def test_axe_finds_nothing_serious(tab: Any, scheme: str) -> None:
     expect(page.locator("#inspector")).to_be_visible()
     page.locator("#figures summary").click()
     expect(page.locator("#rounds tbody tr").first).to_be_visible()
-    assert not grave(page)
+    assert not grave(page, scheme)
     page.locator("#safe-colours").check()
-    assert not grave(page)
+    assert not grave(page, scheme)
     for name, part in (("Theory", "#theory-words li"), ("Bench", "#bench-run"), ("Memory", "#memory-pairs tbody tr")):
         page.get_by_role("tab", name=name).click()
         expect(page.locator(part).first).to_be_visible()
         if name == "Theory":  # until they are drawn, gradio shows places for plots
             expect(page.locator('.curves .mark-line path[stroke="var(--dot-set)"]')).to_have_count(6)
-        assert not grave(page), name
+        assert not grave(page, scheme), name
 
 
-def grave(page: Page) -> list[Any]:
+def grave(page: Page, scheme: str) -> list[Any]:
     """What axe calls serious or critical, with the first places."""
     return [
         (one["id"], [node["target"] for node in one["nodes"]][:4])
-        for one in Axe().run(page).response["violations"]
+        for one in Axe().run(page, options={"resultTypes": ["violations"], **RULES[scheme]}).response["violations"]
         if one["impact"] in ("serious", "critical")
     ]
 

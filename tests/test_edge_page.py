@@ -13,7 +13,7 @@ import gradio_client
 import pytest
 from pagekit import CODE, PATIENCE, drawn, run, saved, set_number, spans, status, written
 from playwright.sync_api import Page, expect
-from test_cockpit import grave, opened
+from test_cockpit import RULES, grave, opened
 from test_limits import page as public_page
 
 from specdemo.limits import PUBLIC
@@ -191,7 +191,7 @@ def test_three_modes_are_measured_where_everything_else_runs(tab: Any, served: A
     assert served.worker.active == 0
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", RULES)
 def test_axe_finds_nothing_serious_in_the_tab(tab: Any, served: Any, scheme: str) -> None:
     page = tab(scheme=scheme)
     linked(page, served, mode="speculative", on_loss="edge", rtt_ms=5, temperature=0, max_tokens=16)
@@ -200,7 +200,7 @@ def test_axe_finds_nothing_serious_in_the_tab(tab: Any, served: Any, scheme: str
     page.get_by_role("button", name="Edge and cloud").click()
     page.get_by_role("tab", name="Edge-cloud").click()
     expect(page.locator('#edge-plot .mark-line path[stroke="var(--dot-run)"]')).to_have_count(1)
-    assert not grave(page)
+    assert not grave(page, scheme)
     page.set_viewport_size({"width": 390, "height": 900})
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -103,7 +104,7 @@ def test_quantised_pairs(quantization: str, shelf: Shelf, target: Loaded) -> Non
     small = shelf.take(recipe.target_spec)
     assert small.weight_bytes < target.weight_bytes / (1.8 if quantization == "int8" else 2)
     for prompt in load_prompts(kinds=["code"])[:3]:
-        lines = [line for line in generate(recipe, prompt.text, shelf) if "i" in line][:20]
+        lines = list(islice((line for line in generate(recipe, prompt.text, shelf) if "i" in line), 20))
         assert any(line["accepted"] for line in lines)
         for line in lines:
             nodes = [-1, *line["accepted"]]
