@@ -26,7 +26,7 @@ from specdemo.models.shelf import Shelf
 from specdemo.recipe import Recipe
 from specdemo.ui.page import build, launch_options
 
-PATIENCE = 30.0
+PATIENCE = 60.0
 SOON = 5.0  # a second on a machine that has one to spare
 ARGS = [
     "--no-sandbox",

@@ -74,6 +74,8 @@ def test_greedy_text_is_that_of_transformers(kind: str) -> None:
                 cases |= {"n-grams": NGramDrafter(4, "multi", 3), "top1": drafts()}
                 if forests:
                     cases["forest"] = ForestDrafter(drafts(), VOCAB, seed=i)
+            elif i >= 20:
+                continue  # ordinary prompts; those before begin with nothing, end with the context or repeat themselves
             for name, drafter in cases.items():
                 rule = top1 if name == "top1" else rejection
                 judge = Target(CachedModel(engines[0]).score, GREEDY, rule, NOISE, NOISE, candidates=3)
