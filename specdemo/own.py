@@ -33,6 +33,15 @@ def wants_own(recipe: Recipe) -> bool:
     return recipe.cloud is not None and not recipe.cloud.alone and not recipe.cloud.remote
 
 
+def cores_but_one() -> int:
+    """Threads for one of two programs on this machine: torch's wait for one another several hundred times a token.
+
+    One that has to share its core stops them all.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores - 1)
+
+
 def command(spec: Spec) -> list[str]:
     """The service for this target, on a free port of this machine only; it ends when its standard input does."""
     options = {"target": spec.name, "dtype": spec.dtype, "quantization": spec.quantization, "device": spec.device}
@@ -52,11 +61,12 @@ class Process:
 
     @classmethod
     def start(cls, arguments: Sequence[str]) -> Process:
-        """A new one, which may take a while to answer."""
+        """A new one, which may take a while to answer; it leaves the edge a core, unless the environment says more."""
         errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors, "text": True}
-        return cls(subprocess.Popen(arguments, env={**os.environ, "PYTHONPATH": path}, **pipes), errors)
+        environment = {"OMP_NUM_THREADS": str(cores_but_one()), **os.environ, "PYTHONPATH": path}
+        return cls(subprocess.Popen(arguments, env=environment, **pipes), errors)
 
     def address(self) -> str:
         """Where it listens, as soon as it does. Raises `Refused` with its own words where it never will."""

@@ -419,6 +419,17 @@ def test_one_that_does_not_start_says_why() -> None:
         pass
 
 
+@pytest.mark.parametrize("said", [None, "7"])
+def test_it_leaves_the_edge_a_core(monkeypatch: pytest.MonkeyPatch, said: str | None) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(4)), raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if said:
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+    process = Process.start([sys.executable, "-c", "import os; print('listening on', os.environ['OMP_NUM_THREADS'])"])
+    assert process.address() == (said or "3")
+    process.end()
+
+
 def test_it_serves_the_very_target_on_this_machine_only() -> None:
     words = command(Spec("m", "float32", "int8", "cpu"))
     for flag, value in (("--target", "m"), ("--dtype", "float32"), ("--quantization", "int8"), ("--port", "0")):

@@ -6,7 +6,6 @@ Tokens are decoded in the worker's thread, and everything on the device goes thr
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 from collections import OrderedDict
@@ -23,7 +22,7 @@ from specdemo.methods import Stores
 from specdemo.models.reasons import size
 from specdemo.models.shelf import Shelf
 from specdemo.models.text import Message
-from specdemo.own import Own, wants_own
+from specdemo.own import Own, cores_but_one, wants_own
 from specdemo.preflight import Preflight, preflight, texts_for
 from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
@@ -233,8 +232,6 @@ class Service:
 def leave_a_core() -> None:
     """Keep torch off one of the cores, for a browser on the same machine.
 
-    Its threads wait for one another several hundred times a token: one that has to share its core stops them all.
     Where visitors are elsewhere all cores are better: docs/page.md has both.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(min(torch.get_num_threads(), max(1, cores - 1)))
+    torch.set_num_threads(min(torch.get_num_threads(), cores_but_one()))
