@@ -51,7 +51,7 @@ class Cloud:
     up_mbit: float = 0.0  # per second; 0: no limit
     down_mbit: float = 0.0
     gates: tuple[str, ...] = ()  # signals and rules that call for the cloud; none: always ask it
-    gate_nll: float = 1.9  # hard above; the 80th percentile of what the bundled drafter drafts
+    gate_nll: float = 1.6  # hard above; the 80th percentile of what the bundled drafter drafts
     gate_entropy: float = 2.5
     gate_margin: float = 0.2  # hard below
     gate_variance: float = 0.01
