@@ -12,7 +12,7 @@ import sys
 from playwright.sync_api import sync_playwright
 
 WHOLE = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-NAMES = ("chromium-headless-shell", *WHOLE)  # the same engine without windows and tabs: a third of the processor's time
+NAMES = ("chromium-headless-shell", *WHOLE)  # the same engine without windows and tabs, quicker
 MISSING = (
     "The page's tests need Chromium: install it (on Debian and Ubuntu: apt install chromium), "
     "or run .venv/bin/playwright install --with-deps chromium."
