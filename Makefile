@@ -22,7 +22,7 @@ run: $(READY) ## open the page
 	@$(BIN)/python app.py $(ARGS)
 
 test: $(READY_DEV) ## run every test, in a real browser too
-	@$(BIN)/python tests/browser.py
+	@$(BIN)/python tests/e2e/browser.py
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(ARGS)
 
 lint: $(READY_DEV) ## check style and formatting

@@ -80,10 +80,11 @@ def main(argv: list[str] | None = None) -> int:
     if "SPACE_ID" in os.environ:
         os.environ.setdefault("FORWARDED_ALLOW_IPS", PROXIES)
 
-    from specdemo import zero  # seconds of imports: not before the arguments are known good
+    # imported late: these take seconds, and the arguments are checked first
     from specdemo.core.errors import Refused
-    from specdemo.limits import read
-    from specdemo.ui import window
+    from specdemo.ui import desktop_window as window
+    from specdemo.ui import zero_gpu as zero
+    from specdemo.ui.limits import read
     from specdemo.ui.page import build, launch_options
     from specdemo.ui.service import leave_a_core
 

@@ -20,15 +20,14 @@ import torch
 from specdemo.core.decode import decode
 from specdemo.core.errors import Refused
 from specdemo.core.metrics import Metrics
-from specdemo.methods import Stores
 from specdemo.models import memory
 from specdemo.models.load import Loaded
-from specdemo.models.reasons import size
-from specdemo.models.shelf import Shelf
-from specdemo.models.text import Message, Spelling, TextStream, rendered
-from specdemo.parts import build
+from specdemo.models.load_errors import size
+from specdemo.models.model_pool import Shelf
+from specdemo.models.tokenizer import Message, Spelling, TextStream, rendered
+from specdemo.pipeline import Stores, build
 from specdemo.recipe import FORESTS, Recipe
-from specdemo.remote.connect import Distant, connect
+from specdemo.remote.remote_model import Distant, connect
 
 Record = dict[str, Any]
 

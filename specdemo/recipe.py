@@ -6,13 +6,12 @@ import math
 from dataclasses import dataclass, replace
 
 from specdemo.core.errors import Refused, known
-from specdemo.core.gamma import POLICIES
+from specdemo.core.policies import POLICIES
 from specdemo.core.rules import RULES
 from specdemo.core.sampling import Warp
-from specdemo.models.catalogue import MODELS
-from specdemo.models.pairs import PAIRS, REVISIONS
 from specdemo.models.spec import DTYPES, QUANTIZATIONS, Spec
-from specdemo.remote.choices import COLDEST, Cloud
+from specdemo.models.zoo import MODELS, PAIRS, REVISIONS
+from specdemo.remote.config import COLDEST, Cloud
 
 METHODS = {
     "draft": "a smaller model drafts, the target verifies",
@@ -197,6 +196,11 @@ class Recipe:
 
     def _spec(self, name: str, quantization: str, device: str) -> Spec:
         return Spec(name, self.dtype, quantization, device, REVISIONS.get(name))
+
+    @property
+    def needs_local_service(self) -> bool:
+        """Whether the target is a service for which no address is given."""
+        return self.cloud is not None and not self.cloud.alone and not self.cloud.remote
 
     @property
     def candidates(self) -> int:

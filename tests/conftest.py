@@ -4,4 +4,4 @@ import torch
 
 torch.set_num_threads(1)
 
-pytest_plugins = ["pagekit"]
+pytest_plugins = ["e2e.page_fixtures"]

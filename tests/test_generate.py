@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tiny import byte_level_tokenizer, save_model
+from fakes.tiny_models import TEMPLATE, byte_level_tokenizer, save_model
 
 from specdemo.core.errors import Refused
 from specdemo.core.step import Step
 from specdemo.generate import generate
-from specdemo.models.cached import CachedModel
-from specdemo.models.shelf import Shelf
+from specdemo.models.kv_cache import CachedModel
+from specdemo.models.model_pool import Shelf
 from specdemo.recipe import Recipe
 
 PROMPT = "for i in range(10):"
@@ -106,12 +106,6 @@ def test_beams_are_committed_as_they_agree(target: str) -> None:
     tokens = [token for step in steps for token in step["tokens"]]
     tokenizer = Shelf().take(recipe.target_spec).tokenizer
     assert tokenizer.decode([*head["prompt_tokens"], *tokens], skip_special_tokens=True) == PROMPT + whole
-
-
-TEMPLATE = (
-    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")

@@ -9,16 +9,17 @@ import statistics
 from functools import cache
 
 import pytest
-from tiny import byte_level_tokenizer, save_model
+from fakes.tiny_models import byte_level_tokenizer, save_model
 
-from specdemo.__main__ import main
-from specdemo.bench import Prompt, load_prompts
+from benchmarks import preflight_accuracy
+from specdemo.cli.main import main
 from specdemo.core.errors import Refused
 from specdemo.core.sampling import Warp
 from specdemo.core.theory import expected_tokens
-from specdemo.models.shelf import Shelf
-from specdemo.parts import build
+from specdemo.models.model_pool import Shelf
+from specdemo.pipeline import build
 from specdemo.preflight import LONGEST, Estimate, Preflight, _expected, _rounds, preflight, read, texts_for
+from specdemo.prompts import Prompt, load_prompts
 from specdemo.recipe import Recipe
 
 TEXT = "def add(first, second):\n    return first + second\n\n\n" * 3
@@ -121,7 +122,7 @@ def test_texts_are_the_bundled_targets_own_or_bare_prompts(folder: str) -> None:
 def test_what_was_foretold_is_held_against_what_is_measured(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     settings = ["--method", "nasd", "self", "--temperature", "1", "--kind", "prose", "--max-tokens", "12"]
     settings += ["--prompts", "24"]  # 20 and the beginnings of four
-    assert main(["foretold", "--target", folder, "--device", "cpu", *settings]) == 0
+    assert preflight_accuracy.main(["--target", folder, "--device", "cpu", *settings]) == 0
     head, _, *lines = capsys.readouterr().out.splitlines()
     assert "foretold / measured" in head and lines[0].startswith("| prose | nasd gamma=3 T=1 |")
     assert lines[2].startswith("the target drafting for itself: ")

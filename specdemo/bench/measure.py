@@ -7,36 +7,23 @@ the time that its caller takes between two steps is in no figure but `paused_s`.
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import count, product
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from specdemo.bench.baselines import PEERS, Peers
 from specdemo.generate import generate
-from specdemo.models.pairs import ASSETS
-from specdemo.models.peers import PEERS, Peers
-from specdemo.models.shelf import Shelf
-from specdemo.recipe import Recipe, known
+from specdemo.models.model_pool import Shelf
+from specdemo.prompts import Prompt
+from specdemo.recipe import Recipe
 
-PROMPTS = ASSETS / "prompts.json"
 COPIED = 256 << 20  # bytes: more than any cache holds
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A text to continue and the class it stands for."""
-
-    kind: str
-    name: str
-    text: str
-    written: str = ""  # how the target itself went on, if that is known
 
 
 @dataclass(frozen=True)
@@ -49,19 +36,6 @@ class Turn:
 
     def __str__(self) -> str:
         return f"{self.number} of {self.total}: {self.doing}" if self.number else f"warming up: {self.doing}"
-
-
-def load_prompts(path: Path = PROMPTS, kinds: Sequence[str] = ()) -> list[Prompt]:
-    """The bundled prompts, of all classes or of these."""
-    classes = json.loads(path.read_text("utf-8"))
-    for kind in kinds:
-        known("class of prompts", kind, classes)
-    return [
-        Prompt(kind, f"{kind} {i + 1}", text)
-        for kind, texts in classes.items()
-        for i, text in enumerate(texts)
-        if not kinds or kind in kinds
-    ]
 
 
 def label(recipe: Recipe) -> str:

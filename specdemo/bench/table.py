@@ -6,15 +6,15 @@ A speed-up is a ratio of two runs on one prompt; what is quoted is the median ov
 from __future__ import annotations
 
 import json
-import random
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from specdemo.bench.baselines import PEERS
 from specdemo.bench.measure import label
+from specdemo.core.intervals import interval
 from specdemo.core.theory import speedup, walltime_improvement
-from specdemo.models.peers import PEERS
 from specdemo.recipe import Recipe
 
 
@@ -43,13 +43,6 @@ class Row:
     ttft_s: float
     held_bytes: float | None  # weights, keys and values
     bandwidth: float | None  # bytes of weights read per second over the machine's copy bandwidth
-
-
-def interval(ratios: Sequence[float], seed: int = 0, draws: int = 2000) -> tuple[float, float]:
-    """Bootstrap interval of 95 % for the median."""
-    rng = random.Random(seed)
-    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(draws))
-    return medians[int(0.025 * draws)], medians[int(0.975 * draws)]
 
 
 def table(

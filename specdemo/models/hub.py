@@ -20,8 +20,8 @@ from safetensors import SafetensorError, safe_open
 from tqdm.auto import tqdm
 
 from specdemo.core.errors import Refused
-from specdemo.models.errand import News, Tell, quietly
-from specdemo.models.reasons import size, told
+from specdemo.models.load_errors import size, told
+from specdemo.worker import News, Tell, quietly
 
 INDEX = "model.safetensors.index.json"
 SETTINGS = (  # what can be judged, and refused, before any weights come

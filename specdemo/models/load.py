@@ -25,18 +25,18 @@ from transformers.utils import logging
 
 from specdemo.core.errors import Refused
 from specdemo.core.step import Draft
-from specdemo.models import quantise
-from specdemo.models.cached import CachedModel
-from specdemo.models.encdec import auto_class, has_encoder, opening
-from specdemo.models.errand import News, Tell, quietly
+from specdemo.models import quantization as quantise
+from specdemo.models.batch_invariance import Parity, check
+from specdemo.models.engines.encoder_decoder import auto_class, has_encoder, opening
+from specdemo.models.engines.generic import refuse_recurrent
+from specdemo.models.engines.llama_weights import Lean, why_not
+from specdemo.models.engines.packed_linear import PackedLinear, pack
 from specdemo.models.hub import Hub
-from specdemo.models.lean import Lean, why_not
+from specdemo.models.kv_cache import CachedModel
 from specdemo.models.memory import given_back_at_once, let_files_go, on_large_pages, weight_bytes
-from specdemo.models.packed import PackedLinear, pack
-from specdemo.models.parity import Parity, check
 from specdemo.models.placement import place
-from specdemo.models.slots import refuse_recurrent
 from specdemo.models.spec import Spec
+from specdemo.worker import News, Tell, quietly
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from specdemo.models.packed import PackedLinear
+from specdemo.models.engines.packed_linear import PackedLinear
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # quantised weights are of kinds of their own
 

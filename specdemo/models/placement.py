@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from specdemo.core.errors import Refused
 from specdemo.models.memory import free_bytes
-from specdemo.models.quantise import skeleton
+from specdemo.models.quantization import skeleton
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, Spec, find_device
 
 KEPT_FREE = 0.1  # share of each device that is left for keys, values and activations

@@ -23,10 +23,10 @@ from specdemo.core.errors import Refused
 from specdemo.core.rules import RULES
 from specdemo.core.sampling import peaks
 from specdemo.core.step import Draft, Verdict, common_prefix
-from specdemo.remote.rounds import refuse_nonsense, verdict_of
+from specdemo.remote.cloud_verifier import refuse_nonsense, verdict_of
+from specdemo.remote.fallback import first_path, foretold, provisional, unjudged
+from specdemo.remote.protocol import Answer, Forgotten, Round, Row, Sampling, digest
 from specdemo.remote.transport import Busy, ContextGone, Http, Overtaken, Unanswered
-from specdemo.remote.unjudged import first_path, foretold, provisional, unjudged
-from specdemo.remote.wire import Answer, Forgotten, Round, Row, Sampling, digest
 from specdemo.worker import Stopped, interruptible
 
 LONGEST_WAIT = 8.0  # seconds before a round is sent again, at most

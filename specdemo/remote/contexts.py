@@ -17,8 +17,8 @@ from torch import Tensor
 
 from specdemo.core.errors import Refused
 from specdemo.core.step import Draft
-from specdemo.remote.rounds import Sources, decide, draft_of, keyed, known_ids, target
-from specdemo.remote.wire import Answer, Round, Sampling, Text, digest
+from specdemo.remote.cloud_verifier import Sources, decide, draft_of, keyed, known_ids, target
+from specdemo.remote.protocol import Answer, Round, Sampling, Text, digest
 
 
 class Unknown(Refused):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from specdemo.core.decode import Gamma
 from specdemo.core.step import Draft, Step, Verdict
-from specdemo.remote.unjudged import unjudged
+from specdemo.remote.fallback import unjudged
 
 Variance = Callable[[Sequence[int], Draft], list[float]]
 WORD = re.compile(r"[^\W\d_]+")

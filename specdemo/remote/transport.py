@@ -9,9 +9,8 @@ from typing import TypeVar
 import httpcore
 
 from specdemo.core.errors import Refused
-from specdemo.remote.encoding import ENCODINGS
 from specdemo.remote.link import Link, Wire
-from specdemo.remote.wire import Message, Problem
+from specdemo.remote.protocol import ENCODINGS, Message, Problem
 
 M = TypeVar("M", bound=Message)
 

@@ -11,10 +11,10 @@ import gradio as gr
 
 from specdemo.core.errors import Refused
 from specdemo.recipe import Recipe
-from specdemo.ui.asked import OFF, recipe_of
+from specdemo.ui.labels import SPEC
 from specdemo.ui.service import Service
+from specdemo.ui.settings import OFF, recipe_of
 from specdemo.ui.streams import drain, reason
-from specdemo.ui.words import SPEC
 from specdemo.worker import WorkerBusy
 
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import gradio as gr
 
-from specdemo.core.gamma import POLICIES
+from specdemo.core.policies import POLICIES
 from specdemo.core.rules import RULES
-from specdemo.limits import Limits
-from specdemo.models.pairs import PAIRS, offers
-from specdemo.models.quantise import unavailable
+from specdemo.models.quantization import unavailable
 from specdemo.models.spec import QUANTIZATIONS, find_device
+from specdemo.models.zoo import PAIRS, offers
 from specdemo.recipe import METHODS, NGRAM_LEVELS, Recipe
-from specdemo.remote.choices import ALWAYS, ENCODINGS, ON_LOSS, Q_ROWS, SIGNALS, Cloud
-from specdemo.ui.asked import OFF, WHERE
+from specdemo.remote.config import ALWAYS, ENCODINGS, ON_LOSS, Q_ROWS, SIGNALS, Cloud
+from specdemo.ui.limits import Limits
+from specdemo.ui.settings import OFF, WHERE
 
 Controls = dict[str, gr.components.Component]
 PICK = "(method) => { const one = %s[method]; return [one.prompt, method, one.temperature]; }"

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specdemo.generate import ending
-from specdemo.ui.verdict import sameness, verdict
-from specdemo.ui.words import PLAIN, SPEC, Lane, guarantee, mode, tiles, title, unseen
+from specdemo.ui.labels import PLAIN, SPEC, Lane, guarantee, mode, tiles, title, unseen
+from specdemo.ui.summary import sameness, verdict
 
 ENDS = {"stop": ("done", "the text ended"), "length": ("done", "limit reached"), "cancelled": ("stopped", "")}
 

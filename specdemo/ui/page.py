@@ -20,27 +20,26 @@ import gradio as gr
 
 from specdemo.core.errors import Refused
 from specdemo.generate import generate
-from specdemo.limits import Limits
-from specdemo.models.pairs import ASSETS, PAIRS
-from specdemo.models.shelf import Shelf
+from specdemo.models.model_pool import Shelf
+from specdemo.models.zoo import ASSETS, PAIRS
 from specdemo.recipe import Recipe, known
-from specdemo.ui.about import ABOUT
 from specdemo.ui.api import address_of, endpoints
-from specdemo.ui.archive import Archive
-from specdemo.ui.asked import OFF, recipe_of
 from specdemo.ui.cockpit import cockpit, script
 from specdemo.ui.controls import examples_row, sidebar
 from specdemo.ui.frames import Run
 from specdemo.ui.health import Health
-from specdemo.ui.lanes import EXTRA, lanes_of, plan_of, told_of_lanes
-from specdemo.ui.played import played
+from specdemo.ui.labels import told_of
+from specdemo.ui.lane_plan import EXTRA, lanes_of, plan_of, told_of_lanes
+from specdemo.ui.limits import Limits
+from specdemo.ui.live_updates import played
+from specdemo.ui.method_notes import ABOUT
+from specdemo.ui.run_queries import Archive
 from specdemo.ui.service import Engine, Service
-from specdemo.ui.settings import from_link, kept_recipes, recipe_settings, restored
-from specdemo.ui.sockets import Sockets
+from specdemo.ui.settings import OFF, from_link, kept_recipes, recipe_of, recipe_settings, restored
 from specdemo.ui.streams import reason
 from specdemo.ui.tabs.strip import strip
-from specdemo.ui.theme import calm, launch_options
-from specdemo.ui.words import told_of
+from specdemo.ui.theme import launch_options
+from specdemo.ui.websocket import Sockets
 from specdemo.worker import Crew, Worker, WorkerBusy
 
 __all__ = ["build", "launch_options"]
@@ -243,7 +242,6 @@ def build(
         )
         demo.unload(leave)
     demo.queue(max_size=64)
-    calm(demo)
     demo.worker, demo.clouds = service.worker, service.clouds
     probe = replace(usual, method="ar", max_tokens=2)
     demo.health = Health(service, probe) if isinstance(service.worker, Worker) else None  # else a look would cost quota

@@ -10,23 +10,25 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import aclosing, closing, suppress
+from contextlib import aclosing, closing, contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from specdemo.bench import Prompt, Turn, measure
+from specdemo.bench import Turn, measure
 from specdemo.core.errors import Refused
-from specdemo.limits import Limits
-from specdemo.methods import Stores
-from specdemo.models.reasons import size
-from specdemo.models.shelf import Shelf
-from specdemo.models.text import Message
-from specdemo.own import Own, cores_but_one, wants_own
+from specdemo.models.load_errors import size
+from specdemo.models.model_pool import Shelf
+from specdemo.models.tokenizer import Message
+from specdemo.pipeline import Stores
 from specdemo.preflight import Preflight, preflight, texts_for
+from specdemo.prompts import Prompt
 from specdemo.recipe import Recipe
+from specdemo.remote.local_service import Own, cores_but_one
 from specdemo.ui.frames import Run
-from specdemo.ui.runs import Runs
+from specdemo.ui.limits import Limits
+from specdemo.ui.run_store import Runs
 from specdemo.ui.streams import drain, reason
 from specdemo.ui.visitors import Budget, Visitors
 from specdemo.worker import Crew, Stream, Worker
@@ -73,11 +75,11 @@ class Service:
 
         def steps() -> Iterator[tuple[str, dict[str, Any]]]:
             for lane, asked in granted:
-                if wants_own(asked):
+                if asked.needs_local_service:
                     yield lane, {"phase": "loading", "text": "a cloud of its own, in a process beside this one"}
                 event: dict[str, Any] = {}
                 read = said if asked.chat else prompt
-                with self.clouds.reached([asked]) as (recipe,):
+                with self._with_services([asked]) as (recipe,):
                     with closing(self._engine(recipe, read, self._models, stores)) as events:
                         for event in self._noting(budget.spend(events)):
                             yield lane, event
@@ -124,12 +126,23 @@ class Service:
         self.stop_bench(visitor)
 
         def steps() -> Iterator[Turn | dict[str, Any]]:
-            with self.clouds.reached(granted) as recipes:
+            with self._with_services(granted) as recipes:
                 yield from measure(recipes, prompts, self._models)
 
         stream = self._admit(steps, address)
         self._benches[visitor] = stream
         return stream
+
+    @contextmanager
+    def _with_services(self, recipes: Sequence[Recipe]) -> Iterator[list[Recipe]]:
+        """Yield `recipes` with the address of a local service where they need one; it runs at least that long."""
+        with self.clouds.running(recipe.target_spec for recipe in recipes if recipe.needs_local_service) as urls:
+            yield [
+                replace(recipe, cloud=replace(recipe.cloud, remote=urls[recipe.target_spec]))
+                if recipe.cloud is not None and recipe.needs_local_service
+                else recipe
+                for recipe in recipes
+            ]
 
     def stop_bench(self, visitor: str) -> None:
         """End what this visitor has measured, after the step that is being made."""

@@ -6,13 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
-from starlette.middleware import Middleware
 
-from specdemo.models.pairs import ASSETS
-from specdemo.ui.still import Still
+from specdemo.models.zoo import ASSETS
 
 HERE = Path(__file__).parent
-LOOK_S = 0.01  # seconds that a press may wait before gradio sees it
 
 
 def theme() -> gr.themes.Base:
@@ -83,7 +80,7 @@ def theme() -> gr.themes.Base:
 def launch_options(page: gr.Blocks) -> dict[str, Any]:
     """How `page` is to be served: its look, its own routes, and nothing that leaves the machine."""
     return {
-        "app_kwargs": {"routes": page.routes, "middleware": [Middleware(Still)]},
+        "app_kwargs": {"routes": page.routes},
         "favicon_path": ASSETS / "icon.png",
         "pwa": True,
         "theme": theme(),
@@ -94,13 +91,3 @@ def launch_options(page: gr.Blocks) -> dict[str, Any]:
         "max_file_size": "1mb",
         "quiet": True,
     }
-
-
-def calm(page: gr.Blocks) -> None:
-    """Have gradio look a hundred times a second whether anybody pressed anything, not a thousand times.
-
-    Each look takes Python's lock from the thread that decodes. There is no public way to say so.
-    """
-    queue = page._queue
-    queue.sleep_when_free = max(LOOK_S, queue.sleep_when_free)
-    queue.progress_update_sleep_when_free = max(10 * LOOK_S, queue.progress_update_sleep_when_free)

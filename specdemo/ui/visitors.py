@@ -14,7 +14,7 @@ from typing import Protocol
 from specdemo.core.errors import Refused
 from specdemo.core.metrics import Metrics
 from specdemo.generate import Record, ending
-from specdemo.limits import Limits
+from specdemo.ui.limits import Limits
 
 
 class Budget:

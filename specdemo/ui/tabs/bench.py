@@ -10,17 +10,16 @@ from typing import Any
 
 import gradio as gr
 
-from specdemo.bench import load_prompts
 from specdemo.core.errors import Refused
-from specdemo.core.gamma import POLICIES
+from specdemo.core.policies import POLICIES
+from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 from specdemo.ui.api import address_of
-from specdemo.ui.asked import OFF, recipe_of
-from specdemo.ui.outcome import COLOURS, HEADERS, PLAIN, Outcome, bars, cells
-from specdemo.ui.played import followed
+from specdemo.ui.live_updates import followed
 from specdemo.ui.service import Service
+from specdemo.ui.settings import OFF, recipe_of
 from specdemo.ui.streams import reason
-from specdemo.ui.sweep import DRAFTING, Sweep, sweep
+from specdemo.ui.sweep import COLOURS, DRAFTING, HEADERS, PLAIN, Outcome, Sweep, bars, cells, sweep
 from specdemo.worker import WorkerBusy
 
 INTRO = """Every recipe continues every prompt, one right after the other in a shuffled order, after each has run once

@@ -14,17 +14,18 @@ from typing import Any
 import gradio as gr
 
 from specdemo.core.errors import Refused
-from specdemo.ui import best_k, modes
+from specdemo.ui import edge_cloud_modes as modes
+from specdemo.ui import link_speedup as best_k
 from specdemo.ui.api import address_of
-from specdemo.ui.edge import HEADERS, edge_lane, measures, steps, told, window
-from specdemo.ui.outcome import Outcome
-from specdemo.ui.played import followed
+from specdemo.ui.labels import Lane
+from specdemo.ui.link_metrics import HEADERS, edge_lane, measures, steps, told, window
+from specdemo.ui.link_timeline import picture
+from specdemo.ui.live_updates import followed
 from specdemo.ui.service import Service
 from specdemo.ui.streams import reason
+from specdemo.ui.sweep import Outcome
 from specdemo.ui.tabs.bench import LOOK as PROGRESS
 from specdemo.ui.tabs.plots import lines, shown
-from specdemo.ui.timeline import picture
-from specdemo.ui.words import Lane
 from specdemo.worker import WorkerBusy
 
 AT_ONCE = 12  # rounds in the picture

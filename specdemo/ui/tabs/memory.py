@@ -7,7 +7,7 @@ import html
 import gradio as gr
 
 from specdemo.core.errors import Refused
-from specdemo.ui.ledger import of_machine, of_pairs, of_run
+from specdemo.ui.memory_tables import of_machine, of_pairs, of_run
 from specdemo.ui.service import Service
 
 LOOK = """div { overflow-x: auto; }

@@ -9,7 +9,7 @@ from typing import Any
 import gradio as gr
 
 from specdemo.core.errors import Refused
-from specdemo.ui import worked
+from specdemo.ui import worked_example as worked
 from specdemo.ui.tabs.plots import bars, shown
 
 PARTS = {"kept": "var(--bar-kept)", "correction": "var(--bar-correction)", "rejected": "var(--bar-rejected)"}

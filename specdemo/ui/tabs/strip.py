@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import gradio as gr
 
 from specdemo.recipe import Recipe
-from specdemo.ui.about import ABOUT
+from specdemo.ui.method_notes import ABOUT
 from specdemo.ui.service import Service
 from specdemo.ui.tabs.bench import bench_tab
 from specdemo.ui.tabs.edge import edge_tab

@@ -12,12 +12,13 @@ from typing import Any
 import gradio as gr
 
 from specdemo.core.errors import Refused
-from specdemo.ui import tables, understand
+from specdemo.ui import theory_curves as understand
+from specdemo.ui import theory_tables as tables
 from specdemo.ui.frames import Run
-from specdemo.ui.point import Point, point_of, point_words
 from specdemo.ui.tabs.plots import lines, shown
 from specdemo.ui.tabs.residual import residual
-from specdemo.ui.understand import BOUNDS, COSTS, DOT, ENDLESS, GAMMAS, PLAIN, RUN, SET, SHARE, THEOREM, Settings
+from specdemo.ui.theory_curves import BOUNDS, COSTS, DOT, ENDLESS, GAMMAS, PLAIN, RUN, SET, SHARE, THEOREM, Settings
+from specdemo.ui.theory_point import Point, point_of, point_words
 
 Latest = Callable[[str], Run | None]
 

@@ -1,0 +1,1 @@
+"""Studies and measurements cited by docs/; run by hand, not installed."""

@@ -1,0 +1,108 @@
+"""How `transformers` itself decodes the same weights: what our figures are compared with."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import set_seed
+from transformers.generation.streamers import BaseStreamer
+
+from specdemo.core.errors import Refused
+from specdemo.models.engines.encoder_decoder import has_encoder
+from specdemo.models.load import reference
+from specdemo.models.spec import Spec
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A way in which `generate` decodes: its arguments, and the settings that it reads from the assistant's."""
+
+    title: str
+    family: str  # of which the best setting stands for all
+    arguments: dict[str, Any] = field(default_factory=dict)
+    assistant: dict[str, Any] | None = None
+
+
+def _assisted(schedule: str, threshold: float) -> Peer:
+    settings = {"num_assistant_tokens_schedule": schedule, "assistant_confidence_threshold": threshold}
+    return Peer(f"assisted {schedule} {threshold:g}", "assisted", assistant=settings)
+
+
+PEERS = {
+    peer.title: peer
+    for peer in (
+        Peer("generate", "generate"),
+        _assisted("constant", 0.0),
+        _assisted("constant", 0.4),
+        _assisted("heuristic", 0.0),
+        _assisted("heuristic", 0.4),
+        Peer("prompt lookup 4", "prompt lookup", {"prompt_lookup_num_tokens": 4}),
+        Peer("prompt lookup 10", "prompt lookup", {"prompt_lookup_num_tokens": 10}),
+    )
+}
+
+
+class Clock(BaseStreamer):
+    """Notes when tokens come."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.counts: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        """Called with the prompt first, then with every batch of new tokens."""
+        self.times.append(time.perf_counter())
+        self.counts.append(value.numel())
+
+    def end(self) -> None:
+        """Nothing to flush."""
+
+
+class Peers:
+    """A pair as `transformers` loads it, without any of our kernels."""
+
+    def __init__(self, target: Spec, drafter: Spec | None) -> None:
+        self._target, self._tokenizer = reference(target)
+        if has_encoder(self._target.config):
+            raise Refused(f"{target.name} has an encoder: bench it without its peers")
+        self._drafter = reference(drafter)[0] if drafter else None
+
+    def run(self, peer: Peer, text: str, temperature: float, gamma: int, max_tokens: int, seed: int) -> dict[str, Any]:
+        """Continue `text`; the figures that can be seen from outside."""
+        ids = self._tokenizer(text, return_tensors="pt").input_ids.to(self._target.device)
+        room = self._target.config.max_position_embeddings - ids.shape[1]
+        arguments: dict[str, Any] = dict(peer.arguments)
+        if temperature > 0:
+            arguments |= {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        else:
+            arguments |= {"do_sample": False}
+        if peer.assistant is not None:
+            assert self._drafter is not None
+            for name, value in {**peer.assistant, "num_assistant_tokens": gamma}.items():
+                setattr(self._drafter.generation_config, name, value)
+            arguments["assistant_model"] = self._drafter
+        clock = Clock()
+        set_seed(seed)
+        start = time.perf_counter()
+        out = self._target.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=min(max_tokens, room),
+            streamer=clock,
+            pad_token_id=self._tokenizer.eos_token_id,
+            **arguments,
+        )
+        tokens = out[0, ids.shape[1] :].tolist()
+        first, wall = clock.times[1], time.perf_counter() - clock.times[1]
+        after = len(tokens) - clock.counts[1]
+        return {
+            "text": tokens,
+            "tokens": len(tokens),
+            "ttft_s": first - start,
+            "wall_s": wall,
+            "tokens_per_second": after / wall if after else None,
+            "tokens_per_target_pass": after / (len(clock.times) - 2) if len(clock.times) > 2 else None,
+        }

@@ -1,0 +1,1 @@
+"""Forward passes over a KV cache, one class per kind of model."""

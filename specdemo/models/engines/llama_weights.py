@@ -1,0 +1,227 @@
+"""The Llama family without overhead: Llama, Qwen2, Qwen3, Mistral, SmolLM and their like, one request at a time.
+
+The same arithmetic as `transformers`, in fewer and larger pieces: one product for query, key and value, one for gate
+and up, keys and values written in place, heads that share keys folded into rows. In bfloat16 and float16 every rounding
+is where `transformers` has it; in float32 the gain of a norm is folded into the product that follows, and the two
+numbers of a head that turn together lie side by side, as a complex one.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from specdemo.models.engines.generic import has_window
+from specdemo.models.engines.packed_linear import PackedLinear, can_pack
+from specdemo.models.memory import is_mapped, weight_bytes
+
+FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ROPES = ("default", "linear", "llama3", "yarn")  # the kinds whose angles depend on the position alone
+
+Rows = Callable[[Tensor], Tensor]
+
+
+def why_not(model: PreTrainedModel) -> str | None:
+    """Why this model has to run through `transformers`; None if it need not."""
+    config = model.config
+    if type(model).__name__ not in FAMILY:
+        return f"{type(model).__name__} is none of {', '.join(FAMILY)}"
+    if config.hidden_act != "silu":
+        return f"its activation is {config.hidden_act}, not silu"
+    if has_window(model):
+        return "it has a sliding window"
+    if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+        return "it is spread over several devices"
+    if (kind := config.rope_parameters["rope_type"]) not in ROPES:
+        return f"its rotary embedding is of kind {kind}"
+    return None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer as functions of rows `[n, width]`."""
+
+    enter: Rows  # norm before attention
+    qkv: Rows
+    norm_heads: Rows | None  # of queries and keys among `[n, heads, dim]`
+    out: Rows
+    between: Rows  # norm before the gated layer
+    gate_up: Rows
+    down: Rows
+
+
+class Lean:
+    """The weights of a loaded model, fused and packed; shared by any number of engines.
+
+    Raises `ValueError` for a model that `why_not` turns down.
+    """
+
+    def __init__(self, model: PreTrainedModel, consume: bool = False) -> None:
+        """`consume`: the model's matrices are let go as they are laid out, so that few of them are held twice."""
+        if reason := why_not(model):
+            raise ValueError(reason)
+        self.config, self.generation_config = model.config, model.generation_config
+        self.dtype, self.device = model.dtype, model.device
+        config, body = model.config, model.model
+        self.heads: int = config.num_attention_heads
+        self.kv_heads: int = config.num_key_value_heads
+        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        self._parts: list[nn.Module | Tensor] = []  # for the count of bytes
+        self.idle: list[Any] = []  # engines that wait for the next request
+        self.graphs = True  # whether passes may be recorded at all
+        self._consume = consume
+        self.paired = self.dtype == torch.float32 and all(
+            type(getattr(layer.self_attn, name)) is nn.Linear
+            for layer in body.layers
+            for name in ("q_proj", "k_proj", "v_proj")
+        )
+        self.embedding: Tensor = self._count(unmapped(body.embed_tokens.weight))
+        self._angles = body.rotary_emb
+        self.layers = []
+        for layer in body.layers:
+            self.layers.append(self._layer(layer))
+        self.leave, self.head = self._after_norm(body.norm, [model.lm_head])
+
+    @property
+    def recordable(self) -> bool:
+        """Whether passes may become CUDA graphs: LLM.int8() looks at its activations on the host, all else does not."""
+        return (
+            self.graphs
+            and self.device.type == "cuda"
+            and not any("8bit" in type(module).__name__ for module in self.modules())
+        )
+
+    def modules(self) -> list[nn.Module]:
+        """The linear layers that a pass goes through, as far as they are modules."""
+        return [part for part in self._parts if isinstance(part, nn.Module)]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights as they are stored."""
+        return weight_bytes(nn.ModuleList(self.modules())) + sum(
+            part.numel() * part.element_size() for part in self._parts if isinstance(part, Tensor)
+        )
+
+    def with_layers(self, kept: Sequence[int]) -> Lean:
+        """The same weights through these layers only."""
+        thin = copy.copy(self)
+        thin.layers, thin.idle = [self.layers[i] for i in kept], []
+        return thin
+
+    def rotation(self, where: Tensor) -> Tensor:
+        """What `turn` takes at positions `[n]`: complex numbers `[1, n, 1, dim / 2]`, or cosines and sines.
+
+        The latter are `[2, n, 1, dim]`, the first half of the sines negated.
+        """
+        cos, sin = self._angles(self.embedding, where[None])
+        half = self.head_dim // 2
+        if self.paired:
+            return torch.complex(cos[..., :half], sin[..., :half])[:, :, None]
+        sin[..., :half].neg_()
+        return torch.cat((cos, sin))[:, :, None]
+
+    def turn(self, heads: Tensor, *angles: Tensor) -> Tensor:
+        """Rotate `heads` `[n, heads, dim]` (RoPE, 2104.09864), in place where numbers are paired."""
+        if self.paired:
+            heads.view(torch.complex64).mul_(*angles)
+            return heads
+        cos, sin = angles
+        return heads.roll(self.head_dim // 2, -1).mul_(sin).add_(heads.mul_(cos))
+
+    @property
+    def _order(self) -> Tensor | None:
+        """Where `transformers` has each number of the queries, keys and values; None if that is where it is here."""
+        if not self.paired:
+            return None
+        turned = self.heads + self.kv_heads
+        places = torch.arange((turned + self.kv_heads) * self.head_dim).view(-1, 2, self.head_dim // 2)
+        return torch.cat((places[:turned].transpose(1, 2).flatten(), places[turned:].flatten()))
+
+    def _count(self, part: Tensor) -> Tensor:
+        self._parts.append(part)
+        return part
+
+    def _layer(self, layer: nn.Module) -> Layer:
+        attention, gated = layer.self_attn, layer.mlp
+        order = self._order
+        enter, qkv = self._after_norm(
+            layer.input_layernorm, [attention.q_proj, attention.k_proj, attention.v_proj], order
+        )
+        between, gate_up = self._after_norm(layer.post_attention_layernorm, [gated.gate_proj, gated.up_proj])
+        norm_heads = None
+        if hasattr(attention, "q_norm"):
+            gains = [attention.q_norm.weight.expand(self.heads, -1), attention.k_norm.weight.expand(self.kv_heads, -1)]
+            gain = torch.cat(gains) if order is None else torch.cat(gains)[:, order[: self.head_dim]]
+            norm_heads = head_norm(gain, attention.q_norm.variance_epsilon)
+        return Layer(
+            enter, qkv, norm_heads, self._linear([attention.o_proj]), between, gate_up, self._linear([gated.down_proj])
+        )
+
+    def _after_norm(self, norm: nn.Module, linears: list[nn.Module], order: Tensor | None = None) -> tuple[Rows, Rows]:
+        """A norm and the product that follows it, the gain in whichever of the two it is cheaper."""
+        gain, eps = norm.weight, norm.variance_epsilon
+        if self.dtype == torch.float32 and all(type(linear) is nn.Linear for linear in linears):
+            width = len(gain)
+            return unit_norm(width * eps, self.device), self._linear(linears, gain * math.sqrt(width), order)
+        return rms_norm(self._count(unmapped(gain)), eps), self._linear(linears)
+
+    def _linear(self, linears: list[nn.Module], gain: Tensor | None = None, order: Tensor | None = None) -> Rows:
+        """Linear layers of one input as one product; quantised ones are called as they are, one after another."""
+        if any(type(linear) is not nn.Linear for linear in linears):
+            self._parts.extend(linears)
+            if len(linears) == 1:
+                return linears[0]
+            return lambda rows: torch.cat([linear(rows) for linear in linears], dim=-1)
+        weight = torch.cat([linear.weight for linear in linears]) if len(linears) > 1 else linears[0].weight
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        bias = torch.cat(biases) if biases else None
+        if order is not None:
+            weight, bias = weight[order], None if bias is None else bias[order]
+        if gain is not None:
+            weight = weight * gain
+        if self._consume:
+            for linear in linears:
+                linear.weight = None
+        if can_pack(weight):
+            packed = PackedLinear(weight, bias)
+            self._parts.append(packed)
+            return packed.forward  # the module's hooks would cost more than some of the products
+        if weight.data_ptr() != self.embedding.data_ptr():
+            self._count(weight)
+        return lambda rows: F.linear(rows, weight, bias)
+
+
+def unmapped(weight: Tensor) -> Tensor:
+    """A copy of what is read from a file in place, where most weights are packed: the file can go then."""
+    return weight.clone() if is_mapped(weight) and can_pack(weight) else weight
+
+
+def rms_norm(gain: Tensor, eps: float) -> Rows:
+    """RMSNorm (1910.07467) with the roundings of `transformers`: the gain is applied in the model's own dtype."""
+
+    def norm(rows: Tensor) -> Tensor:
+        wide = rows.float()
+        wide = wide * wide.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
+        return wide.to(rows.dtype).mul_(gain)
+
+    return norm
+
+
+def head_norm(gain: Tensor, eps: float) -> Rows:
+    """RMSNorm of the leading heads, those with a row in `gain` `[heads, dim]`; the others, values, pass through."""
+    norm, count = rms_norm(gain, eps), len(gain)
+    return lambda rows: torch.cat((norm(rows[:, :count]), rows[:, count:]), 1)
+
+
+def unit_norm(eps: float, device: torch.device) -> Rows:
+    """RMSNorm without gain and up to the factor sqrt(width), which the next product holds: x / sqrt(|x|^2 + eps)."""
+    root, length = torch.tensor(math.sqrt(eps), device=device), torch.linalg.vector_norm
+    return lambda rows: rows / length(rows, dim=-1, keepdim=True).hypot_(root)

@@ -1,0 +1,339 @@
+"""Models that ready pairs are made of, as data: where they are, under which licence, how large.
+
+`tests/test_catalogue.py` builds each from its shape and counts its weights; docs/models.md says where facts are from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from specdemo.core.errors import Refused
+from specdemo.models.load_errors import size
+from specdemo.models.memory import free_bytes
+from specdemo.models.spec import find_device
+
+
+@dataclass(frozen=True)
+class Known:
+    """A model on the hub. `shape`: what its configuration says, in `transformers`' names."""
+
+    name: str
+    revision: str  # a commit: what is loaded next year is what was tried
+    licence: str
+    parameters: int
+    stored: int  # bytes of a weight in its files
+    kind: str  # model_type
+    shape: dict[str, Any]
+    chat: bool = False  # whether its tokenizer brings a chat template
+    gated: bool = False  # whether its licence has to be accepted on the hub first
+    untied: int = 0  # weights that its files hold besides: a copy of tied embeddings
+    encoder: bool = False  # whether it reads its prompt apart from what it writes
+
+    @property
+    def download(self) -> int:
+        """Bytes of its weight files, all but their headers."""
+        return self.stored * (self.parameters + self.untied)
+
+
+def _shape(
+    layers: int, hidden: int, heads: int, kv_heads: int, inner: int, vocab: int, context: int, **more: Any
+) -> dict:
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": inner,
+        "vocab_size": vocab,
+        "max_position_embeddings": context,
+        **more,
+    }
+
+
+def _smol(size: str, revision: str, parameters: int, *shape: int) -> Known:
+    tied = _shape(*shape, 49152, 8192, tie_word_embeddings=True)
+    return Known(f"HuggingFaceTB/SmolLM2-{size}", revision, "Apache-2.0", parameters, 2, "llama", tied)
+
+
+def _qwen(name: str, revision: str, parameters: int, shape: dict[str, Any]) -> Known:
+    return Known(f"Qwen/{name}", revision, "Apache-2.0", parameters, 2, "qwen2", shape, chat=True)
+
+
+def _pythia(size: str, revision: str, parameters: int, *shape: int) -> Known:
+    layers, hidden, heads, inner = shape
+    untied = _shape(layers, hidden, heads, heads, inner, 50304, 2048, tie_word_embeddings=False)
+    return Known(f"EleutherAI/pythia-{size}", revision, "Apache-2.0", parameters, 2, "gpt_neox", untied)
+
+
+def _flan(size: str, revision: str, parameters: int, layers: int, hidden: int, heads: int, inner: int) -> Known:
+    shape = {"num_layers": layers, "num_decoder_layers": layers, "d_model": hidden, "num_heads": heads, "d_ff": inner}
+    more = {"d_kv": 64, "vocab_size": 32128, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+    return Known(f"google/flan-t5-{size}", revision, "Apache-2.0", parameters, 4, "t5", shape | more, encoder=True)
+
+
+_QWEN_05 = _shape(24, 896, 14, 2, 4864, 151936, 32768, tie_word_embeddings=True)
+_QWEN_15 = _shape(28, 1536, 12, 2, 8960, 151936, 32768, tie_word_embeddings=True)
+_QWEN_7 = _shape(28, 3584, 28, 4, 18944, 152064, 32768, tie_word_embeddings=False)
+
+MODELS = {
+    model.name: model
+    for model in (
+        _smol("135M", "93efa2f097d58c2a74874c7e644dbc9b0cee75a2", 134_515_008, 30, 576, 9, 3, 1536),
+        _smol("360M", "f8027fd0eaeea54caa13c31d31b9fdc459c38b49", 361_821_120, 32, 960, 15, 5, 2560),
+        _smol("1.7B", "effd688a12921b4cc83e3312b6feb579f70f9c71", 1_711_376_384, 24, 2048, 32, 32, 8192),
+        _qwen("Qwen2.5-0.5B-Instruct", "7ae557604adf67be50417f59c2c2f167def9a775", 494_032_768, _QWEN_05),
+        _qwen("Qwen2.5-1.5B-Instruct", "989aa7980e4cf806f80c7fef2b1adb7bc71aa306", 1_543_714_304, _QWEN_15),
+        _qwen("Qwen2.5-7B-Instruct", "a09a35458c702b33eeacc393d103063234e8bc28", 7_615_616_512, _QWEN_7),
+        _qwen("Qwen2.5-Coder-0.5B-Instruct", "ea3f2471cf1b1f0db85067f1ef93848e38e88c25", 494_032_768, _QWEN_05),
+        _qwen("Qwen2.5-Coder-1.5B-Instruct", "2e1fd397ee46e1388853d2af2c993145b0f1098a", 1_543_714_304, _QWEN_15),
+        _qwen("Qwen2.5-Coder-7B-Instruct", "c03e6d358207e414f1eca0bb1891e29f1db0e242", 7_615_616_512, _QWEN_7),
+        Known(
+            "Qwen/Qwen3-0.6B",
+            "c1899de289a04d12100db370d81485cdf75e47ca",
+            "Apache-2.0",
+            596_049_920,
+            2,
+            "qwen3",
+            _shape(28, 1024, 16, 8, 3072, 151936, 40960, head_dim=128, tie_word_embeddings=True),
+            chat=True,
+            untied=151936 * 1024,
+        ),
+        Known(
+            "Qwen/Qwen3-8B",
+            "b968826d9c46dd6066d109eabc6255188de91218",
+            "Apache-2.0",
+            8_190_735_360,
+            2,
+            "qwen3",
+            _shape(36, 4096, 32, 8, 12288, 151936, 40960, head_dim=128, tie_word_embeddings=False),
+            chat=True,
+        ),
+        Known(
+            "meta-llama/Llama-3.2-1B",
+            "4e20de362430cd3b72f300e6b0f18e50e7166e08",
+            "Llama 3.2 Community",
+            1_235_814_400,
+            2,
+            "llama",
+            _shape(16, 2048, 32, 8, 8192, 128256, 131072, head_dim=64, tie_word_embeddings=True),
+            gated=True,
+        ),
+        Known(
+            "meta-llama/Llama-3.1-8B",
+            "d04e592bb4f6aa9cfee91e2e20afa771667e1d4b",
+            "Llama 3.1 Community",
+            8_030_261_248,
+            2,
+            "llama",
+            _shape(32, 4096, 32, 8, 14336, 128256, 131072, tie_word_embeddings=False),
+            gated=True,
+        ),
+        Known(
+            "google/gemma-2-2b",
+            "c5ebcd40d208330abc697524c919956e692655cf",
+            "Gemma",
+            2_614_341_888,
+            4,
+            "gemma2",
+            _shape(26, 2304, 8, 4, 9216, 256000, 8192, head_dim=256, sliding_window=4096, tie_word_embeddings=True),
+            gated=True,
+        ),
+        Known(
+            "google/gemma-2-9b",
+            "33c193028431c2fde6c6e51f29e6f17b60cbfac6",
+            "Gemma",
+            9_241_705_984,
+            4,
+            "gemma2",
+            _shape(42, 3584, 16, 8, 14336, 256000, 8192, head_dim=256, sliding_window=4096, tie_word_embeddings=True),
+            gated=True,
+        ),
+        _flan("small", "0fc9ddf78a1e988dac52e2dac162b0ede4fd74ab", 76_961_152, 8, 512, 6, 1024),
+        _flan("large", "0613663d0d48ea86ba8cb3d7a44f0f65dc596a2a", 783_150_080, 24, 1024, 16, 2816),
+        _flan("xl", "7d6315df2c2fb742f0f5b556879d730926ca9001", 2_849_757_184, 24, 2048, 32, 5120),
+        _pythia("70m", "a39f36b100fe8a5377810d56c3f4789b9c53ac42", 70_426_624, 6, 512, 8, 2048),
+        _pythia("160m", "50f5173d932e8e61f858120bcb800b97af589f46", 162_322_944, 12, 768, 12, 3072),
+        _pythia("2.8b", "2a259cdd96a4beb1cdf467512e3904197345f6a9", 2_775_208_960, 32, 2560, 32, 10240),
+        Known(
+            "openai-community/gpt2",
+            "607a30d783dfa663caf39e06633721c8d4cfcd7e",
+            "MIT",
+            124_439_808,
+            4,
+            "gpt2",
+            {"n_layer": 12, "n_embd": 768, "n_head": 12},
+        ),
+        Known(
+            "openai-community/gpt2-xl",
+            "15ea56dee5df4983c59b2538573817e1667135e2",
+            "MIT",
+            1_557_611_200,
+            4,
+            "gpt2",
+            {"n_layer": 48, "n_embd": 1600, "n_head": 25},
+        ),
+    )
+}
+
+
+ASSETS = Path(__file__).resolve().parents[2] / "assets"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and the drafter that goes with it: Hugging Face ids or local directories.
+
+    `gamma` is what to begin with: measured for the bundled pair, chosen for the others from how much smaller the
+    drafter is and how deep (a pass costs what its layers cost); a preflight on the machine at hand knows better.
+    """
+
+    title: str
+    target: str
+    drafter: str
+    gamma: int
+
+    @property
+    def chat(self) -> bool:
+        """Whether the target is tuned for conversations and brings a chat template."""
+        return self.target in MODELS and MODELS[self.target].chat
+
+    @property
+    def gated(self) -> bool:
+        """Whether a licence has to be accepted on the hub before either model comes."""
+        return any(MODELS[name].gated for name in (self.target, self.drafter) if name in MODELS)
+
+    @property
+    def licences(self) -> tuple[str, ...]:
+        """Of the models that come from the hub, each once."""
+        return tuple(dict.fromkeys(MODELS[name].licence for name in (self.target, self.drafter) if name in MODELS))
+
+
+def _pair(title: str, target: str, drafter: str, gamma: int) -> Pair:
+    assert target in MODELS and drafter in MODELS
+    return Pair(title, target, drafter, gamma)
+
+
+PAIRS = {
+    "bundled": Pair(
+        "Bundled: Python code, 10 M and 2 M parameters",
+        str(ASSETS / "pair" / "target"),
+        str(ASSETS / "pair" / "drafter"),
+        gamma=3,
+    ),
+    "smollm2-360m": _pair("SmolLM2 360M, 135M", "HuggingFaceTB/SmolLM2-360M", "HuggingFaceTB/SmolLM2-135M", 2),
+    "smollm2-1.7b": _pair("SmolLM2 1.7B, 135M", "HuggingFaceTB/SmolLM2-1.7B", "HuggingFaceTB/SmolLM2-135M", 3),
+    "qwen2.5-1.5b": _pair("Qwen2.5 1.5B, 0.5B", "Qwen/Qwen2.5-1.5B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct", 3),
+    "qwen2.5-7b": _pair("Qwen2.5 7B, 0.5B", "Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct", 4),
+    "qwen2.5-coder-1.5b": _pair(
+        "Qwen2.5 Coder 1.5B, 0.5B", "Qwen/Qwen2.5-Coder-1.5B-Instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct", 3
+    ),
+    "qwen2.5-coder-7b": _pair(
+        "Qwen2.5 Coder 7B, 0.5B", "Qwen/Qwen2.5-Coder-7B-Instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct", 5
+    ),
+    "qwen3-8b": _pair("Qwen3 8B, 0.6B", "Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B", 4),
+    "llama-3.1-8b": _pair("Llama 3.1 8B, 3.2 1B", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.2-1B", 4),
+    "gemma-2-9b": _pair("Gemma 2 9B, 2B", "google/gemma-2-9b", "google/gemma-2-2b", 3),
+    "flan-t5-large": _pair("Flan-T5 Large, Small (with encoders)", "google/flan-t5-large", "google/flan-t5-small", 4),
+    "flan-t5-xl": _pair("Flan-T5 XL, Small (with encoders)", "google/flan-t5-xl", "google/flan-t5-small", 5),
+    "pythia-2.8b": _pair("Pythia 2.8B, 160M", "EleutherAI/pythia-2.8b", "EleutherAI/pythia-160m", 4),
+    "pythia-2.8b-70m": _pair("Pythia 2.8B, 70M", "EleutherAI/pythia-2.8b", "EleutherAI/pythia-70m", 4),
+    "gpt2-xl": _pair("GPT-2 XL, GPT-2", "openai-community/gpt2-xl", "openai-community/gpt2", 4),
+}
+REVISIONS = {name: model.revision for name, model in MODELS.items()}  # what a name means unless another is asked for
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A ready pair, and whether this machine holds it now."""
+
+    name: str
+    pair: Pair
+    needs: int  # bytes of weights in the natural dtype, with keys and values of a usual text
+    free: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether it does."""
+        return self.needs <= self.free
+
+    @property
+    def label(self) -> str:
+        """The pair's title, with the reason where it cannot be had as it is."""
+        if not self.fits:
+            return f"{self.pair.title} (needs {size(self.needs)}, {size(self.free)} free)"
+        return f"{self.pair.title} (licence to be accepted on the hub)" if self.pair.gated else self.pair.title
+
+
+def offers(device: str = "auto") -> list[Offer]:
+    """All ready pairs, those that fit this machine first. Asks no network and builds no model."""
+    where = find_device(device)
+    free = free_bytes(where)
+    found = [
+        Offer(name, pair, sum(_takes(one, where.type == "cpu") for one in (pair.target, pair.drafter)), free)
+        for name, pair in PAIRS.items()
+    ]
+    return sorted(found, key=lambda offer: not offer.fits)  # stable: else in the order of the list
+
+
+def _takes(name: str, on_host: bool, context: int = 2048) -> int:
+    """Bytes, from the catalogue alone: float32 on the host, where tied embeddings are held twice; else bfloat16."""
+    if name not in MODELS:
+        return 0  # the bundled models: nothing beside what the program itself takes
+    known, width = MODELS[name], 4 if on_host else 2
+    shape = known.shape
+    hidden, layers, heads = (
+        next(shape[name] for name in names if name in shape)
+        for names in (
+            ("hidden_size", "n_embd", "d_model"),
+            ("num_hidden_layers", "n_layer", "num_layers"),
+            ("num_attention_heads", "n_head", "num_heads"),
+        )
+    )
+    kept = shape.get("num_key_value_heads", heads) * (shape.get("head_dim") or shape.get("d_kv") or hidden // heads)
+    if known.encoder:
+        kept *= 2  # a decoder's own, and those of what the encoder read
+    again = hidden * shape.get("vocab_size", 50257) if on_host and shape.get("tie_word_embeddings", True) else 0
+    return width * (known.parameters + again + 2 * layers * kept * context)
+
+
+SAMPLE = "def f(x):\n    return  'naïve 東京 🙂'  # 12345\n"
+
+
+def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The same for tokenizers that `check_pair` lets pass, of use where only one of the two is at hand."""
+    ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    said = repr((sorted(tokenizer.get_vocab().items()), ends, tokenizer.encode(SAMPLE, add_special_tokens=False)))
+    return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
+
+
+def check_pair(target: PreTrainedTokenizerBase, drafter: PreTrainedTokenizerBase) -> None:
+    """Refuse a drafter whose ids do not mean what the target's mean.
+
+    Identity of the tokenizers decides, not the width of the logits: one tokenizer is often padded to several widths.
+    """
+    ours, theirs = target.get_vocab(), drafter.get_vocab()
+    if ours != theirs:
+        ours, theirs = ({i: text for text, i in vocab.items()} for vocab in (ours, theirs))
+        differ = sorted(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
+        first = differ[0]
+        raise Refused(
+            f"the tokenizers differ in {len(differ):,} of {len(ours.keys() | theirs.keys()):,} ids (id {first} is "
+            f"{ours.get(first)!r} for the target and {theirs.get(first)!r} for the drafter): "
+            "choose two models of one family, or let the drafter's text be re-encoded (universal)"
+        )
+    for kind in ("bos_token_id", "eos_token_id"):
+        if getattr(target, kind) != getattr(drafter, kind):
+            raise Refused(
+                f"the tokenizers differ in {kind} ({getattr(target, kind)} for the target, {getattr(drafter, kind)} "
+                "for the drafter): choose two models of one family, or let the drafter's text be re-encoded (universal)"
+            )
+    if target.encode(SAMPLE, add_special_tokens=False) != drafter.encode(SAMPLE, add_special_tokens=False):
+        raise Refused(
+            "the tokenizers cut the same text differently: choose two models of one family, or let the drafter's text "
+            "be re-encoded (universal)"
+        )

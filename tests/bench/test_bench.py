@@ -1,0 +1,288 @@
+"""The bench: pairs on each prompt, medians that can be checked by hand, losing cases kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes.bench_records import run
+from fakes.tiny_models import byte_level_tokenizer, save_model
+
+from benchmarks import drafting_cost as stores
+from benchmarks import large_pair as large
+from benchmarks import time_breakdown as where
+from specdemo import bench
+from specdemo.bench.baselines import PEERS
+from specdemo.cli.main import main
+from specdemo.core.errors import Refused
+from specdemo.core.step import Draft
+from specdemo.models.model_pool import Shelf
+from specdemo.prompts import Prompt, load_prompts
+from specdemo.recipe import Recipe
+
+measuring = import_module("specdemo.bench.measure")  # the package has a function of that name
+
+
+def test_speedups_are_medians_of_ratios_and_losses_are_named() -> None:
+    recipes = [Recipe(method="ar", temperature=0), Recipe(temperature=0, gamma=2)]
+    walls = [(1.0, 1.0), (1.0, 2.5), (1.0, 4.0 / 3.0)]  # seconds for 10 and for 20 tokens: 2x, 0.8x, 1.5x
+    texts = [(1, 2), (1, 2), (1, 3)]
+    records = [
+        {"kind": "code", "name": f"code {i}", "runs": [run(plain), run(fast, drafted=20, text=text)]}
+        for i, ((plain, fast), text) in enumerate(zip(walls, texts, strict=True))
+    ]
+    plain, draft = bench.table(recipes, records, bandwidth=1000.0)
+    assert plain.speedup is None and draft.speedup == pytest.approx(1.5)
+    assert draft.interval == pytest.approx((0.8, 2.0))
+    assert draft.slower == ("code 1 (0.80x)",)
+    assert draft.same_text == 2 and plain.same_text is None
+    assert plain.bandwidth == pytest.approx(0.1) and draft.bandwidth == pytest.approx(0.075)
+    text = bench.markdown([plain, draft])
+    assert "1 of 3" in text and "0.80-2.00" in text
+    assert json.loads(bench.as_json([plain, draft]))["bench"][1]["speedup"] == pytest.approx(1.5)
+
+
+def test_a_policy_is_held_against_the_best_fixed_gamma() -> None:
+    recipes = [
+        Recipe(method="ar", temperature=0),
+        Recipe(temperature=0, gamma=2),
+        Recipe(temperature=0, gamma=5),
+        Recipe(temperature=0, policy="egag", gamma=5, gamma_max=8),
+        Recipe(temperature=0, policy="egag", method="self"),  # nothing fixed to compare with
+    ]
+    walls = [(3.0, 1.0, 2.0, wall, 1.0) for wall in (0.5, 0.8, 1.25)]
+    walls[2] = (3.0, 1.0, 0.5, 1.25, 1.0)  # on one prompt the other gamma is the faster one
+    walls += [(3.0, 1.0, 2.0, 0.8, 1.0)]
+    records = [
+        {"kind": "code", "name": f"code {i}", "runs": [run(wall, drafted=20 if j else 0) for j, wall in enumerate(row)]}
+        for i, row in enumerate(walls)
+    ]
+    plain, two, five, policy, other = bench.table(recipes, records)
+    assert plain.over_fixed is two.over_fixed is five.over_fixed is other.over_fixed is None
+    assert policy.over_fixed == pytest.approx((1 / 0.8, 0.8, 2.0))  # gamma 2 is the best: ratios 2, 1.25, 0.8, 1.25
+    assert "1.25 [0.80, 2.00]" in bench.markdown([policy])
+
+
+def test_no_gamma_is_chosen_by_the_run_it_is_compared_with() -> None:
+    """Gamma 2 was lucky once; where it was, the other prompt would have chosen gamma 5."""
+    recipes = [Recipe(temperature=0, gamma=2), Recipe(temperature=0, gamma=5), Recipe(temperature=0, policy="auto")]
+    walls = {"code 1": (0.1, 1.0, 1.0), "code 2": (2.0, 1.0, 1.0)}
+    records = [
+        {"kind": "code", "name": name, "runs": [run(wall, drafted=20) for wall in row]}
+        for name, row in [*walls.items(), *walls.items()]
+    ]  # every prompt twice: its other run is no other prompt
+    over = bench.table(recipes, records)[2].over_fixed
+    assert over is not None and over == pytest.approx((1.5, 1.0, 2.0))
+
+
+def test_the_cost_model_accounts_for_a_round() -> None:
+    """By hand: a plain pass 0.07 s; drafting 0.01 s a token, 2 tokens a round; verifying 0.07 s; the rest 0.01 s."""
+    recipes = [Recipe(method="ar", temperature=0), Recipe(temperature=0, gamma=2)]
+    plain, spec = run(0.8, draft_s=0.0), run(1.0, drafted=20)  # all of 1.0 = 0.2 + 0.7 + 0.1 s is accounted for
+    row = bench.table(recipes, [{"kind": "code", "name": "code 1", "runs": [plain, spec]}])[1]
+    c, v, o = 0.01 / 0.07, 1.0, 0.01 / 0.07
+    assert (row.c, row.v, row.o) == pytest.approx((c, v, o))
+    assert row.speedup == pytest.approx(1.6)
+    assert row.theory == pytest.approx((1 + 0.6 + 0.36) / (1 + 2 * c))
+    assert row.realised == pytest.approx(1.6 / row.theory)
+    assert row.explained == pytest.approx(1.0)
+    slow = bench.table(recipes, [{"kind": "code", "name": "code 1", "runs": [plain, {**spec, "wall_s": 1.25}]}])[1]
+    assert slow.explained == pytest.approx(0.8)  # 0.25 s that nobody owns up to
+
+
+def test_of_a_family_of_peers_the_fastest_stands_for_all() -> None:
+    recipes = [Recipe(method="ar", temperature=0)]
+    peers = ["generate", "prompt lookup 4", "prompt lookup 10"]
+    theirs = [
+        {"text": [1, 2], "wall_s": 1.0, "tokens_per_second": s, "ttft_s": 0.1, "tokens_per_target_pass": 1.0}
+        for s in (4.0, 5.0, 8.0)
+    ]
+    rows = bench.table(recipes, [{"kind": "code", "name": "code 1", "runs": [run(1.0), *theirs]}], peers)
+    assert [(row.lane, row.tokens_per_second) for row in rows[1:]] == [
+        ("transformers generate T=0", 4.0),
+        ("transformers prompt lookup 10 T=0", 8.0),
+    ]
+    assert rows[1].speedup == pytest.approx(0.4) and rows[1].same_text == 1
+
+
+def test_real_models_are_measured_in_pairs(tmp_path: Path) -> None:
+    models = {
+        "target": str(save_model(tmp_path / "target", byte_level_tokenizer())),
+        "drafter": str(save_model(tmp_path / "drafter", byte_level_tokenizer(), num_hidden_layers=1)),
+    }
+    settings = {"temperature": 0, "max_tokens": 12, "device": "cpu", **models}
+    recipes = [Recipe(method=method, **settings) for method in ("ar", "draft", "nasd")]
+    prompts, peers = load_prompts(kinds=["adversarial"])[:3], list(PEERS)
+    items = list(bench.measure(recipes, prompts, Shelf(), peers))
+    records = [item for item in items if isinstance(item, dict)]
+    assert [record["name"] for record in records] == ["adversarial 1", "adversarial 2", "adversarial 3"]
+    for record in records:
+        plain, draft, _, *theirs = record["runs"]
+        assert plain["drafted"] == 0 < draft["drafted"] and plain["tokens"] > 0
+        assert all(run["text"] == plain["text"] for run in record["runs"])  # every way, theirs too, is greedy
+        assert len(theirs) == len(peers) and all(run["ttft_s"] > 0 and run["wall_s"] > 0 for run in theirs)
+    rows = bench.table(recipes, records, peers, bandwidth=1e9)
+    assert len(rows) == 3 + len({peer.family for peer in PEERS.values()})
+    assert all(row.same_text in (None, 3) for row in rows)
+
+
+def test_prompts_come_again_with_another_seed(tmp_path: Path) -> None:
+    target = str(save_model(tmp_path / "target", byte_level_tokenizer()))
+    recipes = [Recipe(method="ar", target=target, temperature=1.0, top_p=1.0, max_tokens=12, device="cpu")]
+    prompts = load_prompts(kinds=["prose"])[:2]
+    items = bench.measure(recipes, prompts, Shelf(), repeat=2)
+    records = [item for item in items if isinstance(item, dict)]
+    assert [record["name"] for record in records] == ["prose 1", "prose 2"] * 2
+    texts = [record["runs"][0]["text"] for record in records]
+    assert texts[0] != texts[2] and texts[1] != texts[3]
+    assert main(["bench", "--repeat", "0"]) == 2
+
+
+def test_copying_has_a_speed() -> None:
+    assert bench.copy_bandwidth(torch.device("cpu")) > 1e8
+
+
+def test_unknown_classes_are_refused() -> None:
+    with pytest.raises(Refused, match="known are code, repetitive"):
+        load_prompts(kinds=["magic"])
+    assert main(["bench", "--kind", "magic"]) == 2
+
+
+def test_stores_follow_a_text_and_are_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that repeats itself is drafted right; what is kept is counted, and prompt lookup keeps nothing."""
+    monkeypatch.setattr(stores, "NEW", 40)
+    text = [i % 7 for i in range(300)]
+    found = {(cost.drafter, cost.history): cost for cost in stores.measure(text, sizes=(50, 200))}
+    assert set(found) == {(name, size) for name in stores.DRAFTERS for size in (50, 200)}
+    for (name, size), cost in found.items():
+        assert cost.seconds_per_token > 0 and cost.accepted_per_round > 2
+        assert name == "lookup" or cost.bytes_per_token > found["lookup", size].bytes_per_token
+    table = stores.markdown(list(found.values()))
+    assert table.count("\n") == 1 + len(stores.DRAFTERS) and "at 200" in table
+
+
+def test_the_replayed_target_says_what_the_text_says() -> None:
+    judge = stores.Replay([1, 2, 3, 4, 5])
+    verdict = judge.judge([1], Draft.chain((2, 3, 9)))
+    assert verdict.accepted == (0, 1) and verdict.token == 4
+    assert judge.judge([1, 2], Draft()).token == 3
+
+
+def test_a_large_pair_is_measured_with_acceptance_imposed(capsys: pytest.CaptureFixture[str]) -> None:
+    """The script for GPUs, on a small pair: its passes are real, its text is plain decoding's, its rates as asked."""
+    small = ["--target", "tiny", "--drafter", "tiny", "--device", "cpu", "--dtype", "float32", "--tokens", "64"]
+    large.main([*small, "--quantization", "none", "--gamma", "3", "--right", "0", "0.5", "1"])
+    out = capsys.readouterr().out
+    assert "parts from" not in out and "are imposed" in out
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines() if line.startswith("|")]
+    won = {(row[2], row[3]): float(row[6]) for row in rows[2:]}
+    assert won["0", "0.00"] == won["3", "0.00"] == 1.0 and won["3", "1.00"] > 3.5
+    assert 1.2 < won["3", "0.50"] < 2.6  # (1 - 0.5^4) / (1 - 0.5) = 1.88 on average
+
+
+def test_the_time_of_a_round_is_all_somewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    """Passes hold what they are made of, the loop's own figures hold passes, and no stopwatch stays behind."""
+    before = [getattr(owner, name) for owner, name, _ in where.TIMED]
+    where.main(["--gamma", "2", "--temperature", "0", "1", "--prompts", "1", "--max-tokens", "24"])
+    assert [getattr(owner, name) for owner, name, _ in where.TIMED] == before
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
+    shares = {row[0]: [float(cell.rstrip("%")) for cell in row[2::2]] for row in rows[2:]}
+    assert len(shares) == 9 and all(min(share) >= 0 for share in shares.values())
+    assert all(min(share) > 0 for part, share in shares.items() if "products" in part)
+    assert all(abs(sum(column) - 100) < 5 for column in zip(*shares.values(), strict=True))
+
+
+class Scripted:
+    """In place of `generate`: steps of a second on a clock that the test holds, and whether it was left properly."""
+
+    def __init__(self, end: str = "length") -> None:
+        self.now, self.end, self.closed, self.steps = 0.0, end, 0, 0
+
+    def __call__(self, recipe: Recipe, text: str, shelf: Shelf) -> Iterator[dict[str, Any]]:
+        start = self.now
+        try:
+            yield {"phase": "loading", "text": "loading the target"}
+            yield {"environment": {"target_bytes": 7, "drafter_bytes": None}}
+            for i in range(4):
+                self.now += 1
+                self.steps += 1
+                yield {"i": i, "tokens": [i, i], "t": self.now - start}
+            error = "out of memory" if self.end == "error" else None
+            figures = {"drafted": 0, "peak_device_bytes": None, "kv_bytes": 1}
+            yield {"end": self.end, "error": error, "metrics": figures}
+        finally:
+            self.closed += 1
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Scripted:
+    script = Scripted()
+    monkeypatch.setattr(measuring, "generate", script)
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: script.now)
+    return script
+
+
+SOME = [Prompt("code", "code 1", "a"), Prompt("prose", "prose 1", "b")]
+TWO = [Recipe(method="ar", temperature=0), Recipe(method="nasd", temperature=0)]
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.5, 100.0])
+def test_what_a_caller_does_between_steps_is_not_measured(scripted: Scripted, pause: float) -> None:
+    records, turns = [], []
+    for item in bench.measure(TWO, SOME, Shelf()):
+        scripted.now += pause
+        (records if isinstance(item, dict) else turns).append(item)
+    runs = [run for record in records for run in record["runs"]]
+    assert [run["wall_s"] for run in runs] == [3.0] * 4  # three seconds after the first token, whatever the pauses
+    assert [run["paused_s"] for run in runs] == [3 * pause] * 4
+    assert bench.disturbed(records) == (4 if pause else 0)
+    timed = [turn for turn in turns if turn.number and "loading" not in turn.doing]
+    assert [turn.number for turn in timed] == [n for n in (1, 2, 3, 4) for _ in range(5)]  # its beginning, its steps
+    assert {turn.total for turn in turns} == {4} and str(turns[0]) == "warming up: ar T=0"
+    assert str(timed[-1]).startswith("4 of 4: prose 1, ")
+
+
+def test_a_bench_can_be_left_in_the_middle_of_a_run(scripted: Scripted) -> None:
+    items = bench.measure(TWO, SOME, Shelf())
+    for _ in range(16):
+        item = next(items)
+    assert isinstance(item, bench.Turn) and item.number == 1
+    before, over = scripted.steps, scripted.closed
+    items.close()
+    assert scripted.steps == before and scripted.closed == over + 1
+
+
+def test_a_run_that_fails_ends_the_bench_and_says_which(scripted: Scripted) -> None:
+    scripted.end = "error"
+    with pytest.raises(RuntimeError, match="ar T=0 failed: out of memory"):
+        list(bench.measure(TWO, SOME, Shelf()))
+
+
+def test_a_grid_is_plain_decoding_and_every_combination() -> None:
+    found = [bench.label(Recipe(**one)) for one in bench.grid(["draft", "self"], [2, 5], ["fixed", "egag"], [0.0, 1.0])]
+    assert found == [
+        f"{lane} T={temperature}"
+        for temperature in (0, 1)
+        for lane in (
+            "ar",
+            *(f"{method}{how}" for method in ("draft", "self") for how in (" gamma=2", " gamma=5", " egag")),
+        )
+    ]
+    assert [one.get("gamma") for one in bench.grid(["draft"], [2, 5], ["egag"], [0.0])] == [None, 5]
+
+
+def test_a_report_says_what_was_run_and_where_it_lost() -> None:
+    where = {"processor": "CPU", "device": "cpu", "dtype": "float32", "threads": 1, "engine": "lean"}
+    where |= {"python": "3", "torch": "2", "transformers": "5"}
+    losing = {"kind": "code", "name": "code 1", "runs": [run(1.0, environment=where), run(4.0, drafted=20)]}
+    rows = bench.table(TWO, [losing])
+    whole, part = (bench.report(TWO, prompts, [losing], rows) for prompts in (1, 2))
+    assert bench.markdown(rows) in whole and "- slower than plain: nasd gamma=4 T=0 on code 1 (0.50x)" in whole
+    assert "Partial" not in whole and "**Partial**: stopped after 1 of 2 prompts" in part
+    losing["runs"][1]["paused_s"] = 1.0
+    assert "took turns with 1 of these" in bench.report(TWO, 1, [losing], rows) and "took turns" not in whole

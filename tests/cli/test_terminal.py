@@ -1,0 +1,184 @@
+"""The terminal's contract, and every kind of bad input: exit code 2 and one clear sentence."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+from fakes.tiny_models import byte_level_tokenizer, save_model, sentencepiece_tokenizer
+
+from benchmarks import pass_cost
+from specdemo.cli.main import main
+from specdemo.core.metrics import Metrics
+from specdemo.core.step import Step
+
+PROMPT = "def add(a, b):\n"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "target": str(save_model(root / "target", byte_level_tokenizer())),
+        "drafter": str(save_model(root / "drafter", byte_level_tokenizer(), seed=1, num_hidden_layers=1)),
+        "stranger": str(save_model(root / "stranger", sentencepiece_tokenizer())),
+    }
+
+
+def pair(models: dict[str, str]) -> list[str]:
+    return ["--target", models["target"], "--drafter", models["drafter"], "--device", "cpu", "--max-tokens", "20"]
+
+
+@pytest.mark.parametrize("method", ["draft", "nasd", "ar"])
+def test_json_is_the_trace(models: dict[str, str], method: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", PROMPT, *pair(models), "--method", method, "--json"]) == 0
+    head, *steps, end = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert head["specdemo"] == 1 and head["recipe"]["method"] == method and head["vocab_size"] == 300
+    assert head["prompt_tokens"] == byte_level_tokenizer().encode(PROMPT) and "torch" in head["environment"]
+    named = {"i", "tokens", "text", "draft", "draft_text", "parents", "accepted", "token", "kind", "p", "q", "top"}
+    metrics = Metrics()
+    for i, step in enumerate(steps):
+        assert step.keys() >= named | {"gamma", "draft_s", "verify_s", "t"} and step["i"] == i
+        assert step["text"] == "".join(step["pieces"]) and len(step["pieces"]) == len(step["tokens"])
+        assert len(step["draft_text"]) == len(step["draft"])
+        metrics.add(Step.from_json(step))
+    assert end["end"] in ("stop", "length") and end["error"] is None
+    assert end["metrics"].items() >= metrics.as_dict().items()
+    assert end["metrics"]["tokens"] == sum(len(step["tokens"]) for step in steps)
+    assert {"peak_rss_bytes", "peak_device_bytes", "kv_bytes"} <= end["metrics"].keys()
+    assert (end["metrics"]["drafted"] > 0) == (method == "draft") or method == "nasd"
+
+
+def test_coloured_text_loses_no_character(
+    models: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    assert main(["run", PROMPT, *pair(models), "--trace", str(trace)]) == 0
+    shown = capsys.readouterr().out
+    head, *steps, end = [json.loads(line) for line in trace.read_text().splitlines()]
+    text = "".join(step["text"] for step in steps)
+    kept = re.sub("\x1b\\[(31|90);9m.*?\x1b\\[0m", "", shown, flags=re.DOTALL)
+    assert re.sub("\x1b\\[[0-9;]*m", "", kept).startswith(PROMPT + text + "\n\n20 tokens")
+    assert shown.count("\x1b[32m") == end["metrics"]["accepted"]
+    assert shown.count("\x1b[31;9m") == end["metrics"]["tested"] - end["metrics"]["accepted"]
+    assert head["exact"] and " exact " in shown
+
+
+def test_steps_in_words(models: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", PROMPT, *pair(models), "--steps", "--gamma", "4"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"round 1  position \d+  gamma 4  drafted 4  accepted \d", shown)
+    assert re.search(r"rejected: draw 0\.\d+ >= 0\.\d+", shown) and "not tested" in shown
+    assert re.search(r"q=\d\.\d+  p=\d\.\d+", shown) and "correction" in shown
+
+
+def test_lossy_options_say_so(models: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    for lossy in (["--rule", "top1"], ["--skip-sample-adjustment"]):
+        assert main(["run", PROMPT, *pair(models), *lossy, "--temperature", "1"]) == 0
+        assert "LOSSY" in capsys.readouterr().out
+        assert main(["run", PROMPT, *pair(models), *lossy, "--temperature", "0"]) == 0
+        assert "LOSSY" not in capsys.readouterr().out
+
+
+def test_a_seed_repeats_the_run(models: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    def tokens(seed: str) -> list[int]:
+        assert main(["run", PROMPT, *pair(models), "--seed", seed, "--json"]) == 0
+        return [token for line in capsys.readouterr().out.splitlines() for token in json.loads(line).get("tokens", [])]
+
+    assert tokens("5") == tokens("5") != tokens("6")
+
+
+def test_the_prompt_may_come_from_standard_input(
+    models: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
+    assert main(["run", "-", *pair(models)]) == 0
+    assert capsys.readouterr().out.startswith(PROMPT)
+
+
+BAD = {
+    "empty prompt": ([""], "the prompt is empty"),
+    "prompt longer than the context": (["x = 1\n" * 200], "shorten it by at least"),
+    "gamma 0": ([PROMPT, "--gamma", "0"], "gamma must be from 1 to 64, not 0"),
+    "gamma no number": ([PROMPT, "--gamma", "many"], "invalid int value"),
+    "max tokens 0": ([PROMPT, "--max-tokens", "0"], "max_tokens must be from 1"),
+    "temperature -1": ([PROMPT, "--temperature", "-1"], "temperature must be from 0"),
+    "temperature nan": ([PROMPT, "--temperature", "nan"], "temperature must be from 0"),
+    "top-p 0": ([PROMPT, "--top-p", "0"], "top_p must be above 0"),
+    "penalty 0": ([PROMPT, "--repetition-penalty", "0"], "repetition_penalty must be above 0"),
+    "unknown method": ([PROMPT, "--method", "magic"], "known are draft, nasd, suffix"),
+    "unknown rule": ([PROMPT, "--rule", "magic"], "known are rejection, match, coupled, top1"),
+    "unknown policy": ([PROMPT, "--policy", "magic"], "known are fixed"),
+    "unknown device": ([PROMPT, "--device", "abacus"], "known are auto, cpu"),
+    "unknown dtype": ([PROMPT, "--dtype", "int7"], "known are auto, float32"),
+    "unknown quantization": ([PROMPT, "--quantization", "int7"], "known are none, bf16, fp16, int8, nf4, fp4"),
+    "trace that cannot be written": ([PROMPT, "--trace", "/nowhere/at/all"], "cannot write the trace"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_gets_one_sentence(case: str, models: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, sentence = BAD[case]
+    try:
+        code = main(["run", arguments[0], *pair(models), *arguments[1:]])
+    except SystemExit as stop:  # argparse's own way out
+        code = stop.code
+    error = capsys.readouterr().err.strip().splitlines()
+    assert code == 2
+    assert sentence in error[-1] and error[-1].startswith("specdemo: ")
+    assert all(line.endswith("...") for line in error[:-1])  # nothing before it but "loading ..."
+
+
+def test_names_and_models_that_do_not_fit(
+    models: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    target, stranger = models["target"], models["stranger"]
+    for arguments, sentence in (
+        (["--pair", "magic"], "unknown pair 'magic': known are bundled"),
+        (["--pair", "bundled", "--target", target], "not both"),
+        (["--target", target], "needs a drafter"),
+        (["--drafter", target], "needs a target"),
+        (["--target", str(tmp_path), "--method", "ar"], "not a model"),
+        (["--target", target, "--drafter", stranger], "the tokenizers differ in"),
+    ):
+        assert main(["run", PROMPT, *arguments]) == 2
+        assert sentence in capsys.readouterr().err.splitlines()[-1]
+    assert main(["run", PROMPT, "--target", target, "--drafter", stranger, "--universal", "--max-tokens", "9"]) == 0
+    assert main(["preflight", "--target", target, "--drafter", stranger, "--universal", "--kind", "code"]) == 2
+    assert "these models have two" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_ctrl_c_ends_the_trace(
+    models: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from specdemo.cli import main as module
+
+    real = module.generate
+
+    def interrupted(*args: object) -> object:
+        for record in real(*args):
+            yield record
+            if record.get("i") == 2:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "generate", interrupted)
+    assert main(["run", PROMPT, *pair(models), "--json"]) == 130
+    end = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert end["end"] == "cancelled" and end["metrics"]["steps"] == 3
+
+
+def test_costs_are_ratios_of_passes(models: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    target = ["--target", models["target"], "--device", "cpu", "--rounds", "5"]
+    assert pass_cost.main([*target, "--rows", "1", "3", "--context", "16", "32"]) == 0
+    one, three = (line.split("|")[2:4] for line in capsys.readouterr().out.splitlines()[2:4])
+    assert all(cell.strip().endswith("ms, 1") for cell in one)
+    for cell in three:
+        seconds, ratio, low, high = (float(number) for number in re.findall(r"[\d.]+", cell))
+        assert seconds > 0 and 0 < low <= ratio <= high
+    assert pass_cost.main([*target, "--context", "16", "--rounds", "0"]) == 2
+    assert "rounds must be at least 1" in capsys.readouterr().err
+    assert pass_cost.main([*target, "--context", "100000"]) == 2
+    assert "fit the model" in capsys.readouterr().err

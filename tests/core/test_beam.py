@@ -1,0 +1,116 @@
+"""Beam search: the text that transformers' own search finds, from forests of one text instead of a batch of them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from fakes.tiny_models import Counting, committed, run, tiny_model
+from transformers import LogitsProcessorList, PreTrainedModel, TopKLogitsWarper
+
+from specdemo.core.beam import BeamSearch
+from specdemo.core.decode import Plain
+from specdemo.core.errors import Refused
+from specdemo.core.policies import Fixed
+from specdemo.core.sampling import Warp
+from specdemo.core.step import Step
+from specdemo.models.engines.llama_weights import Lean
+from specdemo.models.kv_cache import CachedModel
+
+VOCAB, STOP = 61, (7, 19)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {"num_beams": 4},
+    "long": {"num_beams": 3, "length_penalty": 2.0, "min_length": 6},
+    "short": {"num_beams": 2, "length_penalty": -0.5, "top_k": 3},
+    "penalised": {"num_beams": 5, "length_penalty": 0.0, "repetition_penalty": 1.3},
+}
+
+
+def searched(model: Any, prompt: list[int], length: int, settings: dict[str, Any]) -> list[Step]:
+    """The rounds of our search."""
+    settings = dict(settings)
+    warp = Warp(repetition_penalty=settings.pop("repetition_penalty", 1.0))
+    cached = CachedModel(model)
+    search = BeamSearch(cached.score, warp, STOP, max_tokens=length, context=cached.context, **settings)
+    return run(prompt, search, Plain(), Fixed(1), length, stop=STOP)
+
+
+def found(model: PreTrainedModel, prompt: list[int], length: int, settings: dict[str, Any]) -> list[int]:
+    """The oracle: transformers' beam search."""
+    ids = torch.tensor([prompt])
+    top_k = settings.get("top_k")
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=length,
+        min_new_tokens=settings.get("min_length"),
+        num_beams=settings["num_beams"],
+        length_penalty=settings.get("length_penalty", 1.0),
+        repetition_penalty=settings.get("repetition_penalty"),
+        logits_processor=LogitsProcessorList([TopKLogitsWarper(top_k)] if top_k else []),
+        eos_token_id=list(STOP),
+        pad_token_id=0,
+    )[0, len(prompt) :].tolist()
+    ends = [i for i, token in enumerate(out) if token in STOP]
+    return out[: ends[0] + 1] if ends else out
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("kind", ["llama", "llama lean", "gpt2"])
+def test_it_finds_what_transformers_finds(kind: str, settings: str) -> None:
+    kind, _, lean = kind.partition(" ")
+    model = tiny_model(kind)
+    ours = Lean(model) if lean else model
+    rng = random.Random(settings)
+    stopped = early = waited = 0
+    for _ in range(30 if kind == "llama" and lean else 12):
+        prompt, length = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 12))], rng.randrange(8, 24)
+        steps = searched(ours, prompt, length, SETTINGS[settings])
+        assert committed(steps) == found(model, prompt, length, SETTINGS[settings]), (prompt, length)
+        stopped += committed(steps)[-1] in STOP
+        early += len(committed(steps)) < length
+        waited += any(not step.tokens for step in steps)
+    assert waited
+    if kind == "llama" and settings != "long":  # the others seldom end a text
+        assert stopped and early
+
+
+def test_each_round_feeds_one_token_per_beam() -> None:
+    """Keys and values of the beams are kept as those of a forest; nothing is computed twice."""
+    model = tiny_model("llama")
+    count = Counting(model)
+    steps = searched(model, [3, 1, 4], 12, {"num_beams": 4})
+    assert count.rows[0] == 3 and count.rows[1:] and max(count.rows[1:]) <= 4
+    assert len(count.rows) == len(steps)
+
+
+def test_what_is_committed_is_never_taken_back() -> None:
+    """The best beam changes its mind now and then; the text only ever grows."""
+    model = tiny_model("llama")
+    changed = 0
+    for seed in range(10):
+        whole: list[int] = []
+        before: tuple[int, ...] = ()
+        steps = searched(model, [seed, 5], 16, {"num_beams": 4})
+        for step in steps:
+            shown = (*whole, *step.tokens, *step.verdict.pending)
+            changed += shown[: len(before)] != before
+            whole += step.tokens
+            before = shown
+            assert step.searched and step.kind == "plain" and not len(step.draft)
+            assert Step.from_json(step.to_json()) == step
+    assert changed
+
+
+def test_one_beam_is_greedy() -> None:
+    model = tiny_model("llama")
+    steps = searched(model, [2, 3], 10, {"num_beams": 1})
+    assert committed(steps) == found(model, [2, 3], 10, {"num_beams": 1})
+
+
+def test_a_sliding_window_refuses_beams_in_words() -> None:
+    with pytest.raises(Refused, match="sliding window"):
+        searched(tiny_model("mistral-sliding"), [1, 2, 3], 8, {"num_beams": 3})

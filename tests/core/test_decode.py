@@ -1,0 +1,171 @@
+"""The loop's book-keeping: stops, lengths, counts, and steps that survive JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import pytest
+import torch
+from fakes.tiny_models import GuessDrafter, TableModel, committed, run
+
+from specdemo.core.decode import More
+from specdemo.core.metrics import Metrics
+from specdemo.core.policies import Fixed
+from specdemo.core.rules import rejection
+from specdemo.core.sampling import Noise, Warp
+from specdemo.core.step import Draft, Step, Verdict
+from specdemo.core.verifier import Target
+from specdemo.drafters.model import ModelDrafter
+
+MODEL = TableModel(6, seed=3)
+SMALL = TableModel(6, seed=4)
+
+
+def target(warp: Warp = Warp(), seed: int = 0) -> Target:
+    return Target(MODEL.score, warp, rejection, Noise(seed, "accept"), Noise(seed, "correct"), candidates=2)
+
+
+class Script:
+    """A target that accepts everything and adds a token of its own; a drafter that reads from a list."""
+
+    def __init__(self, text: Sequence[int], prompt: int) -> None:
+        self.text, self.prompt = text, prompt
+
+    def propose(self, tokens: Sequence[int], more: More) -> Draft:
+        rest = self.text[len(tokens) - self.prompt :]
+        n = 0
+        while n < len(rest) and more(n, None):
+            n += 1
+        return Draft.chain(tuple(rest[:n]))
+
+    def observe(self, step: Step) -> None: ...
+
+    def judge(self, tokens: Sequence[int], draft: Draft) -> Verdict:
+        n = len(draft)
+        return Verdict(
+            tuple(range(n)),
+            self.text[len(tokens) - self.prompt + n],
+            (1.0,) * n,
+            (0.5,) * n,
+            (1.0,) * n,
+            ((0,),) * (n + 1),
+        )
+
+
+TEXT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14]
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 3, 5])
+@pytest.mark.parametrize("stop", range(1, 12))
+def test_a_stop_token_ends_the_text_wherever_it_stands(stop: int, gamma: int) -> None:
+    """First token, accepted draft or bonus; several ids: the earliest counts; nothing past it is counted."""
+    script = Script(TEXT, prompt=1)
+    steps = run([0], script, script, Fixed(gamma), 12, stop=(stop, stop + 1, 99))
+    assert committed(steps) == TEXT[:stop]
+    last = steps[-1]
+    kept = len(last.verdict.accepted)
+    if last.verdict.token is None:
+        assert kept == len(last.tokens)
+        assert last.tested == kept < len(last.draft) or kept == len(last.draft)
+    else:
+        assert kept == len(last.tokens) - 1
+    metrics = Metrics()
+    for step in steps:
+        metrics.add(step)
+    assert metrics.tokens == stop
+    assert metrics.accepted <= metrics.tested <= metrics.drafted
+
+
+@pytest.mark.parametrize("gamma", [1, 4])
+@pytest.mark.parametrize("length", range(1, 9))
+def test_length_is_met_and_never_passed(length: int, gamma: int) -> None:
+    for seed in range(20):
+        steps = run([1, 2], target(seed=seed), GuessDrafter(6), Fixed(gamma), length)
+        assert len(committed(steps)) == length
+        assert all(len(step.draft) <= step.gamma <= gamma for step in steps)
+
+
+def test_round_zero_is_the_prefill() -> None:
+    steps = run([1, 2], target(), GuessDrafter(6), Fixed(3), 8)
+    assert len(steps[0].draft) == 0 and steps[0].kind == "plain" and len(steps[0].tokens) == 1
+    assert [step.i for step in steps] == list(range(len(steps)))
+
+
+def test_kinds() -> None:
+    kinds = set()
+    for seed in range(10):
+        drafter = ModelDrafter(SMALL.score, Warp(), Noise(seed, "draft"), 6)
+        for step in run([1, 2], target(seed=seed), drafter, Fixed(2), 12)[1:]:
+            kinds.add(step.kind)
+            if step.draft:
+                full = len(step.verdict.accepted) == len(step.draft)
+                assert step.kind == ("bonus" if full else "correction")
+    assert kinds == {"bonus", "correction", "plain"}
+
+
+@pytest.mark.parametrize("forest", [False, True])
+def test_steps_survive_json(forest: bool) -> None:
+    drafter = GuessDrafter(6, width=2) if forest else ModelDrafter(SMALL.score, Warp(), Noise(0, "draft"), 6)
+    for step in run([1, 2], target(), drafter, Fixed(3), 20):
+        line = json.loads(json.dumps(step.to_json()))
+        assert Step.from_json(line) == step
+        assert len(line["top"]) == len(line["p"]) == len(line["parents"]) == len(line["draft"])
+
+
+def test_metrics_of_a_run_without_drafts_divide_by_nothing() -> None:
+    figures = Metrics().as_dict()
+    assert figures["acceptance_rate"] is None and figures["tokens_per_second"] is None
+    metrics = Metrics()
+    metrics.add(run([1], target(), GuessDrafter(6), Fixed(1), 1)[0])
+    figures = metrics.as_dict()
+    assert figures["tokens"] == 1 and figures["alpha"] is None and figures["tokens_per_target_pass"] is None
+    assert figures["ttft_s"] is not None
+
+
+def test_metrics_by_hand() -> None:
+    """Two rounds told in numbers: accepted 2 of 3, then 0 of 2 of which one was never tested."""
+    prefill = Step(0, (9,), Draft(), Verdict((), 9), 0, 0.0, 0.5, 0.0, t=0.6)
+    first = Step(
+        1,
+        (1, 2, 7),
+        Draft.chain((1, 2, 3)),
+        Verdict((0, 1), 7, (0.9, 0.8, 0.1), (0.1, 0.2, 0.9), (0.9, 0.8, 0.1)),
+        3,
+        0.1,
+        0.2,
+        0.1,
+        t=1.0,
+    )
+    second = Step(
+        2, (8,), Draft.chain((5, 6)), Verdict((), 8, (0.2, 0.3), (0.7, None), (0.2, None)), 3, 0.1, 0.2, 0.1, t=2.0
+    )
+    metrics = Metrics()
+    for step in (prefill, first, second):
+        metrics.add(step)
+    figures = metrics.as_dict()
+    assert figures["drafted"] == 5 and figures["tested"] == 4 and figures["accepted"] == 2
+    assert figures["acceptance_rate"] == pytest.approx(0.4) and figures["alpha"] == pytest.approx(0.5)
+    assert figures["mean_beta"] == pytest.approx(0.5)
+    assert figures["tokens_per_target_pass"] == pytest.approx(2.0)
+    assert figures["accepted_by_position"] == [1, 1, 0] and figures["tested_by_position"] == [2, 1, 1]
+    assert figures["ttft_s"] == 0.6 and figures["decode_s"] == pytest.approx(0.8)
+    assert figures["tokens_per_second"] == pytest.approx(5.0)
+
+
+def test_beta_is_the_overlap_of_the_two_laws() -> None:
+    """Against sum min(p, q) computed apart; its mean estimates alpha."""
+    drafter = ModelDrafter(SMALL.score, Warp(), Noise(0, "draft"), 6)
+    text = [1, 2]
+    seen = 0
+    for step in run(text, target(), drafter, Fixed(3), 30):
+        for node, beta in enumerate(step.verdict.beta):
+            path = [*text, *step.draft.tokens[:node]]
+            p, q = MODEL.logits(path).softmax(-1), SMALL.logits(path).softmax(-1)
+            if beta is not None:
+                assert beta == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-6)
+                seen += 1
+            assert step.verdict.p[node] == pytest.approx(float(p[step.draft.tokens[node]]), abs=1e-6)
+            assert step.verdict.choices[node][0] == int(p.argmax())
+        text += step.tokens
+    assert seen > 10

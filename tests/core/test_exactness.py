@@ -1,0 +1,328 @@
+"""Laws by enumeration: every draw is explored, so an exact rule's error is rounding and a lossy one's is seen.
+
+The vocabulary has three or four tokens, texts have up to three: joint laws, not marginals.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from fakes.enumeration import (
+    DRAFTERS,
+    PROMPT,
+    ROUNDING,
+    SMALL,
+    STOP,
+    TARGET,
+    VOCAB,
+    WARPS,
+    Make,
+    distance,
+    enumerate_law,
+    true_law,
+)
+from fakes.tiny_models import Explorer, committed, run
+from torch import Tensor
+
+from specdemo.core.policies import POLICIES, Fixed, Prices
+from specdemo.core.rules import RULES, match, ratio, rejection, residual, threshold, typical
+from specdemo.core.sampling import Noise, Shared, Warp
+from specdemo.core.step import Draft, Verdict
+from specdemo.core.verifier import Target
+from specdemo.drafters.lookahead import LookaheadDrafter
+from specdemo.drafters.model import ModelDrafter
+
+
+@pytest.mark.parametrize("stop", [(), STOP], ids=["no stop", "stop"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("warp", WARPS)
+def test_rejection_keeps_the_law(warp: str, drafter: str, stop: tuple[int, ...]) -> None:
+    law, drafted, accepted = enumerate_law(WARPS[warp], DRAFTERS[drafter], stop=stop)
+    assert distance(law, true_law(WARPS[warp], 3, stop)) < ROUNDING
+    if drafter != "none":
+        assert drafted > 0
+    if drafter not in ("none", "n-grams", "suffix", "lookup", "lookahead") and warp in ("plain", "warm"):
+        assert accepted > 0
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 3])
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_every_length_and_gamma(length: int, gamma: int) -> None:
+    law, _, _ = enumerate_law(Warp(), DRAFTERS["model"], length=length, gamma=gamma)
+    assert distance(law, true_law(Warp(), length, ())) < ROUNDING
+
+
+def test_lookahead_with_teeth_keeps_the_law() -> None:
+    """A text long enough for a comb with teeth and for n-grams that were read from it."""
+    law, drafted, accepted = enumerate_law(
+        Warp(), lambda warp, source: LookaheadDrafter(window=1, n=3, guesses=2), length=5, gamma=3
+    )
+    assert distance(law, true_law(Warp(), 5, ())) < ROUNDING and drafted > accepted > 0
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("warp", WARPS)
+def test_match_keeps_the_law(warp: str, drafter: str) -> None:
+    law, _, _ = enumerate_law(WARPS[warp], DRAFTERS[drafter], match)
+    assert distance(law, true_law(WARPS[warp], 3, ())) < ROUNDING
+
+
+@pytest.mark.parametrize("drafter", ["model", "siblings", "guessed forest"])
+@pytest.mark.parametrize("name", [name for name, rule in RULES.items() if not rule.exact(Warp())])
+def test_lossy_rules_are_exact_when_greedy_and_seen_above(name: str, drafter: str) -> None:
+    rule = RULES[name].apply
+    if RULES[name].threshold is not None:
+        rule = partial(rule, threshold=RULES[name].threshold)
+    greedy = Warp(temperature=0)
+    law, _, _ = enumerate_law(greedy, DRAFTERS[drafter], rule)
+    assert distance(law, true_law(greedy, 3, ())) < ROUNDING
+    law, drafted, accepted = enumerate_law(Warp(), DRAFTERS[drafter], rule)
+    assert drafted > accepted > 0
+    assert distance(law, true_law(Warp(), 3, ())) > 0.02
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        (partial(ratio, threshold=0.9), [0.2 + 0.5 * 0.6, 0.3 + 0.5 * 0.3, 0.5 * 0.1]),  # rejects the last token only
+        (partial(threshold, threshold=0.4), [0.2 + 0.8 * 0.6, 0.8 * 0.3, 0.8 * 0.1]),  # accepts the first only
+        (partial(typical, threshold=0.09), [0.2, 0.3, 0.5]),  # accepts everything: the text is the drafter's
+        (
+            partial(ratio, threshold=0.9, adjust=True),
+            [0.2 + 0.5, 0.3, 0.0],
+        ),  # what q has too much of goes to what p has
+    ],
+)
+def test_lossy_rules_are_off_by_what_theory_says(rule: Any, expected: list[float]) -> None:
+    """One drafted token: what is accepted of q, and the mass of what is not, spread as corrections are drawn."""
+    explorer = Explorer()
+    p, q = torch.tensor([0.6, 0.3, 0.1]), torch.tensor([0.2, 0.3, 0.5])
+
+    def once() -> int:
+        token = explorer.draw(q)
+        draft = Draft.chain((token,), (float(q[token]),), q[None])
+        verdict = rule(draft, torch.stack([p, p]), explorer, explorer, 1)
+        return token if verdict.accepted else verdict.token
+
+    law = explorer.law(once)
+    assert [law.get(i, 0.0) for i in range(3)] == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("drafter", ["model", "straight", "n-grams", "universal", "guesses", "guessed forest"])
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
+def test_coupled_text_is_that_of_plain_decoding(temperature: float, drafter: str) -> None:
+    """Token by token, at any temperature, for every drafter and gamma, from the same seed."""
+    warp, accepted, texts = Warp(temperature=temperature), 0, set()
+    for seed in range(40):
+
+        def text(make: Make, gamma: int, seed: int = seed) -> tuple[int, ...]:
+            nonlocal accepted
+            judge = Target(TARGET.score, warp, match, Shared(seed), Shared(seed), 2)
+            steps = run(PROMPT, judge, make(warp, Shared(seed)), Fixed(gamma), 12)
+            accepted += sum(len(step.verdict.accepted) for step in steps)
+            return tuple(committed(steps))
+
+        plain = text(DRAFTERS["none"], 1)
+        texts.add(plain)
+        for gamma in (1, 2, 5):
+            assert text(DRAFTERS[drafter], gamma) == plain
+    assert accepted > 0 and (len(texts) > 20 or temperature == 0)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "match"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_theorem(policy: str, drafter: str, rule: str) -> None:
+    """Every drafter under every exact rule and policy, greedy and not: the text has the target's own law.
+
+    A policy decides before a token is drawn, so how long a draft becomes says nothing of what is in it.
+    """
+    lengths = set()
+    for name in ("greedy", "plain", "top-p", "penalty"):
+        warp, explorer = WARPS[name], Explorer()
+
+        def once(warp: Warp = warp, explorer: Explorer = explorer) -> tuple[int, ...]:
+            gamma = POLICIES[policy].make(2, 1, 3, Prices())
+            judge = Target(TARGET.score, warp, RULES[rule].apply, explorer, explorer, 2)
+            steps = run(PROMPT, judge, DRAFTERS[drafter](warp, explorer), gamma, 3)
+            lengths.update(len(step.draft) for step in steps)
+            return tuple(committed(steps))
+
+        assert distance(explorer.law(once), true_law(warp, 3, ())) < ROUNDING, name
+    assert (max(lengths) > 0) == (drafter != "none")
+
+
+def test_corrections_from_p_are_lossy() -> None:
+    """Skipping the adjustment adds the rejected mass to p: the law is off by sum max(q-p,0) * TV(p, residual)."""
+    explorer = Explorer()
+    p, q = torch.tensor([0.6, 0.3, 0.1]), torch.tensor([0.2, 0.3, 0.5])
+
+    def once() -> int:
+        token = explorer.draw(q)
+        verdict = rejection(
+            Draft.chain((token,), (float(q[token]),), q[None]), torch.stack([p, p]), explorer, explorer, 1, adjust=False
+        )
+        return token if verdict.accepted else verdict.token
+
+    law = explorer.law(once)
+    rejected = (q - p).clamp(min=0).sum()
+    expected = torch.minimum(p, q) + rejected * p
+    assert torch.tensor([law[i] for i in range(3)]).tolist() == pytest.approx(expected.tolist(), abs=1e-6)
+    assert distance(law, dict(enumerate(p.tolist()))) == pytest.approx(0.16, abs=1e-6)
+
+
+# --- mutants: bugs that well-known projects shipped; each must be seen by the test above it ----------------------
+
+
+def mutant_law(make: Make, rule: Any = rejection, warp: Warp = WARPS["top-k"]) -> float:
+    return distance(enumerate_law(warp, make, rule)[0], true_law(warp, 3, ()))
+
+
+def test_mutant_greedy_draft_judged_by_softmax() -> None:
+    """Argmax drafted, softmax compared: greedy in name only."""
+    greedy = Warp(temperature=0)
+    law, _, _ = enumerate_law(Warp(), lambda warp, source: ModelDrafter(SMALL.score, greedy, source, VOCAB))
+    assert distance(law, true_law(greedy, 3, ())) > 0.02
+
+
+def test_mutant_match_that_draws_again() -> None:
+    """A sample that misses the draft is the correction; drawing anew gives the drafted token 2p - p^2."""
+
+    def drawing(draft: Draft, p: Tensor, accept: Any, correct: Any, start: int, again: bool) -> Verdict:
+        accepted = []
+        for node, token in enumerate(draft.tokens):
+            drawn = accept.draw(p[node])
+            if drawn != token:
+                return Verdict(tuple(accepted), correct.draw(p[node]) if again else drawn)
+            accepted.append(node)
+        return Verdict(tuple(accepted), correct.draw(p[len(draft)]))
+
+    def of(again: bool) -> float:
+        return mutant_law(DRAFTERS["guesses"], lambda *args: drawing(*args, again=again), Warp())
+
+    assert of(again=False) < ROUNDING
+    assert of(again=True) > 0.02
+    p = torch.tensor([[0.3, 0.7], [0.3, 0.7]])
+    explorer = Explorer()
+
+    def once() -> int:
+        verdict = drawing(Draft.chain((0,)), p, explorer, explorer, 1, again=True)
+        return 0 if verdict.accepted else verdict.token
+
+    assert explorer.law(once)[0] == pytest.approx(2 * 0.3 - 0.09)
+
+
+def test_mutant_raw_q() -> None:
+    """q must be the law sampled from, not the softmax of the raw logits."""
+
+    class Raw(ModelDrafter):
+        def propose(self, tokens: Sequence[int], more: Any) -> Draft:
+            draft = super().propose(tokens, more)
+            if not draft.tokens:
+                return draft
+            law = torch.stack([SMALL.logits([*tokens, *draft.tokens[:i]]) for i in range(len(draft))]).softmax(-1)
+            q = tuple(float(row[token]) for row, token in zip(law, draft.tokens, strict=True))
+            return replace(draft, q=q, law=law)
+
+    assert mutant_law(lambda warp, source: Raw(SMALL.score, warp, source, VOCAB)) > 0.02
+
+
+def test_mutant_dropping_what_was_drawn() -> None:
+    """A sampled token dropped for being improbable biases the text; deciding before the draw does not."""
+
+    class Dropping(ModelDrafter):
+        def propose(self, tokens: Sequence[int], more: Any) -> Draft:
+            draft = super().propose(tokens, more)
+            keep = next((i for i, q in enumerate(draft.q or ()) if q < 0.4), len(draft))
+            if keep == 0:
+                return Draft()
+            return Draft.chain(draft.tokens[:keep], draft.q[:keep], draft.law[:keep])
+
+    class Deciding(Fixed):
+        def more(self, n: int, logits: Any) -> bool:
+            return n < self.gamma and (logits is None or float(logits.softmax(-1).max()) > 0.4)
+
+    assert mutant_law(lambda warp, source: Dropping(SMALL.score, warp, source, VOCAB), warp=Warp()) > 0.02
+    explorer = Explorer()
+    judge = Target(TARGET.score, Warp(), rejection, explorer, explorer)
+
+    def once() -> tuple[int, ...]:
+        drafter = ModelDrafter(SMALL.score, Warp(), explorer, VOCAB)
+        return tuple(committed(run(PROMPT, judge, drafter, Deciding(2), 3)))
+
+    assert distance(explorer.law(once), true_law(Warp(), 3, ())) < ROUNDING
+
+
+@pytest.mark.parametrize("lenience", [1.05])
+def test_mutant_lenient_acceptance(lenience: float) -> None:
+    """Even five per cent too much acceptance shows."""
+
+    class Lenient:
+        def __init__(self, source: Explorer) -> None:
+            self.source = source
+
+        def test(self, probability: float) -> tuple[bool, float]:
+            return self.source.test(min(1.0, lenience * probability))
+
+    def rule(draft: Draft, p: Tensor, accept: Explorer, correct: Explorer, start: int) -> Verdict:
+        return rejection(draft, p, Lenient(accept), correct, start)
+
+    assert mutant_law(DRAFTERS["model"], rule, Warp()) > 100 * ROUNDING
+
+
+def chi_square(shared: bool) -> float:
+    """Of 12,000 texts of one drafted token against their law, with the program's own noise."""
+    p = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    q = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    streams = ["draft", "draft", "draft"] if shared else ["draft", "accept", "correct"]
+    counts = [0] * 4
+    for seed in range(12_000):
+        draw, accept, correct = (Noise(seed, stream) for stream in streams)
+        token = draw.draw(q)
+        verdict = rejection(Draft.chain((token,), (float(q[token]),), q[None]), torch.stack([p, p]), accept, correct, 1)
+        counts[token if verdict.accepted else verdict.token] += 1
+    return sum((n - 12_000 * x) ** 2 / (12_000 * x) for n, x in zip(counts, p.tolist(), strict=True))
+
+
+def test_noise_streams_are_independent_and_a_shared_one_is_seen() -> None:
+    """Fixed seeds, so it never flickers; by chance alone one such choice in 10^5 would exceed 26 (3 degrees)."""
+    assert chi_square(shared=False) < 26
+    assert chi_square(shared=True) > 100
+
+
+# --- corners -----------------------------------------------------------------------------------------------------
+
+
+def test_residual_of_equal_laws_is_p() -> None:
+    p = torch.tensor([0.25, 0.75])
+    assert residual(p, p).tolist() == p.tolist()
+    assert residual(p, torch.tensor([0.5, 0.5])).tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("q", [0.0, 0.5])
+def test_what_p_forbids_is_rejected_even_by_a_draw_of_zero(q: float) -> None:
+    class Zero:
+        def test(self, probability: float) -> tuple[bool, float]:
+            return 0.0 < probability, 0.0
+
+        def draw(self, law: Tensor, place: int) -> int:
+            return int(law.argmax())
+
+    p = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
+    law = torch.tensor([[q, 1 - q]])
+    verdict = rejection(Draft.chain((0,), (q,), law), p, Zero(), Zero(), 1)
+    assert verdict.accepted == () and verdict.token == 1
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_broken_logits_raise(bad: float) -> None:
+    for warp in (Warp(), Warp(temperature=0), Warp(top_k=2, top_p=0.5)):
+        with pytest.raises(ValueError, match="NaN or infinite"):
+            warp(torch.full((1, 5), bad), [[0]])
+    assert Warp()(torch.tensor([[0.0, -math.inf]]), [[0]]).tolist() == [[1.0, 0.0]]

@@ -1,0 +1,203 @@
+"""Draft-length policies: each rule by hand, bounds kept, and the choice that pays found."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from specdemo.core.errors import Refused
+from specdemo.core.policies import (
+    POLICIES,
+    AdaEdl,
+    Auto,
+    Dynamic,
+    Egag,
+    Heuristic,
+    PathProbability,
+    Prices,
+    confidence,
+    svip,
+)
+from specdemo.core.step import Draft, Step, Verdict
+from specdemo.recipe import Recipe
+
+FLAT = torch.zeros(16)
+SURE = torch.tensor([30.0] + [0.0] * 15)
+
+
+def step(drafted: int, accepted: int, draft_s: float = 0.0, verify_s: float = 1.0, i: int = 1) -> Step:
+    draft = Draft.chain((7,) * drafted)
+    verdict = Verdict(tuple(range(accepted)), 1)
+    return Step(i, (1,), draft, verdict, drafted, draft_s=draft_s, verify_s=verify_s, host_s=0.0, t=0.0)
+
+
+def length(policy: Any, logits: torch.Tensor | None = None) -> int:
+    """How long a draft becomes under laws that are all alike."""
+    n = 0
+    while policy.more(n, None) and policy.more(n, logits):
+        n += 1
+        assert n < 100
+    return n
+
+
+def test_dynamic_follows_the_guides_thresholds_within_its_bounds() -> None:
+    policy = Dynamic(6, 3, 12)
+    lengths = []
+    for accepted in (6, 7, 3, 2, 0, 0, 0, 0):
+        policy.observe(step(policy.gamma, min(accepted, policy.gamma)))
+        lengths.append(policy.gamma)
+    assert lengths == [7, 8, 7, 6, 5, 4, 3, 3]  # 3 of 8 is at most 0.4
+    for _ in range(20):
+        policy.observe(step(policy.gamma, policy.gamma))
+    assert policy.gamma == 12
+    policy.observe(step(0, 0))
+    assert policy.gamma == 12  # a round without a draft says nothing
+
+
+def test_heuristic_is_that_of_transformers() -> None:
+    policy = Heuristic(5, 20)
+    policy.observe(step(5, 5))
+    assert policy.gamma == 7
+    policy.observe(step(7, 6))
+    assert policy.gamma == 6
+    for _ in range(10):
+        policy.observe(step(policy.gamma, 0))
+    assert policy.gamma == 1
+
+
+def test_egag_is_short_where_the_drafter_is_unsure() -> None:
+    assert length(Egag(1, 8), FLAT) == 1 and length(Egag(1, 8), SURE) == 8
+    half = torch.cat([torch.zeros(4), torch.full((12,), -1e4)])  # ln 4 / ln 16 = 1/2
+    policy = Egag(2, 8)
+    assert length(policy, half) == 5
+    assert policy.notes == pytest.approx({"h_norm": 0.5, "h_norm_ema": 0.5, "gamma": 5})
+    policy.more(0, FLAT)
+    assert policy.notes["h_norm_ema"] == pytest.approx(0.75, abs=1e-6)
+    assert Egag(2, 9, smooth=0.75).called_for == 4  # 2 + 7 / 4
+    assert length(Egag(1, 8)) == 8  # n-grams have no law to read
+
+
+def test_entropy_bounds_and_confidence_end_drafts() -> None:
+    h = math.log(16)
+    assert length(svip(8), SURE) == 8 and length(svip(8), FLAT) == 0 and math.sqrt(0.15 * h) > 0.3
+    assert length(confidence(8), SURE) == 8 and length(confidence(8), FLAT) == 0
+    two = torch.tensor([1.0, 1.0] + [-1e4] * 14)
+    assert length(confidence(8), two) == 8  # one half each
+    assert length(PathProbability(8), two) == 2  # 1/2, 1/4, and 1/8 is below 0.2
+    assert length(PathProbability(8), SURE) == 8
+    policy = PathProbability(8)
+    assert [length(policy, two) for _ in range(3)] == [2, 2, 2]  # each draft begins anew
+
+
+def test_adaedl_moves_its_threshold_against_what_is_accepted() -> None:
+    policy = AdaEdl(8)
+    assert length(policy, SURE) == 8 and length(policy, FLAT) == 0
+    policy.observe(step(4, 4))
+    assert policy.threshold == pytest.approx(0.39)
+    for _ in range(4):
+        policy.observe(step(4, 0))
+    assert policy.threshold > 0.39 and policy.notes == {"lambda": policy.threshold}
+
+
+@pytest.mark.parametrize(
+    ("alpha", "c", "expected"),
+    [(0.9, 0.05, 8), (0.8, 0.2, 4), (0.6, 0.2, 2), (0.6, 0.05, 4), (0.1, 0.5, 0)],
+)
+def test_auto_finds_the_best_gamma(alpha: float, c: float, expected: int) -> None:
+    """Accepting at alpha, at cost c: what the closed form says, or one beside it; no draft where none pays."""
+    policy, rng = Auto(8), torch.Generator().manual_seed(0)
+    policy.observe(step(0, 0, verify_s=50.0, i=0))  # the prefill, whose time says nothing
+    seen = []
+    for _ in range(600):
+        drafted = policy.gamma
+        kept = 0
+        while kept < drafted and float(torch.rand((), generator=rng)) < alpha:
+            kept += 1
+        policy.observe(step(drafted, kept, draft_s=c * drafted))
+        seen.append(policy.gamma)
+    typical = sorted(seen[100:])[len(seen[100:]) // 2]
+    assert abs(typical - expected) <= 1
+    if expected == 0:
+        assert seen.count(0) > 0.85 * len(seen) and 1 in seen[100:]  # it looks again now and then
+
+
+def settled(policy: Auto, rounds: int = 40, c: float = 0.13) -> int:
+    """The gamma after rounds of which two drafted tokens are kept and the third is not, at c a token."""
+    for _ in range(rounds):
+        drafted = policy.gamma
+        policy.observe(step(drafted, min(2, drafted), draft_s=c * drafted))
+    return policy.gamma
+
+
+def test_one_slow_round_does_not_move_auto() -> None:
+    disturbed, quiet = Auto(8), Auto(8)
+    gamma = settled(disturbed)
+    assert settled(quiet) == gamma and disturbed.notes["auto_c"] == pytest.approx(0.13)
+    disturbed.observe(step(gamma, 2, draft_s=9.0))
+    disturbed.observe(step(gamma, 2, draft_s=0.13 * gamma, verify_s=60.0))
+    for _ in range(2):
+        quiet.observe(step(gamma, 2, draft_s=0.13 * gamma))
+    assert disturbed.gamma == quiet.gamma and disturbed.notes == pytest.approx(quiet.notes)
+
+
+def test_the_drafters_reading_of_the_prompt_is_no_cost_of_a_draft() -> None:
+    policy = Auto(8, Prices(token=0.2))
+    policy.observe(step(3, 2, draft_s=40.0))
+    assert policy.notes["auto_c"] == 0.2
+    policy.observe(step(3, 2, draft_s=0.39))
+    assert policy.notes["auto_c"] == pytest.approx(0.13)
+
+
+def test_auto_believes_the_prices_of_passes() -> None:
+    """A pass that costs what its rows do leaves nothing to win; a step up ends drafts before it."""
+    assert settled(Auto(8, Prices({1: 1.0, 8: 8.0}))) == 0
+    flat, step_up = Auto(8), Auto(8, Prices({1: 1.0, 2: 1.0, 3: 3.0}))
+    assert settled(flat) == 2 and settled(step_up) == 1
+
+
+def test_prices_between_and_beyond_what_is_known() -> None:
+    prices = Prices({1: 1.0, 2: 1.1, 5: 1.4, 8: 1.4})
+    assert [prices.verify(n) for n in (1, 2, 3, 5, 8, 20)] == pytest.approx([1.0, 1.1, 1.2, 1.4, 1.4, 1.4])
+    assert Prices({1: 1.0, 2: 1.1}).verify(4) == pytest.approx(1.3)
+    disturbed = Prices({1: 1.0, 2: 1.1, 5: 2.5, 8: 1.4})  # more rows never cost less: 5 were measured in a bad moment
+    assert disturbed.verify(5) == pytest.approx(1.4)
+    assert Prices().verify(9) == 1.0
+
+
+def test_auto_looks_again_less_and_less_often() -> None:
+    policy = Auto(8, Prices(token=5.0))
+    waits, idle = [], 0
+    for _ in range(1500):
+        drafted = policy.gamma
+        idle = 0 if drafted else idle + 1
+        waits += [idle] if not drafted else []
+        policy.observe(step(drafted, 0, draft_s=5.0 * drafted))
+    ends = [wait for wait, after in zip(waits, waits[1:], strict=False) if after == 1]
+    assert ends[:3] == [64, 128, 256] and len(ends) > 5 and set(ends[3:]) == {256}
+
+
+def test_auto_reads_chances_where_coins_were_thrown_and_leaves_of_trees() -> None:
+    lucky = Verdict((0,), 1, draw=(0.1,), beta=(0.25,))
+    told = Step(1, (7, 1), Draft.chain((7,)), lucky, 1, draft_s=0.1, verify_s=1.0, host_s=0.0, t=0.0)
+    policy, other = Auto(8), Auto(8)
+    policy.observe(told)
+    other.observe(step(1, 1, draft_s=0.1))
+    assert policy.notes["auto_a1"] < 0.7 < other.notes["auto_a1"]
+    tree = Draft((7, 8, 9), (-1, -1, 0))  # 7 or 8, and 9 after 7
+    whole = Step(1, (7, 9, 1), tree, Verdict((0, 2), 1), 2, draft_s=0.1, verify_s=1.0, host_s=0.0, t=0.0)
+    policy = Auto(8)
+    policy.observe(whole)  # nothing was rejected
+    assert all(a >= 0.7 for a in policy._acceptances())
+
+
+def test_bounds_come_from_the_recipe_or_the_policy() -> None:
+    assert Recipe(policy="dynamic").gamma_bounds == (3, 12)
+    assert Recipe(policy="egag", gamma_min=2, gamma_max=5).gamma_bounds == (2, 5)
+    with pytest.raises(Refused, match="gamma_min 5 is above gamma_max 4"):
+        Recipe(policy="egag", gamma_min=5, gamma_max=4)
+    for policy in POLICIES.values():
+        made = policy.make(4, policy.least, policy.most, Prices())
+        assert 0 <= made.gamma <= policy.most and made.notes is not None

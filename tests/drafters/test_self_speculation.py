@@ -1,0 +1,100 @@
+"""Self-speculation: the same weights through fewer layers, and the same text in the end."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from fakes.tiny_models import byte_level_tokenizer, committed, run, save_model, tiny_model
+from transformers import AutoModelForCausalLM
+
+from specdemo.core.decode import Plain
+from specdemo.core.errors import Refused
+from specdemo.core.policies import Fixed
+from specdemo.core.rules import rejection
+from specdemo.core.sampling import Noise, Warp
+from specdemo.core.step import Draft
+from specdemo.core.verifier import Target
+from specdemo.drafters.model import ModelDrafter
+from specdemo.generate import generate
+from specdemo.models.engines.llama_weights import Lean
+from specdemo.models.kv_cache import CachedModel
+from specdemo.models.model_pool import Shelf
+from specdemo.models.model_variants import with_layers
+from specdemo.recipe import METHODS, POLICIES, WITH_DRAFTER, Recipe
+
+GREEDY, NOISE = Warp(temperature=0), Noise(0, "unused when greedy")
+TOKENS = [5, 9, 5, 7, 1]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "gpt-neox", "mistral-sliding"])
+def test_a_model_with_layers_left_out(kind: str) -> None:
+    """As if it had been built with the kept layers only; and what it drafts leaves the text as it was."""
+    model = tiny_model(kind)
+    early = with_layers(model, [0])
+    assert {p.data_ptr() for p in early.parameters()} < {p.data_ptr() for p in model.parameters()}
+    rows = CachedModel(early).score(TOKENS[:2], Draft.chain(tuple(TOKENS[2:])))
+    config = type(model.config).from_dict(model.config.to_dict())
+    config.num_hidden_layers = 1
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:1]
+    alone = AutoModelForCausalLM.from_config(config).eval()
+    alone.load_state_dict(model.state_dict(), strict=False)
+    assert torch.allclose(rows, alone(torch.tensor([TOKENS])).logits[0, 1:], atol=1e-4)
+
+    def text(drafter: object) -> list[int]:
+        judge = Target(CachedModel(model).score, GREEDY, rejection, NOISE, NOISE)
+        return committed(run(TOKENS, judge, drafter, Fixed(3), 20))  # type: ignore[arg-type]
+
+    assert text(ModelDrafter(CachedModel(early).score, GREEDY, NOISE, 61)) == text(Plain())
+    whole = CachedModel(model).score(TOKENS, Draft())
+    assert torch.allclose(whole, model(torch.tensor([TOKENS])).logits[0, -1:], atol=1e-4)  # itself it is unchanged
+
+
+def test_lean_models_leave_out_any_layer() -> None:
+    model = tiny_model("llama")
+    for kept in ([0], [1]):
+        early = with_layers(Lean(model), kept)
+        alone = copy.deepcopy(tiny_model("llama"))  # its configuration is shared with every other one
+        alone.model.layers = torch.nn.ModuleList([alone.model.layers[i] for i in kept])
+        alone.config.num_hidden_layers = 1
+        alone.model.layers[0].self_attn.layer_idx = 0
+        expected = alone(torch.tensor([TOKENS])).logits[0, -1:]
+        assert torch.allclose(CachedModel(early).score(TOKENS, Draft()), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("kept", [[], [0, 1], [2], [-1]])
+def test_layers_that_make_no_drafter_are_refused(kept: list[int]) -> None:
+    for model in (tiny_model("llama"), Lean(tiny_model("llama"))):
+        with pytest.raises(Refused, match="layers 0 to 1"):
+            with_layers(model, kept)
+    with pytest.raises(Refused, match="layer 0"):
+        with_layers(tiny_model("gpt2"), [1])
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in ("ar", "beam")])
+def test_methods_run_by_name_under_every_policy_and_write_what_plain_decoding_writes(
+    method: str, tmp_path: Path
+) -> None:
+    """And self-speculation holds no weights but the target's."""
+    folder = str(save_model(tmp_path / "model", byte_level_tokenizer()))
+    shelf, drafted = Shelf(), 0
+
+    def text(recipe: Recipe) -> list[int]:
+        nonlocal drafted
+        prompt = "def add(a, b):\n    add(a, b)\n"
+        head, *steps, end = (line for line in generate(recipe, prompt, shelf) if "phase" not in line)
+        if method not in WITH_DRAFTER:
+            assert head["environment"]["drafter_bytes"] is None
+        assert end["end"] == "length"
+        drafted += end["metrics"]["drafted"]
+        return [token for step in steps for token in step["tokens"]]
+
+    common = {"target": folder, "drafter": folder, "temperature": 0, "max_tokens": 32, "device": "cpu"}
+    plain = text(Recipe(method="ar", **common))
+    for policy in POLICIES:
+        for rule in ("rejection", "match", "coupled"):
+            assert text(Recipe(method=method, policy=policy, rule=rule, **common)) == plain, (policy, rule)
+    assert drafted > 0

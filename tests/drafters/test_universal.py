@@ -1,0 +1,309 @@
+"""A drafter of another vocabulary: what it reads and says is carried over whole, and the text stays the target's."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes.tiny_models import TEXTS, Explorer, byte_level_tokenizer, sentencepiece_tokenizer
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from specdemo.core.decode import More
+from specdemo.core.errors import Refused
+from specdemo.core.policies import Fixed
+from specdemo.core.rules import rejection
+from specdemo.core.step import Draft
+from specdemo.drafters.suffix import SuffixDrafter
+from specdemo.drafters.universal import UniversalDrafter
+from specdemo.generate import generate
+from specdemo.models.model_pool import Shelf
+from specdemo.models.vocabulary_bridge import TAIL, Bridge
+from specdemo.models.zoo import PAIRS
+from specdemo.recipe import Recipe
+from specdemo.ui.settings import recipe_of
+
+BUNDLED = PAIRS["bundled"]
+TEXT = (
+    "".join(TEXTS) * 2
+    + "x  =  'a b'\n\n\n\tif naïve_東京 == '🙂🙃':  # 1234567890\n        return unbelievable(café)\n" * 3
+)
+TOKENIZERS = {
+    "byte-level": byte_level_tokenizer,
+    "sentencepiece": sentencepiece_tokenizer,
+    "bundled": lambda: AutoTokenizer.from_pretrained(BUNDLED.target),
+}
+WAYS = [(a, b) for a in TOKENIZERS for b in TOKENIZERS if a != b]
+
+
+def decode(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+class Spy:
+    """A tokenizer that notes how much text it was asked to cut."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._tokenizer, self.lengths = tokenizer, []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        self.lengths.append(len(text))
+        return self._tokenizer(text, **options)
+
+
+# --- reading -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ours", "theirs"), WAYS)
+def test_a_text_read_bit_by_bit_is_cut_as_a_text_read_at_once(ours: str, theirs: str) -> None:
+    target, drafter = TOKENIZERS[ours](), TOKENIZERS[theirs]()
+    tokens = encode(target, TEXT)
+    for seed in range(3):
+        rng, bridge, end = random.Random(seed), Bridge(target, drafter, [7]), 0
+        while end < len(tokens):
+            end += rng.randrange(1, 6)
+            own = bridge.read(tokens[:end])
+            whole = decode(target, tokens[:end])
+            assert whole.startswith(decode(drafter, own[1:]))  # a character that is not whole yet is left out
+        assert own == [7, *encode(drafter, TEXT)]
+
+
+@pytest.mark.parametrize(("ours", "theirs"), WAYS)
+def test_a_round_costs_the_same_however_long_the_text_is(ours: str, theirs: str) -> None:
+    target, drafter = Spy(TOKENIZERS[ours]()), Spy(TOKENIZERS[theirs]())
+    tokens = encode(target, TEXT * 8)
+    bridge = Bridge(target, drafter, [])
+    bridge.read(tokens[:40])
+    target.lengths.clear(), drafter.lengths.clear()
+    for end in range(43, len(tokens), 3):
+        bridge.read(tokens[:end])
+        bridge.write(tokens[:end], encode(drafter, " x"))
+    assert max(drafter.lengths) < 12 * TAIL and max(target.lengths) < 12 * TAIL < len(TEXT)
+
+
+# --- writing -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ours", "theirs"), WAYS)
+def test_what_is_drafted_joins_the_text(ours: str, theirs: str) -> None:
+    """A drafter that knows how the text goes on: its words are carried over, and are what the target would write."""
+    target, drafter = TOKENIZERS[ours](), TOKENIZERS[theirs]()
+    tokens, own = encode(target, TEXT), encode(drafter, TEXT)
+    bridge, carried, same = Bridge(target, drafter, []), 0, 0
+    for end in range(20, len(tokens) - 8):
+        read = bridge.read(tokens[:end])
+        if own[: len(read)] != read:
+            continue  # the text ends inside one of the drafter's words: it would go on otherwise
+        new = own[len(read) : len(read) + 4]
+        found = bridge.write(tokens[:end], new)
+        assert TEXT.startswith(decode(target, tokens[:end] + found).rstrip("\ufffd"))
+        carried += bool(found)
+        same += found[:1] == tokens[end : end + 1]
+    assert carried > 100 and same > 0.9 * carried
+
+
+@pytest.mark.parametrize(("ours", "theirs"), WAYS)
+def test_whatever_is_drafted_is_carried_over_as_it_is_or_not_at_all(ours: str, theirs: str) -> None:
+    """Random ids on both sides: half characters, special tokens, spaces where none belong."""
+    target, drafter = TOKENIZERS[ours](), TOKENIZERS[theirs]()
+    carried = 0
+    for seed in range(40):
+        rng = random.Random(seed)
+        bridge, tokens = Bridge(target, drafter, []), encode(target, "def f(x):")
+        for _ in range(12):
+            tokens = [*tokens, *(rng.randrange(len(target)) for _ in range(rng.randrange(1, 4)))]
+            own = list(bridge.read(tokens))
+            new = [rng.randrange(len(drafter)) for _ in range(4)]
+            found = bridge.write(tokens, new)
+            said = decode(drafter, own + new)[len(decode(drafter, own)) :]
+            if found:
+                carried += 1
+                before, after = decode(target, tokens), decode(target, tokens + found)
+                added = after[len(before.rstrip("\ufffd")) :]
+                assert added and said.startswith(added)
+                assert not set(found) & set(target.all_special_ids)
+    assert carried > 30
+
+
+def test_a_character_that_was_begun_is_finished() -> None:
+    target, drafter = byte_level_tokenizer(), AutoTokenizer.from_pretrained(BUNDLED.target)
+    tokens = encode(target, "x = '🙂'")
+    begun = next(n for n in range(len(tokens)) if decode(target, tokens[:n]).endswith("\ufffd"))
+    bridge = Bridge(target, drafter, [])
+    assert decode(drafter, bridge.read(tokens[:begun])) == "x = '"
+    assert bridge.write(tokens[:begun], encode(drafter, "🙂'")) == tokens[begun:]
+    assert bridge.write(tokens[:begun], encode(drafter, "y'")) == []  # another character than the one begun
+
+
+def test_the_rest_of_a_word_follows_a_piece_of_it() -> None:
+    """The target wrote a piece that it would not have cut so: what is drafted goes on from there all the same."""
+    target, drafter = AutoTokenizer.from_pretrained(BUNDLED.target), byte_level_tokenizer()
+    assert len(encode(target, "    return")) < len(encode(target, "    re") + encode(target, "turn"))
+    tokens = encode(target, "def f(x):\n    re")
+    bridge = Bridge(target, drafter, [])
+    bridge.read(tokens)
+    assert decode(target, bridge.write(tokens, encode(drafter, "turn x"))) == "turn x"
+
+
+def test_what_does_not_survive_the_way_is_not_drafted() -> None:
+    target, drafter = byte_level_tokenizer(), AutoTokenizer.from_pretrained(BUNDLED.target)
+    tokens = encode(target, "def f(x):")
+    bridge = Bridge(target, drafter, [])
+    bridge.read(tokens)
+    end = drafter.eos_token_id
+    assert bridge.write(tokens, [end]) == [] and bridge.write(tokens, []) == []
+    one = encode(drafter, " return")
+    assert bridge.write(tokens, [*one, end, *one]) == bridge.write(tokens, one) != []  # up to the special token
+    assert bridge.write(tokens, encode(drafter, "<|end|>")) == []  # text here, a special token to the target
+    assert bridge.write(tokens, encode(drafter, "é")[:1]) == []  # half a character
+
+
+def test_tokenizers_without_offsets_are_refused_in_words() -> None:
+    class Slow(Spy):
+        is_fast = False
+
+    with pytest.raises(Refused, match="which characters"):
+        Bridge(Slow(byte_level_tokenizer()), byte_level_tokenizer(), [])
+
+
+# --- drafting ----------------------------------------------------------------------------------------------------
+
+
+def test_a_draft_fits_the_round_and_the_drafters_context() -> None:
+    """The tokens of one vocabulary become more of the other: never more than the loop allows."""
+    fine, coarse = byte_level_tokenizer(), AutoTokenizer.from_pretrained(BUNDLED.target)
+    text = "unbelievable = continue_\n" * 6  # short words for one, long ones for the other
+    tokens = encode(fine, text)
+
+    def drafted(limit: int, context: int) -> Draft:
+        bridge = Bridge(fine, coarse, [])
+        drafter = UniversalDrafter(SuffixDrafter(), bridge.read, bridge.write, context)
+        return drafter.propose(tokens, More(limit, Fixed(limit)))
+
+    own = len(encode(coarse, text))
+    assert own < 0.7 * len(tokens)
+    assert [len(drafted(limit, 999)) for limit in (1, 3, 7)] == [1, 3, 7]
+    assert drafted(7, 999).law is None and drafted(7, 999).q is None
+    assert len(drafted(7, own)) == 0 < len(drafted(7, own + 1)) <= len(drafted(7, own + 2))
+
+
+def test_mutant_that_tests_with_the_drafters_own_q() -> None:
+    """A re-encoded token was drawn from no known law: to accept with min(1, p/q) of the drafter's token is lossy."""
+    p, q = torch.tensor([0.6, 0.3, 0.1]), torch.tensor([0.2, 0.3, 0.5])
+
+    def off(claim: bool) -> float:
+        explorer = Explorer()
+
+        def once() -> int:
+            token = explorer.draw(q)
+            draft = Draft.chain((token,), (float(q[token]),) if claim else None)
+            verdict = rejection(draft, torch.stack([p, p]), explorer, explorer, 1)
+            return token if verdict.accepted else verdict.token
+
+        law = explorer.law(once)
+        return sum(abs(law.get(i, 0.0) - float(p[i])) for i in range(3)) / 2
+
+    assert off(claim=False) < 1e-6 and off(claim=True) > 0.05
+
+
+@pytest.fixture(scope="module")
+def strangers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The bundled drafter in other vocabularies: all ids exchanged, and besides that with fewer merges."""
+    root = tmp_path_factory.mktemp("strangers")
+    return {name: disguised(root / name, merges) for name, merges in (("exchanged", None), ("coarser", 1500))}
+
+
+def disguised(folder: Path, merges: int | None) -> str:
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED.drafter)
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED.drafter)
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    special = {token["id"] for token in state["added_tokens"]}
+    old = sorted(set(tokenizer.get_vocab().values()) - special)
+    new = random.Random(0).sample(old, len(old))
+    to = {i: i for i in special} | dict(zip(old, new, strict=True))
+    state["model"]["vocab"] = {text: to[i] for text, i in state["model"]["vocab"].items()}
+    state["model"]["merges"] = state["model"]["merges"][:merges]
+    rows = torch.tensor([to[i] for i in range(len(to))])
+    weights = {layer.weight.data_ptr(): layer.weight for layer in (model.model.embed_tokens, model.lm_head)}
+    with torch.no_grad():
+        for weight in weights.values():
+            weight[rows] = weight[: len(rows)].clone()
+    model.save_pretrained(folder)
+    other = Tokenizer.from_str(json.dumps(state))
+    eos = tokenizer.eos_token
+    PreTrainedTokenizerFast(tokenizer_object=other, eos_token=eos, bos_token=eos).save_pretrained(folder)
+    return str(folder)
+
+
+def lines(recipe: Recipe, shelf: Shelf, prompt: str = "def fibonacci(n):\n") -> Iterator[dict[str, Any]]:
+    return (line for line in generate(recipe, prompt, shelf) if "phase" not in line)
+
+
+def text_of(recipe: Recipe, shelf: Shelf) -> tuple[list[int], dict[str, Any]]:
+    _, *steps, end = lines(recipe, shelf)
+    return [token for step in steps for token in step["tokens"]], end["metrics"]
+
+
+def test_the_bundled_target_with_drafters_of_other_vocabularies(strangers: dict[str, str]) -> None:
+    """Greedy and coupled text is plain decoding's; exchanged ids cost no acceptance at all, other words some."""
+    shelf = Shelf()
+    base = Recipe(
+        target=BUNDLED.target, drafter=BUNDLED.drafter, universal=True, temperature=0, max_tokens=96, device="cpu"
+    )
+    plain, _ = text_of(replace(base, method="ar"), shelf)
+    own, usual = text_of(base, shelf)
+    assert own == plain
+    for name, stranger in strangers.items():
+        for method in ("draft", "hybrid"):
+            text, metrics = text_of(replace(base, drafter=stranger, method=method), shelf)
+            assert text == plain and metrics["drafted"] > metrics["accepted"] > 10, (name, method)
+            if (name, method) == ("exchanged", "draft"):
+                # a wrong guess may be cut in a way that no text is, and is fewer tokens when its text is cut anew
+                assert metrics["accepted"] == usual["accepted"] and metrics["drafted"] <= usual["drafted"]
+        warm = replace(base, drafter=stranger, temperature=0.8, rule="coupled", max_tokens=48)
+        text, metrics = text_of(warm, shelf)
+        assert text == text_of(replace(warm, method="ar"), shelf)[0] and metrics["accepted"] > 0
+        warm = replace(warm, rule="rejection", bad_words=("import",), repetition_penalty=1.1)
+        assert text_of(warm, shelf)[1]["accepted"] > 0
+
+
+def test_a_shorter_context_of_the_drafter_does_not_end_the_text(strangers: dict[str, str], tmp_path: Path) -> None:
+    short = Path(shutil.copytree(strangers["exchanged"], tmp_path / "short"))
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 24}))
+    recipe = Recipe(
+        target=BUNDLED.target, drafter=str(short), universal=True, temperature=0, max_tokens=64, device="cpu"
+    )
+    shelf = Shelf()
+    text, metrics = text_of(recipe, shelf)
+    assert text == text_of(replace(recipe, method="ar"), shelf)[0] and len(text) == 64
+    assert 0 < metrics["drafted"] < 24
+
+
+def test_the_pages_checkbox_is_understood() -> None:
+    assert recipe_of({"universal": True}, "cpu").universal and not recipe_of({}, "cpu").universal
+    with pytest.raises(Refused, match="true or false"):
+        recipe_of({"universal": "yes"}, "cpu")
+
+
+def test_two_vocabularies_are_refused_unless_asked_for(strangers: dict[str, str]) -> None:
+    shelf = Shelf()
+    recipe = Recipe(target=BUNDLED.target, drafter=strangers["exchanged"], device="cpu")
+    with pytest.raises(Refused, match=r"the tokenizers differ in .*re-encoded \(universal\)"):
+        list(lines(recipe, shelf))
+    with pytest.raises(Refused, match="branches of a tree"):
+        list(lines(replace(recipe, universal=True, method="tree"), shelf))

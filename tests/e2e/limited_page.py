@@ -1,0 +1,50 @@
+"""A page with limits, served without a browser, and an engine that runs until it is told to end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+from fakes.trace_records import end, header, step
+
+from specdemo.generate import generate
+from specdemo.models.model_pool import Shelf
+from specdemo.recipe import Recipe
+from specdemo.ui.limits import Limits
+from specdemo.ui.page import build, launch_options
+
+
+class Patient:
+    """The real engine; but the prompt "endless" takes 10 ms a step, until the test says that it is over."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+        self.closed = 0
+
+    def __call__(self, recipe: Recipe, prompt: str, shelf: Shelf, stores: Any) -> Iterator[dict[str, Any]]:
+        if prompt != "endless":
+            yield from generate(recipe, prompt, shelf, stores)
+            return
+        try:
+            yield header(prompt=prompt)
+            for i in count():
+                if self.over.is_set():
+                    break
+                time.sleep(0.01)
+                yield step(i, pieces=["b"])
+            yield end()
+        finally:
+            self.closed += 1
+
+
+@contextmanager
+def limited_page(limits: Limits) -> Iterator[Any]:
+    demo = build(engine=Patient(), limits=limits)
+    _, demo.url, _ = demo.launch(server_name="127.0.0.1", prevent_thread_lock=True, **launch_options(demo))
+    yield demo
+    demo.worker.close()
+    demo.close()

@@ -1,0 +1,247 @@
+"""The page in a real browser, served by the real program: fixtures and steps for every test of the page.
+
+A prompt that names a script below is decoded by that script, under the test's control; any other prompt is decoded by
+the real engine. Every wait is for a condition; `PATIENCE` only says when a wait counts as a failure.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from fakes.trace_records import end, header, step
+from playwright.sync_api import BrowserContext, Page, expect, sync_playwright
+
+from e2e import browser
+from specdemo.core.errors import Refused
+from specdemo.generate import generate
+from specdemo.models.model_pool import Shelf
+from specdemo.recipe import Recipe
+from specdemo.ui.page import build, launch_options
+
+PATIENCE = 60.0
+SOON = 5.0  # a second on a machine that has one to spare
+ARGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+]
+CODE = 'def fibonacci(n):\n    """'
+KEEPS = re.compile("exact|bit-equal here")  # by what the machine at hand does
+NOISE = "a word that is taken back"
+MARKUP = "<img src=x onerror='window.harmed = true'>"
+
+expect.set_options(timeout=PATIENCE * 1000)
+
+
+class Scripts:
+    """An engine with a few scripts of its own, and the events that let a test see into the worker's thread."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.inside, self.gate, self.closed = threading.Event(), threading.Event(), threading.Event()
+        self.steps = 0
+        self.closed_in = ""
+
+    def __call__(self, recipe: Recipe, prompt: str, shelf: Shelf, stores: Any) -> Iterator[dict[str, Any]]:
+        try:
+            script = getattr(self, prompt, None) if isinstance(prompt, str) else None  # else a conversation
+            yield from script(recipe) if script else generate(recipe, prompt, shelf, stores)
+        finally:
+            self.closed_in = threading.current_thread().name
+            self.closed.set()
+
+    def endless(self, recipe: Recipe) -> Iterator[dict[str, Any]]:
+        """A model that takes 10 ms a step and never comes to an end."""
+        yield header(prompt="endless")
+        while True:
+            time.sleep(0.01)
+            yield step(self.steps, pieces=["b", "X"], draft=("b", "c", "d"), accepted=(0,), tested=2)
+            self.steps += 1
+
+    def loading(self, recipe: Recipe) -> Iterator[dict[str, Any]]:
+        """A model that loads until the gate opens: the device is taken."""
+        yield {"phase": "loading", "text": "loading the target"}
+        self.inside.set()
+        assert self.gate.wait(PATIENCE)
+        yield from (header(prompt="loading"), step(0, pieces=["a"]), end())
+
+    def hostile(self, recipe: Recipe) -> Iterator[dict[str, Any]]:
+        """Text that would be markup if anything let it."""
+        yield header(prompt=MARKUP + "\n    ")
+        yield step(0, pieces=["</span><script>window.harmed = true</script>"])
+        yield step(1, pieces=[MARKUP, "\n\n\t"], draft=(MARKUP, "\n", "&lt;"), accepted=(0,), tested=2)
+        yield end()
+
+    def refused(self, recipe: Recipe) -> Iterator[dict[str, Any]]:
+        raise Refused(f"no such thing as {MARKUP}")
+        yield
+
+    def broken(self, recipe: Recipe) -> Iterator[dict[str, Any]]:
+        yield header(prompt="broken")
+        yield step(0, pieces=["a"])
+        raise RuntimeError("the device ran out of memory")
+
+
+@pytest.fixture(scope="module")
+def scripts() -> Scripts:
+    return Scripts()
+
+
+@pytest.fixture(scope="module")
+def served(scripts: Scripts) -> Iterator[Any]:
+    demo = build(engine=scripts)
+    _, url, _ = demo.launch(server_name="127.0.0.1", prevent_thread_lock=True, **launch_options(demo))
+    demo.url = url
+    yield demo
+    demo.worker.close()
+    demo.close()
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrowserContext]:
+    """A browser with a profile on disk: scripts that it has compiled once are not compiled for every tab again."""
+    path = browser.executable()
+    assert path, browser.MISSING
+    with (
+        sync_playwright() as playwright,
+        playwright.chromium.launch_persistent_context(
+            tmp_path_factory.mktemp("profile"),
+            executable_path=path,
+            args=ARGS,
+            permissions=["clipboard-read", "clipboard-write"],
+        ) as opened,
+    ):
+        yield opened
+
+
+@pytest.fixture
+def context(served: Any, chromium: BrowserContext) -> Iterator[BrowserContext]:
+    """A visitor of their own: of what a page keeps, nothing is remembered from one test to the next."""
+    yield chromium
+    chromium.clear_cookies()
+    blank = chromium.new_cdp_session(chromium.pages[0])
+    blank.send("Storage.clearDataForOrigin", {"origin": served.url.rstrip("/"), "storageTypes": "all"})
+    blank.detach()
+
+
+@pytest.fixture
+def tab(served: Any, scripts: Scripts, context: BrowserContext) -> Iterator[Any]:
+    """Opens tabs. Whatever a tab did, it has asked no other host for anything and raised no error."""
+    scripts.reset()
+    asked, errors, pages = [], [], []
+
+    def open_tab(script: str = "", width: int = 1280, scheme: str = "light") -> Page:
+        page = context.new_page()
+        pages.append(page)
+        page.set_default_timeout(PATIENCE * 1000)
+        page.set_viewport_size({"width": width, "height": 900})
+        page.emulate_media(color_scheme=scheme)
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("console", lambda message: "js_on_load" in message.text and errors.append(message.text))
+        page.on("dialog", lambda dialog: errors.append(dialog.message))
+        if script:
+            page.add_init_script(script)
+        page.goto(served.url)
+        expect(page.locator("#lane-spec")).to_be_visible()
+        return page
+
+    yield open_tab
+    for page in pages:
+        page.close()
+    assert not errors
+    elsewhere = [url for url in asked if not url.startswith((served.url, "data:", "blob:"))]
+    assert asked and not elsewhere
+
+
+def run(page: Page, prompt: str, tokens: int | None = None) -> None:
+    if tokens:
+        set_number(page, "max-tokens", tokens)
+    page.locator("#prompt textarea").fill(prompt)
+    page.locator("#run").click()
+
+
+def set_number(page: Page, name: str, value: float) -> None:
+    page.locator(f"#{name} input[type=number]").fill(f"{value:g}")
+    page.locator(f"#{name} input[type=number]").blur()
+
+
+def written(page: Page, name: str, text: str) -> None:
+    """Type into a field key by key, or empty it so: what is typed while its part of the sidebar still opens is lost."""
+    field = page.locator(f"#{name} input, #{name} textarea")
+    field.clear()
+    field.press_sequentially(text or NOISE, delay=10)
+    for _ in NOISE if not text else "":
+        field.press("Backspace", delay=10)
+    field.blur()
+    expect(field).to_have_value(text)
+
+
+def status(page: Page, phase: str) -> None:
+    expect(page.locator("#status")).to_have_text(re.compile(f"^{phase}"))
+
+
+def drawn(page: Page, lane: str = "spec") -> Counter:
+    return Counter(page.eval_on_selector_all(f"#lane-{lane} .tok", "spans => spans.map(s => s.dataset.kind)"))
+
+
+def spans(page: Page, least: int) -> None:
+    page.wait_for_function(f"document.querySelectorAll('.lane .tok').length >= {least}")
+
+
+def saved(page: Page, lane: str = "spec") -> list[dict[str, Any]]:
+    with page.expect_download() as download:
+        page.locator(f"#trace-{lane}").click()
+    return [json.loads(line) for line in Path(download.value.path()).read_text("utf-8").splitlines()]
+
+
+def counted(trace: list[dict[str, Any]]) -> Counter:
+    """Tokens by kind, from the trace's own fields."""
+    kinds: Counter = Counter()
+    for line in trace:
+        if "i" in line:
+            kept = set(line["accepted"])
+            kinds["accepted"] += len(kept)
+            for node in set(range(len(line["draft"]))) - kept:
+                kinds["ignored" if line["beta"][node] is None else "rejected"] += 1
+            kinds[line["kind"]] += len(line["tokens"]) - len(kept)
+    return +kinds
+
+
+def text_of(trace: list[dict[str, Any]]) -> str:
+    return trace[0]["prompt"] + "".join(line["text"] for line in trace if "i" in line)
+
+
+KEPT_TEXT = """lane => [...lane.querySelectorAll(".given, .tok")]
+    .filter(s => !["rejected", "ignored"].includes(s.dataset.kind)).map(s => s.textContent).join("")"""
+
+
+RULES = {"light": {}, "dark": {"runOnly": ["color-contrast", "link-in-text-block"]}}  # the others see no colours
+
+
+def grave(page: Page, scheme: str) -> list[Any]:
+    """What axe calls serious or critical, with the first places."""
+    return [
+        (one["id"], [node["target"] for node in one["nodes"]][:4])
+        for one in Axe().run(page, options={"resultTypes": ["violations"], **RULES[scheme]}).response["violations"]
+        if one["impact"] in ("serious", "critical")
+    ]
+
+
+def opened(page: Page, text: str | bytes, name: str = "trace.jsonl") -> None:
+    content = text if isinstance(text, bytes) else text.encode()
+    page.locator("#trace-file").set_input_files([{"name": name, "mimeType": "text/plain", "buffer": content}])

@@ -1,0 +1,388 @@
+"""What can be done with a run: inspect, replay, take it home, bring it back; and settings that survive."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.tiny_models import TEMPLATE, byte_level_tokenizer, save_model
+from fakes.trace_records import PREFILL, end, header, step
+from playwright.sync_api import Page, expect
+
+from e2e.page_fixtures import (
+    CODE,
+    MARKUP,
+    RULES,
+    counted,
+    drawn,
+    grave,
+    opened,
+    run,
+    saved,
+    set_number,
+    spans,
+    status,
+    written,
+)
+from specdemo.models.zoo import ASSETS
+from specdemo.ui import step_views as rounds
+from specdemo.ui.trace_import import MOST_STEPS, read_traces
+
+VISIBLE = "rounds => rounds.filter(r => !r.hidden).length"
+
+
+def compared(page: Page, tokens: int = 48, temperature: float = 0.5) -> None:
+    """A real run of both lanes."""
+    set_number(page, "temperature", temperature)
+    page.locator("#compare input").check()
+    run(page, CODE, tokens=tokens)
+    status(page, "done")
+
+
+def jsonl(*lines: Any) -> str:
+    return "".join(f"{json.dumps(line)}\n" for line in lines)
+
+
+def test_a_click_on_a_token_shows_its_round_as_the_trace_has_it(tab: Any) -> None:
+    page = tab()
+    run(page, CODE, tokens=48)
+    status(page, "done")
+    trace = saved(page)
+    lane = read_traces(jsonl(*trace)).lanes["spec"]
+    page.locator("#lane-spec [data-kind=rejected]").first.click()
+    inspector = page.locator("#inspector")
+    expect(inspector).to_be_visible()
+    i = next(
+        line["i"] for line in trace if "i" in line and len(line["accepted"]) < sum(b is not None for b in line["beta"])
+    )
+    found = rounds.picture(lane, i)
+    expect(page.locator("#round-number")).to_have_text(f"{i} of {found['rounds'] - 1}")
+    for node, card in zip(found["nodes"], page.locator(".node").all(), strict=False):
+        expect(card).to_have_attribute("data-state", node["state"])
+        expect(card.locator(".why")).to_have_text(node["words"])
+        expect(card.locator(".law")).to_have_count(len(node["bars"]))
+        mass = [f"{p:.3f} {'?' if q is None else f'{q:.3f}'}" for _, p, q in node["bars"] if p is not None]
+        assert set(mass) <= set(card.locator(".mass").all_inner_texts())
+    expect(page.locator(".node").last.locator(".why")).to_have_text(found["last"]["words"])
+    slider = page.locator("#round-at")
+    slider.focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("#round-number")).to_have_text(re.compile(f"^{i + 1} of"))
+    expect(page.locator("#lane-spec .current")).to_have_count(1)
+    page.locator("#round-back").click()
+    expect(page.locator("#round-number")).to_have_text(re.compile(f"^{i} of"))
+    page.locator("#round-close").click()
+    expect(inspector).to_be_hidden()
+
+
+def test_the_rounds_of_a_lane_stand_in_a_table_with_its_charts(tab: Any) -> None:
+    page = tab()
+    compared(page)
+    lane = read_traces(jsonl(*saved(page))).lanes["spec"]
+    page.locator("#figures summary").click()
+    rows = page.locator("#rounds tbody tr")
+    wanted = rounds.table(lane)
+    expect(rows).to_have_count(len(wanted))
+    for k, row in ((0, wanted[0]), (3, wanted[3])):
+        cells = rows.nth(k).locator("td").all_inner_texts()
+        assert [cells[n] for n in (0, 2, 3, 5, 6, 7)] == [str(row[n]) for n in (0, 2, 3, 5, 6, 7)]
+    found = rounds.figures(lane)
+    expect(page.locator("#chart-positions rect.accepted")).to_have_count(len(found["positions"]))
+    others = page.locator("#chart-whatif td").all_inner_texts()
+    assert others[:2] == ["0", "1.00"] and len(others) == 3 * len(found["what_if"]["rows"])
+    rows.nth(3).click()
+    expect(page.locator("#round-number")).to_have_text(re.compile("^3 of"))
+    page.locator("#round-lane").select_option("ar")
+    expect(page.locator("#round-words")).to_contain_text("Nothing was drafted")
+    expect(page.locator("#chart-whatif")).to_contain_text("Nothing was drafted in this lane")
+
+
+def test_the_race_ends_where_the_run_ended(tab: Any) -> None:
+    page = tab()
+    compared(page)
+    before = {
+        lane: (drawn(page, lane), page.locator(f"[data-lane={lane}] .rate").inner_text()) for lane in ("spec", "ar")
+    }
+    total = {lane: page.eval_on_selector_all(f"#lane-{lane} .round", VISIBLE) for lane in before}
+    race = page.locator("#race-at")
+    race.focus()
+    page.keyboard.press("Home")
+    assert all(page.eval_on_selector_all(f"#lane-{lane} .round", VISIBLE) == 0 for lane in before)
+    times = {lane: [line["t"] for line in saved(page, lane) if "i" in line] for lane in before}
+    middle = max(t[-1] for t in times.values()) / 3
+    race.evaluate("(slider, t) => { slider.value = t; slider.dispatchEvent(new Event('input')); }", middle)
+    for lane, t in times.items():
+        shown = sum(round(one, 4) <= middle for one in t)  # as the page is told them
+        assert page.eval_on_selector_all(f"#lane-{lane} .round", VISIBLE) == shown
+    page.locator("#race-speed").select_option("4")
+    page.locator("#race-play").click()
+    expect(page.locator("#race-play")).to_have_text("❚❚ Pause")
+    expect(page.locator("#race-play")).to_have_text("▶ Race")
+    after = {lane: (drawn(page, lane), page.locator(f"[data-lane={lane}] .rate").inner_text()) for lane in before}
+    assert after == before
+    assert {lane: page.eval_on_selector_all(f"#lane-{lane} .round", VISIBLE) for lane in before} == total
+
+
+@pytest.mark.parametrize(("rule", "temperature"), [("rejection", 0.0), ("coupled", 1.0)])
+def test_texts_that_have_to_be_the_same_wear_a_badge(tab: Any, rule: str, temperature: float) -> None:
+    page = tab()
+    if rule != "rejection":
+        page.get_by_role("button", name="Rule").click()
+        page.locator("#rule input").click()
+        page.get_by_role("option", name=f"{rule}:").click()
+    compared(page, tokens=32, temperature=temperature)
+    expect(page.locator("#sameness")).to_have_text("identical text")
+    texts = ["".join(line["text"] for line in saved(page, lane) if "i" in line) for lane in ("spec", "ar")]
+    assert texts[0] == texts[1]
+    expect(page.locator("#verdict")).to_contain_text("Theorem 3.8 promises")
+
+
+def test_what_is_taken_home_is_what_was_run(tab: Any) -> None:
+    page = tab()
+    compared(page, tokens=24)
+    trace = saved(page)
+    with page.expect_download() as download:
+        page.locator("#csv-spec").click()
+    table = list(csv.DictReader(Path(download.value.path()).read_text("utf-8").splitlines()))
+    assert sum(int(row["committed"]) for row in table) == 24
+    with page.expect_download() as download:
+        page.locator("#svg-spec").click()
+    assert "<svg" in Path(download.value.path()).read_text("utf-8")
+    page.locator("#copy-spec").click()
+    expect(page.locator("#copy-spec")).to_have_text("Copied")
+    text = page.evaluate("navigator.clipboard.readText()")
+    assert text == trace[0]["prompt"] + "".join(line["text"] for line in trace if "i" in line)
+    with page.expect_download() as download:
+        page.locator("#save-all").click()
+    both = Path(download.value.path()).read_text("utf-8")
+    again = tab()
+    opened(again, both)
+    status(again, "done: a recorded trace, 24 and 24 tokens")
+    for lane in ("spec", "ar"):
+        assert drawn(again, lane) == drawn(page, lane)
+    for kpi in ("acceptance", "tokens_per_second", "speedup", "ttft"):
+        expect(again.locator(f"[data-kpi={kpi}] .value")).to_have_text(
+            page.locator(f"[data-kpi={kpi}] .value").inner_text()
+        )
+    assert again.locator("#verdict").inner_text() == page.locator("#verdict").inner_text()
+    again.locator("#lane-spec .tok").nth(3).click()
+    expect(again.locator("#inspector")).to_be_visible()
+
+
+def test_recorded_traces_are_replayed_with_no_model(tab: Any, served: Any) -> None:
+    page = tab()
+    for path in sorted((ASSETS / "traces").glob("*.jsonl")):
+        page.get_by_role("button", name=path.stem.replace("-", " "), exact=True).click()
+        expect(page.locator("[data-lane=spec] .title")).to_contain_text(path.stem.split(",")[0])
+        status(page, "done: a recorded trace, 96 and 96 tokens")
+        trace = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+        middle = next(i for i, line in enumerate(trace) if "end" in line) + 1
+        assert drawn(page) == counted(trace[:middle]) and drawn(page, "ar") == counted(trace[middle:])
+    page.locator("#lane-spec .tok").nth(9).click()
+    expect(page.locator("#round-tree svg")).to_be_visible()  # the second one is a tree
+    expect(page.locator("#round-tree .leaf")).to_have_count(page.locator(".node[data-state]").count() - 1)
+
+
+HOSTILE = jsonl(
+    header(prompt=MARKUP),
+    PREFILL | {"pieces": [MARKUP], "text": MARKUP},
+    step(1, pieces=[MARKUP, "X"], draft=(MARKUP, "<b>"), accepted=(0,), tested=2)
+    | {"texts": {"7": MARKUP}, "laws": [{"entropy": 1.0, "top": [[7, 0.5]]}] * 3},
+    end(),
+)
+
+
+def test_a_hostile_trace_is_text(tab: Any) -> None:
+    page = tab()
+    opened(page, HOSTILE)
+    status(page, "done")
+    expect(page.locator("#lane-spec")).to_contain_text(MARKUP)
+    page.locator("#lane-spec [data-kind=accepted]").click()
+    expect(page.locator("#inspector .law").first).to_contain_text("<img␣src=x")
+    page.locator("#figures summary").click()
+    expect(page.locator("#rounds")).to_contain_text("<img␣src=x")
+    assert page.locator("img[src=x]").count() == 0 and page.evaluate("window.harmed") is None
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("this is no trace", "line 1 is no JSON"),
+        (HOSTILE[:-60], "no JSON"),
+        (jsonl(header(), PREFILL | {"tokens": "abc"}), "tokens"),
+        (b"\xff\xfe\x00\x01", "no JSON"),
+        ("", "the file is empty"),
+        (jsonl(header()) + jsonl(PREFILL).replace('"i": 0', '"i": %d') % 0 * (MOST_STEPS + 2), "not what follows"),
+    ],
+    ids=["words", "truncated", "types", "binary", "empty", "many"],
+)
+def test_what_is_no_trace_gets_a_message_and_costs_nothing(tab: Any, content: str | bytes, words: str) -> None:
+    page = tab()
+    opened(page, jsonl(header(), PREFILL, end()))
+    status(page, "done")
+    opened(page, content)
+    status(page, f"failed: .*{words}")
+    assert drawn(page) == {"plain": 1}  # what was there is still there
+    run(page, CODE, tokens=8)
+    status(page, "done: 8 tokens")
+
+
+def test_a_file_that_is_too_large_is_not_even_read(tab: Any, tmp_path: Path) -> None:
+    page = tab()
+    path = tmp_path / "large.jsonl"
+    path.write_bytes(b"x" * 33_000_000)
+    page.locator("#trace-file").set_input_files(path)
+    status(page, "failed: large.jsonl has 33 MB: 32 are the most")
+
+
+def test_settings_survive_a_reload_and_a_reset_brings_the_usual_ones(tab: Any) -> None:
+    page = tab()
+    usual = page.locator("#gamma input[type=number]").input_value()
+    first = page.locator("#prompt textarea").input_value()
+    assert first
+    set_number(page, "gamma", 7)
+    page.locator("#method input").click()
+    page.get_by_role("option", name="nasd:").click()
+    page.locator("#compare input").check()
+    page.locator("#prompt textarea").fill("kept")
+    page.locator("#safe-colours").check()
+    page.wait_for_function("localStorage.getItem('specdemo-settings') !== null")
+    page.reload()
+    expect(page.locator("#gamma input[type=number]")).to_have_value("7")
+    expect(page.locator("#method input")).to_have_value(re.compile("^nasd"))
+    expect(page.locator("#compare input")).to_be_checked()
+    expect(page.locator("#prompt textarea")).to_have_value("kept")
+    expect(page.locator("#safe-colours")).to_be_checked()
+    page.locator("#reset").click()
+    expect(page.locator("#gamma input[type=number]")).to_have_value(usual)
+    expect(page.locator("#prompt textarea")).to_have_value(first)
+
+
+def test_a_link_brings_the_settings_to_someone_else(tab: Any, served: Any) -> None:
+    page = tab()
+    set_number(page, "gamma", 5)
+    set_number(page, "temperature", 0)
+    page.locator("#prompt textarea").fill("a & b = <c>")
+    page.locator("#link").click()
+    expect(page.locator("#link")).to_have_text("Copied")
+    link = page.evaluate("navigator.clipboard.readText()")
+    assert link == page.url and "gamma=5" in link
+    page.context.clear_cookies()
+    other = tab()
+    other.evaluate("localStorage.clear()")
+    other.goto(link)
+    expect(other.locator("#gamma input[type=number]")).to_have_value("5")
+    expect(other.locator("#temperature input[type=number]")).to_have_value("0")
+    expect(other.locator("#prompt textarea")).to_have_value("a & b = <c>")
+    other.goto(f"{served.url}?gamma=9999&seed=3")
+    expect(other.get_by_text("gamma must be from").first).to_be_visible()
+    expect(other.locator("#seed input")).to_have_value("3")
+    expect(other.locator("#gamma input[type=number]")).not_to_have_value("9999")
+
+
+def test_kept_lanes_run_beside_the_others(tab: Any) -> None:
+    page = tab()
+    for method in ("nasd", "tree"):
+        page.locator("#method input").click()
+        page.get_by_role("option", name=f"{method}:").click()
+        page.locator("#keep-lane").click()
+        expect(page.locator("#kept-lanes")).to_contain_text(method)
+    page.locator("#method input").click()
+    page.get_by_role("option", name="draft:").click()
+    run(page, CODE, tokens=16)
+    status(page, "done: 16 tokens")
+    for lane, method in (("spec", "draft"), ("ar", "ar"), ("third", "nasd"), ("fourth", "tree")):
+        trace = saved(page, lane)
+        assert trace[0]["recipe"]["method"] == method and drawn(page, lane) == counted(trace)
+    expect(page.locator("#verdict")).to_contain_text("tree, γ 3 ran at")
+    page.locator("#drop-lanes").click()
+    expect(page.locator("#kept-lanes")).to_be_hidden()
+    run(page, CODE, tokens=8)
+    status(page, "done: 8 tokens")
+    expect(page.locator("#lane-third")).to_be_hidden()
+
+
+def test_every_method_has_an_example_of_its_best_and_its_worst(tab: Any) -> None:
+    page = tab()
+    made = json.loads((ASSETS / "examples.json").read_text("utf-8"))["methods"]
+    for method in ("suffix", "beam"):
+        page.locator("#method input").click()
+        page.get_by_role("option", name=f"{method}:").click()
+        for which in ("best", "worst"):
+            page.locator(f"#at-{which}").click()
+            expect(page.locator("#prompt textarea")).to_have_value(made[method][which]["prompt"])
+            expect(page.locator("#method input")).to_have_value(re.compile(f"^{method}"))
+
+
+@pytest.mark.parametrize("scheme", RULES)
+def test_axe_finds_nothing_serious(tab: Any, scheme: str) -> None:
+    page = tab(scheme=scheme)
+    page.get_by_role("button", name=re.compile("^draft, temp")).click()
+    status(page, "done")
+    page.locator("#lane-spec [data-kind=rejected]").first.click()
+    expect(page.locator("#inspector")).to_be_visible()
+    page.locator("#figures summary").click()
+    expect(page.locator("#rounds tbody tr").first).to_be_visible()
+    assert not grave(page, scheme)
+    page.locator("#safe-colours").check()
+    assert not grave(page, scheme)
+    for name, part in (("Theory", "#theory-words li"), ("Bench", "#bench-run"), ("Memory", "#memory-pairs tbody tr")):
+        page.get_by_role("tab", name=name).click()
+        expect(page.locator(part).first).to_be_visible()
+        if name == "Theory":  # until they are drawn, gradio shows places for plots
+            expect(page.locator('.curves .mark-line path[stroke="var(--dot-set)"]')).to_have_count(6)
+        assert not grave(page, scheme), name
+
+
+def test_nothing_is_inspected_while_tokens_still_come(tab: Any) -> None:
+    page = tab()
+    run(page, "endless")
+    spans(page, 12)
+    page.locator("#lane-spec .tok").first.click()
+    expect(page.locator("#inspector")).to_be_hidden()
+    page.locator("#stop").click()
+    status(page, "stopped")
+    page.locator("#lane-spec .tok").first.click()
+    expect(page.locator("#inspector")).to_be_visible()
+
+
+def test_a_hidden_tab_loses_nothing(tab: Any) -> None:
+    page = tab("""
+        Object.defineProperty(document, "visibilityState", {get: () => "hidden"});
+        window.requestAnimationFrame = () => 0;""")
+    run(page, "endless")
+    page.wait_for_function("document.querySelectorAll('.lane .tok').length > 300", polling=100)  # there are no frames
+    page.locator("#stop").evaluate("button => button.click()")
+    status(page, "stopped")
+    assert drawn(page) == counted(saved(page))
+
+
+def test_a_conversation_goes_on_from_run_to_run(tab: Any, tmp_path: Path) -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    folder = save_model(tmp_path / "talker", tokenizer)
+    page = tab()
+    page.get_by_role("button", name="Your own models").click()
+    written(page, "target", str(folder))
+    page.locator("#method input").click()
+    page.get_by_role("option", name="nasd:").click()
+    page.get_by_role("button", name="Chat").click()
+    page.locator("#chat input").check()
+    run(page, "Hello", tokens=6)
+    status(page, "done")
+    given = page.locator("#lane-spec .given")
+    expect(given).to_have_text("<user>Hello\n<assistant>")
+    answer = "".join(line["text"] for line in saved(page) if "i" in line)
+    run(page, "Go on", tokens=6)
+    expect(given).to_contain_text("Go on")
+    status(page, "done")
+    assert saved(page)[0]["prompt"] == f"<user>Hello\n<assistant>{answer}\n<user>Go on\n<assistant>"
+    page.locator("#new-talk").click()
+    expect(page.get_by_text("begins a new conversation")).to_be_visible()
+    run(page, "Anew", tokens=6)
+    expect(given).to_have_text("<user>Anew\n<assistant>")
+    status(page, "done")

@@ -1,0 +1,236 @@
+"""Edge and cloud on the page, in a real browser: a real service beside it, an emulated link, faults, refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import gradio_client
+import pytest
+from playwright.sync_api import Page, expect
+
+from e2e.limited_page import limited_page
+from e2e.page_fixtures import (
+    CODE,
+    PATIENCE,
+    RULES,
+    drawn,
+    grave,
+    opened,
+    run,
+    saved,
+    set_number,
+    spans,
+    status,
+    written,
+)
+from specdemo.remote.config import MODES
+from specdemo.remote.local_service import Process
+from specdemo.ui import edge_cloud_modes as modes
+from specdemo.ui import link_metrics as edge
+from specdemo.ui.limits import PUBLIC
+from specdemo.ui.page import build, launch_options
+
+LOOKS = """tokens => tokens.map((token) => {
+    const look = getComputedStyle(token);
+    return { style: look.fontStyle, ground: look.backgroundColor, fate: token.parentElement.dataset.fate };
+})"""
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Any]:
+    demo = build()
+    _, demo.url, _ = demo.launch(server_name="127.0.0.1", prevent_thread_lock=True, **launch_options(demo))
+    yield demo
+    demo.worker.close()
+    demo.clouds.close()
+    demo.close()
+
+
+def linked(page: Page, served: Any, **settings: Any) -> None:
+    """Settings brought by a link, as *Link to these settings* writes one."""
+    query = "&".join(f"{name}={json.dumps(value).strip(chr(34))}" for name, value in settings.items())
+    page.goto(f"{served.url}?{query}")
+    expect(page.locator("#lane-spec")).to_be_visible()
+    first = next(name for name in settings if name in ("temperature", "max_tokens"))
+    expect(page.locator(f"#{first.replace('_', '-')} input[type=number]")).to_have_value(f"{settings[first]:g}")
+
+
+def at_the_cloud(page: Page) -> None:
+    page.get_by_role("button", name="Edge and cloud").click()
+    page.locator("#mode input").click()
+    page.get_by_role("option", name=re.compile("^speculative")).click()
+
+
+def table(page: Page, name: str) -> list[list[str]]:
+    """The rows that are there; gradio draws a long table as far as it is seen."""
+    rows = page.locator(f"#{name}").get_by_role("row")
+    expect(page.locator(f"#{name}").get_by_role("gridcell").first).to_be_visible()
+    found = [[text.strip() for text in row.get_by_role("gridcell").all_inner_texts()] for row in rows.all()]
+    return [row for row in found if row]
+
+
+def process(served: Any) -> Process:
+    (only,) = served.clouds._running.values()
+    return only
+
+
+def test_a_run_over_the_link_is_that_of_this_machine_and_its_tab_is_its_trace(tab: Any, served: Any) -> None:
+    page = tab()
+    at_the_cloud(page)
+    for name, value in (("rtt-ms", 10), ("gate-ratio", 0.4)):
+        page.locator(f"#{name} input").fill(f"{value}")
+        page.locator(f"#{name} input").blur()
+    set_number(page, "temperature", 0)
+    page.locator("#compare input").check()
+    run(page, CODE, tokens=32)
+    status(page, "done: 32 tokens")
+    expect(page.locator("#sameness")).to_have_text("identical text")
+    expect(page.locator("[data-lane=spec] .title")).to_have_text(re.compile("edge and cloud$"))
+    trace, plain = saved(page), saved(page, "ar")
+    assert trace[0]["recipe"]["cloud"]["remote"] == process(served).url and plain[0]["recipe"]["cloud"] is None
+    texts = [[token for line in one if "i" in line for token in line["tokens"]] for one in (trace, plain)]
+    assert texts[0] == texts[1] and {line["remote"]["escalated"] for line in trace if "i" in line} == {1}
+    page.get_by_role("tab", name="Edge-cloud").click()
+    shown = table(page, "edge-table")
+    rounds = [line for line in trace if "i" in line]
+    assert shown == edge.measures(rounds)[: len(shown)] and len(shown) > 5
+    assert shown[0][8] == f"{sum(line['remote']['bytes_up'] for line in rounds):.0f}"
+    passes = sum(what == "verify" for some in edge.parts(rounds)[:12] for what, *_ in some)
+    assert passes > 3  # a round that had to be sent again may well be a wait as a whole
+    expect(page.locator("#edge-timeline rect.verify")).to_have_count(passes)
+    expect(page.locator("#edge-best")).to_contain_text("The best k is")
+    expect(page.locator('#edge-plot .mark-line path[stroke="var(--dot-run)"]')).to_have_count(1)
+
+    again = tab()  # who opens the trace sees the same
+    opened(again, "".join(f"{json.dumps(line)}\n" for line in trace))
+    status(again, "done: a recorded trace")
+    again.get_by_role("tab", name="Edge-cloud").click()
+    assert table(again, "edge-table") == shown
+
+    page.reload()  # and the settings are as they were
+    page.get_by_role("button", name="Edge and cloud").click()
+    expect(page.locator("#mode input")).to_have_value(re.compile("^speculative"))
+    expect(page.locator("#rtt-ms input")).to_have_value("10")
+    expect(page.locator("#gate-ratio input")).to_have_value("0.4")
+    page.locator("#reset").click()
+    expect(page.locator("#mode input")).to_have_value(re.compile("^off"))
+    expect(page.locator("#rtt-ms input")).to_have_value("0")
+
+
+def test_a_service_that_is_not_there_is_said_and_the_next_run_works(tab: Any, served: Any) -> None:
+    page = tab()
+    linked(page, served, mode="speculative", remote="http://127.0.0.1:1", max_tokens=8)
+    expect(page.get_by_text("This link has prompts sent to http://127.0.0.1:1")).to_be_visible()
+    run(page, CODE)
+    status(page, r"failed: there is no service at http://127.0.0.1:1 \(.*\): start one with serve$")
+    page.get_by_role("button", name="Edge and cloud").click()
+    expect(page.locator("#remote textarea, #remote input")).to_have_value("http://127.0.0.1:1")
+    page.evaluate("new Promise((at_rest) => requestAnimationFrame(() => requestAnimationFrame(at_rest)))")
+    written(page, "remote", "")
+    page.locator("#run").click()
+    status(page, "done: 8 tokens")
+
+
+def test_what_comes_too_late_is_italic_until_it_is_confirmed(tab: Any, served: Any) -> None:
+    page = tab()
+    linked(page, served, mode="speculative", rtt_ms=60, deadline_ms=20, provisional=True, temperature=0, max_tokens=24)
+    run(page, CODE)
+    status(page, "done: 24 tokens")
+    expect(page.locator("[data-lane=spec] .badge")).to_have_text("lossy")
+    notes = [line["remote"] for line in saved(page) if "i" in line]
+    fates = {fate: sum(int(one.get(fate, 0)) for one in notes) for fate in ("confirmed", "overruled")}
+    assert (
+        sum(one.get("provisional", 0) for one in notes) == page.locator("#lane-spec [data-by=provisional]").count() > 2
+    )
+    assert fates["confirmed"] + fates["overruled"] > 0
+    for fate, count in fates.items():
+        expect(page.locator(f"#lane-spec [data-fate={fate}]")).to_have_count(count)
+    expect(page.locator("[data-legend=unseen]")).to_be_visible()
+    looks = page.eval_on_selector_all("#lane-spec [data-fate] .tok[data-kind=accepted]", LOOKS)
+    assert {look["style"] for look in looks} == {"italic"}
+    by_fate = {fate: {look["ground"] for look in looks if look["fate"] == fate} for fate in fates if fates[fate]}
+    assert all(len(grounds) == 1 for grounds in by_fate.values()) and len(set(map(str, by_fate.values()))) == len(
+        by_fate
+    )
+
+
+def test_stop_needs_no_answer_and_a_lost_cloud_is_told_of_in_the_text(tab: Any, served: Any) -> None:
+    page = tab()
+    linked(page, served, mode="speculative", on_loss="edge", lost_after_s=1, rtt_ms=20, max_tokens=48)
+    run(page, CODE)
+    spans(page, 12)
+    os.kill(process(served).process.pid, signal.SIGSTOP)  # it hears, and says nothing any more
+    try:
+        status(page, "done: 48 tokens")
+        expect(page.locator("#lane-spec .note")).to_have_text("The cloud is lost: from here the drafter goes on alone.")
+        assert page.locator("#lane-spec [data-by=alone]").count() > 0
+        assert page.locator("#lane-spec .note ~ .round:not([data-by])").count() == 0
+        linked(page, served, mode="speculative", remote=process(served).url, deadline_ms=600000, max_tokens=64)
+        run(page, CODE)
+        status(page, "loading")
+        page.locator("#stop").click()
+        status(page, "stopped")  # else it would be as patient as the deadline
+    finally:
+        os.kill(process(served).process.pid, signal.SIGCONT)
+    run(page, CODE)
+    status(page, "done: 64 tokens")
+    assert drawn(page)["accepted"] > 0
+
+
+def test_three_modes_are_measured_where_everything_else_runs(tab: Any, served: Any) -> None:
+    page = tab()
+    page.get_by_role("tab", name="Edge-cloud").click()
+    expect(page.locator("#edge-run")).to_contain_text("Nothing has been run yet")
+    set_number(page, "modes-prompts", 1)
+    set_number(page, "modes-tokens", 8)
+    set_number(page, "temperature", 0)
+    page.locator("#modes-run").click()
+    expect(page.locator("#modes-status p")).to_have_text("done: 3 runs on 1 prompts")
+    rows = {row[0]: dict(zip(modes.HEADERS, row, strict=True)) for row in table(page, "modes-table")}
+    assert list(rows) == list(MODES)
+    assert rows["edge_only"]["cloud calls"] == "0 %" and rows["edge_only"]["up kB"] == "0.0"
+    assert rows["cloud_only"]["speed-up"] == "1.00×" and rows["speculative"]["cloud calls"] == "100 %"
+    set_number(page, "modes-prompts", 12)
+    set_number(page, "modes-tokens", 128)
+    page.locator("#modes-run").click()
+    expect(page.locator("#modes-status p")).to_have_text(re.compile("^[1-9] of 36"))
+    page.locator("#modes-stop").click()
+    expect(page.locator("#modes-status p")).to_have_text(re.compile("^stopped"))
+    assert served.worker.active == 0
+
+
+@pytest.mark.parametrize("scheme", RULES)
+def test_axe_finds_nothing_serious_in_the_tab(tab: Any, served: Any, scheme: str) -> None:
+    page = tab(scheme=scheme)
+    linked(page, served, mode="speculative", on_loss="edge", rtt_ms=5, temperature=0, max_tokens=16)
+    run(page, CODE)
+    status(page, "done")
+    page.get_by_role("button", name="Edge and cloud").click()
+    page.get_by_role("tab", name="Edge-cloud").click()
+    expect(page.locator('#edge-plot .mark-line path[stroke="var(--dot-run)"]')).to_have_count(1)
+    assert not grave(page, scheme)
+    page.set_viewport_size({"width": 390, "height": 900})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_a_public_page_asks_nobody(served: Any) -> None:
+    with limited_page(PUBLIC) as public:
+        shown = {one["props"].get("elem_id") for one in public.config["components"]}
+        assert "method" in shown and not shown & {"edge-cloud", "mode", "remote", "rtt-ms"}
+        client = gradio_client.Client(public.url, verbose=False, analytics_enabled=False)
+        for remote, said in ((served.url, "no services but the named"), ("", "no cloud of its own is started here")):
+            with pytest.raises(Exception, match=said):
+                client.predict(CODE, mode="speculative", remote=remote, api_name="/generate")
+    assert not public.clouds._running
+
+
+def test_a_cloud_of_its_own_does_not_outlive_what_started_it(served: Any) -> None:
+    """Whatever ends the page ends what the process reads from."""
+    child = process(served)
+    child.process.stdin.close()
+    assert child.process.wait(PATIENCE) == 0

@@ -1,0 +1,457 @@
+"""The program where others run it: many visitors, processes that come and go, a Space, a container, a window."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import contextvars
+import io
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fakes.zero_gpu import Forking, untouched
+from PIL import Image
+
+import app
+from specdemo.core.errors import Refused
+from specdemo.generate import generate
+from specdemo.models.model_pool import Shelf
+from specdemo.models.zoo import ASSETS
+from specdemo.recipe import Recipe
+from specdemo.ui import desktop_window as window
+from specdemo.ui import zero_gpu as zero
+from specdemo.ui.health import LATELY_S, Health
+from specdemo.ui.limits import Limits
+from specdemo.ui.page import build, launch_options
+from specdemo.ui.run_store import Runs
+from specdemo.ui.service import REMEMBERED, Service
+from specdemo.ui.streams import LONGEST_REASON, drain, reason
+from specdemo.worker import Crew, Worker, WorkerBusy
+
+ROOT = Path(__file__).parents[2]
+PATIENCE = 30.0
+
+asker: contextvars.ContextVar[str] = contextvars.ContextVar("asker", default="nobody")
+
+
+def test_a_job_runs_in_the_context_of_whoever_submitted_it() -> None:
+    def job() -> Iterator[str]:
+        try:
+            for _ in range(3):
+                yield asker.get()
+        finally:
+            ended.append(asker.get())
+
+    worker, ended = Worker(), []
+    streams = {}
+    for name in ("first", "second"):
+        context = contextvars.copy_context()
+        context.run(asker.set, name)
+        streams[name] = context.run(worker.submit, job)
+    assert all(stream.wait(PATIENCE) for stream in streams.values())
+    worker.close()
+    assert {name: set(stream.items) for name, stream in streams.items()} == {"first": {"first"}, "second": {"second"}}
+    assert sorted(ended) == ["first", "second"] and asker.get() == "nobody"
+
+
+def test_a_crews_jobs_do_not_wait_for_one_another() -> None:
+    crew, gate, inside = Crew(2, waiting=2), threading.Event(), threading.Semaphore(0)
+
+    def slow() -> Iterator[int]:
+        inside.release()
+        assert gate.wait(PATIENCE)
+        yield 1
+
+    first = crew.submit(slow)
+    second = crew.submit(lambda: iter([2]))
+    assert second.wait(PATIENCE) and second.items == [2] and not first.done  # while the other still waits
+    busy = [crew.submit(slow)]
+    assert inside.acquire(timeout=PATIENCE) and inside.acquire(timeout=PATIENCE)  # both are taken
+    busy += [crew.submit(slow), crew.submit(slow)]  # one in each line
+    assert crew.active == 4 and max(map(crew.ahead, busy)) == 1
+    with pytest.raises(WorkerBusy, match="1 runs are waiting already"):
+        crew.submit(slow)
+    gate.set()
+    assert all(stream.wait(PATIENCE) and stream.items == [1] for stream in (first, *busy))
+    crew.close()
+
+
+def test_a_client_with_a_new_name_every_time_fills_no_memory() -> None:
+    def engine(recipe: Recipe, prompt: str, shelf: Shelf, stores: Any) -> Iterator[dict[str, Any]]:
+        stores["learnt"] = prompt
+        yield {"seen": dict(stores)}
+
+    service = Service(Shelf(), engine)
+    asked = [("spec", Recipe(method="nasd", ngram_keep=True))]
+    streams = []
+    for i in range(REMEMBERED + 5):
+        streams.append(service.start(asked, f"text {i}", visitor=f"visitor {i}"))
+        assert streams[-1].wait(PATIENCE)
+    assert len(service._stores) == REMEMBERED
+    service.worker.close()
+
+
+def test_refused_presses_push_nobodys_text_out() -> None:
+    runs = Runs(capacity=4)
+    kept = runs.new("honest", ("spec",))
+    kept.records.append({"l": "spec"})
+    kept.finish()
+    for i in range(20):
+        runs.new(f"stranger {i}", ("spec",)).finish("refused")
+    assert runs.get(kept.id) is kept and len(runs) == 4
+    going = [runs.new(f"busy {i}", ("spec",)) for i in range(6)]
+    assert runs.get(kept.id) is None and runs.get(going[-1].id) is going[-1]  # but the oldest goes when all are at it
+
+
+def test_a_refusal_quotes_no_more_than_can_be_read() -> None:
+    said = reason(Refused(f"unknown pair {'x' * 10**6!r}"))
+    assert said.startswith("unknown pair 'xxx") and said.endswith(" …") and len(said) == LONGEST_REASON + 2
+    assert reason(Refused("short")) == "short"
+
+
+def test_the_queue_is_as_long_as_the_host_says() -> None:
+    gate, service = threading.Event(), Service(Shelf(), lambda *_: closed(), Limits(queue=1))
+
+    def closed() -> Iterator[dict[str, Any]]:
+        inside.release()
+        assert gate.wait(PATIENCE)
+        yield {}
+
+    inside = threading.Semaphore(0)
+    streams = [service.start([("spec", Recipe())], "x")]
+    assert inside.acquire(timeout=PATIENCE)  # the device is taken in mid-step: whatever comes now waits
+    streams.append(service.start([("spec", Recipe())], "x"))
+    with pytest.raises(WorkerBusy, match="1 runs are waiting already"):
+        service.start([("spec", Recipe())], "x")
+    gate.set()
+    assert all(stream.wait(PATIENCE) for stream in streams)
+    service.worker.close()
+
+
+# --- ZeroGPU: a process for every run ---
+
+forks = pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork on this system")
+RECIPE = Recipe(pair="bundled", temperature=0.0, max_tokens=24)
+CODE = "def fibonacci(n):"
+
+
+@pytest.fixture(scope="module")
+def shelf() -> Shelf:
+    return zero.loaded([RECIPE])
+
+
+def tokens_of(events: Iterable[dict[str, Any]]) -> list[int]:
+    return [token for event in events if "i" in event for token in event["tokens"]]
+
+
+@pytest.mark.parametrize("package", [False, True][: 1 + (find_spec("spaces") is not None)])
+def test_away_from_zerogpu_the_decorator_changes_nothing(package: bool, shelf: Shelf) -> None:
+    """Neither the stand-in nor, where the package is installed, the real one."""
+    events = list(zero.on(zero.decorator() if package else untouched, shelf)(RECIPE, CODE, Shelf(), {}))
+    assert events[0] == {"phase": "loading", "text": "waiting for a GPU"} and "specdemo" in events[1]
+    assert tokens_of(events) == tokens_of(generate(RECIPE, CODE, shelf)) and events[-1]["end"] == "length"
+
+
+@forks
+def test_a_run_in_its_own_process_gives_the_same_text(shelf: Shelf) -> None:
+    def telling(*asked: Any) -> Iterator[dict[str, Any]]:
+        for event in generate(*asked):
+            yield {**event, "process": os.getpid()}
+
+    gpu = Forking()
+    events = list(zero.on(gpu, shelf, telling)(RECIPE, CODE, Shelf(), {}))
+    assert tokens_of(events) == tokens_of(generate(RECIPE, CODE, shelf)) != []
+    assert {event["process"] for event in events[1:]} == {gpu.processes[0].pid} != {os.getpid()}
+    assert gpu.processes[0].exitcode == 0
+    assert gpu.durations == [zero.seconds_of(RECIPE, shelf.take(RECIPE.target_spec).weight_bytes)]
+
+
+@forks
+def test_nothing_that_is_shared_is_relied_on(shelf: Shelf) -> None:
+    """The stand-in sees to it: whatever cannot be pickled would stop the run, whatever is changed there is not seen."""
+
+    def forgetful(recipe: Recipe, prompt: str, shelf: Shelf, stores: dict) -> Iterator[dict[str, Any]]:
+        seen = dict(stores)
+        stores["learnt"] = changed["there"] = prompt
+        yield {"seen": seen}
+
+    changed: dict[str, str] = {}
+    run = zero.on(Forking(), shelf, forgetful)
+    for _ in range(2):
+        stores: dict[str, str] = {"mine": "secret"}
+        assert [event for event in run(RECIPE, CODE, Shelf(), stores) if "seen" in event] == [{"seen": {}}]
+        assert stores == {"mine": "secret"} and not changed
+    with pytest.raises(Refused, match="pickle"):  # a driver that handed a stop flag over would fail like this
+        list(run(RECIPE, threading.Event(), Shelf(), {}))
+    with pytest.raises(Refused, match="n-grams are not kept here"):
+        list(run(Recipe(pair="bundled", method="nasd", ngram_keep=True), CODE, Shelf(), {}))
+    with pytest.raises(Refused, match="only the models loaded at the start run here"):
+        list(run(Recipe(pair="bundled", quantization="nf4"), CODE, Shelf(), {}))
+
+
+@forks
+def test_stop_ends_the_process(shelf: Shelf, tmp_path: Path) -> None:
+    def endless(*_: Any) -> Iterator[dict[str, Any]]:
+        try:
+            yield {"specdemo": 1}
+            for i in count():
+                time.sleep(0.01)
+                yield {"i": i, "tokens": [i]}
+        finally:
+            (tmp_path / "closed").write_text(str(os.getpid()))
+
+    gpu = Forking()
+    service = Service(shelf, zero.on(gpu, shelf, endless), worker=Crew(2))
+    stream = service.start([("spec", RECIPE)], CODE)
+    items = follow(stream, until=lambda events: len(tokens_of(events)) > 20)
+    stream.stop()
+    assert stream.wait(PATIENCE) and stream.error is None
+    process = gpu.processes[0]
+    assert not process.is_alive() and process.exitcode == 0
+    assert (tmp_path / "closed").read_text() == str(process.pid)  # its own `finally`, over there
+    assert tokens_of(items) == list(range(len(tokens_of(items))))
+    service.worker.close()
+
+
+def follow(stream: Any, until: Callable[[list], bool]) -> list[dict[str, Any]]:
+    """What a stream has given when the condition first holds."""
+
+    async def read() -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = []
+        async for batch in drain(stream):
+            events += [event for _, event in batch]
+            if until(events):
+                break
+        return events
+
+    return asyncio.run(asyncio.wait_for(read(), PATIENCE))
+
+
+@forks
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (Refused("the prompt is too long"), "the prompt is too long"),
+        (RuntimeError("the device ran out of memory"), "RuntimeError: the device ran out of memory"),
+        (None, "GPU task aborted"),
+    ],
+)
+def test_an_error_over_there_arrives_as_a_sentence(shelf: Shelf, fault: Exception | None, said: str) -> None:
+    def broken(*_: Any) -> Iterator[dict[str, Any]]:
+        yield {"specdemo": 1}
+        if fault is None:
+            os._exit(1)  # as the lender does when the time is up
+        raise fault
+
+    events = zero.on(Forking(), shelf, broken)(RECIPE, CODE, Shelf(), {})
+    with pytest.raises((Refused, RuntimeError)) as raised:
+        list(events)
+    assert said in reason(raised.value)
+
+
+@forks
+def test_a_visitors_context_reaches_the_lender(shelf: Shelf) -> None:
+    """There the quota is looked up: by the request, which is in the context of the handler that started the run."""
+    seen = []
+
+    def lender(*, duration: Callable) -> Callable:
+        def decorate(task: Callable) -> Callable:
+            def call(*asked: Any) -> Iterator[Any]:
+                seen.append(asker.get())
+                yield from task(*asked)
+
+            return call
+
+        return decorate
+
+    service = Service(shelf, zero.on(lender, shelf), worker=Crew(1))
+    context = contextvars.copy_context()
+    context.run(asker.set, "visitor 7")
+    stream = context.run(service.start, [("spec", RECIPE)], CODE)
+    assert stream.wait(PATIENCE) and stream.error is None
+    assert seen == ["visitor 7"]
+    service.worker.close()
+
+
+def test_a_gpu_is_asked_for_as_long_as_the_request_may_take() -> None:
+    small, large = 4 * 10**7, 15 * 10**9
+    lengths = [zero.seconds_of(Recipe(max_tokens=n), large) for n in (1, 128, 512, 10**6)]
+    assert lengths == sorted(lengths) and lengths[0] < lengths[1] < lengths[2] and lengths[3] == zero.LONGEST_S
+    assert zero.seconds_of(Recipe(max_tokens=256), small) < zero.seconds_of(Recipe(max_tokens=256), large)
+    assert zero.seconds_of(Recipe(max_tokens=256), large) > 256 * large / 1.6e12  # the memory's own speed: no faster
+
+
+def test_preflight_is_refused_where_no_device_stays(shelf: Shelf) -> None:
+    service = Service(shelf, generate, worker=Crew(1))
+    with pytest.raises(Refused, match="here one is lent to each run"):
+        asyncio.run(service.preflight(RECIPE))
+    service.worker.close()
+
+
+# --- health, the page as an app, a window ---
+
+
+@contextmanager
+def page(engine: Any = generate, lately_s: float = LATELY_S, patience_s: float = PATIENCE) -> Iterator[Any]:
+    demo = build(engine=engine)
+    demo.health._lately, demo.health._patience = lately_s, patience_s
+    _, demo.url, _ = demo.launch(server_name="127.0.0.1", prevent_thread_lock=True, **launch_options(demo))
+    yield demo
+    demo.worker.close()
+    demo.close()
+
+
+def test_health_means_that_a_token_was_produced_lately() -> None:
+    runs = []
+
+    def counted(recipe: Recipe, *asked: Any) -> Iterator[dict[str, Any]]:
+        runs.append((recipe.method, recipe.max_tokens))
+        yield from generate(recipe, *asked)
+
+    with page(counted) as demo:
+        first, second = httpx.get(f"{demo.url}health", timeout=PATIENCE), httpx.get(f"{demo.url}health")
+        assert first.status_code == second.status_code == 200
+        assert "a token was produced now" in first.json()["why"] and "s ago" in second.json()["why"]
+        assert runs == [("ar", 2)]  # the first look had to try, the second had not
+
+
+def test_a_page_whose_device_hangs_is_not_healthy_though_it_answers() -> None:
+    gate, tries = threading.Event(), []
+
+    def hung(*_: Any) -> Iterator[dict[str, Any]]:
+        tries.append(1)
+        assert gate.wait(PATIENCE)
+        yield {"i": 0, "tokens": [1]}
+
+    with page(hung, patience_s=0.2) as demo:
+        for _ in range(2):
+            said = httpx.get(f"{demo.url}health")
+            assert said.status_code == 503 and "no token came within 0.2 s" in said.json()["why"]
+        assert httpx.get(f"{demo.url}config").status_code == 200
+        assert len(tries) == 1 and demo.worker.active == 1  # looking again makes no queue
+        gate.set()
+        demo.health._patience = PATIENCE
+        assert httpx.get(f"{demo.url}health", timeout=PATIENCE).status_code == 200
+
+
+def test_a_page_that_cannot_decode_says_why() -> None:
+    def broken(*_: Any) -> Iterator[dict[str, Any]]:
+        raise Refused("the weights are damaged: fetch them again")
+        yield
+
+    with page(broken) as demo:
+        said = httpx.get(f"{demo.url}health", timeout=PATIENCE)
+    assert (said.status_code, said.json()["why"]) == (503, "the weights are damaged: fetch them again")
+
+
+def test_what_visitors_run_counts_and_old_tokens_do_not() -> None:
+    service = Service(Shelf(), lambda *_: iter(()))
+    look = Health(service, RECIPE, lately_s=100, patience_s=PATIENCE)
+    assert not look.fresh and look.age_s is None
+    service.last_token = time.monotonic() - 99
+    assert look.fresh
+    service.last_token = time.monotonic() - 101
+    assert not look.fresh
+    alive, why = asyncio.run(look.look())
+    assert not alive and "no token came" in why  # the probe ended without one
+    service.worker.close()
+
+
+def test_the_page_can_be_installed_as_an_app() -> None:
+    with page() as demo:
+        manifest = httpx.get(f"{demo.url}manifest.json").json()
+        assert '<link rel="manifest" href="/manifest.json"' in httpx.get(demo.url).text
+        assert manifest["name"] == "specdemo" and manifest["display"] == "standalone"
+        sizes = {}
+        for icon in manifest["icons"]:
+            image = Image.open(io.BytesIO(httpx.get(f"{demo.url.rstrip('/')}{icon['src']}").content))
+            sizes[icon["sizes"]] = image.size
+            assert image.convert("RGB").getpixel((image.width // 3, image.height // 4)) == (0x7B, 0xD8, 0x8F)  # ours
+        assert sizes == {"192x192": (192, 192), "512x512": (512, 512)}
+        assert httpx.get(f"{demo.url}favicon.ico").content == (ASSETS / "icon.png").read_bytes()
+
+
+def test_a_window_that_cannot_be_drawn_is_given_up_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever stops the toolkit stops its own process; a `webview` first on the path plays the toolkit."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    fake = tmp_path / "webview.py"
+    for source, said in (
+        ("raise ImportError", "pywebview is not installed (pip install 'pywebview[qt]' on Linux"),
+        (
+            "import os, sys\nprint('no display', file=sys.stderr, flush=True)\nos._exit(134)",
+            "pywebview ended with code 134. no display",
+        ),
+        ("import os\nos._exit(7)", "pywebview ended with code 7"),
+        (WEBVIEW.format(start="raise WebViewException('no QT')"), "pywebview has nothing to draw with: no QT"),
+    ):
+        fake.write_text(source)
+        assert (window.show("http://127.0.0.1:1/") or "").startswith(said)
+    fake.write_text(WEBVIEW.format(start=f"open({str(tmp_path / 'shown')!r}, 'w').write(repr((made, settings, more)))"))
+    assert window.show("http://127.0.0.1:1/") is None
+    made, settings, more = ast.literal_eval((tmp_path / "shown").read_text())
+    assert made == ["specdemo", "http://127.0.0.1:1/"]
+    assert settings == {"ALLOW_DOWNLOADS": True} and more == {"private_mode": False}
+
+
+WEBVIEW = """
+class WebViewException(Exception): ...
+settings, made = {{}}, []
+def create_window(title, url, **more): made.extend((title, url))
+def start(**more): {start}
+"""
+
+
+def test_without_a_display_the_page_is_in_the_browser_and_says_so() -> None:
+    bare = {name: value for name, value in os.environ.items() if name not in ("DISPLAY", "WAYLAND_DISPLAY")}
+    with socket.socket() as door:  # a port that no other page of these tests would take
+        door.bind(("127.0.0.1", 0))
+        port = str(door.getsockname()[1])
+    command = [sys.executable, "-u", "app.py", "--window", "--no-browser", "--port", port]
+    with subprocess.Popen(command, cwd=ROOT, env=bare, stdout=-1, stderr=-1, text=True) as program:
+        try:
+            told = program.stderr.readline()
+            ready = next(line for line in program.stdout if line.startswith("specdemo is ready"))
+            url = re.search(r"http://\S+", ready).group()
+            assert told == "No window: there is no display here. The page is in the browser instead.\n"
+            assert httpx.get(f"{url}config").status_code == 200
+        finally:
+            program.send_signal(signal.SIGINT)
+        assert program.wait(PATIENCE) in (0, 1)
+
+
+def test_a_space_is_served_where_the_host_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADIO_SERVER_NAME", "0.0.0.0")
+    monkeypatch.setenv("GRADIO_SERVER_PORT", "7860")
+    monkeypatch.setenv("SPACES_ZERO_GPU", "true")
+    args = app.options().parse_args([])
+    assert (args.host, args.port, args.zero_gpu) == ("0.0.0.0", 7860, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("SPECDEMO_MAX_TOKENS", "lots", "SPECDEMO_MAX_TOKENS must be a whole number"),
+        ("SPECDEMO_PAIR", "bundled", "unknown variable 'SPECDEMO_PAIR'"),
+    ],
+)
+def test_a_host_that_sets_nonsense_is_told_before_anything_is_served(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, value: str, said: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert app.main(["--no-browser"]) == 2
+    assert capsys.readouterr().err.startswith(said)

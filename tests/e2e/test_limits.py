@@ -1,0 +1,337 @@
+"""What a host allows holds on the server's side, over real HTTP: refusals are clear, and others are served meanwhile.
+
+A client says where it comes from by the header that a proxy would set; the server takes this machine's word for it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+from dataclasses import dataclass, replace
+from typing import Any
+
+import gradio_client
+import httpx
+import pytest
+from fakes.trace_records import end, header, step
+
+from e2e.limited_page import Patient, limited_page
+from specdemo.core.errors import Refused
+from specdemo.models.zoo import PAIRS
+from specdemo.recipe import POLICIES, Recipe
+from specdemo.ui.limits import PUBLIC, Limits, read
+from specdemo.ui.page import build, launch_options
+from specdemo.ui.visitors import Budget, Visitors
+
+PATIENCE = 60.0
+CODE = "def fibonacci(n):"
+
+
+@pytest.fixture(scope="module")
+def engine() -> Patient:
+    return Patient()
+
+
+@pytest.fixture(scope="module")
+def served(engine: Patient) -> Iterator[Any]:
+    limits = replace(PUBLIC, max_tokens=64, max_gamma=6, max_nodes=16, max_prompt=1000, per_minute=None)
+    demo = build(engine=engine, limits=limits)
+    _, demo.url, _ = demo.launch(server_name="127.0.0.1", prevent_thread_lock=True, **launch_options(demo))
+    yield demo
+    demo.worker.close()
+    demo.close()
+
+
+def client(served: Any, address: str, at_once: int = 8) -> gradio_client.Client:
+    return gradio_client.Client(
+        served.url, verbose=False, max_workers=at_once, headers={"X-Forwarded-For": address}, analytics_enabled=False
+    )
+
+
+HOSTILE = {
+    "many tokens": ({"max_tokens": 10**6}, "max_tokens may be 64 at most here, not 1,000,000"),
+    "more tokens than there are": ({"max_tokens": 10**30}, "max_tokens must be from 1 to"),
+    "a long draft": ({"gamma": 7}, "gamma may be 6 at most here, not 7"),
+    "no number": ({"gamma": "many"}, "gamma must be a number"),
+    "great heat": ({"temperature": 10**400}, "temperature must be from 0 to 100, not 1000"),
+    "a huge k": ({"top_k": 10**12}, "top_k must be from 0 to"),
+    "an unknown pair": ({"pair": "no-such-pair"}, "unknown pair 'no-such-pair': known are bundled"),
+    "a path": ({"pair": "../../etc/passwd"}, "unknown pair '../../etc/passwd': known are bundled"),
+    "a longer path": ({"pair": "/" * 10**6}, "pair must be a name of at most 300 characters, not 1,000,000"),
+    "a long method": ({"method": "m" * 10**5}, "method must be a name of at most"),
+    "a name that is none": ({"pair": {"a": [1]}}, "pair must be a name"),
+    "a million characters": ({"prompt": "x" * 10**6}, "the prompt has 1,000,000 characters: shorten it to 1,000"),
+    "no text": ({"prompt": [1, 2]}, "the prompt must be a text, not list"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_the_api_refuses_in_one_clear_sentence(served: Any, case: str) -> None:
+    asked, said = HOSTILE[case]
+    with pytest.raises(Exception) as refused:
+        client(served, "198.51.100.1").predict(**{"prompt": CODE, **asked}, api_name="/generate")
+    assert said in str(refused.value) and len(str(refused.value)) < 1000
+    assert served.worker.active == 0
+
+
+def test_preflight_is_held_to_the_same(served: Any) -> None:
+    with pytest.raises(Exception, match="unknown pair"):
+        client(served, "198.51.100.1").predict(pair="../../etc/passwd", api_name="/preflight")
+
+
+def press_run(url: str, taken: Any = None, **values: Any) -> dict[str, Any]:
+    """What the page's own button is answered, when a script presses it with values of its own, or with `taken`."""
+    config = httpx.get(f"{url}config").json()
+    known = {part["id"]: part["props"] for part in config["components"]}
+    run = next(part for part, props in known.items() if props.get("elem_id") == "run")
+    button = next(event for event in config["dependencies"] if [run, "click"] in event["targets"])
+    inputs = [known[part] for part in button["inputs"]]
+    assert values.keys() <= {props.get("elem_id") for props in inputs}
+    data = [values.get(props.get("elem_id") or "", props.get("value")) for props in inputs]
+    handler = next(event for event in config["dependencies"] if event["inputs"] == button["outputs"])
+    asked = {"data": [taken or json.dumps(data)], "fn_index": handler["id"], "session_hash": "script"}
+    assert httpx.post(f"{url}gradio_api/queue/join", json=asked).status_code == 200
+    frame: dict[str, Any] = {}
+    with httpx.stream(
+        "GET", f"{url}gradio_api/queue/data", params={"session_hash": "script"}, timeout=PATIENCE
+    ) as said:
+        for line in said.iter_lines():
+            message = json.loads(line.removeprefix("data: ")) if line.startswith("data: ") else {}
+            shown = (message.get("output") or {}).get("data") or [""]
+            if isinstance(shown[0], str) and shown[0].startswith("{"):
+                frame = json.loads(shown[0])
+            if message.get("msg") in ("process_completed", "close_stream"):
+                return frame
+    return frame
+
+
+def test_the_pages_own_button_is_held_to_the_same(served: Any) -> None:
+    assert press_run(served.url, prompt=CODE, pair="../../etc")["phase"] == [
+        "failed",
+        f"unknown pair '../../etc': known are {', '.join(PAIRS)}",
+    ]
+    assert press_run(served.url, prompt="x" * 10**6)["phase"][1].startswith("the prompt has 1,000,000 characters")
+    for junk in ("{", "null", "[1]", '{"prompt": "x"}', 7):
+        assert press_run(served.url, junk) == {}
+    done = press_run(served.url, prompt=CODE, **{"max-tokens": 8})
+    assert done["over"] and done["phase"] == ["done", "8 tokens, limit reached"]
+
+
+def test_an_honest_user_is_served_beside_fifty_parallel_requests(served: Any, engine: Patient) -> None:
+    crowd = client(served, "198.51.100.7", at_once=50)
+    jobs = [crowd.submit("endless", api_name="/generate") for _ in range(50)]
+    refused = wait([job.future for job in jobs], timeout=PATIENCE, return_when="FIRST_EXCEPTION").done
+    assert refused  # the crowd is there
+    lines = client(served, "203.0.113.5").submit(CODE, max_tokens=12, api_name="/generate")
+    metrics = [json.loads(line) for line in lines][-1]["metrics"]
+    assert metrics["tokens"] == 12  # while others are still at it:
+    assert served.worker.active == PUBLIC.at_once
+    engine.over.set()
+    assert not wait([job.future for job in jobs], timeout=PATIENCE).not_done
+    errors = [str(job.exception()) for job in jobs if job.exception()]
+    assert len(errors) == 50 - PUBLIC.at_once
+    assert all("you have 2 runs going already" in error for error in errors)
+    engine.over.clear()
+
+
+def test_time_that_is_up_ends_a_run_clearly_and_keeps_what_is_there() -> None:
+    with limited_page(Limits(max_seconds=1)) as short:
+        lines = [json.loads(line) for line in client(short, "203.0.113.5").submit("endless", api_name="/generate")]
+        frame = press_run(short.url, prompt="endless")
+    assert lines[-1]["end"] == "cancelled" and lines[-1]["error"].startswith("a run may take 1 seconds here")
+    assert lines[-1]["metrics"]["tokens"] == len(lines) - 2 > 10
+    phase, why = frame["phase"]
+    assert phase == "stopped" and "a run may take 1 seconds here" in why and frame["over"]
+
+
+def test_a_visitor_who_has_had_enough_waits_and_another_does_not() -> None:
+    with limited_page(Limits(per_minute=2)) as slow:
+        eager, other = client(slow, "198.51.100.9"), client(slow, "198.51.100.10")
+        for _ in range(2):
+            assert eager.predict(CODE, max_tokens=1, api_name="/generate")
+        with pytest.raises(Exception, match="2 runs a minute are allowed here: try again in [1-6]?[0-9] s"):
+            eager.predict(CODE, max_tokens=1, api_name="/generate")
+        assert other.predict(CODE, max_tokens=1, api_name="/generate")
+
+
+def test_a_page_offers_only_what_it_grants() -> None:
+    limits = Limits(max_tokens=100, max_gamma=2, max_nodes=4)
+    demo = build(limits=limits)
+    demo.worker.close()
+    shown = {
+        part["props"]["elem_id"]: part["props"] for part in demo.config["components"] if part["props"].get("elem_id")
+    }
+    assert (shown["max-tokens"]["maximum"], shown["max-tokens"]["value"]) == (100, 100)
+    assert (shown["gamma"]["maximum"], shown["gamma"]["value"]) == (2, 2)
+    assert (shown["tree-nodes"]["maximum"], shown["tree-nodes"]["value"]) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("environment", "limits"),
+    [
+        ({}, Limits()),
+        ({"HOME": "/root", "SPECDEMO_PUBLIC": "1"}, PUBLIC),
+        ({"SPACE_ID": "someone/page"}, PUBLIC),
+        ({"SPACE_ID": "someone/page", "SPECDEMO_PUBLIC": "0"}, Limits()),
+        ({"SPECDEMO_MAX_TOKENS": "128", "SPECDEMO_PAIRS": " bundled, "}, Limits(max_tokens=128, pairs=("bundled",))),
+        ({"SPECDEMO_PUBLIC": "1", "SPECDEMO_PER_MINUTE": "none"}, replace(PUBLIC, per_minute=None)),
+        ({"SPECDEMO_MODELS": "hub", "SPECDEMO_QUEUE": ""}, Limits(models="hub")),
+    ],
+)
+def test_limits_are_read_from_the_environment(environment: dict[str, str], limits: Limits) -> None:
+    assert read(environment) == limits
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("MAX_TOKENS", "lots", "SPECDEMO_MAX_TOKENS must be a whole number from 1, or none, not 'lots'"),
+        ("MAX_SECONDS", "0", "SPECDEMO_MAX_SECONDS must be"),
+        ("AT_ONCE", "-1", "SPECDEMO_AT_ONCE must be"),
+        ("PAIRS", "bundled, nonesuch", "unknown pair 'nonesuch': known are bundled"),
+        ("MODELS", "all", "unknown rule for models 'all': known are any, hub, listed"),
+        ("PUBLIC", "yes", "SPECDEMO_PUBLIC must be 0 or 1"),
+        ("MAX_TOKEN", "5", "unknown variable 'SPECDEMO_MAX_TOKEN': known are SPECDEMO_PUBLIC, SPECDEMO_PAIRS"),
+    ],
+)
+def test_a_variable_that_makes_no_sense_is_named(name: str, value: str, said: str) -> None:
+    with pytest.raises(Refused, match=said):
+        read({f"SPECDEMO_{name}": value})
+
+
+@pytest.mark.parametrize(
+    ("models", "name", "granted"),
+    [
+        ("any", "/srv/models/mine", True),
+        ("any", "org/model", True),
+        ("hub", "org/model", True),
+        ("hub", "gpt2", True),
+        ("hub", "/srv/models/mine", False),
+        ("hub", "../mine", False),
+        ("hub", "~/mine", False),
+        ("hub", "org/model/../../mine", False),
+        ("hub", "tests", False),  # a name like the hub's, and a directory here
+        ("hub", "o\n/m", False),
+        ("listed", "org/model", False),
+    ],
+)
+def test_free_names_are_taken_where_the_host_takes_them(models: str, name: str, granted: bool) -> None:
+    limits, recipe = Limits(models=models), Recipe(target=name, method="ar")
+    if granted:
+        assert limits.grant(recipe, "x") == recipe
+        return
+    with pytest.raises(Refused, match="choose one of the pairs bundled"):
+        limits.grant(recipe, "x")
+    with pytest.raises(Refused, match="choose one of the pairs bundled"):  # nor by way of the drafter
+        limits.grant(Recipe(target="org/model" if models == "hub" else name, drafter=name), "x")
+
+
+def test_a_policys_own_bounds_are_drawn_in_and_what_was_asked_for_is_refused() -> None:
+    limits = Limits(max_gamma=2)
+    for policy in POLICIES:
+        granted = limits.grant(Recipe(policy=policy, gamma=2), "x")
+        assert granted.gamma_bounds[0] <= granted.gamma_bounds[1] <= 2
+    with pytest.raises(Refused, match="gamma_max may be 2 at most here, not 3"):
+        limits.grant(Recipe(policy="dynamic", gamma=2, gamma_max=3), "x")
+
+
+def test_only_the_numbers_that_a_method_looks_at_are_judged() -> None:
+    limits = Limits(max_nodes=2)
+    assert limits.grant(Recipe(), "x") == Recipe()
+    for method, name in (("tree", "tree_nodes"), ("beam", "num_beams"), ("lookahead", "lookahead_window")):
+        with pytest.raises(Refused, match=f"{name} may be 2 at most here"):
+            limits.grant(Recipe(method=method), "x")
+        assert limits.grant(limits.fit(Recipe(method=method)), "x").method == method
+
+
+@dataclass
+class Going:
+    done: bool = False
+
+
+class Clock:
+    """Time that passes when told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_time_is_counted_from_the_first_header_over_all_lanes() -> None:
+    clock, closed = Clock(), []
+
+    def lane(name: str) -> Iterator[dict[str, Any]]:
+        try:
+            yield {"phase": "loading", "text": name}
+            yield header()
+            for i in range(9):
+                clock.now += 2
+                yield step(i, pieces=["a", "b"])
+            yield end()
+        finally:
+            closed.append(name)
+
+    clock.now += 1000  # loading and waiting are not counted
+    budget = Budget(25, clock)
+    first, second = list(budget.spend(lane("spec"))), list(budget.spend(lane("ar")))
+    assert first[-1] == end() and closed == ["spec", "ar"]
+    assert [line["i"] for line in second if "i" in line] == [0, 1, 2, 3]  # 18 s + 4 x 2 s
+    assert second[-1]["end"] == "cancelled" and second[-1]["metrics"]["tokens"] == 8
+    assert "25 seconds" in second[-1]["error"]
+    assert list(Budget(None).spend(lane("free")))[-1] == end()
+
+
+def test_a_visitor_is_counted_and_then_forgotten() -> None:
+    clock = Clock()
+    visitors = Visitors(Limits(at_once=2, per_minute=3), clock)
+
+    def start(address: str) -> Going:
+        visitors.admit(address)
+        run = Going()
+        visitors.entered(address, run)
+        return run
+
+    first, second = start("192.0.2.1"), start("192.0.2.1")
+    with pytest.raises(Refused, match="you have 2 runs going already"):
+        start("192.0.2.1")
+    first.done = second.done = True
+    clock.now += 20
+    start("192.0.2.1").done = True
+    with pytest.raises(Refused, match="3 runs a minute are allowed here: try again in 40 s"):
+        start("192.0.2.1")
+    start("192.0.2.2").done = True  # somebody else
+    clock.now += 40
+    long = start("192.0.2.1")
+    assert len(visitors) == 2
+    clock.now += 10_000
+    start("192.0.2.3").done = True
+    assert len(visitors) == 2  # one whose run still goes on, and one of this minute
+    long.done = True
+    clock.now += 61
+    start("192.0.2.4")
+    assert len(visitors) == 1
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("2001:db8:1:2::1", "2001:db8:1:2:ffff::9", True),
+        ("2001:db8:1:2::1", "2001:db8:1:3::1", False),
+        ("::ffff:192.0.2.1", "192.0.2.1", True),
+        ("192.0.2.1", "192.0.2.2", False),
+        ("fe80::1%eth0", "fe80::2%eth1", True),
+        ("testclient", "testclient", True),
+    ],
+)
+def test_an_address_more_is_not_a_visitor_more(one: str, other: str, same: bool) -> None:
+    visitors = Visitors(Limits(at_once=1))
+    visitors.entered(one, Going())
+    admit: Callable[[], None] = lambda: visitors.admit(other)  # noqa: E731
+    if same:
+        with pytest.raises(Refused, match="you have 1 run going already"):
+            admit()
+    else:
+        admit()

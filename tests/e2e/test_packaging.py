@@ -1,0 +1,214 @@
+"""What is shipped agrees with itself: imports with requirements, and the places that name a version with each other."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import fields
+from importlib.metadata import packages_distributions, version
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+import app
+from specdemo.cli.arguments import parser
+from specdemo.models.zoo import PAIRS
+from specdemo.ui.health import PATIENCE_S
+from specdemo.ui.limits import PUBLIC, Limits, read
+
+ROOT = Path(__file__).parents[2]
+
+
+def required(name: str) -> dict[str, Requirement]:
+    """The requirements of a file that hold on this Python, by distribution name."""
+    lines = (line.partition("#")[0].strip() for line in (ROOT / name).read_text("utf-8").splitlines())
+    parsed = (Requirement(line) for line in lines if line and not line.startswith("-"))
+    return {r.name.lower(): r for r in parsed if r.marker is None or r.marker.evaluate()}
+
+
+def imported(*paths: Path) -> set[str]:
+    """The distributions that these files import, by what is installed here."""
+    modules = set()
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Import):
+                modules |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                modules.add(node.module.partition(".")[0])
+    distributions = packages_distributions()
+    ours = {"specdemo", "app"} | {path.stem for path in (ROOT / "tests").glob("*.py")} | {"tests"}
+    return {distributions.get(m, [m])[0].lower() for m in modules - set(sys.stdlib_module_names) - ours}
+
+
+def test_the_program_names_everything_it_imports():
+    program = [*(ROOT / "specdemo").rglob("*.py"), *ROOT.glob("app.py")]
+    text = (ROOT / "pyproject.toml").read_text("utf-8").partition("[project.optional-dependencies]")[2]
+    optional = {"webview"} if "pywebview" in text else set()  # the one whose module has another name
+    optional |= {Requirement(one).name for one in re.findall(r'"(.+?)"', text.partition("\n[")[0])}
+    assert imported(*program) - {"torch"} - optional <= set(required("requirements.txt"))
+
+
+def test_the_tests_name_everything_they_import():
+    brought = {
+        "gradio_client": "gradio",
+        "packaging": "pytest",
+        "huggingface_hub": "transformers",
+        "httpx": "gradio",
+        "pillow": "gradio",
+    }
+    named = set(required("requirements.txt")) | set(required("requirements-dev.txt"))
+    used = {brought.get(name, name) for name in imported(*(ROOT / "tests").rglob("*.py"))}
+    assert used <= named
+
+
+def test_what_is_installed_is_what_is_required():
+    for name, requirement in {**required("requirements.txt"), **required("requirements-dev.txt")}.items():
+        assert requirement.specifier.contains(version(name), prereleases=True), name
+
+
+def test_versions_agree_between_files():
+    front = (ROOT / "README.md").read_text("utf-8").split("---")[1]
+    read = dict(line.split(": ", 1) for line in front.strip().splitlines() if re.match(r"\w+: ", line))
+    python = SpecifierSet(re.search(r'requires-python = "(.+)"', (ROOT / "pyproject.toml").read_text()).group(1))
+    image = re.search(r"^FROM python:([\d.]+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE).group(1)
+    assert required("requirements.txt")["gradio"].specifier.contains(read["sdk_version"])
+    assert python.contains(read["python_version"].strip('"'))
+    assert python.contains(image)
+    assert (ROOT / read["app_file"]).is_file()
+
+
+def test_the_source_compiles_for_the_oldest_python():
+    """Names that came after 3.10 are ruff's to find; syntax is caught here."""
+    for path in [*(ROOT / "specdemo").rglob("*.py"), *(ROOT / "tests").glob("*.py"), *ROOT.glob("app.py")]:
+        ast.parse(path.read_text("utf-8"), path.name, feature_version=(3, 10))
+
+
+def test_the_readme_names_the_terminals_options_and_no_others(capsys: pytest.CaptureFixture[str]) -> None:
+    table = (ROOT / "README.md").read_text("utf-8").partition("## In the terminal")[2].partition("\n## ")[0]
+    told = set(re.findall(r"--[a-z][a-z0-9-]+", table))
+    with pytest.raises(SystemExit, match="0"):
+        parser().parse_args(["run", "--help"])
+    assert told == set(re.findall(r"--[a-z][a-z0-9-]+", capsys.readouterr().out)) - {"--help"}
+
+
+def test_make_lists_the_commands_a_newcomer_needs():
+    shown = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert all(f"make {verb} " in shown for verb in ("setup", "run", "test", "lint", "bench"))
+
+
+# --- the image and the Space ---
+
+
+def dockerfile() -> list[tuple[str, str]]:
+    """Instructions and their arguments, lines that go on joined."""
+    text = re.sub(r"\\\n\s*", "", re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text("utf-8"), flags=re.MULTILINE))
+    return [tuple(line.split(None, 1)) for line in text.splitlines() if line.strip()]
+
+
+def installed(tmp_path: Path, *chosen: str) -> tuple[int, str]:
+    """Exit code and words of the image's own line that installs, with a `pip` that only says what it was asked for."""
+    pip = tmp_path / "pip"
+    pip.write_text('#!/bin/sh\necho "$@"\n')
+    pip.chmod(0o755)
+    usual = [rest for name, rest in dockerfile() if name == "ARG"]
+    (line,) = (rest for name, rest in dockerfile() if name == "RUN" and "pip install" in rest)
+    environment = dict(setting.split("=", 1) for setting in [*usual, *chosen])
+    environment["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run(["sh", "-c", line], env=environment, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_the_image_comes_in_two_variants(tmp_path: Path) -> None:
+    code, cpu = installed(tmp_path)
+    assert code == 0 and "https://download.pytorch.org/whl/cpu" in cpu and cpu.endswith("-r requirements.txt\n")
+    code, cuda = installed(tmp_path, "VARIANT=cuda")
+    assert code == 0 and "index" not in cuda and cuda.endswith("-r requirements.txt\n")
+    assert installed(tmp_path, "VARIANT=rocm") == (2, "VARIANT is cpu or cuda, not rocm\n")
+
+
+def test_the_image_never_runs_as_root() -> None:
+    steps = dockerfile()
+    assert [rest for name, rest in steps if name in ("FROM", "USER")][1:] == ["1000"]
+    order = [name for name, _ in steps]
+    assert order.index("USER") < min(i for i, step in enumerate(steps) if "pip install" in step[1])
+    copies = [rest.split() for name, rest in steps if name == "COPY"]
+    assert copies and all(words[0] == "--chown=user" and (ROOT / words[1]).exists() for words in copies)
+
+
+def test_the_image_serves_the_port_that_it_exposes_and_asks_for_tokens():
+    steps = dict(dockerfile())
+    command = json.loads(steps["CMD"])
+    assert command[:2] == ["python", "app.py"]
+    args = app.options().parse_args(command[2:])
+    assert (args.host, str(args.port), args.browser) == ("0.0.0.0", steps["EXPOSE"], False)
+    check = json.loads(steps["HEALTHCHECK"].partition("CMD ")[2])
+    seen = []
+    asked = check[2].replace("from urllib.request import urlopen; ", "")
+    exec(asked, {"urlopen": lambda url, timeout: seen.append((url, timeout)) or io.BytesIO()})
+    ((url, timeout),) = seen
+    assert url == f"http://127.0.0.1:{args.port}/health"
+    outer = int(re.search(r"--timeout=(\d+)s", steps["HEALTHCHECK"]).group(1))
+    assert PATIENCE_S < timeout < outer  # so the page's own answer comes first, with its reason
+    environment = dict(re.findall(r"(\w+)=(\S+)", " ".join(rest for name, rest in dockerfile() if name == "ENV")))
+    assert environment["HF_HOME"] == steps["VOLUME"] and steps["VOLUME"].startswith(environment["HOME"])
+    assert read({"SPECDEMO_PUBLIC": environment["SPECDEMO_PUBLIC"]}) == PUBLIC
+
+
+def test_what_the_page_reads_is_let_into_the_image():
+    rules = (ROOT / ".dockerignore").read_text("utf-8").split()
+    let_in = {rule[1:] for rule in rules if rule.startswith("!")}
+    assert let_in >= {"app.py", "requirements.txt", "specdemo", "assets"} and "*" in rules
+    assert (ROOT / "assets" / "icon.png").is_file()
+    assert not any(rule.startswith("assets/icon") for rule in rules)
+
+
+def test_the_program_runs_from_what_the_image_holds(tmp_path: Path) -> None:
+    """Copied as the image copies it, started by its command, asked by its own health check; only the port differs."""
+    rules = (ROOT / ".dockerignore").read_text("utf-8").split("\n")
+    left_out = [Path(rule).name for rule in rules if rule and rule[0] not in "!#" and rule != "*"]
+    for rule in rules:
+        if rule.startswith("!") and (source := ROOT / rule[1:]).is_dir():
+            shutil.copytree(source, tmp_path / rule[1:], ignore=shutil.ignore_patterns(*left_out))
+        elif rule.startswith("!"):
+            shutil.copy(source, tmp_path)
+    steps = dict(dockerfile())
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        port = str(door.getsockname()[1])
+    start, check = (json.loads(steps[name].partition("CMD ")[2] or steps[name]) for name in ("CMD", "HEALTHCHECK"))
+    start, check = ([sys.executable, *(word.replace("7860", port) for word in one[1:])] for one in (start, check))
+    environment = {**os.environ, "SPECDEMO_PUBLIC": "1", "PYTHONUNBUFFERED": "1", "HF_HOME": str(tmp_path / "hub")}
+    environment.pop("PYTHONPATH", None)
+    with subprocess.Popen(start, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as program:
+        try:
+            assert any(line.startswith("specdemo is ready") for line in program.stdout)
+            subprocess.run(check, cwd=tmp_path, check=True, timeout=60)
+        finally:
+            program.send_signal(signal.SIGINT)  # as the image's STOPSIGNAL
+        assert program.wait(60) == 0 and steps["STOPSIGNAL"] == "SIGINT"
+
+
+def test_the_readme_tells_every_limit_as_it_is():
+    table = (ROOT / "README.md").read_text("utf-8").partition("### What visitors may ask for")[2].partition("\n## ")[0]
+    rows = {row[0]: row[2:] for row in re.findall(r"\| `SPECDEMO_(\w+)` \| (.+) \| (\w+) \| (\w+) \|", table)}
+    assert list(rows) == [field.name.upper() for field in fields(Limits)]
+    for limits, column in ((Limits(), 0), (PUBLIC, 1)):
+        told = {name.lower(): str(getattr(limits, name.lower())).lower() for name in rows}
+        told |= {"pairs": "all", "remote": {None: "any", (): "nobody"}[limits.remote]}
+        assert told == {name.lower(): row[column] for name, row in rows.items()}
+
+
+def test_a_space_shows_the_models_that_its_pairs_use():
+    front = (ROOT / "README.md").read_text("utf-8").split("---")[1]
+    listed = set(re.findall(r"^  - (\S+/\S+)$", front.partition("models:")[2].partition("\ntags:")[0], re.MULTILINE))
+    hub = {name for pair in PAIRS.values() for name in (pair.target, pair.drafter) if not Path(name).exists()}
+    assert listed <= hub and bool(listed) == bool(hub)

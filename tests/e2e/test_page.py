@@ -1,0 +1,396 @@
+"""A run on the page: what is shown equals the trace, Stop stops, tabs share, text stays text, bad input is said."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import gradio_client
+import pytest
+from playwright.sync_api import expect
+
+from e2e.page_fixtures import (
+    CODE,
+    KEEPS,
+    KEPT_TEXT,
+    MARKUP,
+    PATIENCE,
+    SOON,
+    Scripts,
+    counted,
+    drawn,
+    run,
+    saved,
+    spans,
+    status,
+    text_of,
+    written,
+)
+from specdemo.core.errors import Refused
+from specdemo.generate import generate
+from specdemo.models.model_pool import Shelf
+from specdemo.models.zoo import PAIRS
+from specdemo.recipe import METHODS, Recipe
+from specdemo.ui.method_notes import ABOUT
+from specdemo.ui.page import build
+
+
+def test_a_real_run_streams_and_what_is_shown_equals_the_trace(tab: Any) -> None:
+    page = tab()
+    page.evaluate("""() => {
+        window.seen = [];
+        const lane = document.getElementById("lane-spec");
+        const look = () => window.seen.push(lane.querySelectorAll(".tok").length);
+        new MutationObserver(look).observe(lane, {childList: true});
+    }""")
+    page.locator("#compare input").check()
+    run(page, CODE, tokens=120)
+    status(page, "done: 120 tokens")
+    trace, plain = saved(page), saved(page, "ar")
+    assert drawn(page) == counted(trace) and drawn(page, "ar") == counted(plain)
+    assert set(drawn(page)) >= {"accepted", "correction", "plain"} and set(drawn(page, "ar")) == {"plain"}
+    assert page.eval_on_selector("#lane-spec", KEPT_TEXT) == text_of(trace)
+    assert page.eval_on_selector("#lane-ar", KEPT_TEXT) == text_of(plain)
+    assert trace[-1]["end"] == "length" and trace[0]["recipe"]["method"] == "draft"
+    assert len(page.evaluate("window.seen")) > 2  # bit by bit, not all at the end
+    m = trace[-1]["metrics"]
+    tile = page.locator("[data-kpi=acceptance]")
+    expect(tile).to_contain_text(f"{m['acceptance_rate']:.0%}".replace("%", " %"))
+    expect(tile).to_contain_text(f"{m['accepted']} of {m['drafted']} drafted")
+    expect(page.locator("[data-kpi=tokens_per_second]")).to_contain_text(f"{m['tokens_per_second']:.1f}")
+    ratio = m["tokens_per_second"] / plain[-1]["metrics"]["tokens_per_second"]
+    expect(page.locator("[data-kpi=speedup]")).to_contain_text(f"{ratio:.2f}×")
+    expect(page.locator("#verdict")).to_contain_text("tokens per second")
+    expect(page.locator("[data-kpi=memory]")).to_contain_text(re.compile(r"[MG]B"))
+    expect(page.locator("[data-lane=spec] .badge")).to_have_text(KEEPS)
+
+
+@pytest.mark.parametrize("method", ["nasd", "ar", "beam"])
+def test_the_other_methods_run_on_the_page(tab: Any, method: str) -> None:
+    page = tab()
+    page.locator("#method input").click()
+    page.get_by_role("option", name=f"{method}:").click()
+    run(page, "x = [1, 2, 3]\n" * 6, tokens=24)
+    status(page, "done: 24 tokens")
+    lane = "ar" if method == "ar" else "spec"
+    trace = saved(page, lane)
+    assert trace[0]["recipe"]["method"] == method
+    assert drawn(page, lane) == counted(trace)
+    expect(page.locator(f"#lane-{lane}")).to_be_visible()
+    assert not page.locator(".ahead").count()  # a search has made up its mind at the end
+
+
+def test_preflight_says_what_to_expect_before_anything_is_generated(tab: Any) -> None:
+    page = tab()
+    said = page.locator("#estimate")
+    page.locator("#preflight").click()
+    expect(said).to_contain_text(re.compile("Preflight of draft: (gamma [1-8]: about|don't).*speed of plain decoding"))
+    expect(said.locator("tbody tr")).to_have_count(8)
+    page.locator("#method input").click()
+    page.get_by_role("option", name="tree:").click()
+    page.locator("#preflight").click()
+    expect(said).to_contain_text("preflight knows the methods draft, self, nasd")
+    status(page, "ready")
+
+
+def test_layers_are_left_out_on_the_page(tab: Any) -> None:
+    page = tab()
+    page.locator("#method input").click()
+    page.get_by_role("option", name="self:").click()
+    page.get_by_role("button", name="Self-speculation").click()
+    written(page, "skip-layers", "3, five")
+    run(page, CODE, tokens=8)
+    status(page, "failed: skip_layers must be numbers like 5, 7, not '3, five'")
+    written(page, "skip-layers", "3, 5 6")
+    run(page, CODE, tokens=8)
+    status(page, "done: 8 tokens")
+    assert saved(page)[0]["recipe"]["skip_layers"] == [3, 5, 6]
+
+
+def test_every_method_is_explained(tab: Any) -> None:
+    assert set(ABOUT) == set(METHODS)
+    page = tab()
+    expect(page.locator("#about")).to_contain_text("A draft model")
+    for method, words in (("suffix", "Suffix decoding"), ("lookahead", "guess ahead of itself")):
+        page.locator("#method input").click()
+        page.get_by_role("option", name=f"{method}:").click()
+        expect(page.locator("#about")).to_contain_text(words)
+
+
+def test_a_lossy_rule_wears_a_badge(tab: Any) -> None:
+    page = tab()
+    page.get_by_role("button", name="Rule").click()
+    page.locator("#rule input").click()
+    page.get_by_role("option", name="top1").click()
+    badge = page.locator("[data-lane=spec] .badge")
+    for temperature, word in (("0.8", "lossy"), ("0", "exact")):
+        page.locator("#temperature input[type=number]").fill(temperature)
+        page.locator("#temperature input[type=number]").blur()
+        run(page, CODE, tokens=8)
+        status(page, "done")
+        expect(badge).to_have_text("lossy" if word == "lossy" else KEEPS)
+        trace = saved(page)
+        assert trace[0]["exact"] == (word == "exact") and drawn(page) == counted(trace)
+
+
+def test_stop_stops_the_worker_and_keeps_all_that_was_done(tab: Any, scripts: Scripts, served: Any) -> None:
+    page = tab()
+    run(page, "endless")
+    spans(page, 20)
+    page.locator("#stop").click()
+    assert scripts.closed.wait(SOON)  # the generator itself, not only its printing
+    assert scripts.closed_in == "device"
+    steps = scripts.steps
+    status(page, "stopped")
+    assert served.worker.active == 0 and scripts.steps == steps
+    trace = saved(page)
+    assert trace[-1]["end"] == "cancelled"
+    assert drawn(page) == counted(trace)
+    assert len(trace) == steps + 3  # header, end, and the step that was just being handed out
+
+
+def test_stop_frees_the_worker_of_a_real_run(tab: Any, scripts: Scripts, served: Any) -> None:
+    page = tab()
+    run(page, CODE, tokens=1024)
+    spans(page, 10)
+    page.keyboard.press("Escape")
+    assert scripts.closed.wait(SOON)
+    status(page, "stopped")
+    assert served.worker.active == 0
+    trace = saved(page)
+    assert trace[-1]["end"] == "cancelled" and drawn(page) == counted(trace)
+    run(page, CODE, tokens=8)  # and the page goes on
+    status(page, "done: 8 tokens")
+
+
+def test_a_second_tab_waits_while_the_device_loads_and_is_then_served(tab: Any, scripts: Scripts) -> None:
+    first, second = tab(), tab()
+    run(first, "loading")
+    assert scripts.inside.wait(PATIENCE)
+    status(first, "loading: loading the target")
+    run(second, CODE, tokens=8)
+    status(second, "queued")
+    scripts.gate.set()
+    status(second, "done")
+    status(first, "done")
+
+
+def test_two_tabs_are_served_step_by_step_in_turn(tab: Any, scripts: Scripts) -> None:
+    first, second = tab(), tab()
+    run(first, "endless")
+    spans(first, 10)
+    run(second, CODE, tokens=24)
+    status(second, "done: 24 tokens")
+    status(first, "decoding")  # it never stood back
+    first.locator("#stop").click()
+    status(first, "stopped")
+
+
+def test_reloading_the_page_in_mid_run_frees_the_worker(tab: Any, scripts: Scripts, served: Any) -> None:
+    page = tab()
+    run(page, "endless")
+    spans(page, 10)
+    page.reload()
+    assert scripts.closed.wait(PATIENCE)
+    assert scripts.closed_in == "device"
+    expect(page.locator("#status")).to_have_text("ready")
+    run(page, CODE, tokens=8)
+    status(page, "done")
+
+
+def test_markup_is_shown_as_text(tab: Any) -> None:
+    page = tab()
+    run(page, "hostile")
+    status(page, "done")
+    lane = page.locator("#lane-spec")
+    expect(lane).to_contain_text(MARKUP)
+    expect(lane).to_contain_text("<script>window.harmed")
+    assert page.locator("#lane-spec :not(span)").count() == 0
+    rejected = page.locator("#lane-spec [data-kind=rejected]")
+    expect(rejected).to_have_text("⏎")  # a newline that was not kept must not break the line
+    page.locator("#lane-spec [data-kind=accepted]").hover()
+    expect(page.locator("#tip")).to_contain_text(MARKUP)
+    run(page, "refused")
+    status(page, "failed: no such thing as <img")
+    expect(page.get_by_text("no such thing as").nth(1)).to_be_visible()  # the toast
+    assert page.locator("img[src=x]").count() == 0 and page.evaluate("window.harmed") is None
+
+
+def test_bad_input_is_said_and_costs_nothing_that_was_typed(tab: Any) -> None:
+    page = tab()
+    page.locator("#seed input").fill("7")
+    run(page, "")
+    status(page, "failed: .*prompt is empty")
+    run(page, "x" * 200_000)
+    status(page, "failed: the prompt has 200,000 characters")
+    page.locator("#seed input").fill("")
+    run(page, CODE)
+    status(page, "failed: seed must be a number, not empty")
+    expect(page.locator("#prompt textarea")).to_have_value(CODE)
+    page.locator("#seed input").fill("7")
+    run(page, CODE, tokens=8)
+    status(page, "done")
+    assert saved(page)[0]["recipe"]["seed"] == 7
+
+
+def test_an_error_in_mid_run_never_takes_the_page_down(tab: Any) -> None:
+    page = tab()
+    run(page, "broken")
+    status(page, "failed: RuntimeError: the device ran out of memory")
+    assert saved(page)[-1]["end"] == "error"
+    run(page, CODE, tokens=8)
+    status(page, "done")
+
+
+@pytest.mark.parametrize("way", ["socket", "gradio"])
+def test_frames_come_over_a_socket_and_where_there_is_none_through_gradio(tab: Any, way: str) -> None:
+    page, frames = tab(), []
+    if way == "gradio":
+        page.route_web_socket("**/frames/*", lambda socket: socket.close())
+    page.on("websocket", lambda socket: socket.on("framereceived", lambda frame: frames.append(frame)))
+    run(page, "endless")
+    spans(page, 60)
+    page.locator("#stop").click()
+    status(page, "stopped")
+    assert drawn(page) == counted(saved(page))
+    assert (len(frames) > 3) == (way == "socket")
+
+
+def test_lost_frames_are_fetched_again(tab: Any) -> None:
+    page = tab("""
+        const parse = JSON.parse, dropped = (window.dropped = []);
+        let n = 0;
+        JSON.parse = (text, ...more) => {
+            const mine = typeof text === "string" && text.startsWith('{"run":');
+            if (mine && ++n % 3 === 0) { dropped.push(n); return null; }
+            return parse(text, ...more);
+        };""")
+    run(page, "endless")
+    spans(page, 150)
+    page.locator("#stop").click()
+    status(page, "stopped")
+    assert len(page.evaluate("window.dropped")) > 2
+    assert drawn(page) == counted(saved(page))
+
+
+CONTRAST = """() => {
+    const light = (rgb) => {
+        const [r, g, b] = rgb.match(/[\\d.]+/g).slice(0, 3).map((v) => {
+            v /= 255;
+            return v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+        });
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    const ground = (node) => {
+        const colour = getComputedStyle(node).backgroundColor;
+        return /, 0\\)$/.test(colour) ? ground(node.parentElement) : colour;
+    };
+    const text = ".tok, .tile dt, .value, .note, .title, .given, #status, #masthead p, #run, .chip, #settings span";
+    return [...document.querySelectorAll(text)].filter((n) => n.getClientRects().length).map((node) => {
+        const [a, b] = [light(getComputedStyle(node).color), light(ground(node))];
+        return [(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), node.className || node.tagName];
+    }).sort((a, b) => a[0] - b[0])[0];
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_both_themes_can_be_read(tab: Any, scheme: str) -> None:
+    page = tab(scheme=scheme)
+    run(page, "hostile")
+    status(page, "done")
+    assert page.evaluate("document.body.classList.contains('dark')") == (scheme == "dark")
+    ratio, where = page.evaluate(CONTRAST)
+    assert ratio >= 4.5, where  # WCAG 2, level AA
+    looks = page.eval_on_selector_all(
+        ".legend .tok:not([hidden])",
+        "s => s.map(n => [n.dataset.legend, (c => [c.textDecorationLine, c.textDecorationStyle, c.fontStyle].join())"
+        "(getComputedStyle(n)), getComputedStyle(n).backgroundColor])",
+    )
+    kinds = {kind: decoration for kind, decoration, _ in looks}
+    assert kinds.pop("plain") == kinds.pop("accepted")  # these two have no decoration: a background tells them apart
+    assert len(set(kinds.values())) == 4 and len({colour for *_, colour in looks}) == 6
+
+
+def test_keyboard_alone_is_enough(tab: Any, scripts: Scripts) -> None:
+    page = tab()
+    page.locator("#prompt textarea").focus()
+    page.keyboard.press("Control+A")
+    page.keyboard.insert_text("endless")
+    page.keyboard.press("Control+Enter")
+    spans(page, 12)
+    expect(page.locator("#run")).to_have_attribute("aria-disabled", "true")
+    page.locator("#compare input").check()
+    page.locator("#compare input").press("Control+Enter")  # already running, and no way to flip a box
+    expect(page.locator("#compare input")).to_be_checked()
+    page.keyboard.press("Escape")
+    status(page, "stopped")
+    assert scripts.closed.is_set()
+    page.locator("#lane-spec").focus()
+    tip = page.locator("#tip")
+    for key, kind in (("ArrowRight", "accepted"), ("ArrowRight", "rejected"), ("ArrowRight", "ignored")):
+        page.keyboard.press(key)
+        expect(page.locator(".tok:focus")).to_have_attribute("data-kind", kind)
+        expect(page.locator(".tok:focus")).to_have_attribute("aria-describedby", "tip")
+        expect(tip.locator("strong")).to_have_text("never tested" if kind == "ignored" else kind)
+    expect(tip).to_contain_text("p, target")
+    page.keyboard.press("Home")
+    expect(tip).to_contain_text("Kept: the draw is below 1.000")
+    page.keyboard.press("Escape")
+    expect(tip).to_be_hidden()
+    page.locator("#show-rejected").focus()
+    page.keyboard.press("Space")
+    expect(page.locator("#lane-spec [data-kind=rejected]").first).to_be_hidden()
+
+
+def test_narrow_and_wide_pages_hold_together(tab: Any) -> None:
+    for width in (390, 1920):
+        page = tab(width=width)
+        run(page, "hostile")  # on the narrow page the sidebar has made room, or this click would fail
+        status(page, "done")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        boxes = [page.locator(f"[data-kpi={kpi}]").bounding_box() for kpi in ("acceptance", "memory", "speedup")]
+        assert all(box and 0 <= box["x"] and box["x"] + box["width"] <= width for box in boxes)
+
+
+def test_an_example_fills_in_prompt_and_method(tab: Any) -> None:
+    page = tab()
+    page.get_by_role("button", name="Unit tests").click()
+    expect(page.locator("#prompt textarea")).to_have_value(re.compile("unittest.TestCase"))
+    expect(page.locator("#method input")).to_have_value(re.compile("^nasd"))
+
+
+def test_the_api_streams_the_trace(served: Any) -> None:
+    client = gradio_client.Client(served.url, verbose=False)
+    asked = {"temperature": 0.0, "max_tokens": 12, "gamma": 2}
+    job = client.submit(CODE, **asked, api_name="/generate")
+    lines = [json.loads(line) for line in job]
+    assert "specdemo" in lines[0] and "end" in lines[-1]
+    assert [line["i"] for line in lines[1:-1]] == list(range(len(lines) - 2))
+    recipe = Recipe(pair="bundled", **asked)
+    again = list(generate(recipe, CODE, Shelf()))
+    committed = [[token for line in trace if "i" in line for token in line["tokens"]] for trace in (lines, again)]
+    assert committed[0] == committed[1] and len(committed[0]) == 12
+    with pytest.raises(Exception, match="gamma must be"):
+        client.predict(CODE, gamma=0, api_name="/generate")
+    with pytest.raises(Exception, match="prompt is empty"):
+        client.predict("", api_name="/generate")
+    estimate = client.predict(method="nasd", temperature=1, api_name="/preflight")
+    assert estimate["advice"] and len(estimate["estimates"]) == 8 and estimate["c"] < 0.2
+    with pytest.raises(Exception, match="preflight knows"):
+        client.predict(method="tree", api_name="/preflight")
+
+
+def test_a_client_that_goes_away_frees_the_worker(served: Any, scripts: Scripts) -> None:
+    scripts.reset()
+    client = gradio_client.Client(served.url, verbose=False)
+    job = client.submit("endless", api_name="/generate")
+    assert "specdemo" in json.loads(next(job))
+    assert job.cancel()
+    assert scripts.closed.wait(PATIENCE) and scripts.closed_in == "device"
+
+
+def test_the_page_begins_with_a_known_pair() -> None:
+    with pytest.raises(Refused, match="unknown pair"):
+        build(pair="no such pair")
+    assert "bundled" in PAIRS

@@ -1,0 +1,157 @@
+"""Exact output distributions by exploring every random draw, and the oracle they are compared with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from fakes.tiny_models import Explorer, GuessDrafter, SiblingDrafter, TableModel, committed, letters_tokenizer, run
+from specdemo.core.decode import Plain
+from specdemo.core.policies import Fixed
+from specdemo.core.rules import rejection
+from specdemo.core.sampling import Warp
+from specdemo.core.verifier import Target
+from specdemo.drafters.hybrid import HybridDrafter
+from specdemo.drafters.lookahead import LookaheadDrafter
+from specdemo.drafters.lookup import LookupDrafter
+from specdemo.drafters.model import ModelDrafter
+from specdemo.drafters.ngram import NGramDrafter
+from specdemo.drafters.suffix import SuffixDrafter
+from specdemo.drafters.tree import TreeDrafter
+from specdemo.drafters.universal import UniversalDrafter
+from specdemo.models.vocabulary_bridge import Bridge
+
+VOCAB = 4
+TARGET = TableModel(VOCAB, seed=1)
+SMALL = TableModel(VOCAB, seed=2)
+PEAKED = TableModel(VOCAB, seed=5, spread=4.0)  # confident enough for any draft-length policy
+PROMPT = (2, 0, 2, 0)
+STOP = (3,)
+WARPS = {
+    "plain": Warp(),
+    "warm": Warp(temperature=0.6),
+    "top-k": Warp(temperature=1.4, top_k=2),
+    "top-p": Warp(top_p=0.7),
+    "top-k and top-p": Warp(temperature=0.9, top_k=3, top_p=0.8),
+    "penalty": Warp(repetition_penalty=1.5),
+    "bad words": Warp(bad_words=((1,), (2, 0))),
+    "greedy": Warp(temperature=0),
+}
+ROUNDING = 1e-5  # laws are float32
+
+
+def law_of(logits: list[float], warp: Warp, prefix: Sequence[int]) -> list[float]:
+    """The oracle: one law by the book, in plain Python."""
+    logits = list(logits)
+    for token in set(prefix):
+        if warp.repetition_penalty != 1:
+            logits[token] *= warp.repetition_penalty if logits[token] < 0 else 1 / warp.repetition_penalty
+    for *before, last in warp.bad_words:
+        if not before or list(prefix[-len(before) :]) == before:
+            logits[last] = -math.inf
+    if warp.temperature == 0:
+        return [float(i == logits.index(max(logits))) for i in range(len(logits))]
+    weights = [math.exp(x / warp.temperature) for x in logits]
+    order = sorted(range(len(weights)), key=lambda i: -weights[i])
+    kept = order[: warp.top_k or len(order)]
+    total = sum(weights[i] for i in kept)
+    mass, nucleus = 0.0, []
+    for i in kept:
+        if mass < warp.top_p or not nucleus:
+            nucleus.append(i)
+        mass += weights[i] / total
+    total = sum(weights[i] for i in nucleus)
+    return [weights[i] / total if i in nucleus else 0.0 for i in range(len(weights))]
+
+
+@cache
+def true_law(warp: Warp, length: int, stop: tuple[int, ...]) -> dict[tuple[int, ...], float]:
+    """What plain sampling from the target gives, multiplied out."""
+    done: dict[tuple[int, ...], float] = {}
+    texts = {(): 1.0}
+    for _ in range(length):
+        longer: dict[tuple[int, ...], float] = {}
+        for text, weight in texts.items():
+            prefix = (*PROMPT, *text)
+            for token, chance in enumerate(law_of(TARGET.logits(prefix).tolist(), warp, prefix)):
+                if chance:
+                    (done if token in stop else longer)[(*text, token)] = weight * chance
+        texts = longer
+    return done | texts
+
+
+def distance(a: dict[Any, float], b: dict[Any, float]) -> float:
+    """Total variation."""
+    return sum(abs(a.get(key, 0.0) - b.get(key, 0.0)) for key in a.keys() | b.keys()) / 2
+
+
+OURS, THEIRS = letters_tokenizer(["a", "b", "ab", "c"]), letters_tokenizer(["a", "c", "b", "ba"])
+
+
+@cache
+def bridged(tokens: tuple[int, ...]) -> Bridge:
+    bridge = Bridge(OURS, THEIRS, ())
+    bridge.read(tokens)
+    return bridge
+
+
+@cache
+def rewritten(tokens: tuple[int, ...], new: tuple[int, ...]) -> list[int]:
+    return bridged(tokens).write(tokens, new)
+
+
+def universal(warp: Warp, source: Any) -> UniversalDrafter:
+    """A drafter of other letters, in another order, that merges others of them, and draws what it drafts."""
+    return UniversalDrafter(
+        ModelDrafter(PEAKED.score, replace(warp, bad_words=()), source, VOCAB),
+        lambda tokens: bridged(tuple(tokens)).read(tokens),
+        lambda tokens, new: rewritten(tuple(tokens), tuple(new)),
+        context=99,
+    )
+
+
+Make = Callable[[Warp, Explorer], Any]
+DRAFTERS: dict[str, Make] = {
+    "none": lambda warp, source: Plain(),
+    "model": lambda warp, source: ModelDrafter(SMALL.score, warp, source, VOCAB),
+    "straight": lambda warp, source: ModelDrafter(SMALL.score, warp, source, VOCAB, extend=SMALL.extend),
+    "siblings": lambda warp, source: SiblingDrafter(SMALL, warp, source),
+    "n-grams": lambda warp, source: NGramDrafter(3, "multi", 2),
+    "tree": lambda warp, source: TreeDrafter(SMALL.score, warp, source, VOCAB, nodes=4, width=2),
+    "lookahead": lambda warp, source: LookaheadDrafter(window=1, n=2, guesses=2),
+    "suffix": lambda warp, source: SuffixDrafter(),
+    "lookup": lambda warp, source: LookupDrafter(),
+    "hybrid": lambda warp, source: HybridDrafter(
+        SuffixDrafter(), ModelDrafter(SMALL.score, warp, source, VOCAB), trusted=2
+    ),
+    "universal": universal,
+    "guesses": lambda warp, source: GuessDrafter(VOCAB),
+    "guessed forest": lambda warp, source: GuessDrafter(VOCAB, width=2),
+}
+
+
+def enumerate_law(
+    warp: Warp,
+    make: Make,
+    rule: Any = rejection,
+    length: int = 3,
+    gamma: int = 2,
+    stop: Sequence[int] = (),
+    candidates: int = 2,
+) -> tuple[dict[tuple[int, ...], float], int, int]:
+    """The law of the texts that the loop gives, and how much was drafted and accepted over all branches."""
+    explorer = Explorer()
+    drafted = accepted = 0
+
+    def once() -> tuple[int, ...]:
+        nonlocal drafted, accepted
+        judge = Target(TARGET.score, warp, rule, explorer, explorer, candidates)
+        steps = run(PROMPT, judge, make(warp, explorer), Fixed(gamma), length, stop)
+        drafted += sum(len(step.draft) for step in steps)
+        accepted += sum(len(step.verdict.accepted) for step in steps)
+        return tuple(committed(steps))
+
+    return explorer.law(once), drafted, accepted

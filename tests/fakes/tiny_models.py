@@ -1,0 +1,336 @@
+"""The fakes: table models, a source that explores every draw, drafters of odd shapes, tiny real models."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    BartConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MarianConfig,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+    T5Config,
+    T5GemmaConfig,
+    T5GemmaModuleConfig,
+)
+
+from specdemo.core.decode import Drafter, Gamma, Judge, More, decode
+from specdemo.core.sampling import Warp
+from specdemo.core.step import Draft, Step
+
+
+class TableModel:
+    """A language model whose logits are random numbers keyed by the whole prefix."""
+
+    def __init__(self, vocab: int, seed: int, spread: float = 1.5) -> None:
+        self.vocab, self.seed, self.spread = vocab, seed, spread
+        self._known: dict[tuple[int, ...], Tensor] = {}
+
+    def logits(self, prefix: Sequence[int]) -> Tensor:
+        """`[vocab]`."""
+        prefix = tuple(prefix)
+        if prefix not in self._known:
+            rng = random.Random(f"{self.seed}/{prefix}")
+            self._known[prefix] = torch.tensor([rng.gauss(0, self.spread) for _ in range(self.vocab)])
+        return self._known[prefix]
+
+    def score(self, tokens: Sequence[int], draft: Draft) -> Tensor:
+        """`[n + 1, vocab]`, each row from its own path: no cache to get wrong."""
+        rows = [[*tokens, *(draft.tokens[i] for i in draft.path(node))] for node in range(-1, len(draft))]
+        return torch.stack([self.logits(row) for row in rows])
+
+    def extend(self, tokens: Sequence[int], count: int, pick: Callable[[Tensor, int], Tensor]) -> list[int]:
+        """Tokens picked one after the other, as `CachedModel.extend` does it."""
+        path = list(tokens)
+        for i in range(count):
+            path.append(int(pick(self.logits(path)[None], i)))
+        return path[len(tokens) :]
+
+
+class Explorer:
+    """A source of randomness that takes every branch once, with its probability."""
+
+    def __init__(self) -> None:
+        self.script: list[int] = []
+        self.depth = 0
+        self.weight = 1.0
+        self.open: list[tuple[int, ...]] = [()]
+
+    def choose(self, chances: Sequence[float]) -> int:
+        if self.depth == len(self.script):
+            possible = [i for i, chance in enumerate(chances) if chance > 0]
+            self.open += [(*self.script, i) for i in possible[1:]]
+            self.script.append(possible[0])
+        pick = self.script[self.depth]
+        self.depth += 1
+        self.weight *= chances[pick]
+        return pick
+
+    def test(self, probability: float) -> tuple[bool, float]:
+        return not self.choose((probability, 1 - probability)), probability
+
+    def draw(self, law: Tensor, place: int = 0) -> int:
+        return self.choose(law.tolist())
+
+    def pick(self, law: Tensor, place: int = 0) -> Tensor:
+        return torch.tensor([self.draw(law)])
+
+    def law(self, run: Callable[[], Any]) -> dict[Any, float]:
+        """The exact law of what `run` returns."""
+        outcomes: dict[Any, float] = {}
+        while self.open:
+            self.script, self.depth, self.weight = list(self.open.pop()), 0, 1.0
+            outcome = run()
+            outcomes[outcome] = outcomes.get(outcome, 0.0) + self.weight
+        return outcomes
+
+
+class GuessDrafter:
+    """Point masses: a few tokens guessed from the prefix; as a forest when `width` is above one."""
+
+    def __init__(self, vocab: int, width: int = 1) -> None:
+        self.vocab, self.width = vocab, width
+
+    def propose(self, tokens: Sequence[int], more: More) -> Draft:
+        drafted: list[int] = []
+        parents: list[int] = []
+        leaf = -1
+        while more(len(drafted), None):
+            first = (sum(tokens) + 2 * len(tokens) + len(drafted)) % self.vocab
+            siblings = [(first + k) % self.vocab for k in range(self.width)]
+            parents += [leaf] * len(siblings)
+            drafted += siblings
+            leaf = len(drafted) - 1
+        return Draft(tuple(drafted), tuple(parents))
+
+    def observe(self, step: Step) -> None: ...
+
+
+class SiblingDrafter:
+    """Two siblings drawn without replacement, each with a child drawn in turn; laws as actually drawn from."""
+
+    def __init__(self, model: TableModel, warp: Warp, source: Any) -> None:
+        self.model, self.warp, self.source = model, warp, source
+
+    def propose(self, tokens: Sequence[int], more: More) -> Draft:
+        drafted: list[int] = []
+        parents: list[int] = []
+        laws: list[Tensor] = []
+
+        def add(parent: int, law: Tensor) -> None:
+            drafted.append(self.source.draw(law))
+            parents.append(parent)
+            laws.append(law)
+
+        first = self.warp(self.model.logits(tokens)[None], [tokens])[0]
+        add(-1, first)
+        second = first.clone()
+        second[drafted[0]] = 0
+        if more(1, None) and second.sum() > 0:
+            add(-1, second / second.sum())
+        for parent in range(len(drafted)):
+            if more(len(drafted), None):
+                path = [*tokens, drafted[parent]]
+                add(parent, self.warp(self.model.logits(path)[None], [path])[0])
+        q = tuple(float(law[token]) for law, token in zip(laws, drafted, strict=True))
+        return Draft(tuple(drafted), tuple(parents), q, torch.stack(laws))
+
+    def observe(self, step: Step) -> None: ...
+
+
+class ForestDrafter:
+    """Chains of a model's greedy tokens with wrong siblings strewn in: forests that a cache must survive."""
+
+    def __init__(self, inner: Drafter, vocab: int, seed: int = 0) -> None:
+        self.inner, self.vocab, self.rng = inner, vocab, random.Random(seed)
+
+    def propose(self, tokens: Sequence[int], more: More) -> Draft:
+        drafted: list[int] = []
+        parents: list[int] = []
+        leaf = -1
+        for token in self.inner.propose(tokens, more).tokens:
+            siblings = [token, *(self.rng.randrange(self.vocab) for _ in range(self.rng.randrange(3)))]
+            self.rng.shuffle(siblings)
+            first = len(drafted)
+            parents += [leaf] * len(siblings)
+            drafted += siblings
+            leaf = first + siblings.index(token)
+        return Draft(tuple(drafted), tuple(parents))
+
+    def observe(self, step: Step) -> None:
+        self.inner.observe(step)
+
+
+def run(
+    prompt: Sequence[int],
+    judge: Judge,
+    drafter: Drafter,
+    gamma: Gamma,
+    max_tokens: int,
+    stop: Sequence[int] = (),
+) -> list[Step]:
+    """All steps of a run under a clock that counts its readings."""
+    ticks = count()
+    return list(
+        decode(prompt, judge, drafter, gamma, max_tokens=max_tokens, stop=set(stop), clock=lambda: float(next(ticks)))
+    )
+
+
+def committed(steps: Iterator[Step] | list[Step]) -> list[int]:
+    """The text of a run, as ids."""
+    return [token for step in steps for token in step.tokens]
+
+
+CONTEXT = 64
+SIZES = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA = {**SIZES, "intermediate_size": 64, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT}
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**LLAMA),
+    "qwen2": Qwen2Config(**LLAMA),
+    "qwen3": Qwen3Config(**LLAMA, head_dim=8),
+    "mistral-sliding": MistralConfig(**LLAMA, sliding_window=8),
+    "gpt-neox": GPTNeoXConfig(**SIZES, intermediate_size=64, max_position_embeddings=CONTEXT),
+    "gpt2": GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=CONTEXT),
+}
+
+
+HEADS = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+STACKS = {"vocab_size": 61, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, **HEADS}
+STACKS |= {"max_position_embeddings": CONTEXT, "pad_token_id": 1, "forced_eos_token_id": None}
+STACKS |= {"tie_word_embeddings": False}  # or a random one says its last token again and again
+GEMMA = {**LLAMA, "head_dim": 8, "sliding_window": 8, "pad_token_id": 0, "bos_token_id": 2}
+ENCODERS: dict[str, PretrainedConfig] = {
+    "t5": T5Config(
+        vocab_size=61, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0, pad_token_id=0
+    ),
+    "bart": BartConfig(**STACKS, bos_token_id=0, decoder_start_token_id=2, forced_bos_token_id=0),
+    "marian": MarianConfig(**STACKS, decoder_start_token_id=1),
+    "t5gemma": T5GemmaConfig(
+        encoder=T5GemmaModuleConfig(**GEMMA), decoder=T5GemmaModuleConfig(**GEMMA), vocab_size=61, bos_token_id=2
+    ),
+}
+
+
+def from_config(config: PretrainedConfig) -> PreTrainedModel:
+    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    return kind.from_config(config)
+
+
+def tiny_model(kind: str, seed: int = 0) -> PreTrainedModel:
+    """A random model of this architecture with laws worth telling apart."""
+    torch.manual_seed(seed)
+    model = from_config({**CONFIGS, **ENCODERS}[kind])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(4.0)
+    model.generation_config.eos_token_id = None
+    return model.eval().requires_grad_(False)
+
+
+def blurred(model: PreTrainedModel, kind: str, noise: float = 0.03, seed: int = 1) -> PreTrainedModel:
+    """A drafter that agrees with `model` often but not always."""
+    copy = from_config({**CONFIGS, **ENCODERS}[kind])
+    copy.load_state_dict(model.state_dict())
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in copy.parameters():
+            parameter.add_(noise * parameter.std(correction=0) * torch.randn_like(parameter))
+    return copy.eval().requires_grad_(False)
+
+
+TEXTS = [
+    "def add(a, b):\n    return a + b\n\n\n"
+    "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n",
+    "for i in range(10):\n    print(i, 'naïve café', '東京', '🙂🙃')\n",
+]
+
+
+def byte_level_tokenizer() -> PreTrainedTokenizerFast:
+    """As GPT-2 and Llama 3 have: characters may be split over tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXTS[:1], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+
+
+def letters_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
+    """Ids are places in `words`; a word of two letters is what a pair of them is merged into."""
+    merges = [(word[0], word[1]) for word in words if len(word) == 2]
+    bpe = models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=merges)
+    tokenizer = Tokenizer(bpe)
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
+    """As Llama 2 and Mistral have: leading spaces by convention, bytes as a fallback."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXTS[:1], trainer)
+    state = json.loads(tokenizer.to_str())  # bytes are ordinary tokens, not special ones that decoding skips
+    state["added_tokens"] = [token for token in state["added_tokens"] if not token["content"].startswith("<0x")]
+    tokenizer = Tokenizer.from_str(json.dumps(state))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+def save_model(
+    folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int = 0, shards: str = "5GB", **changes: Any
+) -> Path:
+    """A random Llama with this tokenizer, on disk as any checkpoint."""
+    torch.manual_seed(seed)
+    sizes = {**LLAMA, "hidden_size": 64, "max_position_embeddings": 128, "vocab_size": len(tokenizer)}
+    model = LlamaForCausalLM(LlamaConfig(**{**sizes, "eos_token_id": tokenizer.eos_token_id, **changes}))
+    model.save_pretrained(folder, max_shard_size=shards)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+class Counting:
+    """Counts the rows a model is fed."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.rows: list[int] = []
+        model.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def _count(self, module: object, args: object, kwargs: dict[str, torch.Tensor]) -> None:
+        self.rows.append(kwargs["input_ids"].shape[1])
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)

@@ -1,0 +1,288 @@
+"""Real architectures: greedy text equals transformers' own, and the cache equals no cache."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from fakes.tiny_models import CONFIGS, CONTEXT, Counting, ForestDrafter, blurred, committed, run, tiny_model
+from transformers import MambaConfig, MambaForCausalLM, PreTrainedModel
+
+from specdemo.core.decode import Drafter, More, Plain
+from specdemo.core.errors import Refused
+from specdemo.core.metrics import Metrics
+from specdemo.core.policies import Fixed
+from specdemo.core.rules import rejection, top1
+from specdemo.core.sampling import Noise, Shared, Warp
+from specdemo.core.step import Draft
+from specdemo.core.verifier import Target
+from specdemo.drafters.model import ModelDrafter
+from specdemo.drafters.ngram import NGramDrafter
+from specdemo.models.engines.llama_weights import Lean
+from specdemo.models.kv_cache import CachedModel
+
+GREEDY = Warp(temperature=0)
+NOISE = Noise(0, "unused when greedy")
+VOCAB = 61
+
+
+def prompts(kind: str) -> Iterator[tuple[list[int], int]]:
+    """Fifty prompts with lengths of text: one token, repetitive, up to the context's last position, the rest random."""
+    rng = random.Random(kind)
+    for i in range(50):
+        if i < 5:
+            yield [rng.randrange(VOCAB)], 12
+        elif i < 10:
+            length = rng.choice((CONTEXT - 1, CONTEXT - 2, CONTEXT - 9))
+            yield [rng.randrange(VOCAB) for _ in range(length)], CONTEXT - length
+        elif i < 20:
+            yield [rng.randrange(VOCAB) for _ in range(3)] * rng.randrange(2, 6), 16
+        else:
+            yield [rng.randrange(VOCAB) for _ in range(rng.randrange(2, 24))], rng.randrange(1, 20)
+
+
+def generated(model: PreTrainedModel, prompt: list[int], length: int) -> list[int]:
+    """The oracle: transformers' greedy search."""
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=length, pad_token_id=0
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("kind", [*CONFIGS, "llama lean", "qwen2 lean", "qwen3 lean"])
+def test_greedy_text_is_that_of_transformers(kind: str) -> None:
+    kind, _, lean = kind.partition(" ")
+    model = tiny_model(kind)
+    small = blurred(model, kind)
+    engines = (Lean(model), Lean(small)) if lean else (model, small)
+    totals = {name: Metrics() for name in ("model", "n-grams", "forest", "top1")}
+    forests = "sliding" not in kind
+    for i, (prompt, length) in enumerate(prompts(kind)):
+        expected = generated(model, prompt, length)
+        for gamma in (1, 2, 4, 8):
+
+            def drafts() -> ModelDrafter:
+                return ModelDrafter(CachedModel(engines[1]).score, GREEDY, NOISE, VOCAB)
+
+            cases: dict[str, Drafter] = {"model": drafts()}
+            if gamma == (1, 2, 4, 8)[i % 4]:
+                cases |= {"n-grams": NGramDrafter(4, "multi", 3), "top1": drafts()}
+                if forests:
+                    cases["forest"] = ForestDrafter(drafts(), VOCAB, seed=i)
+            elif i >= 20:
+                continue  # ordinary prompts; those before begin with nothing, end with the context or repeat themselves
+            for name, drafter in cases.items():
+                rule = top1 if name == "top1" else rejection
+                judge = Target(CachedModel(engines[0]).score, GREEDY, rule, NOISE, NOISE, candidates=3)
+                steps = run(prompt, judge, drafter, Fixed(gamma), length)
+                assert committed(steps) == expected, (name, gamma, prompt)
+                for step in steps:
+                    totals[name].add(step)
+    for name, metrics in totals.items():
+        if name != "forest" or forests:
+            assert metrics.drafted > metrics.accepted > 0, name
+
+
+@pytest.mark.parametrize("kind", [kind for kind in CONFIGS if "sliding" not in kind])
+def test_forest_rows_equal_their_own_paths(kind: str) -> None:
+    """Each node's logits are those of its path fed alone, also after a path of the last forest was kept."""
+    model = tiny_model(kind)
+    cached = CachedModel(model)
+    rng = random.Random(0)
+    tokens = [5, 9, 5]
+    for _ in range(8):
+        size = rng.randrange(1, 7)
+        draft = Draft(
+            tuple(rng.randrange(VOCAB) for _ in range(size)), tuple(rng.randrange(-1, i) for i in range(size))
+        )
+        rows = cached.score(tokens, draft)
+        for node in range(-1, size):
+            path = tokens + [draft.tokens[i] for i in draft.path(node)]
+            alone = model(torch.tensor([path])).logits[0, -1]
+            assert torch.allclose(rows[node + 1], alone, rtol=1e-3, atol=1e-4)
+        tokens = tokens + [draft.tokens[i] for i in draft.path(size - 1)] + [rng.randrange(VOCAB)]
+
+
+def test_forests_on_a_sliding_window_are_refused_in_words() -> None:
+    cached = CachedModel(tiny_model("mistral-sliding"))
+    with pytest.raises(Refused, match="sliding window"):
+        cached.score([1, 2], Draft((3, 4), (-1, -1)))
+
+
+def test_recurrent_models_are_refused_in_words() -> None:
+    model = MambaForCausalLM(MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1, state_size=4))
+    with pytest.raises(Refused, match="cannot take back"):
+        CachedModel(model)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_the_cache_feeds_only_what_is_new(kind: str) -> None:
+    model = tiny_model(kind)
+    count, cached = Counting(model), CachedModel(model)
+    cached.score([1, 2, 3], Draft())
+    cached.score([1, 2, 3, 4], Draft.chain((5, 6)))  # drafts 5, 6
+    cached.score([1, 2, 3, 4, 5, 6, 7], Draft())  # all kept, 7 the bonus
+    cached.score([1, 2, 3, 4, 5, 8], Draft())  # 6 taken back
+    cached.score([1, 2, 3, 4, 5, 8], Draft())  # the same again: known
+    cached.score([9], Draft())  # another text
+    assert count.rows == [3, 3, 1, 1, 1]
+    assert cached.kv_bytes > 0
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2"])
+def test_a_forest_that_grows_or_is_thinned_is_fed_node_by_node(kind: str) -> None:
+    """Nodes that were scored before are not scored again, wherever they stand in the new forest."""
+    model = tiny_model(kind)
+    count, cached = Counting(model), CachedModel(model)
+    forests = [
+        ([1, 2, 3], Draft((4, 5), (-1, -1)), 5),
+        ([1, 2, 3], Draft((4, 5, 6, 7, 6), (-1, -1, 0, 0, 1)), 3),  # three leaves more
+        ([1, 2, 3], Draft((5, 4, 6, 7, 8), (-1, -1, 0, 1, 3)), 1),  # thinned, in another order, and grown
+        ([1, 2, 3, 4], Draft((7, 8, 9), (-1, 0, -1)), 1),  # its root committed
+        ([1, 2, 3, 4, 7, 8], Draft(), 0),
+        ([1, 2, 3, 4, 7], Draft((8, 1), (-1, -1)), 3),  # shorter than what is held: the forest is fed anew
+        ([1, 2, 3, 4, 7], Draft((2, 8), (-1, -1)), 2),  # a node that is new, and behind it one that is not
+    ]
+    for tokens, draft, rows in forests:
+        count.rows.clear()
+        found = cached.score(tokens, draft)
+        assert sum(count.rows) == rows
+        expected = CachedModel(model).score(tokens, draft)
+        assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_mutant_cache_that_forgets_to_roll_back() -> None:
+    """Keeping rejected positions changes the text, which the greedy test above would see."""
+
+    class Stale(CachedModel):
+        def _keep(self, tokens: list[int], draft: Draft) -> tuple[int, torch.Tensor]:
+            kept, known = super()._keep(tokens, draft)
+            extra = len(self._held) + len(self._draft) - kept if self._held else 0
+            if extra > 1:
+                for layer in self._engine._layers:
+                    layer.length = kept + 1  # one rejected position survives
+            return kept, known
+
+    model = tiny_model("llama")
+    small = blurred(model, "llama", noise=0.3)
+    different = 0
+    for prompt, length in list(prompts("llama"))[20:35]:
+        drafter = ModelDrafter(CachedModel(small).score, GREEDY, NOISE, VOCAB)
+        judge = Target(Stale(model).score, GREEDY, rejection, NOISE, NOISE)
+        different += committed(run(prompt, judge, drafter, Fixed(4), length)) != generated(model, prompt, length)
+    assert different > 0
+
+
+def test_mutant_drafter_that_forgets_its_last_draft() -> None:
+    """After a full accept the drafter has not seen its last draft; if nobody feeds it, acceptance falls silently."""
+
+    def accepted(skip: bool, seed: int) -> int:
+        model = tiny_model("llama", seed)
+        cached = CachedModel(model)
+
+        class Forgetful:
+            def __init__(self) -> None:
+                self.seen: list[int] = []
+
+            def score(self, tokens: list[int], draft: Draft) -> torch.Tensor:
+                if skip and len(tokens) == len(self.seen) + 2:
+                    tokens = [*self.seen, tokens[-1]]  # the last draft never reaches the cache
+                self.seen = list(tokens)
+                return cached.score(tokens, draft)
+
+        drafter = ModelDrafter(Forgetful().score, GREEDY, NOISE, VOCAB)
+        judge = Target(CachedModel(model).score, GREEDY, rejection, NOISE, NOISE)
+        return sum(len(step.verdict.accepted) for step in run([3, 1, 4], judge, drafter, Fixed(3), 24))
+
+    lost = [accepted(skip=False, seed=seed) - accepted(skip=True, seed=seed) for seed in range(4)]
+    assert min(lost) >= 0 and sum(lost) >= 3
+
+
+READS = ("tolist", "item", "__int__", "__float__", "__bool__", "__index__")  # what makes the host wait for a device
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama lean", "gpt2"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_straight_drafts_are_the_same_and_the_host_waits_no_longer_for_long_ones(
+    kind: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, _, lean = kind.partition(" ")
+    model: Any = Lean(tiny_model(kind)) if lean else tiny_model(kind)
+    warp, reads = Warp(temperature=temperature), Counter()
+
+    def counting(read: Any) -> Any:
+        def counted(tensor: torch.Tensor, *args: Any) -> Any:
+            reads.update(["waits"])
+            return read(tensor, *args)
+
+        return counted
+
+    for name in READS:
+        monkeypatch.setattr(torch.Tensor, name, counting(getattr(torch.Tensor, name)))
+    found = []
+    for length in (2, 5):
+        by_one, at_once = CachedModel(model), CachedModel(model)
+        slow = ModelDrafter(by_one.score, warp, Shared(3), VOCAB)
+        fast = ModelDrafter(at_once.score, warp, Shared(3), VOCAB, extend=at_once.extend)
+        tokens = [5, 9, 5]
+        for bonus in (1, 2, 3):  # what was drafted is kept, and a token of the target's own after it
+            expected = slow.propose(tokens, More(length, Fixed(length)))
+            reads.clear()
+            draft = fast.propose(tokens, More(length, Fixed(length)))
+            assert draft.tokens == expected.tokens and len(draft) == length
+            if temperature:
+                assert draft.q == pytest.approx(expected.q, rel=1e-4)
+                assert torch.allclose(draft.law, expected.law, atol=1e-5)
+            tokens = [*tokens, *draft.tokens, bonus]
+        found.append(reads["waits"])
+    assert 0 < found[0] == found[1]
+
+
+def test_broken_logits_are_refused_in_straight_drafts() -> None:
+    model = tiny_model("llama")
+    model.lm_head.weight[3] = torch.nan
+    cached = CachedModel(model)
+    drafter = ModelDrafter(cached.score, Warp(), NOISE, VOCAB, extend=cached.extend)
+    with pytest.raises(Refused, match="NaN"):
+        drafter.propose([1, 2], More(3, Fixed(3)))
+
+
+def test_a_pass_that_broke_leaves_a_usable_cache() -> None:
+    model = tiny_model("llama")
+    cached = CachedModel(model)
+    expected = cached.score([1, 2, 3, 4], Draft())
+    hook = model.model.layers[1].register_forward_pre_hook(lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cached.score([1, 2, 3, 4, 5, 6], Draft())
+    hook.remove()
+    assert torch.allclose(cached.score([1, 2, 3, 4], Draft()), expected, atol=1e-5)
+
+
+def test_padded_vocabularies_of_one_tokenizer() -> None:
+    """A drafter with more or fewer ids than the target never proposes one the target lacks, and stays exact."""
+    target = tiny_model("llama")
+    for width in (VOCAB - 8, VOCAB + 8):
+        small = tiny_model("llama", seed=3)
+        small.resize_token_embeddings(width, mean_resizing=False)
+        small.lm_head.weight[VOCAB:] += 5.0  # the extra ids would win if they were let
+        drafted: list[int] = []
+        for prompt in ([7, 8, 9], [1], [20, 30], [40, 2, 3]):
+            drafter = ModelDrafter(CachedModel(small).score, GREEDY, NOISE, VOCAB, width)
+            judge = Target(CachedModel(target).score, GREEDY, rejection, NOISE, NOISE)
+            steps = run(prompt, judge, drafter, Fixed(4), 16)
+            assert committed(steps) == generated(target, prompt, 16)
+            drafted += [token for step in steps for token in step.draft.tokens]
+        assert drafted and max(drafted) < min(width, VOCAB)
+
+
+def test_plain_decoding_is_the_same_loop() -> None:
+    model = tiny_model("qwen3")
+    judge = Target(CachedModel(model).score, GREEDY, rejection, NOISE, NOISE)
+    steps = run([1, 2], judge, Plain(), Fixed(4), 10)
+    assert committed(steps) == generated(model, [1, 2], 10)
+    assert {step.kind for step in steps} == {"plain"}

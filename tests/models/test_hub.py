@@ -1,0 +1,264 @@
+"""Models from a hub, through the real client: progress, resuming, giving up, and a sentence for each failure."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fakes.hub_server import Faults, StandIn, serving
+from fakes.tiny_models import byte_level_tokenizer, save_model
+from transformers import BertConfig, MambaConfig
+
+from specdemo.core.errors import Refused
+from specdemo.generate import generate
+from specdemo.models.hub import Hub, local_shapes
+from specdemo.models.load import load
+from specdemo.models.model_pool import Shelf
+from specdemo.models.spec import Spec
+from specdemo.models.zoo import PAIRS
+from specdemo.recipe import Recipe
+from specdemo.worker import Errand, News
+
+NAME, SECRET = "tiny/target", "hf_aSecretThatMustNotShow"
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("served")
+    save_model(root / NAME, byte_level_tokenizer())
+    save_model(root / "tiny/drafter", byte_level_tokenizer(), seed=1, num_hidden_layers=1)
+    (root / NAME / "modeling_own.py").write_text("raise SystemExit('code that came with a model was run')\n")
+    (root / NAME / "pytorch_model.bin").write_bytes(b"a pickle")
+    for name, config in (
+        ("tiny/encoder", BertConfig()),
+        ("tiny/recurrent", MambaConfig()),
+    ):
+        config.save_pretrained(root / name)
+    save_model(root / "tiny/pickled", byte_level_tokenizer())
+    (root / "tiny/pickled/model.safetensors").rename(root / "tiny/pickled/pytorch_model.bin")
+    save_model(root / "tiny/sharded", byte_level_tokenizer(), shards="100KB")
+    bundled = Path(PAIRS["bundled"].target).parent
+    for role in ("target", "drafter"):
+        shutil.copytree(bundled / role, root / "bundled" / role)
+    return root
+
+
+@pytest.fixture
+def server(files: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    """A hub; pieces of 16 kB in place of 10 MB, so that small files come in pieces too."""
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1 << 14)
+    with serving(files) as stand_in:
+        yield stand_in
+
+
+@pytest.fixture
+def hub(server: StandIn, tmp_path: Path) -> Hub:
+    return Hub(server.endpoint, tmp_path / "cache", SECRET)
+
+
+def refusal(hub: Hub, name: str = NAME, revision: str | None = None) -> str:
+    with pytest.raises(Refused) as caught:
+        load(Spec(name, device="cpu", revision=revision), hub)
+    sentence = str(caught.value)
+    assert "\n" not in sentence and len(sentence) < 400 and SECRET not in sentence and "http" not in sentence
+    return sentence
+
+
+def test_a_model_comes_with_progress_and_once(hub: Hub, server: StandIn, files: Path) -> None:
+    told: list[News] = []
+    loaded = load(Spec(NAME, device="cpu"), hub, told.append)
+    assert loaded.stop
+    size = (files / NAME / "model.safetensors").stat().st_size
+    weights = [news.done for news in told if news.total == size]
+    assert weights == sorted(weights) and weights[0] == 0 and weights[-1] == size and len(set(weights)) > 5
+    read = [news for news in told if news.text.startswith("reading")]
+    assert read[-1].done == read[-1].total == len(local_shapes(NAME, files / NAME))
+    assert server.trusted == {f"Bearer {SECRET}"} and not server.leaked
+    server.asked.clear()
+    again = load(Spec(NAME, device="cpu"), hub)
+    assert not server.gets("resolve") and not server.gets("cdn")
+    assert torch.equal(again.model.embedding, loaded.model.embedding)
+
+
+def test_neither_code_nor_pickles_are_fetched(hub: Hub, server: StandIn) -> None:
+    load(Spec(NAME, device="cpu"), hub)
+    assert server.gets("config.json") and server.gets("model.safetensors")
+    assert not server.gets(".py") and not server.gets(".bin")
+
+
+def test_the_bundled_pair_speculates_from_a_hub(hub: Hub) -> None:
+    def text(**models: str) -> str:
+        recipe = Recipe(**models, temperature=0, max_tokens=12, device="cpu")
+        lines = generate(recipe, "def add(a, b):\n", Shelf(hub=hub))
+        return "".join(line.get("text", "") for line in lines if "phase" not in line)
+
+    assert text(target="bundled/target", drafter="bundled/drafter") == text(pair="bundled")
+
+
+def test_a_cut_file_goes_on_where_it_was_cut(hub: Hub, server: StandIn, files: Path) -> None:
+    server.faults = Faults(cut_after=100_000, cuts=1)
+    assert load(Spec(NAME, device="cpu"), hub).stop
+    first, second = server.gets("cdn")
+    assert first is None and second is not None
+    begin = int(second.removeprefix("bytes=").partition("-")[0])
+    assert 0 < begin <= 100_000  # nothing that had come is fetched twice, but for the piece that was cut
+    ours = next((hub.cache / "models--tiny--target").rglob("snapshots/*/model.safetensors"))
+    assert ours.read_bytes() == (files / NAME / "model.safetensors").read_bytes()
+
+
+def test_files_that_had_come_are_kept_when_a_download_is_begun_again(hub: Hub, server: StandIn) -> None:
+    server.faults = Faults(truncated=10)
+    assert "was interrupted: run it again" in refusal(hub)
+    server.faults = Faults()
+    server.asked.clear()
+    assert load(Spec(NAME, device="cpu"), hub).stop
+    assert server.gets("cdn") and not server.gets("tokenizer.json")
+
+
+def test_shards_and_their_headers(hub: Hub, server: StandIn, files: Path) -> None:
+    shapes = hub.shapes("tiny/sharded")
+    assert len(list((files / "tiny/sharded").glob("model-*"))) > 1
+    assert shapes == local_shapes("tiny/sharded", files / "tiny/sharded")
+    assert not any(hub.cache.rglob("*.safetensors")) and all(server.gets("cdn"))  # ranges only
+    assert load(Spec("tiny/sharded", device="cpu"), hub).stop
+    assert hub.shapes("tiny/sharded") == shapes
+
+
+def test_damage_on_the_way_is_found_and_mended(hub: Hub, server: StandIn) -> None:
+    server.faults = Faults(corrupt=True)
+    assert "model.safetensors of tiny/target came damaged" in refusal(hub)
+    server.faults = Faults()
+    assert load(Spec(NAME, device="cpu"), hub).stop
+
+
+def test_giving_up_a_slow_download(hub: Hub, server: StandIn) -> None:
+    server.faults = Faults(held_after=70_000)
+    shelf = Shelf(hub=hub)
+    recipe = Recipe(target=NAME, method="ar", device="cpu", max_tokens=4)
+    run = generate(recipe, "def", shelf)
+    event = next(
+        line for line in run if 0 < line.get("done", 0) < line["total"]
+    )  # of the weights: small files are whole
+    assert event["phase"] == "loading" and "downloading" in event["text"]
+    run.close()  # returns though the line is still held
+    assert recipe.target_spec not in shelf
+    server.faults.go_on.set()
+    server.faults = Faults()
+    assert [line for line in generate(recipe, "def", shelf) if "phase" not in line][-1]["end"] in ("length", "stop")
+
+
+def test_giving_up_while_weights_are_read(files: Path) -> None:
+    shelf = Shelf()
+    spec = Spec(str(files / NAME), device="cpu")
+    news = shelf.bring([spec])
+    assert any("reading target, weight" in one.text for one in news)
+    news.close()
+    assert spec not in shelf and shelf.take(spec).stop
+
+
+@pytest.mark.parametrize(
+    ("faults", "words"),
+    [
+        (Faults(403, "GatedRepo"), "is gated: accept its licence on huggingface.co/tiny/target"),
+        (Faults(401, "GatedRepo"), "is gated: accept its licence"),
+        (Faults(401, "RepoNotFound"), "there is no model tiny/target on the hub, or it is private"),
+        (Faults(401), "turned down this machine's token"),
+        (Faults(403), "may not read tiny/target"),
+        (Faults(404, "RepoNotFound"), "there is no model tiny/target"),
+        (Faults(429), "too many requests"),
+        (Faults(503), "could not give tiny/target (error 503)"),
+    ],
+)
+def test_what_a_hub_may_say(
+    faults: Faults, words: str, hub: Hub, server: StandIn, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.faults = faults
+    with caplog.at_level(logging.DEBUG):
+        assert words in refusal(hub)
+    assert SECRET not in caplog.text
+
+
+def test_missing_models_and_revisions(hub: Hub) -> None:
+    assert "there is no model tiny/nothing on the hub" in refusal(hub, "tiny/nothing")
+    assert "has no such revision" in refusal(hub, revision="v7")
+    assert "neither a directory here nor a Hugging Face id" in refusal(hub, "a/b/c")
+    assert "neither a directory here nor a Hugging Face id" in refusal(hub, "../etc")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("tiny/recurrent", "cannot take back a rejected token"),
+        ("tiny/pickled", "no safetensors weights"),
+    ],
+)
+def test_models_of_the_wrong_kind_are_refused_before_their_weights_come(
+    name: str, words: str, hub: Hub, server: StandIn
+) -> None:
+    assert words in refusal(hub, name)
+    assert not server.gets("cdn")
+
+
+def test_no_network(tmp_path: Path) -> None:
+    away = Hub("http://127.0.0.1:9", tmp_path / "cache")  # nobody listens there
+    assert "the hub could not be asked" in refusal(away)
+
+
+def test_what_is_here_needs_no_network(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    load(Spec(NAME, device="cpu"), hub)
+    assert load(Spec(NAME, device="cpu"), Hub("http://127.0.0.1:9", hub.cache)).stop
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert load(Spec(NAME, device="cpu"), hub).stop
+    assert "offline mode" in refusal(hub, "tiny/drafter")
+
+
+def test_a_directory_asks_nobody(files: Path) -> None:
+    assert load(Spec(str(files / NAME), device="cpu"), Hub("http://127.0.0.1:9")).stop
+
+
+def test_a_disk_too_small(hub: Hub, server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    assert "1.0 kB are free" in refusal(hub) and not server.gets("cdn")
+
+
+def test_a_disk_that_fills_up(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("huggingface_hub.file_download.http_get", full)
+    assert "the disk filled up" in refusal(hub)
+
+
+def test_the_environment_names_the_hub(server: StandIn, tmp_path: Path) -> None:
+    """A process of its own, as anyone would start it, with a token that must stay in the headers."""
+    where = {"HF_ENDPOINT": server.endpoint, "HF_HOME": str(tmp_path), "HF_TOKEN": SECRET, "HF_HUB_DISABLE_XET": "1"}
+    command = [sys.executable, "-m", "specdemo", "run", "def f():", "--target", NAME, "--drafter", "tiny/drafter"]
+    done = subprocess.run(
+        [*command, "--max-tokens", "4", "--device", "cpu"],
+        cwd=ROOT,
+        env={**os.environ, **where},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "4 tokens" in done.stdout and "downloading tiny/target" in done.stderr
+    assert SECRET not in done.stdout + done.stderr and server.trusted == {f"Bearer {SECRET}"} and not server.leaked
+
+
+def test_an_errand_raises_where_it_is_waited_for() -> None:
+    def fails(tell: object) -> None:
+        raise Refused("no")
+
+    with pytest.raises(Refused, match="no"):
+        list(Errand(fails).progress())

@@ -1,0 +1,389 @@
+"""The lean engine: the same logits as transformers, for every variant that it claims, and none that it does not."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import random
+import re
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import psutil
+import pytest
+import torch
+from fakes.tiny_models import CONTEXT, LLAMA, byte_level_tokenizer, save_model
+from torch.profiler import ProfilerActivity, profile
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from specdemo.core.step import Draft
+from specdemo.models.engines import llama_weights as lean
+from specdemo.models.engines import packed_linear as packed
+from specdemo.models.engines.generic import SlotEngine
+from specdemo.models.engines.llama import CHUNK, LeanEngine
+from specdemo.models.engines.llama_weights import Lean, why_not
+from specdemo.models.engines.packed_linear import PackedLinear, can_pack, pack
+from specdemo.models.kv_cache import CachedModel
+from specdemo.models.load import load, reference
+from specdemo.models.memory import is_mapped, on_large_pages
+from specdemo.models.spec import Spec
+
+ROOT = Path(__file__).parents[2]
+VOCAB = 61
+
+
+def rope(kind: str, **settings: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10_000.0, **settings}}
+
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+VARIANTS: dict[str, PretrainedConfig] = {
+    "grouped": LlamaConfig(**LLAMA),
+    "one key head": LlamaConfig(**{**LLAMA, "num_key_value_heads": 1}),
+    "as many key heads": LlamaConfig(**{**LLAMA, "num_key_value_heads": 4}),
+    "tied": LlamaConfig(**LLAMA, tie_word_embeddings=True),
+    "biases everywhere": LlamaConfig(**LLAMA, attention_bias=True, mlp_bias=True),
+    "wide heads": LlamaConfig(**LLAMA, head_dim=16),
+    "linear rope": LlamaConfig(**LLAMA, **rope("linear", factor=4.0)),
+    "llama3 rope": LlamaConfig(**LLAMA, **rope("llama3", factor=8.0, **LLAMA3)),
+    "yarn rope": LlamaConfig(**LLAMA, **rope("yarn", factor=4.0, original_max_position_embeddings=16)),
+    "mistral": MistralConfig(**LLAMA, sliding_window=None),
+    "qwen2": Qwen2Config(**LLAMA),
+    "qwen3": Qwen3Config(**LLAMA, head_dim=8),
+    "qwen3 tied": Qwen3Config(**LLAMA, head_dim=16, tie_word_embeddings=True),
+}
+
+
+def random_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Every parameter random, gains and biases too, so that none of them can be left out unseen."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        parameter.normal_(1.0 if "norm" in name else 0.0, 0.2 if parameter.ndim == 1 else 0.08 * 4)
+    model.tie_weights()
+    return model.to(dtype)
+
+
+def rounds(seed: int, most: int = 7) -> list[tuple[list[int], Draft]]:
+    """A text that grows by chains and forests, of which a path is kept, part of one, or nothing; and one taken back."""
+    rng = random.Random(seed)
+    tokens, script = [rng.randrange(VOCAB) for _ in range(9)], []
+    while len(tokens) < CONTEXT - most - 1:
+        size = rng.randrange(most + 1)
+        chain = rng.random() < 0.5
+        parents = tuple(i - 1 if chain else rng.randrange(-1, i) for i in range(size))
+        draft = Draft(tuple(rng.randrange(VOCAB) for _ in range(size)), parents)
+        script.append((tokens, draft))
+        kept = draft.path(rng.randrange(-1, size))
+        tokens = [*tokens, *(draft.tokens[node] for node in kept), rng.randrange(VOCAB)]
+    return [*script, (tokens[:20], Draft.chain((1, 2))), (tokens[:5] + [3], Draft())]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_are_those_of_transformers(name: str) -> None:
+    model = random_model(VARIANTS[name])
+    assert why_not(model) is None
+    theirs, ours = CachedModel(model), CachedModel(Lean(model))
+    for tokens, draft in rounds(3):
+        expected, found = theirs.score(tokens, draft), ours.score(tokens, draft)
+        assert found.dtype == expected.dtype and found.shape == expected.shape
+        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert ours.kv_bytes == theirs.kv_bytes > 0
+
+
+@pytest.mark.parametrize("name", ["grouped", "qwen3"])
+def test_a_recorded_pass_reads_nothing_but_its_buffers(name: str) -> None:
+    """What CUDA graphs need, tried without one: a pass recorded once is run again for other tokens, places and forests.
+
+    A stand-in for a graph runs the recorded function again, so anything it had taken in by value would show; longer
+    texts make new room, after which old recordings must be gone.
+    """
+    model = random_model(
+        LlamaConfig(**{**LLAMA, "max_position_embeddings": 2048}) if name == "grouped" else VARIANTS[name]
+    )
+    recorded = []
+
+    def record(forward: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        recorded.append(forward())
+        return forward
+
+    lean = Lean(model)
+    plain, replayed = CachedModel(lean), CachedModel(lean)
+    replayed._engine = LeanEngine(lean, record)
+    script = rounds(3) + rounds(4)
+    if name == "grouped":
+        script += [([i % VOCAB for i in range(length)], Draft.chain((1, 2, 3))) for length in (600, 604, 1100)]
+    for tokens, draft in script:
+        assert torch.equal(replayed.score(tokens, draft), plain.score(tokens, draft))
+    assert 2 < len(recorded) < len(script)
+
+
+def test_an_engine_serves_the_next_request_but_never_two_at_once() -> None:
+    lean = Lean(random_model(VARIANTS["grouped"]))
+    first, second = CachedModel(lean), CachedModel(lean)
+    assert first._engine is not second._engine
+    engine = first._engine
+    expected = first.score([1, 2, 3], Draft())
+    del first
+    third = CachedModel(lean)
+    assert third._engine is engine and third.kv_bytes == 0
+    assert torch.equal(third.score([1, 2, 3], Draft()), expected)
+
+
+def test_the_logits_that_are_kept_are_counted() -> None:
+    cached = CachedModel(Lean(random_model(VARIANTS["grouped"])))
+    cached.score([1, 2, 3], Draft.chain((1, 2, 3, 4)))
+    assert cached.reserved_bytes >= cached._engine.reserved_bytes + 5 * VOCAB * 4
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_bfloat16_rounds_where_transformers_does(name: str) -> None:
+    """All logits of a text are equal to the last bit where both give attention the same shape, a full block of keys."""
+    model = random_model(VARIANTS[name], torch.bfloat16)
+    rng = random.Random(2)
+    tokens = [rng.randrange(VOCAB) for _ in range(CONTEXT)]
+    expected = model(torch.tensor([tokens])).logits[0]
+    assert torch.equal(CachedModel(Lean(model)).score(tokens[:1], Draft.chain(tuple(tokens[1:]))), expected)
+
+
+def test_the_variants_are_told_apart() -> None:
+    """Each variant's logits are its own: an option that were ignored would show above."""
+    tokens, draft = rounds(3)[-3]
+    rows = {name: CachedModel(random_model(config)).score(tokens, draft) for name, config in VARIANTS.items()}
+    same = ["grouped", "mistral"]  # without its window a Mistral is a Llama
+    for a in rows:
+        for b in rows:
+            if a != b and [a, b] != same and [b, a] != same:
+                assert not torch.allclose(rows[a], rows[b], atol=1e-3), (a, b)
+
+
+def test_room_grows_with_the_text() -> None:
+    model = random_model(LlamaConfig(**{**LLAMA, "max_position_embeddings": 2048}))
+    theirs, ours = CachedModel(model), CachedModel(Lean(model))
+    rng = random.Random(1)
+    tokens = [rng.randrange(VOCAB) for _ in range(500)]
+    for more in (3, 10, 30, 600, 20):
+        tokens = [*tokens, *(rng.randrange(VOCAB) for _ in range(more))]
+        draft = Draft.chain((4, 5, 6))
+        expected = theirs.score(tokens, draft)
+        assert (ours.score(tokens, draft) - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_long_prompts_are_fed_in_pieces() -> None:
+    """A mask never has more rows than a piece, and the logits are those of one pass; forests ride in the last piece."""
+    model = random_model(LlamaConfig(**{**LLAMA, "max_position_embeddings": 2048}))
+    tokens = [i * i % VOCAB for i in range(2 * CHUNK + 37)]
+    for draft in (Draft(), Draft((1, 2, 3), (-1, -1, 0))):
+        lean = Lean(model)
+        ours = CachedModel(lean)
+        mask = Mock(wraps=ours._engine._mask)
+        ours._engine._mask = mask
+        expected = CachedModel(model).score(tokens, draft)
+        assert (ours.score(tokens, draft) - expected).abs().max() <= 1e-5 * expected.abs().max()
+        rows = [len(call.args[0]) for call in mask.call_args_list]
+        assert len(rows) == 3 and max(rows) <= CHUNK + len(draft)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (MistralConfig(**LLAMA, sliding_window=8), "sliding window"),
+        (LlamaConfig(**LLAMA, hidden_act="gelu"), "gelu"),
+        (LlamaConfig(**LLAMA, **rope("dynamic", factor=2.0)), "dynamic"),
+        (GPT2Config(vocab_size=61, n_embd=32, n_layer=1, n_head=2), "GPT2LMHeadModel"),
+    ],
+)
+def test_what_it_does_not_claim_runs_through_transformers_and_says_so(
+    config: PretrainedConfig, words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        Lean(random_model(config))
+    tokenizer = byte_level_tokenizer()
+    config.vocab_size = len(tokenizer)
+    model = random_model(config)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load(Spec(str(tmp_path), device="cpu"))
+    assert loaded.engine.startswith("transformers: ") and words in loaded.engine
+    expected = model(torch.tensor([[1, 2, 3]])).logits[0, -1]
+    assert torch.allclose(CachedModel(loaded.model).score([1, 2, 3], Draft())[0], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "nf4"])
+def test_quantised_layers_are_called_as_they_are(quantization: str, tmp_path: Path) -> None:
+    spec = Spec(str(save_model(tmp_path / "model", byte_level_tokenizer())), quantization=quantization, device="cpu")
+    model, _ = reference(spec)
+    loaded = load(spec)
+    assert loaded.engine == "lean"
+    tokens, draft = [5, 6, 7, 8], Draft.chain((9, 10))
+    expected = CachedModel(model).score(tokens, draft)
+    assert torch.allclose(
+        CachedModel(loaded.model).score(tokens, draft), expected, atol=2e-2 * float(expected.abs().max())
+    )
+
+
+def test_engines_hold_what_they_were_told_to_keep() -> None:
+    """The two engines answer alike when driven directly: they are interchangeable behind the cache."""
+    model = random_model(VARIANTS["grouped"])
+    for engine in (SlotEngine(model), LeanEngine(Lean(model))):
+        with torch.inference_mode():
+            engine.run([1, 2, 3, 4], 0, Draft())
+            full = engine.kv_bytes
+            engine.keep(2, [3])
+            assert engine.kv_bytes == full * 3 / 4
+            engine.keep(0, [])
+            assert engine.kv_bytes == 0
+
+
+def allocated(step: Callable[[], object]) -> int:
+    """Bytes that all operations of a step ask for, whether or not they are given back."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        step()
+    return sum(max(0, event.self_cpu_memory_usage) for event in seen.events())
+
+
+def test_a_step_allocates_the_same_at_every_length() -> None:
+    """Nothing is copied or built in proportion to the context, once it fills the block that attention works on."""
+    model = random_model(LlamaConfig(**{**LLAMA, "max_position_embeddings": 2048}))
+    text = [i % VOCAB for i in range(2000)]
+    grown = {}
+    for name, cached in (("lean", CachedModel(Lean(model))), ("transformers", CachedModel(model))):
+        for draft in (Draft(), Draft.chain((1, 2, 3, 4))):
+            sizes = []
+            for length in (2000, 1000, 600):  # longest first: its room is made before anything is counted
+                step = partial(cached.score, text[:length], draft)
+                for _ in range(2):  # once to warm up
+                    cached.score(text[: length - 1], Draft())  # so that the last token is news
+                    size = allocated(step)
+                sizes.append(size)
+            assert min(sizes) > 0
+            grown[name, len(draft)] = max(sizes) / min(sizes)
+    assert grown["lean", 0] < 1.05 and grown["lean", 4] < 1.05, grown
+    assert grown["transformers", 4] > 1.5  # what is measured here does grow where masks are built anew
+
+
+def large_kb(address: int) -> int:
+    """How much of the mapping around this address lies on pages of 2 MiB."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            first, last = (int(bound, 16) for bound in bounds.groups())
+            inside = first <= address < last
+        elif inside and line.startswith("AnonHugePages"):
+            return int(line.split()[1])
+    raise LookupError(hex(address))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems are not asked")
+def test_weights_move_to_large_pages_and_stay_what_they_were() -> None:
+    """Small matrices too, which fill no large page alone, where they lie side by side."""
+    memory, other = (mmap.mmap(-1, 16 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(2))
+    try:
+        other.write(bytes(16 << 20))
+        other.madvise(25)  # MADV_COLLAPSE
+    except OSError as error:
+        pytest.skip(f"this system gives no large pages: {error}")
+    whole = torch.frombuffer(memory, dtype=torch.float32)
+    matrices = whole.copy_(torch.randn(len(whole))).view(32, 256, 512)
+    kept = matrices.clone()
+    before = large_kb(whole.data_ptr())
+    on_large_pages(matrices)
+    assert large_kb(whole.data_ptr()) >= max(before, 12 << 10)
+    assert torch.equal(matrices, kept)
+
+
+@pytest.mark.skipif(not can_pack(torch.ones(1)), reason="oneDNN lays nothing out here")
+@pytest.mark.parametrize("lay_out", [partial(Lean, consume=True), pack])
+def test_matrices_are_let_go_as_they_are_laid_out(
+    lay_out: Callable[[PreTrainedModel], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without waiting for the collector: a model that fits must not need twice its memory to get there."""
+    there = []
+
+    class Counted(PackedLinear):
+        def __init__(self, *args: Any) -> None:
+            there.append(sum(one() is not None for one in matrices))
+            super().__init__(*args)
+
+    for module in (lean, packed):
+        monkeypatch.setattr(module, "PackedLinear", Counted)
+    model = random_model(LlamaConfig(**{**LLAMA, "tie_word_embeddings": False}))
+    matrices = [weakref.ref(module.weight) for module in model.modules() if type(module) is torch.nn.Linear]
+    gc.disable()
+    try:
+        made = lay_out(model)
+    finally:
+        gc.enable()
+    assert made is not model and not any(one() for one in matrices)
+    assert len(there) > 5 and there == sorted(there, reverse=True) and there[-1] <= 1
+
+
+def test_embeddings_are_copied_out_of_a_file_but_not_out_of_memory(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, byte_level_tokenizer())
+    for dtype in ("float32", "bfloat16"):  # the file's own, and another
+        model, _ = reference(Spec(str(folder), dtype=dtype, device="cpu"))
+        weight = model.model.embed_tokens.weight
+        assert is_mapped(weight) == (dtype == "float32")
+        kept = Lean(model).embedding
+        assert not is_mapped(kept) and torch.equal(kept, weight)
+        assert (kept.data_ptr() == weight.data_ptr()) == (dtype != "float32")
+
+
+def test_two_thousand_rounds_leave_memory_flat() -> None:
+    cached = CachedModel(Lean(random_model(LlamaConfig(**{**LLAMA, "max_position_embeddings": 2048}))))
+    rng, process = random.Random(0), psutil.Process()
+    tokens, before = [1, 2, 3], 0
+    for i in range(2000):
+        draft = Draft.chain(tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(6))))
+        cached.score(tokens, draft)
+        tokens = [*tokens, *draft.tokens[: rng.randrange(len(draft) + 1)], rng.randrange(VOCAB)]
+        if len(tokens) > 1900:
+            tokens = tokens[: rng.randrange(1, 100)]
+        if i == 1000:
+            before = process.memory_info().rss
+    assert process.memory_info().rss - before < 8e6
+
+
+ROW_COUNTS = """
+import specdemo, torch
+from specdemo.models.memory import give_back, process_bytes
+from specdemo.models.engines.packed_linear import PackedLinear
+layer = PackedLinear(torch.randn(256, 256), None)
+for n in range(1, 801):
+    layer(torch.randn(n, 256))
+    if n in (500, 800):
+        give_back()
+        print(process_bytes())
+"""
+
+
+@pytest.mark.skipif(not can_pack(torch.ones(1)), reason="oneDNN lays nothing out here")
+def test_prompts_of_all_lengths_leave_memory_bounded() -> None:
+    """oneDNN compiles for every number of rows; what it keeps of that has a limit, and would grow without."""
+
+    def taken(**environment: str) -> int:
+        command = [sys.executable, "-c", ROW_COUNTS]
+        plain = {name: value for name, value in os.environ.items() if "CACHE_CAPACITY" not in name}
+        done = subprocess.run(
+            command, env=plain | environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=120
+        )
+        before, after = map(int, done.stdout.split())
+        return after - before
+
+    assert 2 * taken() < taken(ONEDNN_PRIMITIVE_CACHE_CAPACITY="1024", LRU_CACHE_CAPACITY="1024")

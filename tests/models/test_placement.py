@@ -1,0 +1,96 @@
+"""A model over several devices: where accelerate puts what, and that a model with its hooks gives the same logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from fakes.tiny_models import byte_level_tokenizer, save_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from specdemo.core.errors import Refused
+from specdemo.core.rules import RULES
+from specdemo.core.sampling import Noise, Warp
+from specdemo.core.step import Draft
+from specdemo.core.verifier import Target
+from specdemo.models.engines.llama_weights import why_not
+from specdemo.models.kv_cache import CachedModel
+from specdemo.models.load import load
+from specdemo.models.placement import place, spread
+from specdemo.models.spec import SPREAD, Spec
+from specdemo.recipe import Recipe
+
+LAYERS = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("models") / "model"
+    return save_model(made, byte_level_tokenizer(), num_hidden_layers=LAYERS)
+
+
+def test_layers_fill_the_devices_in_order(folder: Path) -> None:
+    spec, config = Spec(str(folder), device=SPREAD).resolved(), AutoConfig.from_pretrained(folder)
+    whole = load(Spec(str(folder), device="cpu")).weight_bytes
+    places = spread(spec, config, {0: int(0.6 * whole), "cpu": whole})
+    where = [places[f"model.layers.{i}"] for i in range(LAYERS)]
+    assert where[0] == 0 and where[-1] == "cpu" and where == sorted(where, key=str)
+    assert set(spread(spec, config, {0: 10 * whole, "cpu": whole}).values()) == {0}
+    with pytest.raises(Refused, match="does not fit all devices together"):
+        spread(spec, config, {0: whole // 4, "cpu": whole // 4})
+
+
+def test_on_a_machine_with_one_device_spread_is_that_device(folder: Path) -> None:
+    spec = Spec(str(folder), device=SPREAD).resolved()
+    if not torch.cuda.is_available():
+        assert set(place(spec, AutoConfig.from_pretrained(folder))["device_map"].values()) == {"cpu"}
+    ours, theirs = load(spec), load(Spec(str(folder), device="cpu"))
+    draft = Draft.chain((5, 6, 7))
+    a, b = (CachedModel(one.model).score([1, 2, 3], draft).float().cpu() for one in (ours, theirs))
+    assert torch.allclose(a, b, atol=2e-2 if torch.cuda.is_available() else 1e-4)
+
+
+def test_a_model_that_moves_between_places_scores_as_ever(folder: Path, tmp_path: Path) -> None:
+    """Layers on disk in place of a second accelerator: the same hooks fetch what a pass needs to where it runs."""
+    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    layers = {f"model.layers.{i}": "disk" if i % 2 else "cpu" for i in range(LAYERS)}
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    parted = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, device_map={**places, **layers}, offload_folder=tmp_path
+    ).eval()
+    assert why_not(parted) == "it is spread over several devices" and why_not(whole) is None
+    ours, theirs = CachedModel(parted), CachedModel(whole)
+    for tokens, draft in (([1, 2, 3], ()), ([1, 2, 3, 4], (5, 6, 7)), ([1, 2, 3, 4, 5, 9], (8,))):
+        a, b = (one.score(tokens, Draft.chain(draft)) for one in (ours, theirs))
+        assert torch.allclose(a, b, atol=1e-4)
+
+
+def test_a_law_from_elsewhere_is_brought_to_the_targets_device() -> None:
+    """A drafter's law on a device of its own; `meta` stands for it, from which nothing can be read by mistake."""
+    moved: list[torch.device] = []
+
+    class Elsewhere(torch.Tensor):
+        device = torch.device("meta")
+
+        def to(self, device: torch.device) -> torch.Tensor:
+            moved.append(device)
+            return torch.full((1, 4), 0.25)
+
+    law = torch.full((1, 4), 0.25).as_subclass(Elsewhere)
+    target = Target(
+        lambda tokens, draft: torch.zeros(len(draft) + 1, 4),
+        Warp(temperature=1.0),
+        RULES["rejection"].apply,
+        Noise(0, "accept"),
+        Noise(0, "correct"),
+    )
+    verdict = target.judge([1], Draft((2,), (-1,), (0.25,), law))
+    assert moved == [torch.device("cpu")] and verdict.accepted == (0,)
+
+
+def test_the_drafter_may_have_a_device_of_its_own() -> None:
+    recipe = Recipe(device="cuda:0", drafter_device="cpu")
+    assert recipe.target_spec.device == "cuda:0" and recipe.drafter_spec and recipe.drafter_spec.device == "cpu"
+    same = Recipe(device="cpu")
+    assert same.drafter_spec and same.drafter_spec.device == "cpu"

@@ -1,0 +1,97 @@
+"""The list of ready pairs: what it says about models can be checked without them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from fakes.tiny_models import byte_level_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from specdemo.core.errors import Refused
+from specdemo.generate import generate
+from specdemo.models.engines.encoder_decoder import auto_class, has_encoder
+from specdemo.models.engines.generic import can_roll_back
+from specdemo.models.model_pool import Shelf
+from specdemo.models.quantization import skeleton
+from specdemo.models.zoo import MODELS, PAIRS, REVISIONS, Known
+from specdemo.preflight import preflight
+from specdemo.recipe import Recipe
+
+SMALL = [known for known in MODELS.values() if known.parameters < 2e9]
+
+
+@pytest.mark.parametrize("known", SMALL, ids=lambda known: known.name)
+def test_a_shape_has_as_many_weights_as_the_model(known: Known) -> None:
+    config = AutoConfig.for_model(known.kind, **known.shape)
+    apart = known.shape.get("tie_word_embeddings") is False
+    assert sum(weight.numel() for weight in skeleton(config, apart).parameters()) == known.parameters
+    assert has_encoder(config) == known.encoder
+
+
+@pytest.mark.parametrize("known", MODELS.values(), ids=lambda known: known.name)
+def test_every_model_can_take_back_tokens(known: Known) -> None:
+    config = AutoConfig.for_model(known.kind, **known.shape)
+    assert can_roll_back(auto_class(config)._model_mapping[type(config)], config)
+    assert re.fullmatch("[0-9a-f]{40}", known.revision) and known.licence
+
+
+def test_the_targets_of_pairs_are_the_larger_and_revisions_are_pinned() -> None:
+    for name, pair in PAIRS.items():
+        recipe = Recipe(pair=name)
+        specs = (recipe.target_spec, recipe.drafter_spec)
+        if name == "bundled":
+            assert [spec.revision for spec in specs] == [None, None]
+            continue
+        target, drafter = MODELS[pair.target], MODELS[pair.drafter]
+        assert target.parameters > 2 * drafter.parameters and target.kind == drafter.kind
+        assert [spec.revision for spec in specs] == [REVISIONS[pair.target], REVISIONS[pair.drafter]]
+        assert pair.gated == (target.gated or drafter.gated) and pair.licences
+        assert 1 <= pair.gamma <= 8
+    assert PAIRS["qwen2.5-7b"].chat and not PAIRS["gpt2-xl"].chat and PAIRS["llama-3.1-8b"].gated
+
+
+@pytest.mark.parametrize(
+    ("method", "said"), [("tree", "takes one"), ("beam", "takes one"), ("lookahead", "takes one"), ("self", "decoders")]
+)
+def test_what_a_pair_with_encoders_cannot_run_is_refused_before_it_is_fetched(method: str, said: str) -> None:
+    with pytest.raises(Refused, match=said):
+        Recipe(pair="flan-t5-xl", method=method)
+    with pytest.raises(Refused, match="begins anew"):
+        preflight(Recipe(pair="flan-t5-xl"), [], Shelf())
+
+
+@pytest.mark.parametrize("method", ["draft", "nasd"])
+def test_gemmas_alternating_windows_roll_back(method: str, tmp_path: Path) -> None:
+    """A random Gemma 2 whose window is shorter than the text: greedy speculation gives the plain text."""
+    tokenizer = byte_level_tokenizer()
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = AutoConfig.for_model(
+        "gemma2",
+        **sizes,
+        num_key_value_heads=2,
+        head_dim=16,
+        sliding_window=8,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=256,
+        initializer_range=0.5,
+        tie_word_embeddings=False,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    models = {"target": str(tmp_path), "drafter": str(tmp_path), "drafter_quantization": "bf16"}
+    shelf = Shelf()
+
+    def run(method: str) -> tuple[list[int], int]:
+        recipe = Recipe(**models, method=method, temperature=0, max_tokens=48, gamma=4, device="cpu")
+        lines = [line for line in generate(recipe, "def add(a, b):\n    return", shelf) if "phase" not in line]
+        drafted = lines[-1]["metrics"]
+        return [token for line in lines if "i" in line for token in line["tokens"]], drafted["drafted"]
+
+    plain, _ = run("ar")
+    text, drafted = run(method)
+    assert text == plain and drafted > 0 and len(set(plain)) > 2

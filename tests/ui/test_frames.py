@@ -1,0 +1,314 @@
+"""What the page is told equals what the trace says. No browser, no gradio, no model."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+from fakes.trace_records import ALL_KEPT, CUT, PREFILL, REJECTION, end, header, step, whole
+
+from specdemo.ui.frames import Run, cells
+from specdemo.ui.labels import PLAIN, SPEC, speedup, tiles
+from specdemo.ui.run_store import Runs
+from specdemo.ui.summary import sameness, verdict
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        (PREFILL, [("plain", "a")]),
+        (REJECTION, [("accepted", "b"), ("rejected", "c"), ("ignored", "d"), ("correction", "X")]),
+        (ALL_KEPT, [("accepted", "e"), ("accepted", "f"), ("bonus", "g")]),
+        (CUT, [("accepted", "h"), ("ignored", "i")]),
+    ],
+)
+def test_every_token_has_its_kind_and_its_place(line: dict, shown: list) -> None:
+    assert [(kind, text) for kind, text, *_ in cells(line)] == shown
+
+
+def test_kept_cells_spell_the_committed_text() -> None:
+    for line in (PREFILL, REJECTION, ALL_KEPT, CUT):
+        kept = [text for kind, text, *_ in cells(line) if kind not in ("rejected", "ignored")]
+        assert "".join(kept) == line["text"] and len(kept) == len(line["tokens"])
+
+
+def test_in_a_forest_the_accepted_path_comes_first() -> None:
+    line = step(1, pieces=["b", "d", "X"], draft=("a", "b", "c", "d"), accepted=(1, 3), tested=4)
+    line |= {"parents": [-1, -1, 0, 1], "beta": [0.5, 0.5, None, 0.5], "kind": "bonus"}
+    assert [(kind, text) for kind, text, *_ in cells(line)] == [
+        ("accepted", "b"),
+        ("accepted", "d"),
+        ("rejected", "a"),
+        ("ignored", "c"),
+        ("bonus", "X"),
+    ]
+
+
+def test_a_search_shows_what_is_settled_and_how_it_would_go_on() -> None:
+    run = Run()
+    run.absorb(SPEC, header("beam", exact=False, recipe={"method": "beam", "num_beams": 4, "temperature": 0.5}))
+    lines = [
+        step(0, pieces=[], token=None, pending=[4, 5], pending_text="a b"),
+        step(1, pieces=["a", " c"], token=None, pending=[6], pending_text=" d"),
+        step(2, pieces=[" e"], token=None, pending=[], pending_text=""),
+    ]
+    for line in lines:
+        run.absorb(SPEC, line)
+    head, *records = run.records
+    assert head["head"]["badge"] == "search" and head["head"]["title"] == "4 beams"
+    assert [[(kind, text) for kind, text, *_ in record["c"]] for record in records] == [
+        [],
+        [("plain", "a"), ("plain", " c")],
+        [("plain", " e")],
+    ]
+    assert [record["ahead"] for record in records] == ["a b", " d", ""]
+
+
+def test_a_point_mass_has_no_q() -> None:
+    line = REJECTION | {"q": None}
+    assert [cell[4] for cell in cells(line)] == [None] * 4
+    assert [cell[4] for cell in cells(REJECTION)] == [0.25, 0.25, 0.25, None]
+
+
+def test_frames_from_any_index_join_to_all_records() -> None:
+    run = whole(Run())
+    run.finish()
+    records = json.loads(run.frame(0))["r"]
+    assert len(records) == 4 and "head" in records[0]
+    for at in range(5):
+        frame = json.loads(run.frame(at))
+        assert frame["at"] == at and frame["r"] == records[at:]
+
+
+def test_the_trace_holds_every_line_and_no_phase() -> None:
+    run = whole(Run())
+    run.finish()
+    assert [json.loads(line) for line in run.trace(SPEC).splitlines()] == [
+        header(),
+        PREFILL,
+        REJECTION,
+        ALL_KEPT,
+        end(),
+    ]
+    assert run.trace(PLAIN) is None
+
+
+def test_what_is_drawn_counts_the_same_as_the_trace() -> None:
+    run = whole(Run())
+    drawn = Counter(cell[0] for record in run.records if "c" in record for cell in record["c"])
+    m = run.lanes[SPEC].metrics.as_dict()
+    assert drawn["accepted"] == m["accepted"] == 3
+    assert drawn["accepted"] + drawn["rejected"] == m["tested"] == 4
+    assert drawn["accepted"] + drawn["rejected"] + drawn["ignored"] == m["drafted"] == 5
+    assert drawn["accepted"] + drawn["correction"] + drawn["bonus"] + drawn["plain"] == m["tokens"] == 6
+
+
+def test_phases_in_their_order() -> None:
+    run, seen = Run((SPEC, PLAIN)), []
+    for lane in run.plan:
+        for event in ({"phase": "loading", "text": "…"}, header(), PREFILL, end()):
+            run.absorb(lane, event)
+            seen.append(run.phase[0])
+    assert seen == ["loading", "prefill", "decoding", "decoding"] + ["loading", "prefill", "decoding", "done"]
+
+
+def test_a_run_that_is_cut_off_ends_its_trace_as_cancelled() -> None:
+    run = Run((SPEC, PLAIN))
+    for event in (header(), PREFILL, REJECTION):
+        run.absorb(SPEC, event)
+    run.finish()
+    last = json.loads(run.trace(SPEC).splitlines()[-1])
+    assert last["end"] == "cancelled" and last["metrics"]["tokens"] == 3
+    assert run.phase == ("stopped", "3 tokens") and run.trace(PLAIN) is None
+    before = run.trace(SPEC)
+    run.finish("too late")
+    assert run.trace(SPEC) == before and run.phase[0] == "stopped"
+
+
+def test_a_run_that_is_cut_off_before_the_first_lanes_turn_says_whose_tokens_it_counts() -> None:
+    run = Run((SPEC, PLAIN))
+    for event in (header("ar"), PREFILL):
+        run.absorb(PLAIN, event)
+    run.finish()
+    assert run.phase == ("stopped", "1 tokens of plain decoding")
+
+
+@pytest.mark.parametrize("events", [(), (header(), PREFILL)])
+def test_a_failure_is_said_and_closes_the_trace(events: tuple) -> None:
+    run = Run()
+    for event in events:
+        run.absorb(SPEC, event)
+    run.finish("out of memory")
+    assert run.phase == ("failed", "out of memory") and json.loads(run.frame(0))["over"]
+    if events:
+        assert json.loads(run.trace(SPEC).splitlines()[-1])["error"] == "out of memory"
+
+
+def test_an_error_that_the_engine_reports_is_a_failure_too() -> None:
+    run = Run()
+    for event in (header(), PREFILL, end("error", "NaN in the logits")):
+        run.absorb(SPEC, event)
+    run.finish()
+    assert run.phase == ("failed", "NaN in the logits")
+
+
+def test_what_may_be_relied_on_is_said() -> None:
+    """Lossy, the same law, or the same bits: by the recipe and by what the machine was found to do."""
+    for changes, badge, words in (
+        ({"exact": False}, "lossy", "changes the target's distribution"),
+        ({}, "exact", "near-tie may flip"),
+        ({"bit_equal": False}, "exact", "near-tie may flip"),
+        ({"bit_equal": True}, "bit-equal here", "to the last bit"),
+    ):
+        run = Run()
+        run.absorb(SPEC, header(**changes))
+        head = json.loads(run.frame(0))["r"][0]["head"]
+        assert head["badge"] == badge and words in head["why"]
+
+
+@pytest.mark.parametrize(("equal", "words"), [(False, "rounding"), (True, "fault")])
+def test_texts_that_part_are_explained_by_what_the_machine_does(equal: bool, words: str) -> None:
+    run = Run((SPEC, PLAIN))
+    other = step(1, pieces=["z"], tokens=[999])
+    for lane, lines in ((SPEC, (PREFILL, REJECTION)), (PLAIN, (PREFILL, other))):
+        for line in (header(bit_equal=equal), *lines, end()):
+            run.absorb(lane, line)
+    same = sameness(run.lanes)
+    assert same and same["badge"] == "differs at token 2" and words in same["why"]
+    assert same["tone"] == ("bad" if equal else "even")
+
+
+def test_tiles_are_dashes_until_there_is_something_to_say() -> None:
+    empty = tiles(Run().lanes)
+    assert {value for value, _ in empty.values()} == {"–"}
+    shown = tiles(whole(Run()).lanes)
+    assert shown["acceptance"] == ("60 %", "3 of 5 drafted · α 0.75")
+    assert shown["tokens_per_pass"] == ("2.50", "2 target passes")
+    assert shown["tokens_per_second"][0] == "83.3"  # 5 tokens in 2 x 0.03 s
+    assert shown["ttft"][0] == "50 ms"
+    assert shown["memory"] == ("500 MB", "weights 33 MB · KV 1 MB")
+    assert shown["speedup"][0] == "–"
+
+
+def plain_steps(seconds: float) -> tuple:
+    tokens = [0, 100, 101, 200, 201, 202]
+    return tuple(
+        step(i, pieces=["x"], tokens=[token], token=token, draft_s=0.0, verify_s=seconds)
+        for i, token in enumerate(tokens)
+    )
+
+
+def compared(seconds: float) -> Run:
+    run = whole(whole(Run((SPEC, PLAIN))), PLAIN, plain_steps(seconds))
+    run.finish()
+    return run
+
+
+def test_speed_up_is_the_ratio_of_the_two_measured_speeds() -> None:
+    run = compared(0.024)
+    assert speedup(run.lanes) == pytest.approx((5 / 0.06) / (1 / 0.024))
+    assert tiles(run.lanes)["speedup"][0] == "2.00×"
+    words = verdict(run.lanes)
+    assert words.startswith("Speculation was 2.00× as fast: 83.3 against 41.7 tokens per second.")
+    assert "won 2.50 tokens" in words and "as long as 1.25 plain steps" in words
+    # 2.5 tokens from 2.5 drafted at a beta of 0.75, drafting 0.01 s of 0.024, verifying 0.02
+    assert "With α 0.75, 2.5 drafted per round and c 0.17, Theorem 3.8 promises" in words
+    same = sameness(run.lanes)
+    assert same and same["badge"] == "identical text" and "6 tokens" in same["why"]
+
+
+def test_a_loss_is_called_a_loss() -> None:
+    words = verdict(compared(0.006).lanes)
+    assert words.startswith("Speculation lost: 0.50× the speed of plain decoding")
+    assert "try" in words
+
+
+def law(*top: tuple[int, float]) -> dict:
+    return {"entropy": 0.5, "top": [list(pair) for pair in top]}
+
+
+@pytest.mark.parametrize(
+    ("p", "q", "tone", "words"),
+    [
+        (0.4001, 0.4, "even", "'b' 0.4001 and 'z' 0.4000: a near-tie"),
+        (0.8, 0.1, "bad", "no near-tie, so this is a fault"),
+    ],
+)
+def test_where_texts_part_the_targets_law_says_whether_it_was_a_near_tie(
+    p: float, q: float, tone: str, words: str
+) -> None:
+    run = Run((SPEC, PLAIN))
+    laws = {"laws": [law((100, p), (999, q))] + [law((1, 1.0))] * 3, "texts": {100: "b", 999: "z"}}
+    for lane, line in ((SPEC, REJECTION | laws), (PLAIN, step(1, pieces=["z"], tokens=[999]))):
+        for event in (header(bit_equal=False), PREFILL, line, end()):
+            run.absorb(lane, event)
+    same = sameness(run.lanes)
+    assert same and same["tone"] == tone and words in same["why"]
+
+
+def test_sampled_texts_are_not_asked_to_be_the_same() -> None:
+    for recipe, compared in (({"temperature": 1.0}, False), ({"temperature": 1.0, "rule": "coupled"}, True)):
+        run = Run((SPEC, PLAIN))
+        for lane, method in ((SPEC, "draft"), (PLAIN, "ar")):
+            made = header(method)
+            made["recipe"] |= recipe
+            for event in (made, PREFILL, end()):
+                run.absorb(lane, event)
+        assert (sameness(run.lanes) is not None) == compared
+
+
+def test_more_lanes_each_have_their_say() -> None:
+    run = Run((SPEC, PLAIN, "third"))
+    for lane, lines in ((PLAIN, plain_steps(0.024)), ("third", (PREFILL, REJECTION)), (SPEC, (PREFILL, ALL_KEPT))):
+        whole(run, lane, lines)
+    assert run.phase == ("done", "4 tokens, limit reached")
+    run.finish()
+    assert "draft, γ 3 ran at 1.60× plain decoding." in verdict(run.lanes)
+
+
+def test_a_different_greedy_text_is_not_passed_over() -> None:
+    run = whole(whole(Run((SPEC, PLAIN))), PLAIN, plain_steps(0.01)[:3])
+    run.finish()
+    assert (sameness(run.lanes) or {})["badge"] == "differs at token 4"
+
+
+def test_no_verdict_without_both_runs() -> None:
+    run = whole(Run((SPEC, PLAIN)))
+    run.finish()
+    assert speedup(run.lanes) is None and verdict(run.lanes) == ""
+
+
+def test_the_registry_is_bounded_and_drops_the_one_longest_unused() -> None:
+    runs = Runs(capacity=3)
+    first, second, third = (runs.new(f"visitor {i}", (SPEC,)) for i in range(3))
+    assert runs.get(first.id) is first
+    fourth = runs.new("visitor 3", (SPEC,))
+    assert len(runs) == 3 and runs.get(second.id) is None
+    assert all(runs.get(run.id) is run for run in (first, third, fourth))
+    assert len({run.id for run in (first, second, third, fourth)}) == 4
+
+
+def test_the_registry_holds_so_many_lines_and_always_the_newest_run() -> None:
+    runs = Runs(most_lines=8)
+    first, second = whole(Run()), whole(Run())
+    runs.keep(first)
+    runs.keep(second)
+    assert runs.get(first.id) is None and runs.get(second.id) is second
+
+
+@pytest.mark.parametrize("nonsense", [None, 7, [], {}, "no such run"])
+def test_nonsense_asked_of_the_registry_finds_nothing(nonsense: Any) -> None:
+    assert Runs().get(nonsense) is None
+
+
+def test_one_run_per_visitor_and_leaving_stops_it() -> None:
+    runs, stopped = Runs(), []
+    for name in ("a", "b"):
+        runs.new("one", (SPEC,)).stop = lambda name=name: stopped.append(name)
+    assert stopped == ["a"]
+    runs.leave("one")
+    runs.leave("one")
+    runs.leave("nobody")
+    assert stopped == ["a", "b"]

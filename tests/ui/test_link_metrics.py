@@ -1,0 +1,461 @@
+"""A run over a link in numbers, from traces written by hand; what settings mean; waiting that can be stopped."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fakes.trace_records import PREFILL, end, header, step
+
+from specdemo.core.errors import Refused
+from specdemo.core.step import Draft
+from specdemo.models.spec import Spec
+from specdemo.recipe import Recipe
+from specdemo.remote.client import RemoteTarget
+from specdemo.remote.config import Cloud
+from specdemo.remote.link import Wire
+from specdemo.remote.local_service import Own, Process, command
+from specdemo.remote.protocol import Sampling
+from specdemo.ui import edge_cloud_modes as modes
+from specdemo.ui import link_speedup as best_k
+from specdemo.ui.frames import LOST, Run
+from specdemo.ui.labels import PLAIN, SPEC
+from specdemo.ui.lane_plan import lanes_of, plan_of
+from specdemo.ui.limits import PUBLIC, Limits, read
+from specdemo.ui.link_metrics import HEADERS, edge_lane, measures, parts, steps, told, window
+from specdemo.ui.link_timeline import picture
+from specdemo.ui.settings import OF_CLOUD, cloud_of, from_link, recipe_of, restored
+from specdemo.ui.trace_import import read_traces
+from specdemo.worker import Stream, Worker, interruptible
+
+PATIENCE = 20.0
+WIRE = {"remote": "http://cloud:8300", "mode": "speculative", "rtt_ms": 30.0}
+RECIPE = {"method": "draft", "gamma": 3, "temperature": 0.0, "rule": "rejection", "cloud": WIRE}
+ASKED = {"escalated": 1.0, "sent": 1.0, "rows": 0.0, "bytes_up": 200.0, "bytes_down": 300.0}
+TIMES = {"cloud_s": 0.008, "rtt_s": 0.032, "up_s": 0.015, "down_s": 0.013}
+
+
+def over_the_link(i: int, accepted: int = 1, drafted: int = 3, **notes: float) -> dict[str, Any]:
+    """A round that was verified in time: 3 ms of drafting, 40 of waiting, and 7 of nobody knows what between rounds."""
+    words = tuple("abc"[:drafted])
+    pieces = [*words[:accepted], "X"]
+    line = step(i, pieces=pieces, draft=words, accepted=tuple(range(accepted)), tested=min(accepted + 1, drafted))
+    times = {"draft_s": 0.003, "verify_s": 0.04, "host_s": 0.0, "t": 0.05 * (i + 1)}
+    return line | times | {"remote": {**ASKED, **TIMES, **notes}}
+
+
+def provisional(i: int, **notes: float) -> dict[str, Any]:
+    """The draft's first token, without a verdict."""
+    line = step(i, pieces=["a"], draft=("a", "b"), accepted=(0,))
+    unknown = {"p": [None] * 2, "beta": [None] * 2, "draw": [None] * 2, "choices": [], "top": [None] * 2, "q": None}
+    return (
+        line | unknown | {"remote": {"escalated": 1.0, "provisional": 1.0, "bytes_up": 0.0, "bytes_down": 0.0, **notes}}
+    )
+
+
+def played(*lines: dict[str, Any], **more: Any) -> Run:
+    run = Run()
+    for line in (header(recipe=RECIPE | more), *lines, end()):
+        run.absorb(SPEC, line)
+    run.finish()
+    return run
+
+
+LINES = [
+    PREFILL | {"remote": {**ASKED, **TIMES}, "verify_s": 0.04, "draft_s": 0.0},
+    over_the_link(1, 1),
+    over_the_link(2, 3, hard_ratio=0.5),
+    provisional(3),
+    over_the_link(4, 0, confirmed=1.0, overruled=0.0, hard_ratio=1.0),
+]
+
+
+# --- the run in numbers --------------------------------------------------------------------------------------------
+
+
+def test_the_parts_of_all_rounds_fill_the_time_without_gap_or_overlap() -> None:
+    flat = [part for some in parts(LINES) for part in some]
+    at = 0.0
+    for _, start, seconds in flat:
+        assert start == pytest.approx(at) and seconds > 0
+        at = start + seconds
+    assert at == pytest.approx(LINES[-1]["t"])
+    ways = [what for what, *_ in parts(LINES)[1]]
+    assert ways == ["idle", "draft", "up", "way", "verify", "way", "down"]
+    by = {what: seconds for what, _, seconds in parts(LINES)[1]}
+    assert by["up"] == 0.015 and by["down"] == 0.013 and by["verify"] == 0.008
+    assert 2 * by["way"] == pytest.approx(0.04 - 0.015 - 0.013 - 0.008)
+
+
+def test_an_answer_that_was_another_rounds_is_a_wait() -> None:
+    late = over_the_link(1) | {"verify_s": 0.001}
+    assert [what for what, *_ in parts([late])[0]] == ["idle", "draft", "wait"]
+    assert [what for what, *_ in parts([provisional(1)])[0]] == ["idle", "draft", "wait"]
+
+
+def test_the_table_has_the_guides_measures() -> None:
+    total, *rows = [dict(zip(HEADERS, row, strict=True)) for row in measures(LINES)]
+    assert [row["round"] for row in rows] == ["0", "1", "2", "3", "4"] and total["round"] == "all"
+    assert [row["k"] for row in rows] == ["0", "3", "3", "2", "3"] and total["k"] == "11"
+    assert [row["la/k"] for row in rows] == ["–", "0.33", "1.00", "0.50", "0.00"]
+    assert [row["cumulative acceptance"] for row in rows] == ["–", "33 %", "67 %", "62 %", "45 %"]
+    assert rows[1]["alpha_mean"] == "0.750" and rows[3]["alpha_mean"] == "–"
+    assert (rows[1]["edge_time ms"], rows[1]["cloud_prefill ms"], rows[1]["rtt ms"]) == ("3.00", "8.00", "32.00")
+    assert (rows[3]["cloud_prefill ms"], rows[3]["rtt ms"], rows[3]["verdict"]) == ("–", "–", "provisional")
+    assert (total["bytes up"], total["bytes down"], total["escalated"]) == ("800", "1200", "5")
+    assert (rows[2]["hard_ratio"], total["hard_ratio"]) == ("0.50", "0.75")
+
+
+def test_the_best_k_is_the_best_of_all_and_grows_with_the_way() -> None:
+    link = best_k.link_of(played(*LINES).lanes[SPEC])
+    assert (link.gamma, link.verify_s, link.token_s) == (3.0, pytest.approx(0.008), pytest.approx(0.001))
+    assert link.way_s == pytest.approx(0.032) and link.alpha == pytest.approx(0.75)
+
+    def speed(k: int, way_s: float) -> float:
+        return sum(0.75**i for i in range(k + 1)) / (0.008 + 0.001 * k + way_s)
+
+    for k in range(best_k.LONGEST + 1):
+        assert link.speed(k) == pytest.approx(speed(k, 0.032))
+    best = [
+        (replace(link, way_s=way_s).best, max(range(best_k.LONGEST + 1), key=lambda k, way_s=way_s: speed(k, way_s)))
+        for way_s in (0.0, 0.01, 0.032, 0.1, 0.3)
+    ]
+    assert all(ours == theirs for ours, theirs in best) and best == sorted(best) and best[0] != best[-1]
+    rows = best_k.curve(link)
+    assert (link.best, link.speed(link.best), best_k.BEST) in rows and len(rows) == best_k.LONGEST + 3
+    assert f"The best k is {link.best}" in best_k.told(link)
+
+
+def test_without_a_verified_round_there_is_no_best_k() -> None:
+    with pytest.raises(Refused, match="no best length"):
+        best_k.link_of(played(PREFILL, provisional(1)).lanes[SPEC])
+
+
+def test_only_a_run_with_a_cloud_that_is_over_has_something_to_show() -> None:
+    local = Run()
+    for line in (header(), PREFILL, end()):
+        local.absorb(SPEC, line)
+    with pytest.raises(Refused, match="under way"):
+        edge_lane(local)
+    local.finish()
+    for run, words in ((None, "Nothing has been run"), (local, "had no cloud")):
+        with pytest.raises(Refused, match=words):
+            edge_lane(run)
+    lane = edge_lane(played(*LINES))
+    assert steps(lane) == LINES
+    said = told(lane)
+    assert "0.8 kB up" in said and "1 tokens were committed provisionally" in said and "1 tokens were confirmed" in said
+
+
+def test_the_timeline_names_every_part() -> None:
+    drawn = picture(*window(LINES, 1, 2))
+    assert drawn.count("<rect") == 2 * 7 and "drafting: 3.00 ms" in drawn and "2: 3/3" in drawn
+    assert picture([], []) == ""
+
+
+# --- what no target has seen ---------------------------------------------------------------------------------------
+
+
+def test_lanes_say_what_no_target_has_seen_and_what_became_of_it() -> None:
+    gate = provisional(5) | {"remote": {"escalated": 0.0, "hard_ratio": 0.0}}
+    alone = provisional(6) | {"remote": {"escalated": 0.0, "edge": 1.0, "lost": 1.0}}
+    late = over_the_link(4, 0, confirmed=1.0, overruled=2.0)
+    head, *records = played(*LINES[:4], late, gate, alone, provisional=True).records
+    rounds = [record for record in records if "i" in record]
+    assert [record.get("by") for record in rounds] == [None, None, None, "provisional", None, "gate", "alone"]
+    assert [record.get("fate") for record in rounds] == [None] * 4 + [[1, 2]] + [None] * 2
+    assert [record["note"] for record in records if "note" in record] == [LOST]
+    assert records.index({"l": SPEC, "note": LOST}) == len(records) - 2  # before the round itself
+    assert head["head"]["title"] == "draft, γ 3, edge and cloud"
+
+
+def test_a_cloud_that_ends_the_run_is_told_of_in_the_lane() -> None:
+    run = Run()
+    for line in (header(recipe=RECIPE), *LINES, end("error", "the cloud has not answered")):
+        run.absorb(SPEC, line)
+    assert run.records[-1] == {"l": SPEC, "note": "the cloud has not answered"}
+
+
+@pytest.mark.parametrize(
+    ("cloud", "words"),
+    [
+        ({"mode": "edge_only"}, "the drafter alone"),
+        ({"mode": "cloud_only"}, "the target alone"),
+        ({"provisional": True}, "too late is not waited for"),
+        ({"gates": ["nll"]}, "not asked about every draft"),
+        ({"on_loss": "edge"}, "goes on alone"),
+        ({"q_rows": "scalar"}, "does not travel whole"),
+    ],
+)
+def test_what_costs_exactness_is_named(cloud: dict[str, Any], words: str) -> None:
+    run = Run()
+    run.absorb(SPEC, header(exact=False, recipe=RECIPE | {"cloud": WIRE | cloud}))
+    head = run.records[0]["head"]
+    assert head["badge"] == "lossy" and words in head["why"] + head["title"]
+
+
+def test_a_trace_with_unjudged_tokens_comes_back_as_it_was() -> None:
+    lines = [header(recipe=RECIPE), *LINES, end()]
+    text = "".join(f"{json.dumps(line)}\n" for line in lines)
+    again = read_traces(text)
+    assert measures(steps(again.lanes[SPEC])) == measures(LINES)
+    assert again.lanes[SPEC].lines[4]["remote"]["provisional"] == 1
+    untested = provisional(1) | {"remote": None}
+    with pytest.raises(Refused, match="no path of tested nodes"):
+        read_traces("".join(f"{json.dumps(line)}\n" for line in (header(), PREFILL, untested)))
+
+
+# --- settings ------------------------------------------------------------------------------------------------------
+
+
+def test_settings_mean_what_the_terminals_options_mean() -> None:
+    off = recipe_of({"method": "draft", "mode": "off", "rtt_ms": 30}, "cpu")
+    assert off.cloud is None
+    on = recipe_of({"mode": "speculative", "remote": " http://a:1 ", "rtt_ms": 30, "gates": ["nll", "names"]}, "cpu")
+    assert on.cloud == Cloud("http://a:1", rtt_ms=30, gates=("nll", "names")) and not on.exact
+    own = recipe_of({"mode": "cloud_only", "remote": ""}, "cpu")
+    assert own.needs_local_service and not on.needs_local_service
+    assert not recipe_of({"mode": "edge_only"}, "cpu").needs_local_service
+    assert cloud_of({}) == Cloud("") and set(OF_CLOUD) >= {"remote", "mode", "gates", "loss"}
+
+
+BAD = {
+    "mode": ("magic", "unknown mode"),
+    "remote": ("ftp://a", "is no address of a service"),
+    "encoding": ("xml", "unknown encoding"),
+    "q_rows": ("int1", "unknown kind of q rows"),
+    "deadline_ms": (None, "deadline_ms must be a number, not empty"),
+    "loss": (1.5, "loss must be from 0 to 0.9"),
+    "rtt_ms": ("far", "rtt_ms must be a number"),
+    "provisional": (1, "provisional must be true or false"),
+    "gates": ("nll", "gates must be a list of names"),
+    "gate_margin": (float("nan"), "gate_margin must be from 0 to 1"),
+}
+USUAL = {
+    "method": "draft", "temperature": 0.5, "mode": "off", "remote": "", "encoding": "json", "q_rows": "float32",
+    "deadline_ms": 400.0, "provisional": False, "gates": [], "gate_margin": 0.2, "rtt_ms": 0.0, "loss": 0.0,
+    "prompt": "", "compare": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_meant_is_refused_on_or_off(name: str) -> None:
+    value, words = BAD[name]
+    with pytest.raises(Refused, match=words):
+        recipe_of({"mode": "speculative", name: value}, "cpu")
+    settings, refused = restored({"temperature": 1.0, name: value}, USUAL, "cpu")
+    assert len(refused) == 1 and words in refused[0] and settings == USUAL | {"temperature": 1.0}
+
+
+def test_a_link_and_a_browser_bring_the_settings_back() -> None:
+    wanted = {"mode": "speculative", "remote": "http://a:1", "rtt_ms": 30, "gates": ["nll"], "provisional": True}
+    query = {name: value if isinstance(value, str) else json.dumps(value) for name, value in wanted.items()}
+    for brought in (from_link(query, USUAL), wanted):
+        assert restored(brought, USUAL, "cpu") == (USUAL | wanted, [])
+
+
+def test_what_is_decoded_elsewhere_is_compared_with_plain_decoding_here() -> None:
+    recipe = recipe_of({"mode": "speculative", "remote": "http://a:1"}, "cpu")
+    settings = {"method": "draft", "mode": "speculative"}
+    lanes = dict(lanes_of(recipe, [], plan_of(settings, True, 0)))
+    assert lanes == {SPEC: recipe, PLAIN: Recipe(device="cpu", method="ar")}
+    assert plan_of({"method": "ar", "mode": "off"}, True, 0) == (PLAIN,)
+    assert plan_of({"method": "ar", "mode": "cloud_only"}, False, 0) == (SPEC,)
+
+
+# --- what a host allows --------------------------------------------------------------------------------------------
+
+
+def over(url: str, **more: Any) -> Recipe:
+    return Recipe(max_tokens=8, cloud=Cloud(url, **more))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        (over("http://169.254.169.254/latest"), "no services but the named ones"),
+        (over("http://good:1.evil"), "no services but the named ones"),
+        (over(""), "no cloud of its own"),
+        (over("http://good:1", rtt_ms=5), "no link is emulated"),
+        (over("http://good:1", lost_after_s=1e4), "lost_after_s may be 120 seconds"),
+        (over("http://good:1", deadline_ms=2e5), "deadline_ms may be 120 seconds"),
+    ],
+)
+def test_a_public_page_asks_no_service_but_the_named(recipe: Recipe, words: str) -> None:
+    named = replace(PUBLIC, remote=("http://good:1/", "https://better"))
+    with pytest.raises(Refused, match=words):
+        named.grant(recipe, "def")
+    if "good" not in recipe.cloud.remote:
+        with pytest.raises(Refused, match="with mode off"):
+            PUBLIC.grant(recipe, "def")
+    assert Limits().grant(recipe, "def") == recipe
+    for fine in (over("http://good:1"), over("https://better/"), over("", mode="edge_only")):
+        assert named.grant(fine, "def") == fine
+
+
+def test_the_named_services_are_read_from_the_environment() -> None:
+    public = {"SPECDEMO_PUBLIC": "1"}
+    assert read({}).remote is None and read(public).remote == ()
+    assert read(public | {"SPECDEMO_REMOTE": "http://a:1, https://b"}).remote == ("http://a:1", "https://b")
+    assert read(public | {"SPECDEMO_REMOTE": "any"}).remote is None
+    assert read({"SPECDEMO_TOKEN": "secret"}) == Limits()
+    for nonsense in ("none", "a:1", "file:///etc"):
+        with pytest.raises(Refused, match="SPECDEMO_REMOTE must be addresses"):
+            read({"SPECDEMO_REMOTE": nonsense})
+
+
+# --- waiting that can be stopped -----------------------------------------------------------------------------------
+
+
+class Silent:
+    """A cloud that has heard the round and never answers; until it is told to."""
+
+    url = "silent"
+
+    def __init__(self) -> None:
+        self.heard, self.over = threading.Event(), threading.Event()
+        self.wire = Wire()
+        self.calls: list[str] = []
+        self.closed = False
+
+    def call(self, method: str, *rest: Any) -> Any:
+        self.calls.append(method)
+        self.heard.set()
+        assert self.over.wait(PATIENCE)
+        raise Refused("too late")
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_stop_does_not_wait_for_a_round_that_is_under_way() -> None:
+    cloud, worker = Silent(), Worker()
+    judge = RemoteTarget(cloud, Sampling(temp=0.0))
+
+    def job() -> Iterator[Any]:
+        try:
+            yield judge.judge([1, 2], Draft((3,), (-1,)))
+        finally:
+            judge.close()
+
+    stream = worker.submit(job)
+    assert cloud.heard.wait(PATIENCE)
+    stream.stop()
+    assert stream.wait(PATIENCE) and not cloud.over.is_set()
+    assert stream.error is None and stream.items == [] and cloud.closed
+    assert cloud.calls == ["POST"]  # nothing more was asked of it
+    after = worker.submit(lambda: iter((interruptible(lambda: 7),)))
+    assert after.wait(PATIENCE) and after.items == [7]  # the thread serves the next one
+    cloud.over.set()
+    worker.close()
+
+
+def test_outside_of_a_job_nothing_is_interrupted_and_errors_are_passed_on() -> None:
+    assert interruptible(threading.get_ident) == threading.get_ident()
+    worker = Worker()
+
+    def failing() -> int:
+        raise KeyError("x")
+
+    stream: Stream[int] = worker.submit(lambda: iter((interruptible(failing),)))
+    assert stream.wait(PATIENCE) and isinstance(stream.error, KeyError)
+    worker.close()
+
+
+# --- a cloud of its own --------------------------------------------------------------------------------------------
+
+
+class Ready:
+    """Processes that cost nothing: what they say is where they listen, and they live until they are ended."""
+
+    def __init__(self) -> None:
+        self.made: list[Process] = []
+
+    def __call__(self, spec: Spec) -> Process:
+        script = f"import sys; print('listening on http://{spec.name}', flush=True); sys.stdin.read()"
+        self.made.append(Process.start([sys.executable, "-S", "-c", script]))
+        return self.made[-1]
+
+
+ONE, TWO = Spec("one"), Spec("two")
+
+
+def test_one_process_serves_all_who_want_the_same_and_makes_room_for_another() -> None:
+    ready = Ready()
+    own = Own(start=ready)
+    with own.running([ONE, ONE]) as found, own.running([ONE]) as again, own.running([]) as none:
+        assert found == again == {ONE: "http://one"} and none == {} and len(ready.made) == 1
+    with own.running([ONE]):
+        assert len(ready.made) == 1  # it was kept
+        with own.running([TWO]) as other:
+            assert other == {TWO: "http://two"} and ready.made[0].alive
+    ready.made[0].process.kill()
+    ready.made[0].process.wait()
+    with own.running([ONE]):
+        assert len(ready.made) == 3 and not ready.made[1].alive  # a dead one is replaced, an idle one makes room
+    own.close()
+    assert not any(process.alive for process in ready.made)
+
+
+def test_an_idle_one_is_ended() -> None:
+    ready = Ready()
+    own = Own(idle_s=0.0, start=ready)
+    with own.running([ONE]):
+        pass
+    assert ready.made[0].process.wait(PATIENCE) is not None
+
+
+def test_one_that_does_not_start_says_why() -> None:
+    said = "import sys; print('warning: x', file=sys.stderr); sys.exit('specdemo: there is no model of that name')"
+    own = Own(start=lambda spec: Process.start([sys.executable, "-S", "-c", said]))
+    with pytest.raises(Refused, match=r"did not start: there is no model of that name$"), own.running([ONE]):
+        pass
+
+
+@pytest.mark.parametrize("said", [None, "7"])
+def test_it_leaves_the_edge_a_core(monkeypatch: pytest.MonkeyPatch, said: str | None) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(4)), raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if said:
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+    process = Process.start([sys.executable, "-c", "import os; print('listening on', os.environ['OMP_NUM_THREADS'])"])
+    assert process.address() == (said or "3")
+    process.end()
+
+
+def test_it_serves_the_very_target_on_this_machine_only() -> None:
+    words = command(Spec("m", "float32", "int8", "cpu"))
+    for flag, value in (("--target", "m"), ("--dtype", "float32"), ("--quantization", "int8"), ("--port", "0")):
+        assert words[words.index(flag) + 1] == value
+    assert "--until-stdin-ends" in words and "--host" not in words  # the usual host is this machine
+
+
+# --- three modes ---------------------------------------------------------------------------------------------------
+
+
+def measured(mode: str, wall_s: float) -> dict[str, Any]:
+    link = {} if mode == "edge_only" else {"remote": {"escalated": 4.0, "bytes_up": 1000.0, "bytes_down": 2000.0}}
+    return {"ttft_s": 0.1, "wall_s": wall_s, "tokens": 20, "steps": 5, "kv_bytes": 1e6, **link}
+
+
+def test_three_modes_are_told_against_the_cloud_alone() -> None:
+    asked = modes.three({"remote": "http://a:1", "temperature": 0.0, "mode": "off"}, "cpu", 2, 16)
+    assert [recipe.cloud.mode for recipe in asked.recipes] == ["speculative", "cloud_only", "edge_only"]
+    assert len(asked.prompts) == 2 and {recipe.max_tokens for recipe in asked.recipes} == {16}
+    records = [
+        {"runs": [measured(r.cloud.mode, w) for r, w in zip(asked.recipes, walls, strict=True)]}
+        for walls in ((0.9, 0.4, 0.1), (1.1, 0.6, 0.1))
+    ]
+    both, cloud, edge = (dict(zip(modes.HEADERS, row, strict=True)) for row in modes.rows(asked.recipes, records))
+    assert both["speed-up"] == "0.58×" and cloud["speed-up"] == "1.00×" and edge["speed-up"] == "3.50×"
+    assert both["tokens/s"] == f"{40 / 2.2:.1f}" and both["cloud calls"] == "80 %" and edge["cloud calls"] == "0 %"
+    assert (both["up kB"], both["down kB"], edge["up kB"]) == ("2.0", "4.0", "0.0")
+    assert (both["exact"], edge["exact"]) == ("yes", "lossy")
+    for count in (0, 99, "many", True, None):
+        with pytest.raises(Refused, match="prompts must be from 1 to"):
+            modes.three({}, "cpu", count, 16)

@@ -1,0 +1,85 @@
+"""What memory is said to hold and to need, against what models really take and what the trace says."""
+
+from __future__ import annotations
+
+import re
+
+import psutil
+import pytest
+from fakes.trace_records import end, header, step
+
+from specdemo.models import memory
+from specdemo.models.memory_plan import plan
+from specdemo.models.spec import Spec
+from specdemo.models.zoo import PAIRS, Pair
+from specdemo.ui import memory_tables as ledger
+from specdemo.ui.frames import Run
+from specdemo.ui.labels import PLAIN, SPEC
+
+BUNDLED = PAIRS["bundled"]
+
+
+def rows(table: str) -> dict[str, list[str]]:
+    """Cells by the head of their row."""
+    found = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", line) for line in re.findall(r"<tr>(.*?)</tr>", table)]
+    return {first: rest for first, *rest in found}
+
+
+def test_a_model_that_is_not_here_is_not_asked_for() -> None:
+    table = rows(ledger.of_pairs("cpu"))
+    far = PAIRS["qwen3-8b"]
+    assert table[far.title][:3] == ["–"] * 3 and table[far.title][-1].endswith("not downloaded")
+    assert float(table[far.title][3].replace(",", "")) > 30_000  # eight thousand million numbers of four bytes
+    assert "someone" not in ledger.of_pairs("cpu", {"far": Pair("<far>", "someone/something", BUNDLED.drafter, 4)})
+
+
+def test_pairs_are_planned_and_fit_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shown() -> list[str]:
+        return rows(ledger.of_pairs("cpu", {"bundled": BUNDLED}))[f"{BUNDLED.title}; target in float32"]
+
+    target, drafter, kv, total, fits = shown()
+    planned = [plan(Spec(name, device="cpu").resolved(), 1000) for name in (BUNDLED.target, BUNDLED.drafter)]
+    assert [target, drafter] == [f"{one.weights / 1e6:,.1f}" for one in planned] and fits == "yes"
+    assert float(target) + float(drafter) + float(kv) < float(total)
+    monkeypatch.setattr(memory, "room", lambda device: (60_000_000, 90_000_000))
+    assert shown()[-1] == f"no, by {float(total) - 60:.1f}"
+
+
+def test_what_a_run_held_is_what_its_trace_says() -> None:
+    run = Run((SPEC, PLAIN))
+    held = [{"rss_bytes": n * 1e8, "device_bytes": None, "kv_bytes": kv} for n, kv in ((5, 1e6), (7, 4e6), (6, 3e6))]
+    run.absorb(SPEC, header())
+    for i, one in enumerate(held):
+        run.absorb(SPEC, step(i, pieces=["a"], memory=one))
+    run.absorb(SPEC, end() | {"metrics": {"peak_rss_bytes": 9e8, "peak_device_bytes": None}})
+    run.absorb(PLAIN, header("ar", environment={"target_bytes": 28e6, "drafter_bytes": None}))
+    run.absorb(PLAIN, step(0, pieces=["a"], memory=held[0]))
+    assert rows(ledger.of_run(run)) == {
+        "MB": ["draft, γ 3", "target only"],
+        "weights of the target": ["28.0", "28.0"],
+        "weights of the drafter": ["5.0", "–"],
+        "keys and values, at the last step": ["3.0", "1.0"],
+        "keys and values, at most": ["4.0", "1.0"],
+        "their share of weights, keys and values": ["11 %", "3 %"],  # 4 of 37, 1 of 29
+        "process, at the last step": ["600.0", "500.0"],
+        "process, at most": ["900.0", "500.0"],
+    }
+
+
+def test_before_a_run_and_on_a_device() -> None:
+    assert "Nothing has run yet" in ledger.of_run(None) and "Nothing has run yet" in ledger.of_run(Run())
+    run = Run()
+    run.absorb(SPEC, header())
+    run.absorb(SPEC, step(0, pieces=["a"], memory={"rss_bytes": 1e8, "device_bytes": 2e9, "kv_bytes": 1e6}))
+    assert rows(ledger.of_run(run))["tensors on the device, at most"] == ["2,000.0"]
+
+
+def test_the_machine_is_asked() -> None:
+    table = {
+        name: float(cells[0].replace(",", ""))
+        for name, cells in rows(ledger.of_machine("cpu")).items()
+        if cells != ["MB"]
+    }
+    assert table["system, in all"] == pytest.approx(psutil.virtual_memory().total / 1e6, abs=0.1)
+    assert 0 < table["system, available"] <= table["system, in all"]
+    assert 50 < table["process, now"] <= table["process, at most since it began"]

@@ -1,0 +1,100 @@
+"""What stands behind the page, about models: unloading when asked, and when nobody has asked for long."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from specdemo.core.errors import Refused
+from specdemo.models.model_pool import Shelf
+from specdemo.models.spec import Spec
+from specdemo.models.zoo import PAIRS
+from specdemo.recipe import Recipe
+from specdemo.ui.limits import PUBLIC, Limits, read
+from specdemo.ui.page import build
+from specdemo.ui.service import Service
+
+
+class Watched(Shelf):
+    """Says when it was tidied."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.tidied, self.emptied, self.gone = threading.Event(), threading.Event(), 0
+
+    def tidy(self) -> int:
+        self.gone = super().tidy()
+        self.tidied.set()
+        if not self.weight_bytes:
+            self.emptied.set()
+        return self.gone
+
+
+def engine(recipe: Recipe, prompt: str, shelf: Shelf, stores: Any) -> Iterator[dict[str, Any]]:
+    shelf.take(recipe.target_spec)
+    yield {"end": "stop"}
+
+
+def test_unloading_says_how_much_went() -> None:
+    shelf = Shelf()
+    service = Service(shelf, engine)
+    try:
+        assert asyncio.run(service.unload()) == "No model was loaded."
+        shelf.take(Spec(PAIRS["bundled"].drafter, device="cpu"))
+        said = asyncio.run(service.unload())
+        assert said.endswith("MB of weights unloaded.") and not shelf.weight_bytes
+    finally:
+        service.worker.close()
+
+
+def test_where_visitors_share_the_models_nobody_unloads_them() -> None:
+    """Neither the page offers it, nor does whatever calls the service get it."""
+    for limits, offered in (
+        (PUBLIC, False),
+        (read({"SPECDEMO_PUBLIC": "1", "SPECDEMO_QUEUE": "4"}), False),
+        (Limits(), True),
+    ):
+        page = build(limits=limits, examples=None)
+        ids = [one["props"].get("elem_id") for one in page.get_config_file()["components"]]
+        page.worker.close()
+        assert ("unload" in ids) == offered and "quantization" in ids
+    shelf = Shelf()
+    service = Service(shelf, engine, PUBLIC)
+    try:
+        shelf.take(Spec(PAIRS["bundled"].drafter, device="cpu"))
+        with pytest.raises(Refused, match="all visitors share the models here"):
+            asyncio.run(service.unload())
+        assert shelf.weight_bytes
+    finally:
+        service.worker.close()
+
+
+def test_models_that_were_used_meanwhile_are_looked_at_again() -> None:
+    """The clock stands while they are looked at first, as if somebody had just used them."""
+    now = [0.0]
+    shelf = Watched(idle_s=0.05, clock=lambda: now[0])
+    service = Service(shelf, engine)
+    try:
+        recipe = Recipe(target=PAIRS["bundled"].drafter, method="ar", device="cpu")
+        assert service.probe(recipe).wait(60)  # not only what visitors run
+        assert shelf.tidied.wait(60) and shelf.gone == 0
+        now[0] = 1.0
+        assert shelf.emptied.wait(60) and not shelf.weight_bytes
+    finally:
+        service.worker.close()
+
+
+def test_idle_models_are_unloaded_without_being_asked() -> None:
+    shelf = Watched(idle_s=0.05)
+    service = Service(shelf, engine)
+    try:
+        recipe = Recipe(target=PAIRS["bundled"].drafter, method="ar", device="cpu")
+        stream = service.start([("spec", recipe)], "def")
+        assert stream.wait(60) and stream.error is None
+        assert shelf.tidied.wait(60) and shelf.gone == 1
+    finally:
+        service.worker.close()

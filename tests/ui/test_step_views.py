@@ -1,0 +1,161 @@
+"""What the inspector, the table and the charts say equals what the trace says."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from typing import Any
+
+import pytest
+from fakes.trace_records import ALL_KEPT, CUT, PREFILL, REJECTION, end, header, step
+
+from specdemo.generate import generate
+from specdemo.models.model_pool import Shelf
+from specdemo.recipe import Recipe
+from specdemo.ui import step_views as rounds
+from specdemo.ui.frames import Run
+from specdemo.ui.labels import SPEC, Lane
+
+
+def lane(*lines: dict, **recipe: Any) -> Lane:
+    run = Run()
+    made = header()
+    made["recipe"] = made["recipe"] | {"rule": "rejection", "temperature": 1.0} | recipe
+    made["environment"] = made["environment"] | {"parity": {"cost": {"1": 1.0, "2": 1.0, "5": 1.1, "8": 1.4}}}
+    for line in (made, *lines, end()):
+        run.absorb(SPEC, line)
+    return run.lanes[SPEC]
+
+
+def law(**top: float) -> dict:
+    """A law over tokens named a, b, c, ..."""
+    return {"entropy": 0.5, "top": [[ord(name), p] for name, p in top.items()]}
+
+
+TEXTS = {"texts": {str(ord(name)): name for name in "abcdX"}}
+# the draft is b, c, d; b is kept, c is not
+LAWS = {
+    "laws": [law(b=0.5, a=0.3, c=0.2), law(X=0.7, c=0.2, d=0.1), law(a=1.0), law(a=1.0)],
+    "drafted": [law(b=0.25, a=0.75), law(c=0.6, X=0.4), law(d=1.0)],
+}
+SEEN = REJECTION | LAWS | TEXTS | {"draft": [ord("b"), ord("c"), ord("d")], "draw": [0.1, 0.9, None]}
+
+
+def test_a_round_is_pictured_as_the_trace_has_it() -> None:
+    found = rounds.picture(lane(PREFILL, SEEN), 1)
+    assert found is not None
+    assert (found["i"], found["rounds"], found["chain"], found["path"]) == (1, 2, True, [0])
+    assert [node["state"] for node in found["nodes"]] == ["accepted", "rejected", "ignored"]
+    for n, node in enumerate(found["nodes"]):
+        assert (node["p"], node["q"], node["draw"], node["beta"]) == (
+            SEEN["p"][n], SEEN["q"][n], SEEN["draw"][n], SEEN["beta"][n],
+        )  # fmt: skip
+    assert found["nodes"][0]["bars"] == [("a", 0.3, 0.75), ("b", 0.5, 0.25), ("c", 0.2, 0.0)]
+    assert found["times"] == {"draft": 0.01, "verify": 0.02, "host": 0.0} and found["t"] == SEEN["t"]
+    assert found["words"] == "Drafted 3, kept 1, committed 2."
+
+
+def test_the_correction_comes_from_the_residual() -> None:
+    line = SEEN | {"beta": [0.75, 0.6, None]}  # sum min(p, q) at c: min(.7, .4) + min(.2, .6)
+    last = rounds.picture(lane(PREFILL, line), 1)["last"]
+    assert last["law"] == "residual" and "residual" in last["words"]
+    residual = {text: mass for text, mass, _ in last["bars"]}
+    assert residual == pytest.approx({"X": 0.3 / 0.4, "c": 0.0, "d": 0.1 / 0.4})
+    plain = rounds.picture(lane(PREFILL, line, rule="match"), 1)["last"]
+    assert plain["law"] == "p" and [bar[1] for bar in plain["bars"]] == [0.7, 0.2, 0.1]
+
+
+def test_what_was_not_recorded_is_not_made_up() -> None:
+    laws = LAWS | {"drafted": [law(b=0.25), law(c=0.6), law(d=1.0)]}  # the rest of q is not there
+    found = rounds.picture(lane(PREFILL, SEEN | laws), 1)
+    assert ("a", 0.3, None) in found["nodes"][0]["bars"]
+    bare = rounds.picture(lane(PREFILL, REJECTION), 1)
+    assert bare["nodes"][0]["bars"] == [] and bare["last"]["bars"] == []
+
+
+@pytest.mark.parametrize(
+    ("change", "recipe", "words"),
+    [
+        ({"p": [0.1] * 3, "q": [0.5] * 3, "draw": [0.1, 0.62, None]}, {}, "the draw 0.62 was above p/q = 0.2."),
+        ({"p": [0.4] * 3, "q": [0.5] * 3, "draw": [0.1, 0.62, None]}, {}, "the draw 0.10 was below p/q = 0.8."),
+        ({"p": [0.6] * 3, "q": [0.5] * 3}, {}, "Kept, whatever the draw: p/q = 1.2 is at least 1."),
+        ({"q": None, "p": [0.4] * 3, "draw": [0.1, 0.62, None]}, {}, "the draw 0.62 was above p = 0.4."),
+        ({}, {"temperature": 0.0}, "Rejected: it is not the target's first choice."),
+        ({}, {"rule": "match"}, "Kept: the target drew it too."),
+        ({}, {"rule": "coupled"}, "Rejected: the target drew another with the noise that both share."),
+        ({"draw": [None] * 3}, {"rule": "typical"}, "Kept by the rule typical, without a draw: p is 0.5, q 0.25."),
+        ({}, {}, "Never tested: a token before it was not kept."),
+    ],
+)  # fmt: skip
+def test_the_verdict_is_given_in_words_with_its_numbers(change: dict, recipe: dict, words: str) -> None:
+    found = rounds.picture(lane(PREFILL, REJECTION | change, **recipe), 1)
+    assert any(words in node["words"] for node in found["nodes"])
+
+
+def test_siblings_are_tested_against_what_elder_ones_left() -> None:
+    line = step(1, pieces=["b", "X"], draft=("a", "b"), accepted=(1,), tested=2) | {"parents": [-1, -1]}
+    found = rounds.picture(lane(PREFILL, line), 1)
+    assert not found["chain"] and "elder siblings" in found["nodes"][1]["words"]
+    assert "elder" not in found["nodes"][0]["words"]
+
+
+@pytest.mark.parametrize("i", [-1, 2, 10**9])
+def test_a_round_that_was_not_is_not_shown(i: int) -> None:
+    assert rounds.picture(lane(PREFILL, SEEN), i) is None
+
+
+def test_the_table_counts_as_the_metrics_do() -> None:
+    made = lane(PREFILL, REJECTION, ALL_KEPT, CUT)
+    rows, m = rounds.table(made), made.metrics.as_dict()
+    column = dict(zip(rounds.COLUMNS, zip(*rows, strict=True), strict=True))
+    assert sum(column["drafted"]) == m["drafted"] and sum(column["tested"]) == m["tested"]
+    assert sum(column["accepted"]) == m["accepted"] and sum(column["committed"]) == m["tokens"]
+    assert sum(column["draft_ms"][1:]) / 1000 == pytest.approx(m["draft_s"])
+    assert "".join(column["text"]) == "".join(line["text"] for line in rounds.steps(made))
+
+
+def test_the_csv_is_the_table_and_no_formula() -> None:
+    made = lane(PREFILL, step(1, pieces=["=1+1\n"]))
+    head, *rows = csv.reader(io.StringIO(rounds.as_csv(made)))
+    assert tuple(head) == rounds.COLUMNS and len(rows) == 2
+    assert json.loads(rows[1][-1]) == "=1+1\n" and not rows[1][-1].startswith("=")
+
+
+def test_positions_are_those_of_the_metrics() -> None:
+    found = rounds.figures(lane(PREFILL, REJECTION, ALL_KEPT))
+    assert found["positions"] == [[1.0, 2], [0.5, 2]]
+
+
+def test_what_if_needs_chains_that_were_tested() -> None:
+    assert rounds.what_if(lane(PREFILL, REJECTION))[0]["rows"][0][:2] == [0, 1.0]
+    for made, words in (
+        (lane(PREFILL, step(1, pieces=["a"]), method="ar"), "Nothing was drafted"),
+        (lane(PREFILL, step(1, pieces=["a"])), "No draft was tested"),
+        (lane(PREFILL, REJECTION | {"parents": [-1, -1, 0], "accepted": [0]}), "forests"),
+    ):
+        found, why = rounds.what_if(made)
+        assert found is None and words in why
+    made = lane(PREFILL, REJECTION)
+    made.lines[0] = header()
+    assert "does not say" in rounds.what_if(made)[1]
+
+
+def test_other_gammas_of_a_real_run_agree_with_the_run_itself() -> None:
+    run = Run()
+    recipe = Recipe(pair="bundled", gamma=3, temperature=1.0, max_tokens=160, seed=3, top=5)
+    for event in generate(recipe, "def add(a, b):\n    ", Shelf()):
+        run.absorb(SPEC, event)
+    made = run.lanes[SPEC]
+    found, _ = rounds.what_if(made)
+    passes = {gamma: tokens for gamma, tokens, _ in found["rows"]}
+    measured = made.metrics.as_dict()["tokens_per_target_pass"]
+    assert passes[3] == pytest.approx(measured, rel=0.15)  # one text: what it might have given against what it gave
+    assert passes[0] == 1.0 and passes[1] < passes[3] < passes[8]
+    seen = 0
+    for node in (node for i in range(1, 9) for node in rounds.picture(made, i)["nodes"]):
+        p, q = next(((p, q) for text, p, q in node["bars"] if text == node["text"]), (None, None))
+        assert p is None or p == pytest.approx(node["p"], abs=1e-6)
+        assert q is None or q == pytest.approx(node["q"], abs=1e-6)
+        seen += p is not None and q is not None
+    assert seen

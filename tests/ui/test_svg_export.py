@@ -1,0 +1,56 @@
+"""The picture to take home is well-formed, and says what the lane says."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+from fakes.trace_records import ALL_KEPT, PREFILL, REJECTION, end, header, step
+
+from specdemo.ui.frames import NOT_KEPT, Run, cells
+from specdemo.ui.labels import SPEC, Lane
+from specdemo.ui.svg_export import CHAR, COLUMNS, EDGE, PALETTE, as_svg
+
+NAME = "{http://www.w3.org/2000/svg}"
+
+
+def lane(*lines: dict, prompt: str = "def") -> Lane:
+    run = Run()
+    for line in (header(prompt=prompt), *lines, end()):
+        run.absorb(SPEC, line)
+    return run.lanes[SPEC]
+
+
+def texts(svg: str, kind: str) -> str:
+    ink = PALETTE[kind][1]
+    return "".join(
+        node.text or "" for node in ElementTree.fromstring(svg).iter(f"{NAME}text") if node.get("fill") == ink
+    )
+
+
+def test_every_kind_has_its_text_in_its_ink() -> None:
+    made = lane(PREFILL, REJECTION, ALL_KEPT)
+    svg = as_svg(made)
+    for kind, legend in (("accepted", "accepted"), ("rejected", "rejected"), ("plain", "")):
+        wanted = "".join(text for line in (PREFILL, REJECTION, ALL_KEPT) for k, text, *_ in cells(line) if k == kind)
+        assert texts(svg, kind) == wanted + legend
+    assert 'text-decoration="line-through"' in svg and 'font-style="italic"' in svg
+
+
+def test_long_lines_are_cut_at_the_edge_and_none_is_lost() -> None:
+    words = "abcdefghij" * 30
+    svg = as_svg(lane(step(0, pieces=[words]), prompt="x" * 250))
+    root = ElementTree.fromstring(svg)
+    assert texts(svg, "plain") == words
+    edges = [
+        float(n.get("x", 0)) + float(n.get("textLength", 0)) for n in root.iter(f"{NAME}text") if n.get("textLength")
+    ]
+    assert max(edges) <= EDGE + COLUMNS * CHAR
+    assert 300 / COLUMNS * 22 < float(root.get("height", 0))
+
+
+def test_whatever_a_model_writes_is_well_formed() -> None:
+    evil = '<script>&"\x00\x1b]]> \u4f60\u597d \u0301 \r\n\ttail'
+    svg = as_svg(lane(step(0, pieces=[evil]), step(1, pieces=["x"], draft=(evil,), accepted=(), tested=1), prompt=evil))
+    root = ElementTree.fromstring(svg)
+    assert not list(root.iter(f"{NAME}script")) and "tail" in texts(svg, "plain")
+    assert NOT_KEPT[0] in PALETTE

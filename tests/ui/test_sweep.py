@@ -1,0 +1,140 @@
+"""A bench asked for on the page: what it means, when it is too much, and how what was measured is told."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from fakes.bench_records import run
+from fakes.trace_records import end, header, step
+
+from specdemo import bench
+from specdemo.core.errors import Refused
+from specdemo.prompts import load_prompts
+from specdemo.recipe import Recipe
+from specdemo.ui.frames import Run
+from specdemo.ui.labels import SPEC
+from specdemo.ui.sweep import HEADERS, MOST_RUNS, MOST_TOKENS, Outcome, Sweep, bars, cells, duration, sweep
+
+ASKED: dict[str, Any] = {
+    "methods": ["draft", "nasd"],
+    "gammas": [2, 3],
+    "policies": ["fixed"],
+    "temperatures": [0],
+    "kinds": ["code", "prose"],
+    "each": 2,
+}
+
+
+def meant(tokens: int = 16, latest: Run | None = None, **changes: Any) -> Sweep:
+    return sweep(lambda varied: Recipe(max_tokens=tokens, **varied), latest, **{**ASKED, **changes})
+
+
+def test_recipes_are_those_of_the_terminal_and_prompts_take_turns() -> None:
+    found = meant()
+    lanes = ["ar", "draft gamma=2", "draft gamma=3", "nasd gamma=2", "nasd gamma=3"]
+    assert [bench.label(recipe) for recipe in found.recipes] == [f"{lane} T=0" for lane in lanes]
+    assert [prompt.name for prompt in found.prompts] == ["code 1", "prose 1", "code 2", "prose 2"]
+    assert found.runs == 20 and found.tokens == 320
+    assert len(meant(kinds=["adversarial"], each=24).prompts) == 20  # there are no more
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"methods": []}, "choose at least one method"),
+        ({"kinds": []}, "choose at least one class of prompts"),
+        ({"temperatures": None}, "choose at least one temperature"),
+        ({"gammas": 3}, "choose at least one draft length"),
+        ({"methods": ["magic"]}, "unknown method 'magic'"),
+        ({"kinds": [["code"]]}, "unknown class of prompts"),
+        ({"each": 0}, "prompts per class must be"),
+        ({"each": 1.5}, "prompts per class must be"),
+        ({"gammas": list(range(1, 65)) * 1000}, f"more than {MOST_RUNS} recipes"),
+    ],
+)
+def test_what_means_nothing_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(Refused, match=re.escape(words)):
+        meant(**changes)
+
+
+def test_too_much_is_refused_with_its_size_and_a_guess_at_its_time() -> None:
+    most = MOST_TOKENS // 20  # 20 runs
+    assert meant(most).tokens == MOST_TOKENS
+    with pytest.raises(Refused, match=rf"20 runs of at most {most + 1} tokens, about 4 minutes at an assumed 100"):
+        meant(most + 1)
+    with pytest.raises(Refused, match="5 recipes × 84 prompts = 420 runs"):
+        meant(1, kinds=["code", "repetitive", "prose", "adversarial"], each=24)
+
+
+def test_the_guess_is_made_from_the_visitors_latest_run() -> None:
+    latest = Run()
+    for line in (header(), step(0, pieces=["a"]), step(1, pieces=["b", "X"], draft=("b", "c"), accepted=(0,)), end()):
+        latest.absorb(SPEC, line)
+    told = meant(latest=latest).told(latest)  # two tokens in 0.03 s
+    assert told.endswith("about 5 s at the 67 tokens per second of your latest run")
+    assert meant().told(Run()).endswith("about 3 s at an assumed 100 tokens per second")
+    assert [duration(s) for s in (0.01, 99, 130)] == ["1 s", "99 s", "2 minutes"]
+
+
+@pytest.fixture
+def outcome() -> Outcome:
+    """Plain decoding and a recipe on two classes: it wins on one and loses on the other."""
+    recipes = (Recipe(method="ar", temperature=0), Recipe(temperature=0, gamma=2))
+    prompts = [prompt for prompt in load_prompts() if prompt.name in ("code 1", "code 2", "prose 1")]
+    return Outcome(Sweep(recipes, tuple(prompts)))
+
+
+WHERE = {"processor": "CPU", "device": "cpu", "dtype": "float32", "threads": 1, "engine": "lean"}
+WHERE |= {"python": "3", "torch": "2", "transformers": "5"}
+
+
+def record(name: str, seconds: float) -> dict[str, Any]:
+    """Plain decoding takes a second for 10 tokens, the other lane so many for 20."""
+    return {"kind": name[:-2], "name": name, "runs": [run(1.0, environment=WHERE), run(seconds, drafted=20)]}
+
+
+def test_the_table_on_the_page_is_the_benchs(outcome: Outcome) -> None:
+    records = [record("code 1", 1.0), record("code 2", 4.0), record("prose 1", 2.5)]
+    for one in records:
+        outcome.absorb(one)
+    rows = outcome.rows()
+    assert rows == bench.table(outcome.sweep.recipes, records)
+    shown = [dict(zip(HEADERS, row, strict=True)) for row in cells(rows)]
+    plain, code, _, prose = shown
+    assert plain["speed-up"] == "baseline" and plain["95 %"] == plain["slower on"] == plain["α"] == "–"
+    assert code["speed-up"] == "1.25×" and code["95 %"] == "0.50 to 2.00" and code["slower on"] == "1 of 2"
+    assert prose["speed-up"] == "0.80× slower" and prose["95 %"] == "–" and prose["slower on"] == "1 of 1"
+    assert code["accepted"] == "50 %" and code["α"] == "0.60" and code["tokens/pass"] == "2.00"
+    assert code["same text"] == "2 of 2"
+    notes = outcome.notes(rows)
+    assert "code 2 (0.50x)" in notes and "prose 1 (0.80x)" in notes and "took turns" not in notes
+    plotted = {bar[0]: bar[2] for bar in bars(rows)["data"]}
+    assert plotted == {"plain decoding": 1.0, "draft γ 2, code": 1.25, "draft γ 2, prose": 0.8}
+    text, line = outcome.files(rows)
+    assert text == bench.report(outcome.sweep.recipes, 3, records, rows)
+    assert json.loads(line) == json.loads(bench.as_json(rows)) and line.count("\n") == 1
+
+
+def test_progress_counts_finished_runs_and_says_what_is_left(outcome: Outcome) -> None:
+    assert "waiting for the device" in outcome.progress(0) and "queued: 2 ahead" in outcome.progress(0, ahead=2)
+    outcome.absorb(bench.Turn(0, 6, "ar T=0"))
+    assert not outcome.timing and 'value="0"' in outcome.progress(5) and "to go" not in outcome.progress(5)
+    outcome.absorb(bench.Turn(3, 6, "<b>, ar T=0"))
+    told = outcome.progress(8.0)  # two runs in eight seconds, four to go
+    assert outcome.timing and 'value="2" max="6"' in told and "3 of 6: &lt;b&gt;, ar T=0 · about 16 s to go" in told
+
+
+def test_the_end_says_whether_that_is_all(outcome: Outcome) -> None:
+    assert "stopped: nothing is measured" in outcome.ending()
+    outcome.absorb(record("code 1", 1.0))
+    assert "stopped: partial, 1 of 3 prompts are measured" in outcome.ending()
+    assert "failed: no &lt;memory&gt;; partial, 1 of 3" in outcome.ending("no <memory>")
+    outcome.absorb(record("code 2", 1.0))
+    outcome.absorb(record("prose 1", 1.0))
+    assert "done: 6 runs on 3 prompts" in outcome.ending()
+    assert "no recipe was slower" in outcome.notes(outcome.rows())
+    outcome.records[0]["runs"][1]["paused_s"] = 1.0
+    assert "took turns with 1 of these" in outcome.notes(outcome.rows())

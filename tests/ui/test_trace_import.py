@@ -1,0 +1,134 @@
+"""Traces from outside: what is a trace is shown as it was, what is none is refused in words."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from fakes.trace_records import ALL_KEPT, CUT, PREFILL, REJECTION, end, header, whole
+
+from specdemo.core.errors import Refused
+from specdemo.generate import generate
+from specdemo.models.model_pool import Shelf
+from specdemo.models.zoo import ASSETS
+from specdemo.recipe import Recipe
+from specdemo.ui.frames import Run
+from specdemo.ui.labels import PLAIN, SPEC
+from specdemo.ui.trace_import import LARGEST, MOST_STEPS, read_traces
+
+LINES = (header(), PREFILL, REJECTION, ALL_KEPT, CUT, end())
+
+
+def text(*lines: Any) -> str:
+    return "".join(f"{json.dumps(line)}\n" for line in lines)
+
+
+def test_a_saved_trace_comes_back_as_the_run_that_it_was() -> None:
+    run = Run((SPEC, PLAIN))
+    recipe = Recipe(pair="bundled", max_tokens=24, top=3, temperature=1.0)
+    for lane, method in ((PLAIN, "ar"), (SPEC, "tree")):
+        for event in generate(Recipe(**{**vars(recipe), "method": method}), "def f(x):\n    ", Shelf()):
+            run.absorb(lane, event)
+    run.finish()
+    again = read_traces(run.trace(SPEC) + run.trace(PLAIN))
+    before, after = json.loads(run.frame(0)), json.loads(again.frame(0))
+    assert after["over"] and after["phase"] == ["done", "a recorded trace, 24 and 24 tokens"]
+    for name in ("plan", "tiles", "rates", "verdict", "same"):
+        assert after[name] == before[name], name
+    records = {lane: [one for one in before["r"] if one["l"] == lane] for lane in (SPEC, PLAIN)}
+    assert {lane: [one for one in after["r"] if one["l"] == lane] for lane in (SPEC, PLAIN)} == records
+    assert json.loads(again.trace(SPEC).splitlines()[-1])["metrics"]["tokens"] == 24
+
+
+def test_what_is_exported_again_is_what_was_imported() -> None:
+    once = read_traces(text(*LINES)).trace(SPEC)
+    assert read_traces(once).trace(SPEC) == once
+
+
+def test_a_trace_without_its_last_line_was_cut_off() -> None:
+    run = read_traces(text(*LINES[:3]))
+    assert run.over and run.phase == ("done", "a recorded trace, 3 tokens, which was cut off")
+    assert json.loads(run.trace(SPEC).splitlines()[-1])["end"] == "cancelled"
+
+
+def test_up_to_four_traces_stand_side_by_side() -> None:
+    plain = (header("ar"), PREFILL, end())
+    assert read_traces(text(*plain)).plan == (PLAIN,)
+    assert read_traces(text(*LINES, *plain, *LINES)).plan == (SPEC, PLAIN, "third")
+    assert read_traces(text(*plain, *plain)).plan == (SPEC, PLAIN)
+    with pytest.raises(Refused, match="has 5 traces: 4 are the most"):
+        read_traces(text(*LINES * 5))
+
+
+def test_markup_stays_text() -> None:
+    evil = "<img src=x onerror=alert(1)>"
+    run = read_traces(text(header(prompt=evil), PREFILL | {"pieces": [evil], "text": evil}, end()))
+    assert "<" not in run.frame(0) and json.loads(run.frame(0))["r"][1]["c"][0][1] == evil
+
+
+def changed(line: dict, **more: Any) -> str:
+    return text(header(), PREFILL, line | more, end())
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (None, "is a text"),
+        ("", "the file is empty"),
+        ("\n \n", "the file is empty"),
+        ("hello", "line 1 is no JSON"),
+        ("[1, 2]", "line 1 is no JSON object"),
+        ("[" * 100_000, "line 1 is no JSON"),
+        (text(*LINES)[:-40], "line 6 is no JSON: the file is no trace, or was cut off"),
+        (text(PREFILL), "line 1 is no header"),
+        (text(header(), end(), PREFILL), "line 3 stands after the last line"),
+        (text(header(), REJECTION), "line 2 is not what follows"),
+        (text(header(), PREFILL, REJECTION | {"t": 0.01}), "line 3 is not what follows"),
+        (text(header() | {"specdemo": 2}), "specdemo"),
+        (text(header() | {"recipe": {"method": ["x"]}}), "recipe.method"),
+        (text(header() | {"prompt_tokens": "abc"}), "prompt_tokens"),
+        (changed(REJECTION, draft=[1, 2]), "lists of a draft differ"),
+        (changed(REJECTION, draft=["1", "2", "3"]), "draft.0"),
+        (changed(REJECTION, parents=[0, 1, 2]), "parent"),
+        (changed(REJECTION, accepted=[1]), "no path"),
+        (changed(REJECTION, accepted=[0, 7]), "no path"),
+        (changed(REJECTION, tokens=[1, 2, 3], pieces=["a", "b", "c"], text="abc"), "do not add up"),
+        (changed(REJECTION, p=[2.0, 0.5, 0.5]), "p.0"),
+        (changed(REJECTION, text="other"), "do not spell"),
+        (changed(REJECTION, draft_s=-1.0), "draft_s"),
+        (changed(REJECTION, t=None), "t: "),
+        (changed(REJECTION, kind="<script>"), "kind"),
+        (changed(REJECTION, pieces=[{"a": 1}, "b"]), "pieces"),
+        (changed(REJECTION, laws=[{"entropy": 0.1, "top": [[1, 0.5]]}]), "a law per row"),
+        (changed(REJECTION, choices=[[]]), "choices"),
+        (changed(REJECTION).replace("0.02", "NaN"), "finite number"),
+        (changed(REJECTION).replace("0.02", "1e999"), "finite number"),
+        (text(header(), PREFILL, {"end": "whatever", "error": None, "metrics": {}}), "end: "),
+    ],
+)
+def test_what_is_no_trace_is_refused_in_words(given: Any, words: str) -> None:
+    with pytest.raises(Refused) as refused:
+        read_traces(given)
+    said = str(refused.value)
+    assert words in said and len(said) < 400 and "\n" not in said
+
+
+def test_a_million_steps_are_refused_before_they_are_made() -> None:
+    line = json.dumps(PREFILL)
+    many = "\n".join([json.dumps(header()), *(line.replace('"i": 0', f'"i": {i}') for i in range(MOST_STEPS + 1))])
+    with pytest.raises(Refused, match="more than 20,000 steps"):
+        read_traces(many)
+    with pytest.raises(Refused, match="are the most that can be shown"):
+        read_traces("x" * (LARGEST + 1))
+
+
+def test_the_recorded_examples_are_traces() -> None:
+    found = sorted((ASSETS / "traces").glob("*.jsonl"))
+    assert len(found) >= 2
+    for path in found:
+        run = read_traces(path.read_text("utf-8"))
+        assert set(run.plan) >= {SPEC, PLAIN} and all(lane.metrics.tokens for lane in run.lanes.values())
+        assert run.lanes[SPEC].metrics.accepted > 0
+        assert any("laws" in line for line in run.lanes[SPEC].lines)
+        assert whole(Run()).plan == (SPEC,)

@@ -1,0 +1,124 @@
+"""A run's frames over a socket: whoever listens hears all of it, and nobody waits for who does not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from fakes.trace_records import end, header, step
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
+from starlette.websockets import WebSocketDisconnect
+
+from specdemo.ui.labels import SPEC
+from specdemo.ui.run_store import Runs
+from specdemo.ui.websocket import Sockets
+
+LINES = [header(), step(0, pieces=["a"]), step(1, pieces=["b", "c"], draft=("b", "x"), accepted=(0,), tested=2), end()]
+
+
+class House:
+    """A server with one run, to which lines are added in the server's own thread."""
+
+    def __init__(self, client: TestClient, runs: Runs, sockets: Sockets) -> None:
+        self.client, self._sockets = client, sockets
+        self.run = runs.new("visitor", (SPEC,))
+
+    def add(self, line: dict) -> bool:
+        return self._call(lambda: self.run.absorb(SPEC, line))
+
+    def finish(self) -> bool:
+        return self._call(self.run.finish)
+
+    def _call(self, change) -> bool:
+        def job() -> bool:
+            change()
+            return self._sockets.tell(self.run)
+
+        async def in_turn() -> bool:
+            return job()
+
+        return self.client.portal.call(in_turn)
+
+    def listen(self, run_id: str | None = None):
+        return self.client.websocket_connect(f"/frames/{run_id or self.run.id}")
+
+
+@pytest.fixture
+def house() -> Iterator[House]:
+    runs = Runs()
+    sockets = Sockets(runs)
+    with TestClient(Starlette(routes=sockets.routes())) as client:
+        yield House(client, runs, sockets)
+
+
+def records(frames: list[dict]) -> list[dict]:
+    """What a browser has after these frames, by the index that each of them begins at."""
+    have: list[dict] = []
+    for frame in frames:
+        assert frame["at"] == len(have), "a gap"
+        have += frame["r"]
+    return have
+
+
+def test_a_listener_hears_the_whole_run_in_order_and_then_the_socket_is_closed(house: House) -> None:
+    assert not house.add(LINES[0]), "nobody listens yet"
+    with house.listen() as socket:
+        heard = [socket.receive_json()]
+        for line in LINES[1:]:
+            assert house.add(line)
+            heard.append(socket.receive_json())
+        house.finish()
+        heard.append(socket.receive_json())
+        with pytest.raises(WebSocketDisconnect):
+            socket.receive_json()
+    whole = json.loads(house.run.frame(0))
+    assert records(heard) == whole["r"] and len(whole["r"]) == 3
+    assert heard[-1]["over"] and not any(frame["over"] for frame in heard[:-1])
+    assert not house.finish(), "who has heard the end no longer listens"
+
+
+def test_who_comes_late_or_beside_another_hears_everything_too(house: House) -> None:
+    with house.listen() as early:
+        heard = [early.receive_json()]
+        for line in LINES[:2]:
+            house.add(line)
+            heard.append(early.receive_json())
+        with house.listen() as late:
+            caught_up = [late.receive_json()]
+            house.add(LINES[2])
+            heard.append(early.receive_json())
+            caught_up.append(late.receive_json())
+    assert records(heard) == records(caught_up) == json.loads(house.run.frame(0))["r"]
+
+
+def test_who_has_hung_up_is_waited_for_no_more_whatever_was_said_before(house: House) -> None:
+    with house.listen() as socket:
+        socket.receive_json()
+        socket.send_text("nobody asked")
+        assert house.add(LINES[0]) and socket.receive_json()["r"]
+    assert not house.add(LINES[1])
+
+
+@pytest.mark.parametrize("run_id", ["no-such-run", "%2e%2e"])
+def test_who_does_not_know_a_run_hears_nothing(house: House, run_id: str) -> None:
+    with pytest.raises(WebSocketDisconnect), house.listen(run_id):
+        pass
+
+
+def test_a_run_that_is_over_is_told_in_one_frame(house: House) -> None:
+    for line in LINES:
+        house.add(line)
+    house.finish()
+    with house.listen() as socket:
+        assert socket.receive_json() == json.loads(house.run.frame(0))
+        with pytest.raises(WebSocketDisconnect):
+            socket.receive_json()
+
+
+def test_what_a_model_writes_is_no_markup_on_this_way_either(house: House) -> None:
+    house.add(header(prompt="<b>"))
+    with house.listen() as socket:
+        sent = socket.receive_text()
+    assert "<" not in sent and json.loads(sent)["r"][0]["head"]["prompt"] == "<b>"
