@@ -81,20 +81,20 @@ def main(argv: list[str] | None = None) -> int:
         os.environ.setdefault("FORWARDED_ALLOW_IPS", PROXIES)
 
     # imported late: these take seconds, and the arguments are checked first
-    from specdemo.core.errors import Refused
+    from specdemo.core.errors import UserError
     from specdemo.ui import desktop_window as window
     from specdemo.ui import zero_gpu as zero
-    from specdemo.ui.limits import read
+    from specdemo.ui.limits import read_limits
     from specdemo.ui.page import build, launch_options
     from specdemo.ui.service import leave_a_core
 
     if args.host in HERE and not args.share:
         leave_a_core()
     try:
-        limits = read(os.environ)
+        limits = read_limits(os.environ)
         lent = zero.hosted(limits, args.device) if args.zero_gpu else {}
         page = build(pair=args.pair, device=args.device, limits=limits, **lent)
-    except Refused as error:
+    except UserError as error:
         print(error, file=sys.stderr)
         return 2
     _, local, public = page.launch(

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from specdemo.generate import generate
-from specdemo.models.model_pool import Shelf
+from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import Prompt
 from specdemo.recipe import Recipe
 
@@ -81,12 +81,12 @@ class Rounds:
         return (self.draft_s + self.cloud_s + self.wire_s + self.host_s) / self.count
 
 
-def rounds(recipe: Recipe, prompts: Sequence[Prompt], shelf: Shelf, apart_s: float = 0.0) -> Rounds:
+def rounds(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool, apart_s: float = 0.0) -> Rounds:
     """Run `recipe` on every prompt; between two rounds nothing is done for `apart_s`, which is in no figure."""
     steps: list[dict[str, Any]] = []
     for prompt in prompts:
         lines = []
-        for line in generate(recipe, prompt.text, shelf):
+        for line in generate(recipe, prompt.text, pool):
             lines.append(line)
             time.sleep(apart_s)
         if lines[-1]["error"]:

@@ -12,10 +12,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from specdemo.core.decode import More, decode
+from specdemo.core.decode import DraftBudget, decode
 from specdemo.core.policies import Fixed
-from specdemo.models.model_pool import Shelf
-from specdemo.pipeline import build
+from specdemo.models.model_pool import ModelPool
+from specdemo.pipeline import build_pipeline
 from specdemo.prompts import Prompt, load_prompts
 from specdemo.recipe import Recipe
 
@@ -26,18 +26,18 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 )
 
 
-def ready(recipe: Recipe, prompts: Sequence[Prompt], shelf: Shelf) -> tuple[int, int, int]:
+def ready(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool) -> tuple[int, int, int]:
     """Rounds with a draft; those that accepted all of it; those of them whose next token the drafter guesses."""
     assert recipe.drafter_spec is not None
-    target, drafter = shelf.take(recipe.target_spec), shelf.take(recipe.drafter_spec)
+    target, drafter = pool.take(recipe.target_spec), pool.take(recipe.drafter_spec)
     rounds = whole = guessed = 0
     for prompt in prompts:
-        parts, tokens = build(recipe, target, drafter), target.tokenizer.encode(prompt.text)
+        parts, tokens = build_pipeline(recipe, target, drafter), target.tokenizer.encode(prompt.text)
         steps = decode(
             tokens,
-            parts.judge,
+            parts.verifier,
             parts.drafter,
-            parts.gamma,
+            parts.policy,
             max_tokens=recipe.max_tokens,
             stop=target.stop,
             clock=lambda: 0.0,
@@ -46,7 +46,7 @@ def ready(recipe: Recipe, prompts: Sequence[Prompt], shelf: Shelf) -> tuple[int,
             rounds += bool(step.draft.tokens)
             if step.kind == "bonus":
                 whole += 1
-                guess = parts.drafter.propose([*tokens, *step.draft.tokens], More(1, Fixed(1)))
+                guess = parts.drafter.propose([*tokens, *step.draft.tokens], DraftBudget(1, Fixed(1)))
                 guessed += guess.tokens[:1] == (step.verdict.token,)
             tokens = [*tokens, *step.tokens]
     return rounds, whole, guessed
@@ -59,12 +59,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--gammas", type=int, nargs="+", default=[2, 4, 6])
     options = parser.parse_args(arguments)
-    shelf, prompts, found = Shelf(), load_prompts(kinds=["code"])[: options.prompts], []
+    pool, prompts, found = ModelPool(), load_prompts(kinds=["code"])[: options.prompts], []
     print("| rule | temperature | gamma | rounds | all accepted | and the next token guessed |\n" + "|---" * 6 + "|")
     for settings in SETTINGS:
         for gamma in options.gammas:
             recipe = Recipe(gamma=gamma, top_p=1.0, max_tokens=options.max_tokens, **settings)
-            rounds, whole, guessed = ready(recipe, prompts, shelf)
+            rounds, whole, guessed = ready(recipe, prompts, pool)
             found.append({**settings, "gamma": gamma, "rounds": rounds, "whole": whole, "guessed": guessed})
             print(
                 f"| {recipe.rule} | {recipe.temperature:g} | {gamma} | {rounds} | {whole / rounds:.0%} "

@@ -13,17 +13,17 @@ from pathlib import Path
 
 from specdemo.cli.arguments import Parser
 from specdemo.cli.commands import run_command
-from specdemo.core.decode import Drafter, More, decode
+from specdemo.core.decode import DraftBudget, Drafter, decode
 from specdemo.core.policies import Fixed
 from specdemo.core.step import Draft, Verdict
 from specdemo.drafters.lookup import LookupDrafter
 from specdemo.drafters.ngram import NGramDrafter
 from specdemo.drafters.suffix import SuffixDrafter
-from specdemo.models.model_pool import Shelf
+from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
 
 SIZES = (1_000, 10_000, 100_000)
-READ = More(0, Fixed(1))  # a draft of no tokens: the text is read, and that is all
+READ = DraftBudget(0, Fixed(1))  # a draft of no tokens: the text is read, and that is all
 NEW = 1_000  # tokens over which a cost is taken
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "nasd": lambda: NGramDrafter(4, "multi", 3),
@@ -50,7 +50,7 @@ class Replay:
     def __init__(self, text: Sequence[int]) -> None:
         self._text = text
 
-    def judge(self, tokens: Sequence[int], draft: Draft) -> Verdict:
+    def verify(self, tokens: Sequence[int], draft: Draft) -> Verdict:
         """The drafted tokens that the text has, and its next one."""
         at = len(tokens)
         kept = next((i for i, t in enumerate(draft.tokens) if t != self._text[at + i]), len(draft))
@@ -114,7 +114,7 @@ def markdown(costs: Sequence[StoreCost]) -> str:
 
 def run(options: argparse.Namespace) -> int:
     """Measure and print the table."""
-    tokenizer = Shelf().take(Recipe(method="nasd").target_spec).tokenizer
+    tokenizer = ModelPool().take(Recipe(method="nasd").target_spec).tokenizer
     text = stdlib_tokens(lambda source: tokenizer.encode(source, verbose=False), max(SIZES) + 2 * NEW)
     print(markdown(list(measure(text))))
     return 0

@@ -24,12 +24,12 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from benchmarks.cloud import cloud
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.generate import generate
-from specdemo.models.model_pool import Shelf
+from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
-from specdemo.remote.config import Cloud
+from specdemo.remote.config import CloudConfig
 from specdemo.remote.remote_model import TOKEN
 
 CHECKS = (
@@ -54,14 +54,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--longest-s", type=float, default=30.0, help="an answer that takes longer is a failure")
     options = parser.parse_args(arguments)
     if shutil.which(options.fuzzer) is None:
-        raise Refused(
+        raise UserError(
             f"there is no program {options.fuzzer}: pip install schemathesis msgpack, or name it with --fuzzer"
         )
     os.environ[TOKEN] = secrets.token_hex()
-    shelf, memory = Shelf(), []
+    pool, memory = ModelPool(), []
     with cloud("--contexts", "64", "--budget-mb", "64") as service, tempfile.TemporaryDirectory() as work:
-        recipe = Recipe(temperature=0.0, max_tokens=48, cloud=Cloud(service.url, deadline_ms=5000))
-        judged = [_judges(recipe, shelf)]
+        recipe = Recipe(temperature=0.0, max_tokens=48, cloud=CloudConfig(service.url, deadline_ms=5000))
+        judged = [_judges(recipe, pool)]
         assert recipe.drafter_spec is not None
         command = [
             options.fuzzer,
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "--report=har",
             "--report-har-path=said.json",
         ]
-        vocabulary = str(shelf.take(recipe.drafter_spec).vocab_size)
+        vocabulary = str(pool.take(recipe.drafter_spec).vocab_size)
         environment = {**os.environ, "SCHEMATHESIS_HOOKS": str(HOOKS), "SPECDEMO_VOCABULARY": vocabulary}
         began = time.monotonic()
         with subprocess.Popen(command, cwd=work, env=environment) as fuzzer:
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     continue
         seconds = time.monotonic() - began
         answers = _answers(Path(work, "said.json"))
-        judged.append(_judges(recipe, shelf))
+        judged.append(_judges(recipe, pool))
         memory.append(service.rss_bytes)
     figures = {
         "seconds": seconds,
@@ -117,11 +117,11 @@ def _answers(report: Path) -> dict[str, dict[str, int]]:
     return {name: dict(sorted(counts.items())) for name, counts in sorted(found.items())}
 
 
-def _judges(recipe: Recipe, shelf: Shelf) -> bool:
+def _judges(recipe: Recipe, pool: ModelPool) -> bool:
     """Whether the service's text is that of plain decoding at hand."""
     prompt = load_prompts(kinds=["code"])[0].text
     texts = [
-        [token for line in generate(one, prompt, shelf) for token in line.get("tokens", ())]
+        [token for line in generate(one, prompt, pool) for token in line.get("tokens", ())]
         for one in (recipe, replace(recipe, method="ar", cloud=None))
     ]
     return texts[0] == texts[1]
@@ -130,5 +130,5 @@ def _judges(recipe: Recipe, shelf: Shelf) -> bool:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except Refused as refusal:
+    except UserError as refusal:
         sys.exit(f"specdemo: {refusal}")

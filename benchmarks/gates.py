@@ -17,16 +17,16 @@ from typing import Any
 
 import torch
 
-from specdemo.core.decode import Judge, decode
+from specdemo.core.decode import Verifier, decode
 from specdemo.core.step import Draft, Step, Verdict
 from specdemo.models.kv_cache import CachedModel
-from specdemo.models.load import Loaded
-from specdemo.models.model_pool import Shelf
+from specdemo.models.load import LoadedModel
+from specdemo.models.model_pool import ModelPool
 from specdemo.models.model_variants import with_dropout
-from specdemo.pipeline import PASSES, build
+from specdemo.pipeline import PASSES, build_pipeline
 from specdemo.prompts import Prompt, load_prompts
 from specdemo.recipe import Recipe
-from specdemo.remote.gates import Gated, Gauge, mc_dropout, signals
+from specdemo.remote.gates import GatedVerifier, RecordingPolicy, mc_dropout, signals
 
 PERCENTILES = (20, 40, 60, 80, 90, 95)
 NAMES = ("nll", "entropy", "margin", "variance")
@@ -35,17 +35,17 @@ NAMES = ("nll", "entropy", "margin", "variance")
 class Here:
     """The target at hand in the cloud's place; it keeps what the drafts looked like."""
 
-    def __init__(self, judge: Judge, gauge: Gauge, variance: Any) -> None:
-        self._judge, self._gauge, self._variance = judge, gauge, variance
+    def __init__(self, verifier: Verifier, gauge: RecordingPolicy, variance: Any) -> None:
+        self._verifier, self._gauge, self._variance = verifier, gauge, variance
         self.seen: dict[str, list[float]] = {name: [] for name in NAMES}
 
-    def judge(self, tokens: Sequence[int], draft: Draft, hard_mask: Sequence[int] | None = None) -> Verdict:
+    def verify(self, tokens: Sequence[int], draft: Draft, hard_mask: Sequence[int] | None = None) -> Verdict:
         """The target's verdict."""
         if draft.tokens:
             for name, values in signals(self._gauge.logs, draft).items():
                 self.seen[name] += values
             self.seen["variance"] += self._variance(tokens, draft)
-        return self._judge.judge(tokens, draft)
+        return self._verifier.verify(tokens, draft)
 
     def close(self) -> None:
         """Nothing to hang up."""
@@ -66,27 +66,35 @@ class Point:
 class Study:
     """The bundled pair, or another, and how it decodes behind a gate."""
 
-    def __init__(self, recipe: Recipe, shelf: Shelf, most_hard: float) -> None:
+    def __init__(self, recipe: Recipe, pool: ModelPool, most_hard: float) -> None:
         assert recipe.drafter_spec is not None
         self._recipe, self._most_hard = recipe, most_hard
-        self._target, self._drafter = shelf.take(recipe.target_spec), shelf.take(recipe.drafter_spec)
+        self._target, self._drafter = pool.take(recipe.target_spec), pool.take(recipe.drafter_spec)
         self._variance = mc_dropout(
             [CachedModel(with_dropout(self._drafter.model, seed)).score for seed in range(PASSES)]
         )
 
     def run(self, text: str, thresholds: Mapping[str, float]) -> tuple[list[int], list[Step], Here]:
         """The prompt's tokens, the steps behind the gate, and what it saw."""
-        parts = build(self._recipe, self._target, self._drafter)
-        gauge = Gauge(parts.gamma)
-        here = Here(parts.judge, gauge, self._variance)
+        pipeline = build_pipeline(self._recipe, self._target, self._drafter)
+        gauge = RecordingPolicy(pipeline.policy)
+        here = Here(pipeline.verifier, gauge, self._variance)
         variance = self._variance if "variance" in thresholds else None
-        judge = Gated(here, gauge, thresholds, self._most_hard, variance=variance)
+        verifier = GatedVerifier(here, gauge, thresholds, self._most_hard, variance=variance)
         tokens = self._target.tokenizer.encode(text)
-        most = min(self._recipe.max_tokens, parts.context - len(tokens))
+        most = min(self._recipe.max_tokens, pipeline.context - len(tokens))
         return (
             tokens,
             list(
-                decode(tokens, judge, parts.drafter, gauge, max_tokens=most, stop=self._target.stop, clock=lambda: 0.0)
+                decode(
+                    tokens,
+                    verifier,
+                    pipeline.drafter,
+                    gauge,
+                    max_tokens=most,
+                    stop=self._target.stop,
+                    clock=lambda: 0.0,
+                )
             ),
             here,
         )
@@ -118,7 +126,7 @@ class Study:
         return calls / tokens, statistics.mean(right), statistics.mean(betas)
 
 
-def _laws(model: Loaded, tokens: Sequence[int]) -> torch.Tensor:
+def _laws(model: LoadedModel, tokens: Sequence[int]) -> torch.Tensor:
     """Raw laws after each of `tokens`, `[n, vocab]`."""
     return CachedModel(model.model).read(tokens).float().softmax(-1).cpu()
 
@@ -153,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     prompts = load_prompts(kinds=["code"])[: options.prompts]
     points = []
     print("| signal | percentile | threshold | calls saved | agreement | mean beta |\n|---|---|---|---|---|---|")
-    for point in curve(Study(recipe, Shelf(), options.ratio), prompts[::2], prompts[1::2]):
+    for point in curve(Study(recipe, ModelPool(), options.ratio), prompts[::2], prompts[1::2]):
         points.append(point)
         print(
             f"| {point.signal} | {point.percentile} | {point.threshold:.4g} | {point.saved:.0%} "

@@ -20,18 +20,18 @@ from torch import Tensor
 
 from benchmarks.random_models import SHAPES, save_random
 from specdemo.bench.measure import copy_bandwidth
-from specdemo.core.decode import Drafter, More, Plain, decode
+from specdemo.core.decode import DraftBudget, Drafter, EmptyDrafter, decode
 from specdemo.core.metrics import Metrics
 from specdemo.core.policies import Fixed
 from specdemo.core.rules import rejection
-from specdemo.core.sampling import Noise, Warp
+from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft, Step
-from specdemo.core.verifier import Target
-from specdemo.models.engines.llama_weights import Lean
+from specdemo.core.verifier import ModelVerifier
+from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.kv_cache import CachedModel
-from specdemo.models.load import Loaded, load
+from specdemo.models.load import LoadedModel, load
 from specdemo.models.memory import peak_device_bytes
-from specdemo.models.spec import Spec, find_device
+from specdemo.models.spec import ModelSpec, find_device
 from specdemo.models.zoo import PAIRS
 
 PROMPT = tuple(range(5, 133))
@@ -63,10 +63,10 @@ class Imposed:
         self._score, self._text, self._right = score, text, right
         self._rng = random.Random(seed)
 
-    def propose(self, tokens: Sequence[int], more: More) -> Draft:
+    def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
         """A chain; each token is the text's with probability `right`."""
         path = list(tokens)
-        while more(len(path) - len(tokens), None):
+        while budget.may_extend(len(path) - len(tokens), None):
             own = int(self._score(path, Draft())[0].argmax())  # waits for the pass as a drafter must
             best = self._text[len(path)] if len(path) < len(self._text) else own
             path.append(best if self._rng.random() < self._right else (best + 1) % 1000)
@@ -77,17 +77,17 @@ class Imposed:
 
 
 def measure(
-    target: Loaded, drafter: Loaded, gammas: Sequence[int], rates: Sequence[float], tokens: int
+    target: LoadedModel, drafter: LoadedModel, gammas: Sequence[int], rates: Sequence[float], tokens: int
 ) -> Iterator[Point]:
     """Plain decoding, then every gamma and rate; with graphs and without where the device has them."""
     bandwidth = copy_bandwidth(target.model.device)
-    for graphs in (False, True) if isinstance(target.model, Lean) and target.model.recordable else (False,):
+    for graphs in (False, True) if isinstance(target.model, LlamaWeights) and target.model.recordable else (False,):
         for loaded in (target, drafter):
-            if isinstance(loaded.model, Lean):
+            if isinstance(loaded.model, LlamaWeights):
                 loaded.model.graphs = graphs
                 loaded.model.idle.clear()
-        _run(target, Plain(), 0, 8)
-        text, plain = _run(target, Plain(), 0, tokens)
+        _run(target, EmptyDrafter(), 0, 8)
+        text, plain = _run(target, EmptyDrafter(), 0, tokens)
         base = plain["tokens_per_second"]
 
         def point(gamma: int, right: float, m: dict, base: float = base, graphs: bool = graphs) -> Point:
@@ -122,14 +122,14 @@ def measure(
                 yield point(gamma, right, imposed())
 
 
-def _run(target: Loaded, drafter: Drafter, gamma: int, tokens: int) -> tuple[list[int], dict]:
+def _run(target: LoadedModel, drafter: Drafter, gamma: int, tokens: int) -> tuple[list[int], dict]:
     """The whole text and the figures of one greedy run."""
-    warp = Warp(temperature=0)
-    judge = Target(
-        CachedModel(target.model).score, warp, rejection, accept=Noise(0, "accept"), correct=Noise(0, "correct")
+    sampling = SamplingParams(temperature=0)
+    verifier = ModelVerifier(
+        CachedModel(target.model).score, sampling, rejection, accept=Noise(0, "accept"), correct=Noise(0, "correct")
     )
     metrics, text = Metrics(), list(PROMPT)
-    for step in decode(PROMPT, judge, drafter, Fixed(gamma), max_tokens=tokens, stop=(), clock=time.perf_counter):
+    for step in decode(PROMPT, verifier, drafter, Fixed(gamma), max_tokens=tokens, stop=(), clock=time.perf_counter):
         metrics.add(step)
         text += step.tokens
     return text, metrics.as_dict()
@@ -169,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             shape = getattr(options, role)
             save_random(shape, folder, PAIRS["bundled"].target, getattr(torch, options.dtype), device)
         for quantization in options.quantization:
-            specs = [Spec(str(folder), options.dtype, quantization, options.device) for folder in folders.values()]
+            specs = [ModelSpec(str(folder), options.dtype, quantization, options.device) for folder in folders.values()]
             target, drafter = (load(spec) for spec in specs)
             points += measure(target, drafter, options.gamma, options.right, options.tokens)
             peak = peak_device_bytes(device)

@@ -19,10 +19,10 @@ from typing import Any
 
 from benchmarks.cloud import Rounds, cloud, rounds
 from specdemo.core.theory import best_gamma_over, expected_tokens
-from specdemo.models.model_pool import Shelf
+from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import Prompt, load_prompts
 from specdemo.recipe import Recipe
-from specdemo.remote.config import Cloud
+from specdemo.remote.config import CloudConfig
 
 RTTS = (0.0, 10.0, 30.0, 60.0, 100.0)  # milliseconds
 LENGTHS: tuple[int | str, ...] = (2, 4, 6, 8, "dynamic", "closed form")
@@ -64,13 +64,13 @@ def gamma_for(rtt_s: float, step_s: float, four: Rounds) -> int:
 
 
 def speeds(
-    base: Recipe, prompts: Sequence[Prompt], shelf: Shelf, rtts: Sequence[float], repeat: int
+    base: Recipe, prompts: Sequence[Prompt], pool: ModelPool, rtts: Sequence[float], repeat: int
 ) -> Iterator[dict[str, Any]]:
     """A record per round trip and draft length, after all runs: `repeat` times every cell, a prompt each time."""
     assert base.cloud is not None
-    plain = rounds(replace(base, method="ar"), prompts, shelf)  # a round trip per token: what a step costs the cloud
+    plain = rounds(replace(base, method="ar"), prompts, pool)  # a round trip per token: what a step costs the cloud
     step_s = plain.cloud_s / plain.count
-    four = rounds(replace(base, policy="fixed", gamma=4), prompts, shelf)
+    four = rounds(replace(base, policy="fixed", gamma=4), prompts, pool)
     chosen = {rtt: gamma_for(rtt / 1000, step_s, four) for rtt in rtts}
     cells = {(rtt, length): Cell(rtt / 1000) for rtt in rtts for length in LENGTHS}
     for turn in range(repeat):
@@ -81,7 +81,7 @@ def speeds(
             over = replace(near, cloud=replace(base.cloud, rtt_ms=rtt))
             pair = [(near, rtt / 1000, cell.here), (over, 0.0, cell.far)]
             for recipe, apart_s, runs in pair if turn % 2 else reversed(pair):
-                runs.append(rounds(recipe, prompt, shelf, apart_s))
+                runs.append(rounds(recipe, prompt, pool, apart_s))
     for (_, length), cell in cells.items():
         yield {"length": length, **cell.record()}
 
@@ -94,12 +94,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--max-tokens", type=int, default=48)
     options = parser.parse_args(arguments)
-    shelf, prompts = Shelf(), load_prompts(kinds=["code"])[: options.prompts]
+    pool, prompts = ModelPool(), load_prompts(kinds=["code"])[: options.prompts]
     with cloud() as service:
-        wire = Cloud(service.url, encoding="msgpack", deadline_ms=5000)
+        wire = CloudConfig(service.url, encoding="msgpack", deadline_ms=5000)
         base = Recipe(temperature=0.0, top_p=1.0, max_tokens=options.max_tokens, cloud=wire)
-        rounds(replace(base, max_tokens=8), prompts, shelf)  # first calls are no measure of anything
-        found = list(speeds(base, prompts, shelf, options.rtts, options.repeat))
+        rounds(replace(base, max_tokens=8), prompts, pool)  # first calls are no measure of anything
+        found = list(speeds(base, prompts, pool, options.rtts, options.repeat))
     print(
         "| RTT ms | length | gamma | alpha | tokens/round | round at rest ms | S_net | with the tokens seen | measured "
         "| measured / S_net |\n" + "|---" * 10 + "|"

@@ -28,9 +28,9 @@ import torch
 from benchmarks.random_models import save_random
 from specdemo.bench.progress import Progress
 from specdemo.generate import generate
-from specdemo.models.memory import device_bytes, give_back, peak_device_bytes
-from specdemo.models.memory_plan import plan
-from specdemo.models.model_pool import Shelf
+from specdemo.models.memory import device_bytes, peak_device_bytes, release_memory
+from specdemo.models.memory_plan import plan_spec
+from specdemo.models.model_pool import ModelPool
 from specdemo.models.quantization import unavailable
 from specdemo.models.spec import QUANTIZATIONS, find_device
 from specdemo.models.zoo import PAIRS
@@ -67,21 +67,21 @@ def measure(name: str, folder: str, quantization: str, device: str, first: str) 
         "max_tokens": 48,
         "device": device,
     }
-    shelf, small = Shelf(), Recipe(target=first, **asked)
-    drive(small, "def f():\n", shelf)
-    drive(replace(small, quantization=quantization), "def f():\n", shelf)  # what libraries take once for a form
-    tokenizer = shelf.take(small.target_spec).tokenizer  # every model here has it
+    pool, small = ModelPool(), Recipe(target=first, **asked)
+    drive(small, "def f():\n", pool)
+    drive(replace(small, quantization=quantization), "def f():\n", pool)  # what libraries take once for a form
+    tokenizer = pool.take(small.target_spec).tokenizer  # every model here has it
     recipe = Recipe(target=folder, quantization=quantization, **asked)
     length = len(tokenizer.encode(prompt)) + recipe.max_tokens
-    planned = plan(recipe.target_spec.resolved(), length)
+    planned = plan_spec(recipe.target_spec.resolved(), length)
     where = find_device(device)
-    give_back()
+    release_memory()
     before, anonymous = used(where), used(where, mapped=False)
     with highest(where) as loading:
-        shelf.take(recipe.target_spec)
+        pool.take(recipe.target_spec)
     with highest(where, files=False) as running:
-        drive(recipe, prompt, shelf)
-    give_back()
+        drive(recipe, prompt, pool)
+    release_memory()
     after = used(where)
     stays_mapped = after - before - (used(where, mapped=False) - anonymous)
     return Case(
@@ -97,20 +97,20 @@ def measure(name: str, folder: str, quantization: str, device: str, first: str) 
 
 def rounds(count: int, device: str, forms: Sequence[str]) -> Iterator[int]:
     """Bytes in use after each round of loading the bundled pair in each of `forms`, running it, and unloading all."""
-    shelf, where = Shelf(), find_device(device)
+    pool, where = ModelPool(), find_device(device)
     for i in range(count + 1):
         for form in forms:
             if unavailable(form, where) is None:
                 asked = {"quantization": form, "drafter_quantization": form, "device": device}
-                drive(Recipe(max_tokens=32, **asked), "def f():\n", shelf)
-        shelf.clear()
+                drive(Recipe(max_tokens=32, **asked), "def f():\n", pool)
+        pool.clear()
         if i:  # libraries have set themselves up in the first
             yield used(where)
 
 
-def drive(recipe: Recipe, prompt: str, shelf: Shelf) -> None:
+def drive(recipe: Recipe, prompt: str, pool: ModelPool) -> None:
     """Run it to its end."""
-    *_, end = generate(recipe, prompt, shelf)
+    *_, end = generate(recipe, prompt, pool)
     assert end["end"] in ("length", "stop"), end["error"]
 
 

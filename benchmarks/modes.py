@@ -15,20 +15,20 @@ from typing import Any
 
 from benchmarks.cloud import cloud
 from specdemo.generate import generate
-from specdemo.models.model_pool import Shelf
+from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
-from specdemo.remote.config import MODES, Cloud
+from specdemo.remote.config import MODES, CloudConfig
 
 
 def one(
     mode: str, url: str, rtt_ms: float, temperature: float, gamma: int, count: int, max_tokens: int
 ) -> dict[str, Any]:
     """What a mode took on every prompt; the first prompt is run once before anything counts."""
-    link = Cloud(url, mode=mode, encoding="msgpack", rtt_ms=rtt_ms, deadline_ms=5000)
+    link = CloudConfig(url, mode=mode, encoding="msgpack", rtt_ms=rtt_ms, deadline_ms=5000)
     recipe = Recipe(temperature=temperature, top_p=1.0, gamma=gamma, max_tokens=max_tokens, cloud=link)
-    shelf, prompts = Shelf(), load_prompts(kinds=["code"])[:count]
-    runs = [list(generate(recipe, prompt.text, shelf)) for prompt in (prompts[0], *prompts)][1:]
+    pool, prompts = ModelPool(), load_prompts(kinds=["code"])[:count]
+    runs = [list(generate(recipe, prompt.text, pool)) for prompt in (prompts[0], *prompts)][1:]
     steps = [[line for line in run if "i" in line] for run in runs]
     ends = [run[-1]["metrics"] for run in runs]
     link_totals = [end.get("remote", {}) for end in ends]

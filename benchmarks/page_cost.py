@@ -34,7 +34,7 @@ from websockets.sync.client import connect
 from app import choose_port
 from specdemo.core.intervals import interval
 from specdemo.generate import generate
-from specdemo.models.model_pool import Shelf
+from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
 from specdemo.ui.page import build, launch_options
 from specdemo.ui.service import leave_a_core
@@ -87,9 +87,9 @@ def tab(opened: Browser) -> Iterator[Page]:
 
 
 @contextmanager
-def served(shelf: Shelf, engine: Kept) -> Iterator[Any]:
+def served(pool: ModelPool, engine: Kept) -> Iterator[Any]:
     """The page, served from this process."""
-    demo = build(shelf, engine=engine)
+    demo = build(pool, engine=engine)
     _, demo.url, _ = demo.launch(server_name=HOST, prevent_thread_lock=True, **launch_options(demo))
     gc.freeze()  # as the program does
     try:
@@ -126,14 +126,14 @@ def halted(browser_process: psutil.Process) -> Iterator[None]:
             one.resume()
 
 
-def in_terminal(demo: Any, engine: Kept, shelf: Shelf, recipe: Recipe, threads: int) -> None:
+def in_terminal(demo: Any, engine: Kept, pool: ModelPool, recipe: Recipe, threads: int) -> None:
     """A run as the terminal does it: on all its threads, in the one that owns the models, without turns."""
 
     def job() -> Iterator[int]:
         usual = torch.get_num_threads()
         torch.set_num_threads(threads)  # of the thread that calls, too
         try:
-            yield sum(1 for _ in engine(recipe, CODE, shelf))
+            yield sum(1 for _ in engine(recipe, CODE, pool))
         finally:
             torch.set_num_threads(usual)
 
@@ -211,11 +211,11 @@ def used() -> dict[str, float]:
 def page_cost(rounds: int, tokens: int, like_root: bool, elsewhere: bool) -> None:
     """Decode the same text in a terminal's loop, for a reader and on the page, in turn; print what each took."""
     recipe = Recipe(pair="bundled", method="draft", gamma=3, temperature=0.0, top_p=1.0, max_tokens=tokens, top=5)
-    shelf, engine, threads = Shelf(), Kept(), torch.get_num_threads()
+    pool, engine, threads = ModelPool(), Kept(), torch.get_num_threads()
     if not elsewhere:
         leave_a_core()  # as the program does where the browser is on its machine
     page_threads = torch.get_num_threads()
-    with served(shelf, engine) as demo, chromium() as opened, tab(opened) as page:
+    with served(pool, engine) as demo, chromium() as opened, tab(opened) as page:
         page.goto(demo.url)
         expect(page.locator("#lane-spec")).to_be_visible()
         asked = {
@@ -233,11 +233,11 @@ def page_cost(rounds: int, tokens: int, like_root: bool, elsewhere: bool) -> Non
 
         def terminal() -> None:
             with halted(shown):
-                in_terminal(demo, engine, shelf, recipe, threads)
+                in_terminal(demo, engine, pool, recipe, threads)
 
         def same_threads() -> None:
             with halted(shown):
-                in_terminal(demo, engine, shelf, recipe, page_threads)
+                in_terminal(demo, engine, pool, recipe, page_threads)
 
         def reader() -> None:
             with halted(shown):

@@ -22,7 +22,7 @@ from e2e import browser
 from e2e.page_fixtures import ARGS
 from playwright.sync_api import expect, sync_playwright
 
-from specdemo.models.model_pool import Shelf
+from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import ASSETS
 from specdemo.recipe import Recipe
 from specdemo.ui.page import build, launch_options
@@ -57,7 +57,7 @@ class Player:
         self._tokens, self._rate = tokens, rate
         self.given: dict[str, list[float]] = {}
 
-    def __call__(self, recipe: Recipe, prompt: str, shelf: Shelf, stores: Any) -> Iterator[dict[str, Any]]:
+    def __call__(self, recipe: Recipe, prompt: str, pool: ModelPool, stores: Any) -> Iterator[dict[str, Any]]:
         plain = recipe.method == "ar"
         head, first, *rounds = self._lanes[plain]
         given = self.given["ar" if plain else "spec"] = []

@@ -15,15 +15,15 @@ from transformers import PreTrainedModel
 
 from specdemo.cli.arguments import Parser, add_model_options, given
 from specdemo.cli.commands import at_least_one, run_command
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.core.intervals import interval
 from specdemo.core.step import Draft
-from specdemo.models.engines.llama_weights import Lean
+from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.kv_cache import CachedModel
-from specdemo.models.model_pool import Shelf
+from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
 
-Model = Lean | PreTrainedModel
+Model = LlamaWeights | PreTrainedModel
 
 
 def step_seconds(models: Sequence[Model], rounds: int = 60, length: int = 200) -> list[float]:
@@ -79,10 +79,10 @@ def _text(caches: Sequence[CachedModel], length: int) -> list[int]:
 def run(options: argparse.Namespace) -> int:
     """Measure and print the table."""
     at_least_one("rounds", options.rounds)
-    target = Shelf().take(Recipe(method="ar", **given(options)).target_spec)
+    target = ModelPool().take(Recipe(method="ar", **given(options)).target_spec)
     longest = CachedModel(target.model).context
     if max(options.context) + max(options.rows) > longest or min(*options.context, *options.rows) < 1:
-        raise Refused(f"contexts and rows must be 1 or more and fit the model's {longest:,} tokens together")
+        raise UserError(f"contexts and rows must be 1 or more and fit the model's {longest:,} tokens together")
     found = pass_seconds(target.model, options.rows, options.context, options.rounds)
     print("| rows | " + " | ".join(f"{context:,} tokens" for context in options.context) + " |")
     print("|---" * (len(options.context) + 1) + "|")

@@ -20,49 +20,58 @@ from typing import Any
 
 import torch
 
-from specdemo.bench import label
+from specdemo.bench import recipe_label
 from specdemo.cli.arguments import Parser, add_model_options, given
 from specdemo.cli.commands import at_least_one, run_command
-from specdemo.core.decode import Gamma, More, decode
-from specdemo.core.errors import Refused
+from specdemo.core.decode import DraftBudget, DraftLengthPolicy, decode
+from specdemo.core.errors import UserError
 from specdemo.core.intervals import interval
-from specdemo.core.policies import Fixed, Prices
-from specdemo.core.sampling import Warp
+from specdemo.core.policies import CostModel, Fixed
+from specdemo.core.sampling import SamplingParams
 from specdemo.core.step import Draft, Step, Verdict
-from specdemo.models.model_pool import Shelf
-from specdemo.pipeline import build
-from specdemo.preflight import LONGEST, MODELS, fitting, laws, price, readable, reading, texts_for
+from specdemo.models.model_pool import ModelPool
+from specdemo.pipeline import build_pipeline
+from specdemo.preflight import (
+    MAX_GAMMA,
+    MODEL_METHODS,
+    distributions,
+    load_comparable,
+    measure_costs,
+    prompt_cost,
+    texts_for,
+    usable_texts,
+)
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 
 
 @dataclass(frozen=True)
-class Told:
+class RecordedAcceptance:
     """A text after its prompt: for each token the chance that a draft of it was accepted, and sum min(p, q)."""
 
     chance: tuple[float, ...]
     beta: tuple[float, ...]
-    reading: float = 0.0  # the drafter's first look at the prompt, in plain passes
+    prompt_cost: float = 0.0  # the drafter's first look at the prompt, in plain passes
 
 
 class Replay:
     """Drafter, judge and clock of a run that is known to end in this text."""
 
-    def __init__(self, told: Told, costs: Prices, seed: int) -> None:
+    def __init__(self, told: RecordedAcceptance, costs: CostModel, seed: int) -> None:
         rng = random.Random(seed)
         self._right = [rng.random() < chance for chance in told.chance]
-        self._told, self._costs, self._reading, self.now = told, costs, told.reading, 0.0
+        self._told, self._costs, self._reading, self.now = told, costs, told.prompt_cost, 0.0
 
-    def propose(self, tokens: Sequence[int], more: More) -> Draft:
+    def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
         """Token 1 where the text confirms the draft, 0 where not; what follows a wrong one is never tested."""
         place, count = len(tokens) - 1, 0
-        while more(count, None):
+        while budget.may_extend(count, None):
             count += 1
         self.now += self._costs.token * count + self._reading
         self._reading = 0.0
         return Draft.chain(tuple(map(int, self._right[place : place + count])))
 
-    def judge(self, tokens: Sequence[int], draft: Draft) -> Verdict:
+    def verify(self, tokens: Sequence[int], draft: Draft) -> Verdict:
         """Accepts up to the first wrong token."""
         place, count = len(tokens) - 1, len(draft)
         kept = (*draft.tokens, 0).index(0)
@@ -76,7 +85,7 @@ class Replay:
         """Nothing to learn."""
 
 
-def speed(told: Told, costs: Prices, policy: Gamma, seeds: int) -> float:
+def speed(told: RecordedAcceptance, costs: CostModel, policy: DraftLengthPolicy, seeds: int) -> float:
     """Tokens per plain pass after the first token, over runs of `seeds` seeds; the speed-up over plain decoding."""
     tokens, spent = 0, 0.0
     for seed in range(seeds):
@@ -99,7 +108,7 @@ class Regret:
     kind: str
     recipe: Recipe
     texts: int
-    costs: Prices
+    costs: CostModel
     best_gamma: int  # of those that are fixed, known afterwards; 0 is plain decoding
     best: float
     speed: float
@@ -112,10 +121,17 @@ class Regret:
         return self.speed / self.best
 
 
-def regret(kind: str, recipe: Recipe, told: Sequence[Told], costs: Prices, policy: Gamma, seeds: int) -> Regret:
+def regret(
+    kind: str,
+    recipe: Recipe,
+    told: Sequence[RecordedAcceptance],
+    costs: CostModel,
+    policy: DraftLengthPolicy,
+    seeds: int,
+) -> Regret:
     """`policy` against every fixed gamma on the same texts, with the same coins. A greedy text has no coins."""
     seeds = seeds if recipe.temperature else 1
-    fixed = [[speed(one, costs, Fixed(gamma), seeds) for one in told] for gamma in range(LONGEST + 1)]
+    fixed = [[speed(one, costs, Fixed(gamma), seeds) for one in told] for gamma in range(MAX_GAMMA + 1)]
     best = max(range(len(fixed)), key=lambda gamma: statistics.fmean(fixed[gamma]))
     ours = [speed(one, costs, policy, seeds) for one in told]
     ratios = [a / b for a, b in zip(ours, fixed[best], strict=True)]
@@ -132,29 +148,29 @@ def regret(kind: str, recipe: Recipe, told: Sequence[Told], costs: Prices, polic
     )
 
 
-def study(recipe: Recipe, kinds: Sequence[str], shelf: Shelf, seeds: int) -> Iterator[Regret]:
-    """The recipe's policy on the texts of every class. Raises `Refused` for what cannot be told from texts."""
-    if recipe.method not in MODELS:
-        raise Refused(f"texts tell of the methods {', '.join(MODELS)}, not of {recipe.method}: bench it")
-    target, drafter, parts = fitting(recipe, shelf)
-    policy = parts.gamma
-    if policy.looks:
-        raise Refused(f"policy {recipe.policy} reads a law before every drafted token, also off the text: bench it")
-    warp = Warp(recipe.temperature, recipe.top_k, recipe.top_p)
+def study(recipe: Recipe, kinds: Sequence[str], pool: ModelPool, seeds: int) -> Iterator[Regret]:
+    """The recipe's policy on the texts of every class. Raises `UserError` for what cannot be told from texts."""
+    if recipe.method not in MODEL_METHODS:
+        raise UserError(f"texts tell of the methods {', '.join(MODEL_METHODS)}, not of {recipe.method}: bench it")
+    target, drafter, pipeline = load_comparable(recipe, pool)
+    policy = pipeline.policy
+    if policy.needs_logits:
+        raise UserError(f"policy {recipe.policy} reads a law before every drafted token, also off the text: bench it")
+    sampling = SamplingParams(recipe.temperature, recipe.top_k, recipe.top_p)
     for kind in kinds:
-        texts = readable(target, texts_for(recipe, [kind]), recipe.max_tokens, parts.context)
-        priced = price(lambda: build(recipe, target, drafter), texts, LONGEST)
+        texts = usable_texts(target, texts_for(recipe, [kind]), recipe.max_tokens, pipeline.context)
+        priced = measure_costs(lambda: build_pipeline(recipe, target, drafter), texts, MAX_GAMMA)
         told = []
         for text, start in texts:
-            parts = build(recipe, target, drafter)
-            first = reading(parts, (text, start), priced)
-            p, q = (laws(cache, text, warp)[start - 1 : -1] for cache in parts.caches)
+            pipeline = build_pipeline(recipe, target, drafter)
+            first = prompt_cost(pipeline, (text, start), priced)
+            p, q = (distributions(cache, text, sampling)[start - 1 : -1] for cache in pipeline.caches)
             x = torch.tensor(text[start:], device=p.device)[:, None]
             px, qx = p.gather(1, x)[: recipe.max_tokens, 0], q.gather(1, x)[: recipe.max_tokens, 0]
             chance = torch.where(px > 0, qx / px, 0.0).clamp(max=1)  # a text that was encoded anew may be none of p's
             beta = torch.minimum(p, q).sum(-1)[: len(chance)]
-            told.append(Told(tuple(chance.tolist()), tuple(beta.tolist()), first))
-        yield regret(kind, recipe, told, Prices(dict(enumerate(priced.v, 1)), priced.c), policy, seeds)
+            told.append(RecordedAcceptance(tuple(chance.tolist()), tuple(beta.tolist()), first))
+        yield regret(kind, recipe, told, CostModel(dict(enumerate(priced.v, 1)), priced.c), policy, seeds)
 
 
 def markdown(found: Sequence[Regret]) -> str:
@@ -164,7 +180,7 @@ def markdown(found: Sequence[Regret]) -> str:
     rows = [
         [
             one.kind,
-            label(one.recipe),
+            recipe_label(one.recipe),
             str(one.texts),
             f"{one.costs.token:.2f}",
             f"{one.costs.verify(4):.2f}",
@@ -192,12 +208,12 @@ def run(options: argparse.Namespace) -> int:
     varying = ("method", "policy", "temperature")
     common = {name: value for name, value in given(options).items() if name not in varying} | {"top_p": 1.0}
     kinds = list(dict.fromkeys(prompt.kind for prompt in load_prompts(kinds=options.kind)))
-    shelf, found = Shelf(), []
+    pool, found = ModelPool(), []
     for method in options.method:
         for policy in options.policy:
             for temperature in options.temperature:
                 recipe = Recipe(**common, method=method, policy=policy, temperature=temperature)
-                found += study(recipe, kinds, shelf, options.runs)
+                found += study(recipe, kinds, pool, options.runs)
     print(markdown(found))
     print(as_json(found))
     return 0

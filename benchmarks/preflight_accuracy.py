@@ -18,14 +18,14 @@ from specdemo.bench import equality
 from specdemo.cli.arguments import Parser, add_model_options, given
 from specdemo.cli.commands import at_least_one, run_command
 from specdemo.generate import generate
-from specdemo.models.model_pool import Shelf
+from specdemo.models.model_pool import ModelPool
 from specdemo.preflight import Preflight, preflight, texts_for
 from specdemo.prompts import TEMPERATURES, WRITTEN, load_prompts
 from specdemo.recipe import Recipe
 
 
 @dataclass(frozen=True)
-class Foretold:
+class Comparison:
     """One recipe on one class of prompts: speed-ups over plain decoding, with intervals of 95 %."""
 
     kind: str
@@ -54,14 +54,14 @@ class Foretold:
         return self.measured_tokens_per_pass / self.measured if self.measured_tokens_per_pass else None
 
 
-def ask(recipes: Sequence[Recipe], kinds: Sequence[str], shelf: Shelf) -> dict[tuple[str, Recipe], Preflight]:
+def ask(recipes: Sequence[Recipe], kinds: Sequence[str], pool: ModelPool) -> dict[tuple[str, Recipe], Preflight]:
     """A preflight of every recipe for every class."""
-    return {(kind, recipe): preflight(recipe, texts_for(recipe, [kind]), shelf) for kind in kinds for recipe in recipes}
+    return {(kind, recipe): preflight(recipe, texts_for(recipe, [kind]), pool) for kind in kinds for recipe in recipes}
 
 
 def compare(
     asked: dict[tuple[str, Recipe], Preflight], recipes: Sequence[Recipe], records: Iterable[dict[str, Any]]
-) -> list[Foretold]:
+) -> list[Comparison]:
     """What was asked beside what `bench.measure` found for a plain recipe and then `recipes`."""
     rows = bench.table([replace(recipes[0], method="ar"), *recipes], records)
     found = []
@@ -72,7 +72,7 @@ def compare(
                 continue  # every text ended with its first token
             one = next(one for one in asked[kind, recipe].estimates if one.gamma == recipe.gamma)
             found.append(
-                Foretold(
+                Comparison(
                     kind,
                     recipe,
                     one.tokens_per_pass,
@@ -87,14 +87,14 @@ def compare(
     return found
 
 
-def markdown(found: Sequence[Foretold]) -> str:
+def markdown(found: Sequence[Comparison]) -> str:
     """A row per class and recipe."""
     head = ["class", "recipe", "foretold", "95 %", "measured", "95 %", "foretold / measured"]
     head += ["tokens/pass", "cost of a round"]  # foretold, measured
     rows = [
         [
             one.kind,
-            bench.label(one.recipe),
+            bench.recipe_label(one.recipe),
             f"{one.foretold:.2f}",
             "{:.2f}-{:.2f}".format(*one.foretold_interval),
             f"{one.measured:.2f}",
@@ -108,7 +108,7 @@ def markdown(found: Sequence[Foretold]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows))
 
 
-def as_json(found: Sequence[Foretold]) -> str:
+def as_json(found: Sequence[Comparison]) -> str:
     """All rows in one line."""
     return json.dumps({"foretold": [{**asdict(one), "ratio": one.ratio} for one in found]})
 
@@ -116,14 +116,14 @@ def as_json(found: Sequence[Foretold]) -> str:
 LENGTH = 136  # tokens of each recorded continuation
 
 
-def write(recipe: Recipe, shelf: Shelf, path: Path = WRITTEN) -> None:
+def write(recipe: Recipe, pool: ModelPool, path: Path = WRITTEN) -> None:
     """Let the recipe's target continue every prompt of the file, and keep what it says."""
     classes: dict[str, list[dict[str, Any]]] = json.loads(path.read_text("utf-8"))
     for entries in classes.values():
         for seed, entry in enumerate(entries):
             for temperature in TEMPERATURES:
                 plain = replace(recipe, method="ar", temperature=temperature, top_p=1.0, seed=seed, max_tokens=LENGTH)
-                records = generate(plain, entry["prompt"], shelf)
+                records = generate(plain, entry["prompt"], pool)
                 entry[f"{temperature:g}"] = "".join(record["text"] for record in records if "i" in record)
     path.write_text(json.dumps(classes, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -132,9 +132,9 @@ def run(options: argparse.Namespace) -> int:
     """Measure and print the table."""
     varying = ("method", "temperature")
     common = {name: value for name, value in given(options).items() if name not in varying} | {"top_p": 1.0}
-    shelf = Shelf()
+    pool = ModelPool()
     if options.write:
-        write(Recipe(**common, method="ar"), shelf)
+        write(Recipe(**common, method="ar"), pool)
         return 0
     at_least_one("repeat", options.repeat)
     prompts = load_prompts(kinds=options.kind)
@@ -145,14 +145,14 @@ def run(options: argparse.Namespace) -> int:
     found = []
     for temperature in options.temperature:
         recipes = [Recipe(**common, method=method, temperature=temperature) for method in options.method]
-        asked = ask(recipes, kinds, shelf)
+        asked = ask(recipes, kinds, pool)
         plain = replace(recipes[0], method="ar")
-        items = bench.measure([plain, *recipes], prompts, shelf, repeat=options.repeat)
+        items = bench.measure([plain, *recipes], prompts, pool, repeat=options.repeat)
         found += compare(asked, recipes, [item for item in items if isinstance(item, dict)])
     print(markdown(found))
     target = recipes[0].models[0]
     itself = Recipe(**{**common, "pair": None, "target": target, "drafter": target}, temperature=options.temperature[0])
-    print(f"the target drafting for itself: {preflight(itself, texts_for(itself, kinds[:1]), shelf).advice}")
+    print(f"the target drafting for itself: {preflight(itself, texts_for(itself, kinds[:1]), pool).advice}")
     print(as_json(found))
     return 0
 

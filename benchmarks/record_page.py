@@ -18,7 +18,7 @@ from e2e.page_fixtures import ARGS, run, set_number, status
 from PIL import Image
 from playwright.sync_api import Page, expect, sync_playwright
 
-from specdemo.models.model_pool import Shelf
+from specdemo.models.model_pool import ModelPool
 from specdemo.ui.page import build, launch_options
 from specdemo.ui.service import leave_a_core
 
@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--quality", type=int, default=60, help="of the WebP (default: 60)")
     options = parser.parse_args()
     leave_a_core()  # as the program does
-    demo = build(Shelf())
+    demo = build(ModelPool())
     _, url, _ = demo.launch(server_name="127.0.0.1", prevent_thread_lock=True, **launch_options(demo))
     path = browser.executable(browser.WHOLE) or sys.exit(browser.MISSING)
     try:

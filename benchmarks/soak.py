@@ -18,10 +18,10 @@ from typing import Any
 
 from benchmarks.cloud import cloud
 from specdemo.generate import generate
-from specdemo.models.model_pool import Shelf
+from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
-from specdemo.remote.config import Cloud
+from specdemo.remote.config import CloudConfig
 
 
 class Tallies:
@@ -51,22 +51,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--max-tokens", type=int, default=48)
     options = parser.parse_args(arguments)
-    shelf, prompts, found = Shelf(), load_prompts(), Tallies()
+    pool, prompts, found = ModelPool(), load_prompts(), Tallies()
     base = Recipe(method="ar", temperature=0.0, max_tokens=options.max_tokens)
     right = [
-        [token for line in generate(base, prompt.text, shelf) if "i" in line for token in line["tokens"]]
+        [token for line in generate(base, prompt.text, pool) if "i" in line for token in line["tokens"]]
         for prompt in prompts
     ]
     memory: list[int] = []
     with cloud("--contexts", "64", "--budget-mb", "256") as service:
-        recipe = replace(base, method="lookup", cloud=Cloud(service.url, encoding="msgpack", deadline_ms=5000))
+        recipe = replace(base, method="lookup", cloud=CloudConfig(service.url, encoding="msgpack", deadline_ms=5000))
         end = time.monotonic() + options.seconds
 
         def edge(number: int) -> None:
             turn = number
             while time.monotonic() < end:
                 which = turn % len(prompts)
-                found.add(list(generate(recipe, prompts[which].text, shelf)), right[which])
+                found.add(list(generate(recipe, prompts[which].text, pool)), right[which])
                 turn += 7
 
         edges = [threading.Thread(target=edge, args=(number,)) for number in range(options.edges)]

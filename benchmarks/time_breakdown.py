@@ -16,11 +16,11 @@ from unittest.mock import patch
 
 from torch.nn import functional
 
-from specdemo.core.verifier import Target
+from specdemo.core.verifier import ModelVerifier
 from specdemo.generate import generate
-from specdemo.models.engines.llama import LeanEngine
+from specdemo.models.engines.llama import LlamaEngine
 from specdemo.models.engines.packed_linear import PackedLinear
-from specdemo.models.model_pool import Shelf
+from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 
@@ -28,8 +28,8 @@ from specdemo.recipe import Recipe
 TIMED: tuple[tuple[Any, str, str], ...] = (
     (PackedLinear, "forward", "products"),
     (functional, "scaled_dot_product_attention", "attention"),
-    (LeanEngine, "run", "pass"),
-    (Target, "judge", "verdict"),
+    (LlamaEngine, "run", "pass"),
+    (ModelVerifier, "verify", "verdict"),
 )
 
 
@@ -59,12 +59,12 @@ def stopwatches() -> Iterator[Counter[tuple[bool, str]]]:
 def rounds(recipe: Recipe, prompts: Sequence[str]) -> list[dict[str, float]]:
     """Seconds of each round with a draft of full length, by part; the first prompt is run once before that."""
     with stopwatches() as spent:
-        shelf = Shelf()  # what it loads calls what is timed
-        list(generate(recipe, prompts[0], shelf))
+        pool = ModelPool()  # what it loads calls what is timed
+        list(generate(recipe, prompts[0], pool))
         found = []
         for prompt in prompts:
             spent.clear()
-            for line in generate(recipe, prompt, shelf):
+            for line in generate(recipe, prompt, pool):
                 if line.get("i") and len(line["draft"]) == recipe.gamma:
                     found.append(_split(line, spent))
                 spent.clear()
@@ -73,16 +73,16 @@ def rounds(recipe: Recipe, prompts: Sequence[str]) -> list[dict[str, float]]:
 
 def _split(line: dict[str, Any], spent: Counter[tuple[bool, str]]) -> dict[str, float]:
     """A round's time: what a pass is made of, and what is done with its logits."""
-    parts = {}
+    pipeline = {}
     for judging, whose, seconds in ((False, "drafter", line["draft_s"]), (True, "target", line["verify_s"])):
         products, attention, whole = (spent[judging, part] for part in ("products", "attention", "pass"))
-        parts |= {
+        pipeline |= {
             f"{whose}: products": products,
             f"{whose}: attention": attention,
             f"{whose}: the rest of its passes": whole - products - attention,
             f"{whose}: laws, draws, tests": seconds - whole,
         }
-    return {**parts, "the loop": line["host_s"]}
+    return {**pipeline, "the loop": line["host_s"]}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -13,10 +13,10 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.cloud import cloud, rounds
-from specdemo.models.model_pool import Shelf
+from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import Prompt, load_prompts
 from specdemo.recipe import Recipe
-from specdemo.remote.config import ENCODINGS, Cloud
+from specdemo.remote.config import ENCODINGS, CloudConfig
 
 KINDS: dict[str, tuple[dict[str, Any], str, int]] = {  # settings, how rows travel, bytes of a drafted token's q
     "point masses (T=0)": ({"temperature": 0.0}, "float32", 0),
@@ -28,14 +28,14 @@ KINDS: dict[str, tuple[dict[str, Any], str, int]] = {  # settings, how rows trav
 WIDTHS = {"float32": 4, "float16": 2, "scalar": 0}  # bytes of a row's entry
 
 
-def traffic(base: Recipe, prompts: Sequence[Prompt], shelf: Shelf) -> Iterator[dict[str, Any]]:
+def traffic(base: Recipe, prompts: Sequence[Prompt], pool: ModelPool) -> Iterator[dict[str, Any]]:
     """A record per kind of draft, rule and encoding: bytes of a round each way, and what theory has for them."""
     assert base.cloud is not None and base.drafter_spec is not None
-    vocab_size = shelf.take(base.drafter_spec).vocab_size
+    vocab_size = pool.take(base.drafter_spec).vocab_size
     for name, (settings, q_rows, q_bytes) in KINDS.items():
         for encoding in ENCODINGS:
             wire = replace(base.cloud, q_rows=q_rows, encoding=encoding)
-            found = rounds(replace(base, **settings, gamma=4, cloud=wire), prompts, shelf)
+            found = rounds(replace(base, **settings, gamma=4, cloud=wire), prompts, pool)
             rows = found.rows / found.count
             yield {
                 "mode": name,
@@ -56,14 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, default=2)
     parser.add_argument("--max-tokens", type=int, default=64)
     options = parser.parse_args(arguments)
-    shelf, prompts, found = Shelf(), load_prompts(kinds=["code"])[: options.prompts], []
+    pool, prompts, found = ModelPool(), load_prompts(kinds=["code"])[: options.prompts], []
     with cloud() as service:
-        wire = Cloud(service.url, deadline_ms=5000)
+        wire = CloudConfig(service.url, deadline_ms=5000)
         base = Recipe(temperature=0.0, top_p=1.0, max_tokens=options.max_tokens, cloud=wire)
-        rounds(replace(base, max_tokens=8), prompts, shelf)
+        rounds(replace(base, max_tokens=8), prompts, pool)
         print("| draft and rule | encoding | k | rows/round | up, theory | up | down, theory | down | all of q up |")
         print("|---" * 9 + "|")
-        for one in traffic(base, prompts, shelf):
+        for one in traffic(base, prompts, pool):
             found.append(one)
             print(
                 f"| {one['mode']} | {one['encoding']} | {one['k']:.1f} | {one['rows']:.2f} | {one['theory_up']:,.0f} "

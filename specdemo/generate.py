@@ -18,16 +18,16 @@ from typing import Any
 import torch
 
 from specdemo.core.decode import decode
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.core.metrics import Metrics
 from specdemo.models import memory
-from specdemo.models.load import Loaded
-from specdemo.models.load_errors import size
-from specdemo.models.model_pool import Shelf
-from specdemo.models.tokenizer import Message, Spelling, TextStream, rendered
-from specdemo.pipeline import Stores, build
+from specdemo.models.load import LoadedModel
+from specdemo.models.load_errors import format_bytes
+from specdemo.models.model_pool import ModelPool
+from specdemo.models.tokenizer import ChatMessage, TextStream, TokenNames, render_prompt
+from specdemo.pipeline import Stores, build_pipeline
 from specdemo.recipe import FORESTS, Recipe
-from specdemo.remote.remote_model import Distant, connect
+from specdemo.remote.remote_model import RemoteModel, connect
 
 Record = dict[str, Any]
 
@@ -35,51 +35,51 @@ CHARACTERS = 3  # of a token, roughly
 
 
 def generate(
-    recipe: Recipe, prompt: str | Sequence[Message], shelf: Shelf, stores: Stores | None = None
+    recipe: Recipe, prompt: str | Sequence[ChatMessage], pool: ModelPool, stores: Stores | None = None
 ) -> Iterator[Record]:
     """Run `recipe` on `prompt`, which with `recipe.chat` may be a whole conversation.
 
-    Raises `Refused` before the header if it cannot be met.
+    Raises `UserError` before the header if it cannot be met.
 
     A failure after the header ends the trace with `"end": "error"`. May be closed at any time; whoever closes it
     writes the last line with `ending("cancelled", metrics)`.
     """
     if not prompt:
-        raise Refused("the prompt is empty: type something to continue")
+        raise UserError("the prompt is empty: type something to continue")
     wanted, recipe = recipe, recipe.running
     specs = [recipe.drafter_spec] if recipe.cloud else [recipe.target_spec, recipe.drafter_spec]
     context = len(prompt) // CHARACTERS + recipe.max_tokens  # what the prompt has in tokens is not known yet
-    for news in shelf.bring([spec for spec in specs if spec is not None], context):
+    for news in pool.bring([spec for spec in specs if spec is not None], context):
         yield {"phase": "loading", **asdict(news)}
-    loaded = [shelf.take(spec) if spec is not None else None for spec in specs]
+    loaded = [pool.take(spec) if spec is not None else None for spec in specs]
     if recipe.cloud:
         yield {"phase": "loading", "text": f"reaching the cloud at {recipe.cloud.remote}"}
         with closing(connect(recipe.cloud, recipe.target_spec, recipe.seed)) as distant:
-            yield from _run(wanted, recipe, prompt, shelf, distant, loaded[0], stores)
+            yield from _run(wanted, recipe, prompt, pool, distant, loaded[0], stores)
     else:
         assert loaded[0] is not None
-        yield from _run(wanted, recipe, prompt, shelf, *loaded, stores)
+        yield from _run(wanted, recipe, prompt, pool, *loaded, stores)
 
 
 def _run(
     wanted: Recipe,
     recipe: Recipe,
-    prompt: str | Sequence[Message],
-    shelf: Shelf,
-    target: Loaded | Distant,
-    drafter: Loaded | None,
+    prompt: str | Sequence[ChatMessage],
+    pool: ModelPool,
+    target: LoadedModel | RemoteModel,
+    drafter: LoadedModel | None,
     stores: Stores | None,
 ) -> Iterator[Record]:
     """The trace of `wanted`, which is carried out as `recipe`."""
     environment = target.environment  # asked once, before the clock starts
     start = time.perf_counter()
-    text, given = rendered(target.tokenizer, prompt, recipe.chat)
-    parts = build(recipe, target, drafter, stores, text)
+    text, given = render_prompt(target.tokenizer, prompt, recipe.chat)
+    pipeline = build_pipeline(recipe, target, drafter, stores, text)
     tokens = target.opening if target.encoder else given  # what an encoder read is no part of the text
-    room = parts.context - len(tokens)
+    room = pipeline.context - len(tokens)
     if room < 1:
-        raise Refused(
-            f"the prompt has {len(tokens):,} tokens and the context holds {parts.context:,}: shorten it by at least "
+        raise UserError(
+            f"the prompt has {len(tokens):,} tokens and the context holds {pipeline.context:,}: shorten it by at least "
             f"{1 - room:,}"
         )
     yield {
@@ -97,14 +97,14 @@ def _run(
             "drafter_bytes": drafter.weight_bytes if drafter else None,
         },
     }
-    metrics, spoken, watched = Metrics(), TextStream(target.tokenizer, tokens), memory.Watch()
-    spelling = Spelling(target.tokenizer)
-    last, device = None, parts.device
+    metrics, spoken, watched = Metrics(), TextStream(target.tokenizer, tokens), memory.MemorySampler()
+    spelling = TokenNames(target.tokenizer)
+    last, device = None, pipeline.device
     steps = decode(
         tokens,
-        parts.judge,
-        parts.drafter,
-        parts.gamma,
+        pipeline.verifier,
+        pipeline.drafter,
+        pipeline.policy,
         max_tokens=min(recipe.max_tokens, room),
         stop=target.stop,
         clock=time.perf_counter,
@@ -119,7 +119,9 @@ def _run(
             if step.tokens and (last in target.stop or metrics.tokens >= min(recipe.max_tokens, room)):
                 pieces[-1] += spoken.rest()
             ahead = step.verdict.pending
-            named = spelling.fresh(t for law in (*step.verdict.laws, *step.verdict.drafted) for t, _ in law.top)
+            named = spelling.fresh(
+                t for probs in (*step.verdict.target_top, *step.verdict.draft_top) for t, _ in probs.top
+            )
             yield {
                 **step.to_json(),
                 **({"pending_text": "".join(spoken.peek(ahead, range(-1, len(ahead) - 1)))} if step.searched else {}),
@@ -130,21 +132,21 @@ def _run(
                 "memory": {
                     "rss_bytes": watched.process_bytes(),
                     "device_bytes": memory.device_bytes(device),
-                    "kv_bytes": parts.kv_bytes,
+                    "kv_bytes": pipeline.kv_bytes,
                 },
             }
-    except (Refused, RuntimeError, MemoryError) as error:  # a model that fails in mid-run ends its own run, in words
-        failed, out = str(error) or type(error).__name__, memory.ran_out(error)
+    except (UserError, RuntimeError, MemoryError) as error:  # a model that fails in mid-run ends its own run, in words
+        failed, out = str(error) or type(error).__name__, memory.is_out_of_memory(error)
     else:
         failed, out = None, False
     finally:
-        parts.close()
+        pipeline.close()
     if out:  # not in the handler, where the traceback still holds what was computed
-        held = parts.kv_bytes
-        del parts, steps
-        shelf.recover()
+        held = pipeline.kv_bytes
+        del pipeline, steps
+        pool.recover()
         failed = (
-            f"memory ran out (keys and values took {size(held)}, {size(memory.free_bytes(device))} are free again): "
+            f"memory ran out (keys and values took {format_bytes(held)}, {format_bytes(memory.free_bytes(device))} are free again): "
             "shorten the prompt or the text, quantise the models, or choose a smaller pair"
         )
     if failed is not None:
@@ -153,7 +155,7 @@ def _run(
     figures = {
         "peak_rss_bytes": memory.peak_process_bytes(),
         "peak_device_bytes": memory.peak_device_bytes(device),
-        "kv_bytes": parts.kv_bytes,
+        "kv_bytes": pipeline.kv_bytes,
     }
     yield ending("stop" if last in target.stop else "length", metrics, **figures)
 

@@ -20,24 +20,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdemo.core.decode import More
-from specdemo.core.errors import Refused
+from specdemo.core.decode import DraftBudget
+from specdemo.core.errors import UserError
 from specdemo.core.intervals import interval
 from specdemo.core.policies import Fixed
-from specdemo.core.sampling import Warp
+from specdemo.core.sampling import SamplingParams
 from specdemo.core.step import Draft
 from specdemo.drafters.universal import UniversalDrafter
 from specdemo.models.kv_cache import CachedModel
-from specdemo.models.load import Loaded
-from specdemo.models.model_pool import Shelf
+from specdemo.models.load import LoadedModel
+from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import PAIRS
-from specdemo.pipeline import Parts, build
+from specdemo.pipeline import Pipeline, build_pipeline
 from specdemo.prompts import Prompt, load_prompts, load_written
 from specdemo.recipe import Recipe
 
-MODELS, STORES = ("draft", "self"), ("nasd", "suffix", "lookup")
-LONGEST = 8  # tokens of a draft
-MOST = 512  # tokens of a text that are read
+MODEL_METHODS, STORE_METHODS = ("draft", "self"), ("nasd", "suffix", "lookup")
+MAX_GAMMA = 8  # tokens of a draft
+MAX_TEXT_TOKENS = 512  # tokens of a text that are read
 
 
 @dataclass(frozen=True)
@@ -90,27 +90,27 @@ def texts_for(recipe: Recipe, kinds: Sequence[str] = ()) -> list[Prompt]:
     return load_prompts(kinds=kinds)
 
 
-def preflight(recipe: Recipe, prompts: Sequence[Prompt], shelf: Shelf) -> Preflight:
-    """Estimates for `recipe` with drafts of every length. Raises `Refused` where models or method do not fit."""
-    if recipe.method not in MODELS + STORES:
-        raise Refused(f"preflight knows the methods {', '.join(MODELS + STORES)}, not {recipe.method}")
-    target, drafter, parts = fitting(recipe, shelf)
-    warp = Warp(recipe.temperature, recipe.top_k, recipe.top_p)
-    texts = readable(target, prompts, recipe.max_tokens, parts.context)
-    priced = price(lambda: build(recipe, target, drafter), texts, LONGEST)
+def preflight(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool) -> Preflight:
+    """Estimates for `recipe` with drafts of every length. Raises `UserError` where models or method do not fit."""
+    if recipe.method not in MODEL_METHODS + STORE_METHODS:
+        raise UserError(f"preflight knows the methods {', '.join(MODEL_METHODS + STORE_METHODS)}, not {recipe.method}")
+    target, drafter, pipeline = load_comparable(recipe, pool)
+    sampling = SamplingParams(recipe.temperature, recipe.top_k, recipe.top_p)
+    texts = usable_texts(target, prompts, recipe.max_tokens, pipeline.context)
+    priced = measure_costs(lambda: build_pipeline(recipe, target, drafter), texts, MAX_GAMMA)
     c, v = priced.c, dict(enumerate(priced.v, 1))
     rounds, openings = [], []
     for text, start in texts:
-        fresh = build(recipe, target, drafter)
-        opening = reading(fresh, (text, start), priced)
-        one = _rounds(text, start, fresh, warp)
+        fresh = build_pipeline(recipe, target, drafter)
+        opening = prompt_cost(fresh, (text, start), priced)
+        one = _rounds(text, start, fresh, sampling)
         if any(counts for _, counts in one):
             rounds.append(one)
             openings.append(opening)
     if not rounds:
-        raise Refused("the target would write none of these texts: give some of its kind, or a temperature above 0")
+        raise UserError("the target would write none of these texts: give some of its kind, or a temperature above 0")
     estimates = []
-    for gamma in range(1, LONGEST + 1):
+    for gamma in range(1, MAX_GAMMA + 1):
         found = [_expected(one, gamma, c, v, opening) for one, opening in zip(rounds, openings, strict=True)]
         ratios = [speedup for _, speedup in found]
         estimates.append(
@@ -122,7 +122,7 @@ def preflight(recipe: Recipe, prompts: Sequence[Prompt], shelf: Shelf) -> Prefli
             )
         )
     first, _ = texts[0]
-    parts.judge.judge(first, Draft())  # so that keys and values of a text are held, to be weighed
+    pipeline.verifier.verify(first, Draft())  # so that keys and values of a text are held, to be weighed
     return Preflight(
         recipe,
         statistics.mean(betas[0] for one in rounds for betas, counts in one if counts and betas),
@@ -130,55 +130,59 @@ def preflight(recipe: Recipe, prompts: Sequence[Prompt], shelf: Shelf) -> Prefli
         v,
         tuple(estimates),
         target.weight_bytes + (drafter.weight_bytes if drafter else 0),
-        round(1000 * parts.kv_bytes / len(first)),
+        round(1000 * pipeline.kv_bytes / len(first)),
     )
 
 
-Round = tuple[list[float], bool]  # chances of the tokens drafted at a place, one after the other; whether it counts
+StepOutlook = tuple[
+    list[float], bool
+]  # chances of the tokens drafted at a place, one after the other; whether it counts
 
 
-def fitting(recipe: Recipe, shelf: Shelf) -> tuple[Loaded, Loaded | None, Parts]:
-    """The models, and parts made of them. Raises `Refused` where their laws cannot be compared along a text."""
-    if recipe.encoder or shelf.take(recipe.target_spec).encoder:
-        raise Refused("texts are read as they go on, and a model with an encoder begins anew: run or bench it")
-    target = shelf.take(recipe.target_spec)
-    drafter = shelf.take(recipe.drafter_spec) if recipe.drafter_spec else None
-    parts = build(recipe, target, drafter)
-    if isinstance(parts.drafter, UniversalDrafter):
-        raise Refused("laws can be compared over one vocabulary and these models have two: run or bench them instead")
-    return target, drafter, parts
+def load_comparable(recipe: Recipe, pool: ModelPool) -> tuple[LoadedModel, LoadedModel | None, Pipeline]:
+    """The models, and parts made of them. Raises `UserError` where their laws cannot be compared along a text."""
+    if recipe.encoder or pool.take(recipe.target_spec).encoder:
+        raise UserError("texts are read as they go on, and a model with an encoder begins anew: run or bench it")
+    target = pool.take(recipe.target_spec)
+    drafter = pool.take(recipe.drafter_spec) if recipe.drafter_spec else None
+    pipeline = build_pipeline(recipe, target, drafter)
+    if isinstance(pipeline.drafter, UniversalDrafter):
+        raise UserError("laws can be compared over one vocabulary and these models have two: run or bench them instead")
+    return target, drafter, pipeline
 
 
-def readable(target: Loaded, prompts: Sequence[Prompt], length: int, context: int) -> list[tuple[list[int], int]]:
-    """The texts that a draft can be made for and that fit the context. Raises `Refused` where there are none."""
-    texts = [read(target, prompt, length) for prompt in prompts]
-    texts = [(text[: context - LONGEST], start) for text, start in texts]
-    texts = [(text, start) for text, start in texts if len(text) - start > LONGEST]
+def usable_texts(
+    target: LoadedModel, prompts: Sequence[Prompt], length: int, context: int
+) -> list[tuple[list[int], int]]:
+    """The texts that a draft can be made for and that fit the context. Raises `UserError` where there are none."""
+    texts = [read_text(target, prompt, length) for prompt in prompts]
+    texts = [(text[: context - MAX_GAMMA], start) for text, start in texts]
+    texts = [(text, start) for text, start in texts if len(text) - start > MAX_GAMMA]
     if not texts:
-        raise Refused(f"the texts are too short to tell: give some of more than {2 * LONGEST} tokens")
+        raise UserError(f"the texts are too short to tell: give some of more than {2 * MAX_GAMMA} tokens")
     return texts
 
 
-def read(target: Loaded, prompt: Prompt, length: int) -> tuple[list[int], int]:
+def read_text(target: LoadedModel, prompt: Prompt, length: int) -> tuple[list[int], int]:
     """Tokens of a text, and how many of them are there before a first round: one, or the prompt of a written text."""
-    text = target.tokenizer.encode(prompt.text)[:MOST]
+    text = target.tokenizer.encode(prompt.text)[:MAX_TEXT_TOKENS]
     if not prompt.written:
-        return text, 1 if len(text) > 2 * LONGEST else len(text)
+        return text, 1 if len(text) > 2 * MAX_GAMMA else len(text)
     written = target.tokenizer.encode(prompt.written, add_special_tokens=False)
-    return text + written[: min(length, MOST) + LONGEST], len(text)
+    return text + written[: min(length, MAX_TEXT_TOKENS) + MAX_GAMMA], len(text)
 
 
-def _rounds(text: Sequence[int], start: int, parts: Parts, warp: Warp) -> list[Round]:
+def _rounds(text: Sequence[int], start: int, pipeline: Pipeline, sampling: SamplingParams) -> list[StepOutlook]:
     """For each token of the text from `start` on that has enough behind it: the betas of a draft that starts there."""
-    p = laws(parts.caches[0], text, warp)
+    p = distributions(pipeline.caches[0], text, sampling)
     right = (p.argmax(-1)[:-1] == torch.tensor(text[1:], device=p.device)).tolist()
-    counts = [one or warp.temperature > 0 for one in right]
-    if len(parts.caches) > 1:
-        betas = torch.minimum(p, laws(parts.caches[1], text, warp)).sum(-1).tolist()
-        return [(betas[i : i + LONGEST], counts[i]) for i in range(start - 1, len(text) - LONGEST)]
+    counts = [one or sampling.temperature > 0 for one in right]
+    if len(pipeline.caches) > 1:
+        betas = torch.minimum(p, distributions(pipeline.caches[1], text, sampling)).sum(-1).tolist()
+        return [(betas[i : i + MAX_GAMMA], counts[i]) for i in range(start - 1, len(text) - MAX_GAMMA)]
     rounds = []
-    for i in range(start - 1, len(text) - LONGEST):
-        draft = parts.drafter.propose(text[: i + 1], More(LONGEST, Fixed(LONGEST))).tokens
+    for i in range(start - 1, len(text) - MAX_GAMMA):
+        draft = pipeline.drafter.propose(text[: i + 1], DraftBudget(MAX_GAMMA, Fixed(MAX_GAMMA))).tokens
         chances: list[float] = []
         for place, token in enumerate(draft[: len(text) - 1 - i], i):
             chances.append(float(p[place, token]))
@@ -189,13 +193,13 @@ def _rounds(text: Sequence[int], start: int, parts: Parts, warp: Warp) -> list[R
     return rounds
 
 
-def laws(cached: CachedModel, text: Sequence[int], warp: Warp) -> Tensor:
+def distributions(cached: CachedModel, text: Sequence[int], sampling: SamplingParams) -> Tensor:
     """The law after each token, `[n, vocab]`."""
-    return warp.law(cached.read(text).float())
+    return sampling.logits_to_probs(cached.read(text).float())
 
 
 def _expected(
-    rounds: Sequence[Round], gamma: int, c: float, v: dict[int, float], opening: float = 0.0
+    rounds: Sequence[StepOutlook], gamma: int, c: float, v: dict[int, float], opening: float = 0.0
 ) -> tuple[float, float]:
     """Tokens per round and speed-up, over the places at which rounds would start if each began where one ended.
 
@@ -220,7 +224,7 @@ def _expected(
 
 
 @dataclass(frozen=True)
-class Priced:
+class StepCosts:
     """What was found."""
 
     plain_s: float  # seconds of a plain pass, with all that makes a token of it
@@ -228,19 +232,19 @@ class Priced:
     v: tuple[float, ...]  # a pass over 1, 2, ... rows, in plain passes
 
 
-PLAIN = 5  # plain rounds in a row,
+BASELINE_RUNS = 5  # plain rounds in a row,
 WARMING = 2  # of which the first are not counted
 
-Text = tuple[Sequence[int], int]  # tokens, and how many of them are there before the first round
+TimedText = tuple[Sequence[int], int]  # tokens, and how many of them are there before the first round
 
 
-def price(
-    parts: Callable[[], Parts],
-    texts: Sequence[Text],
+def measure_costs(
+    pipeline: Callable[[], Pipeline],
+    texts: Sequence[TimedText],
     longest: int,
     rounds: int = 20,
     clock: Callable[[], float] = time.perf_counter,
-) -> Priced:
+) -> StepCosts:
     """Costs of drafts of up to `longest` tokens.
 
     Medians over `rounds` rounds of every length. Every text has room for two rounds; each is begun anew, with parts of
@@ -248,10 +252,10 @@ def price(
     """
     judged: list[list[float]] = [[] for _ in range(longest + 1)]
     drafted: list[float] = []
-    lengths = cycle([*[0] * PLAIN, *range(1, longest + 1)])
+    lengths = cycle([*[0] * BASELINE_RUNS, *range(1, longest + 1)])
     for text in cycle(texts):
         idle = 0
-        for n, draft_s, judge_s, tokens in _timed_rounds(parts(), *text, lengths, clock):
+        for n, draft_s, judge_s, tokens in _timed_rounds(pipeline(), *text, lengths, clock):
             idle = 0 if n else idle + 1
             if n or idle > WARMING:
                 judged[n].append(judge_s)
@@ -260,33 +264,35 @@ def price(
             if len(judged[longest]) == rounds:
                 plain = statistics.median(judged[0])
                 c = statistics.median(drafted) / plain if drafted else 0.0
-                return Priced(plain, c, tuple(statistics.median(seconds) / plain for seconds in judged))
+                return StepCosts(plain, c, tuple(statistics.median(seconds) / plain for seconds in judged))
     raise ValueError("there are no texts")
 
 
-def reading(parts: Parts, text: Text, priced: Priced, clock: Callable[[], float] = time.perf_counter) -> float:
+def prompt_cost(
+    pipeline: Pipeline, text: TimedText, priced: StepCosts, clock: Callable[[], float] = time.perf_counter
+) -> float:
     """What it costs a drafter that has seen nothing yet to read a text's prompt, in plain passes."""
     tokens, start = text
     began = clock()
-    draft = parts.drafter.propose(tokens[:start], More(1, Fixed(1)))
+    draft = pipeline.drafter.propose(tokens[:start], DraftBudget(1, Fixed(1)))
     return max(0.0, (clock() - began) / priced.plain_s - priced.c * len(draft))
 
 
 def _timed_rounds(
-    parts: Parts, text: Sequence[int], start: int, lengths: Iterator[int], clock: Callable[[], float]
+    pipeline: Pipeline, text: Sequence[int], start: int, lengths: Iterator[int], clock: Callable[[], float]
 ) -> Iterator[tuple[int, float, float, int]]:
     """One round after the other: the length asked for, seconds of drafting and judging, and how many were drafted."""
-    parts.judge.judge(text[:start], Draft())  # reads the prompt
+    pipeline.verifier.verify(text[:start], Draft())  # reads the prompt
     place = start + 1
     while place < len(text):
         n = next(lengths)
         began = clock()
-        draft = parts.drafter.propose(text[:place], More(n, Fixed(n))) if n else Draft()
+        draft = pipeline.drafter.propose(text[:place], DraftBudget(n, Fixed(n))) if n else Draft()
         draft_s, tokens = clock() - began, len(draft)
         if tokens < n:  # the pass is timed with as many rows all the same
-            draft = Draft.chain(((text[place] + 1) % parts.caches[0].vocab_size,) * n)
+            draft = Draft.chain(((text[place] + 1) % pipeline.caches[0].vocab_size,) * n)
         since = clock()
-        parts.judge.judge(text[:place], draft)
+        pipeline.verifier.verify(text[:place], draft)
         yield n, draft_s, clock() - since, tokens
         kept = 0  # what the text confirms is held, and the token after it is news
         while kept < n and place + kept < len(text) and draft.tokens[kept] == text[place + kept]:

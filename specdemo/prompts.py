@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specdemo.core.errors import known
+from specdemo.core.errors import check_name
 from specdemo.models.zoo import ASSETS
 
 PROMPTS = ASSETS / "prompts.json"
@@ -29,7 +29,7 @@ def load_prompts(path: Path = PROMPTS, kinds: Sequence[str] = ()) -> list[Prompt
     """The bundled prompts, of all classes or of these."""
     classes = json.loads(path.read_text("utf-8"))
     for kind in kinds:
-        known("class of prompts", kind, classes)
+        check_name("class of prompts", kind, classes)
     return [
         Prompt(kind, f"{kind} {i + 1}", text)
         for kind, texts in classes.items()
@@ -42,7 +42,7 @@ def load_written(temperature: float, kinds: Sequence[str] = (), path: Path = WRI
     """Prompts with what the target wrote at the nearest temperature, of all classes or of these."""
     classes = json.loads(path.read_text("utf-8"))
     for kind in kinds:
-        known("class of prompts", kind, classes)
+        check_name("class of prompts", kind, classes)
     nearest = min(TEMPERATURES, key=lambda one: abs(one - temperature))
     return [
         Prompt(kind, f"{kind} text {i + 1}", entry["prompt"], entry[f"{nearest:g}"])

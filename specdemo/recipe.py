@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from specdemo.core.errors import Refused, known
+from specdemo.core.errors import UserError, check_name
 from specdemo.core.policies import POLICIES
 from specdemo.core.rules import RULES
-from specdemo.core.sampling import Warp
-from specdemo.models.spec import DTYPES, QUANTIZATIONS, Spec
+from specdemo.core.sampling import SamplingParams
+from specdemo.models.spec import DTYPES, QUANTIZATIONS, ModelSpec
 from specdemo.models.zoo import MODELS, PAIRS, REVISIONS
-from specdemo.remote.config import COLDEST, Cloud
+from specdemo.remote.config import COLDEST, CloudConfig
 
 METHODS = {
     "draft": "a smaller model drafts, the target verifies",
@@ -75,22 +75,22 @@ class Recipe:
     threshold: float | None = None  # of a rule that has one; None: its usual one
     chat: bool = False  # the prompt is said by a user, in the model's own chat template
     skip_sample_adjustment: bool = False  # draw corrections from p: lossy
-    cloud: Cloud | None = None  # where the target is, if it is not here
+    cloud: CloudConfig | None = None  # where the target is, if it is not here
 
     def __post_init__(self) -> None:
         if self.pair and (self.target or self.drafter):
-            raise Refused("give either a pair or a target and a drafter, not both")
+            raise UserError("give either a pair or a target and a drafter, not both")
         if self.drafter and not self.target:
-            raise Refused("a drafter needs a target: give both")
+            raise UserError("a drafter needs a target: give both")
         if self.pair:
-            known("pair", self.pair, PAIRS)
-        known("method", self.method, METHODS)
-        known("policy", self.policy, POLICIES)
-        known("rule", self.rule, RULES)
-        known("dtype", self.dtype, DTYPES)
-        known("quantization", self.quantization, QUANTIZATIONS)
-        known("quantization", self.drafter_quantization, QUANTIZATIONS)
-        known("n-gram storage", self.ngram_levels, NGRAM_LEVELS)
+            check_name("pair", self.pair, PAIRS)
+        check_name("method", self.method, METHODS)
+        check_name("policy", self.policy, POLICIES)
+        check_name("rule", self.rule, RULES)
+        check_name("dtype", self.dtype, DTYPES)
+        check_name("quantization", self.quantization, QUANTIZATIONS)
+        check_name("quantization", self.drafter_quantization, QUANTIZATIONS)
+        check_name("n-gram storage", self.ngram_levels, NGRAM_LEVELS)
         for name, least, most in (
             ("gamma", 1, 64),
             ("gamma_min", 0, 64),
@@ -113,47 +113,53 @@ class Recipe:
         ):
             value = getattr(self, name)
             if value is not None and not least <= value <= most:  # which no NaN is
-                raise Refused(f"{name} must be from {least} to {most}, not {value}{self._way_out(name)}")
+                raise UserError(f"{name} must be from {least} to {most}, not {value}{self._way_out(name)}")
         if self.gamma_bounds[0] > self.gamma_bounds[1]:
-            raise Refused("gamma_min {} is above gamma_max {}: exchange them".format(*self.gamma_bounds))
+            raise UserError("gamma_min {} is above gamma_max {}: exchange them".format(*self.gamma_bounds))
         if not 0 < self.top_p <= 1:
-            raise Refused(f"top_p must be above 0 and at most 1, not {self.top_p}")
+            raise UserError(f"top_p must be above 0 and at most 1, not {self.top_p}")
         if not 0 < self.repetition_penalty < math.inf:
-            raise Refused(f"repetition_penalty must be above 0 (1 is none), not {self.repetition_penalty}")
+            raise UserError(f"repetition_penalty must be above 0 (1 is none), not {self.repetition_penalty}")
         if self.method in WITH_DRAFTER and self.models[1] is None:
-            raise Refused(f"method {self.method} needs a drafter: give one, or choose method nasd, self or ar")
+            raise UserError(f"method {self.method} needs a drafter: give one, or choose method nasd, self or ar")
         if self.encoder:
             refuse_with_encoder(self.method)  # before gigabytes come
         if self.exit_layer is not None and self.skip_layers:
-            raise Refused("give either exit_layer or skip_layers, not both")
+            raise UserError("give either exit_layer or skip_layers, not both")
         if self.threshold is not None:
             if RULES[self.rule].threshold is None:
                 having = ", ".join(name for name, rule in RULES.items() if rule.threshold is not None)
-                raise Refused(f"rule {self.rule} has no threshold: rules that have one are {having}")
+                raise UserError(f"rule {self.rule} has no threshold: rules that have one are {having}")
             if not 0 < self.threshold <= 1:
-                raise Refused(f"threshold must be above 0 and at most 1, not {self.threshold}")
+                raise UserError(f"threshold must be above 0 and at most 1, not {self.threshold}")
         if self.skip_sample_adjustment and not RULES[self.rule].adjusts:
-            raise Refused(f"rule {self.rule} has no sample adjustment to skip: choose rule rejection")
+            raise UserError(f"rule {self.rule} has no sample adjustment to skip: choose rule rejection")
         self._check_cloud()
 
     def _check_cloud(self) -> None:
         if self.cloud is None:
             return
         if self.method in ("self", "beam"):
-            raise Refused(f"method {self.method} needs the target itself at hand: choose another, or no cloud")
+            raise UserError(f"method {self.method} needs the target itself at hand: choose another, or no cloud")
         if 0 < self.temperature < COLDEST or not 0.01 <= self.repetition_penalty <= 100:
-            raise Refused(f"over the wire a temperature is 0 or from {COLDEST}, a repetition penalty from 0.01 to 100")
+            raise UserError(
+                f"over the wire a temperature is 0 or from {COLDEST}, a repetition penalty from 0.01 to 100"
+            )
         if not -(1 << 63) <= self.seed < 1 << 63:
-            raise Refused("over the wire a seed has 64 bits: choose a smaller one")
+            raise UserError("over the wire a seed has 64 bits: choose a smaller one")
         alone = self.cloud.mode == "edge_only" or self.cloud.on_loss == "edge"
         if alone and self.models[1] is None:
-            raise Refused("the edge has no model to go on with alone: give a drafter")
+            raise UserError("the edge has no model to go on with alone: give a drafter")
         if alone and self.cloud.mode == "speculative" and self.method not in WITH_DRAFTER:
-            raise Refused(f"method {self.method} has no model that could go on alone: choose {', '.join(WITH_DRAFTER)}")
+            raise UserError(
+                f"method {self.method} has no model that could go on alone: choose {', '.join(WITH_DRAFTER)}"
+            )
         if self.cloud.gates and self.method != "draft":
-            raise Refused(f"gates read the law of a drafter that drafts chains: choose method draft, not {self.method}")
+            raise UserError(
+                f"gates read the law of a drafter that drafts chains: choose method draft, not {self.method}"
+            )
         if self.cloud.provisional and self.method == "ar":
-            raise Refused("method ar drafts nothing that could be committed provisionally: choose another, or wait")
+            raise UserError("method ar drafts nothing that could be committed provisionally: choose another, or wait")
 
     @staticmethod
     def _way_out(name: str) -> str:
@@ -182,20 +188,20 @@ class Recipe:
         return self.models[0] in MODELS and MODELS[self.models[0]].encoder
 
     @property
-    def target_spec(self) -> Spec:
+    def target_spec(self) -> ModelSpec:
         """How to load the target."""
         return self._spec(self.models[0], self.quantization, self.device)
 
     @property
-    def drafter_spec(self) -> Spec | None:
+    def drafter_spec(self) -> ModelSpec | None:
         """How to load the drafter; None where the method needs none."""
         name = self.models[1]
         if self.method not in WITH_DRAFTER or name is None:
             return None
         return self._spec(name, self.drafter_quantization, self.drafter_device or self.device)
 
-    def _spec(self, name: str, quantization: str, device: str) -> Spec:
-        return Spec(name, self.dtype, quantization, device, REVISIONS.get(name))
+    def _spec(self, name: str, quantization: str, device: str) -> ModelSpec:
+        return ModelSpec(name, self.dtype, quantization, device, REVISIONS.get(name))
 
     @property
     def needs_local_service(self) -> bool:
@@ -226,15 +232,15 @@ class Recipe:
         if self.method in ("ar", "beam"):
             return self.method == "ar"  # a search looks for one text; it draws none
         corrected = not self.skip_sample_adjustment or self.temperature == 0
-        return RULES[self.rule].exact(Warp(temperature=self.temperature)) and corrected
+        return RULES[self.rule].exact(SamplingParams(temperature=self.temperature)) and corrected
 
 
 def refuse_with_encoder(method: str) -> None:
-    """Raise `Refused` for a method that a target with an encoder cannot run."""
+    """Raise `UserError` for a method that a target with an encoder cannot run."""
     if method in FORESTS:
-        raise Refused(
+        raise UserError(
             f"method {method} shows the target several texts at once, and a model with an encoder takes one: "
             "choose method draft, nasd, suffix or ar"
         )
     if method == "self":
-        raise Refused("the target has an encoder, and self-speculation is for decoders: choose method nasd")
+        raise UserError("the target has an encoder, and self-speculation is for decoders: choose method nasd")

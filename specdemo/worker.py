@@ -186,7 +186,7 @@ class Worker:
             return False
 
 
-class Crew:
+class WorkerGroup:
     """Workers that look like one, each with one job at a time: where every job brings a device of its own."""
 
     def __init__(self, workers: int = 4, waiting: int | None = 32) -> None:
@@ -214,11 +214,13 @@ class Crew:
 
 T = TypeVar("T")
 
-EVERY_S = 0.1  # between two pieces of news: soon enough for the eye, and whoever shares the thread waits no longer
+REPORT_INTERVAL_S = (
+    0.1  # between two pieces of news: soon enough for the eye, and whoever shares the thread waits no longer
+)
 
 
 @dataclass(frozen=True)
-class News:
+class TaskProgress:
     """What is being done, in words, and how far it has come; `total` 0: that cannot be said."""
 
     text: str
@@ -226,31 +228,31 @@ class News:
     total: int = 0
 
 
-Tell = Callable[[News], None]
+ReportProgress = Callable[[TaskProgress], None]
 
 
-class GivenUp(Exception):
+class TaskCancelled(Exception):
     """Raised in the work itself, at the next thing it tells, once nobody waits for it."""
 
 
-def quietly(news: News) -> None:
+def ignore_progress(news: TaskProgress) -> None:
     """Told to nobody."""
 
 
-class Errand(Generic[T]):
+class BackgroundTask(Generic[T]):
     """`work(tell)` in a thread of its own. `parked`: it runs only while `progress` is being advanced."""
 
-    def __init__(self, work: Callable[[Tell], T], parked: bool = False) -> None:
+    def __init__(self, work: Callable[[ReportProgress], T], parked: bool = False) -> None:
         self._work, self._parks = work, parked
         self._changed = threading.Condition()
-        self._news: News | None = None
+        self._news: TaskProgress | None = None
         self._waits = self._over = self._given_up = False
         self._due = 0.0
         self._error: BaseException | None = None
         self._result: T | None = None
         self._thread = threading.Thread(target=self._run, name="errand", daemon=True)
 
-    def progress(self) -> Iterator[News]:
+    def progress(self) -> Iterator[TaskProgress]:
         """Start the work; news until it is over. Raises what it raised; closing gives it up."""
         self._thread.start()
         try:
@@ -261,7 +263,7 @@ class Errand(Generic[T]):
                     if self._parks:
                         self._changed.wait_for(lambda: self._waits or self._over)
                     else:
-                        self._changed.wait_for(lambda: self._over, EVERY_S)
+                        self._changed.wait_for(lambda: self._over, REPORT_INTERVAL_S)
                     news, over = self._news, self._over
                 if over:
                     break
@@ -291,15 +293,15 @@ class Errand(Generic[T]):
             self._over = True
             self._changed.notify_all()
 
-    def _tell(self, news: News) -> None:
+    def _tell(self, news: TaskProgress) -> None:
         with self._changed:
             if self._given_up:
-                raise GivenUp
+                raise TaskCancelled
             self._news = news
             if self._parks and time.monotonic() >= self._due:
                 self._waits = True
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: not self._waits or self._given_up)
-                self._due = time.monotonic() + EVERY_S
+                self._due = time.monotonic() + REPORT_INTERVAL_S
                 if self._given_up:
-                    raise GivenUp
+                    raise TaskCancelled

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from specdemo.core.step import Draft
-from specdemo.preflight import PLAIN, Priced, price, reading
+from specdemo.preflight import BASELINE_RUNS, StepCosts, measure_costs, prompt_cost
 
 TEXT = tuple(range(100, 200))
 
@@ -28,16 +28,16 @@ class Machine:
     held: list[int] = field(default_factory=list)
     fed: list[int] = field(default_factory=list)  # rows of each pass
 
-    def propose(self, tokens: Any, more: Any) -> Draft:
+    def propose(self, tokens: Any, budget: Any) -> Draft:
         count = 0
-        while count < self.most and more(count, None):
+        while count < self.most and budget.may_extend(count, None):
             count += 1
         self.now += 0.5 * count
         self.cold = 2 if count else self.cold
         after = TEXT[len(tokens) : len(tokens) + self.right]
         return Draft.chain((*after, *(0,) * count)[:count])
 
-    def judge(self, tokens: Any, draft: Draft) -> None:
+    def verify(self, tokens: Any, draft: Draft) -> None:
         whole = [*tokens, *draft.tokens]
         shared = 0
         while shared < min(len(self.held), len(tokens)) and self.held[shared] == tokens[shared]:
@@ -53,11 +53,11 @@ class Machine:
 def test_known_costs_are_found_again(right: int, most: int) -> None:
     machine = Machine(right, most)
 
-    def parts() -> Any:
+    def pipeline() -> Any:
         machine.held = []
-        return SimpleNamespace(drafter=machine, judge=machine, caches=(SimpleNamespace(vocab_size=1000),))
+        return SimpleNamespace(drafter=machine, verifier=machine, caches=(SimpleNamespace(vocab_size=1000),))
 
-    found = price(parts, [(TEXT, 5), (TEXT[:8], 5)], 4, rounds=7, clock=lambda: machine.now)
+    found = measure_costs(pipeline, [(TEXT, 5), (TEXT[:8], 5)], 4, rounds=7, clock=lambda: machine.now)
     assert found.plain_s == 1.0 and found.c == pytest.approx(0.5 if most else 0.0)
     cold = 0.1 if most else 0.0  # plain decoding never is
     assert found.v == pytest.approx([1.0, 1.25 + cold, 1.5 + cold, 1.75 + cold, 2.0 + cold])
@@ -67,18 +67,18 @@ def test_known_costs_are_found_again(right: int, most: int) -> None:
 def test_each_pass_is_fed_its_draft_and_one_token_more() -> None:
     """Whatever was right is held, as it is in decoding; the prompt is read before anything is timed."""
     machine = Machine(1)
-    price(
-        lambda: SimpleNamespace(drafter=machine, judge=machine, caches=(SimpleNamespace(vocab_size=1000),)),
+    measure_costs(
+        lambda: SimpleNamespace(drafter=machine, verifier=machine, caches=(SimpleNamespace(vocab_size=1000),)),
         [(TEXT, 5)],
         2,
         rounds=3,
         clock=lambda: machine.now,
     )
-    assert machine.fed[0] == 5 and machine.fed[1:] == [*[1] * PLAIN, 2, 3] * 3
+    assert machine.fed[0] == 5 and machine.fed[1:] == [*[1] * BASELINE_RUNS, 2, 3] * 3
 
 
 def test_reading_a_prompt_is_what_the_first_draft_takes_beyond_its_tokens() -> None:
     machine = Machine(0)
-    parts: Any = SimpleNamespace(drafter=SimpleNamespace(propose=lambda tokens, more: machine.propose(tokens, more)))
-    assert reading(parts, (TEXT, 5), Priced(1.0, 0.2, ()), clock=lambda: machine.now) == pytest.approx(0.3)
-    assert reading(parts, (TEXT, 5), Priced(1.0, 0.9, ()), clock=lambda: machine.now) == 0.0
+    pipeline: Any = SimpleNamespace(drafter=SimpleNamespace(propose=lambda tokens, more: machine.propose(tokens, more)))
+    assert prompt_cost(pipeline, (TEXT, 5), StepCosts(1.0, 0.2, ()), clock=lambda: machine.now) == pytest.approx(0.3)
+    assert prompt_cost(pipeline, (TEXT, 5), StepCosts(1.0, 0.9, ()), clock=lambda: machine.now) == 0.0

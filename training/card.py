@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specdemo.generate import generate
-from specdemo.models.model_pool import Shelf
+from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
 from training import curve, objectives
 from training.corpus import Corpus, held_out_texts
@@ -43,12 +43,12 @@ def prompts(corpus: Corpus, n: int) -> list[str]:
     return found[:n]
 
 
-def agreements(folder: Path, texts: Sequence[str], shelf: Shelf) -> list[Agreement]:
+def agreements(folder: Path, texts: Sequence[str], pool: ModelPool) -> list[Agreement]:
     """Run the pair over `texts` for every gamma, greedily and at temperature 1."""
     rows = []
     for temperature in (0.0, 1.0):
         for gamma in GAMMAS:
-            runs = [_run(folder, text, shelf, temperature, gamma) for text in texts]
+            runs = [_run(folder, text, pool, temperature, gamma) for text in texts]
             tested, drafted = (sum(m[name] for m in runs) for name in ("tested", "drafted"))
             rows.append(
                 Agreement(
@@ -62,19 +62,19 @@ def agreements(folder: Path, texts: Sequence[str], shelf: Shelf) -> list[Agreeme
     return rows
 
 
-def _run(folder: Path, text: str, shelf: Shelf, temperature: float, gamma: int) -> dict[str, Any]:
+def _run(folder: Path, text: str, pool: ModelPool, temperature: float, gamma: int) -> dict[str, Any]:
     models = {"target": str(folder / "target"), "drafter": str(folder / "drafter")}
     recipe = Recipe(temperature=temperature, top_p=1.0, gamma=gamma, max_tokens=TOKENS, device="cpu", **models)
-    *_, end = generate(recipe, text, shelf)
+    *_, end = generate(recipe, text, pool)
     return end["metrics"]
 
 
-def loops(folder: Path, texts: Sequence[str], shelf: Shelf) -> int:
+def loops(folder: Path, texts: Sequence[str], pool: ModelPool) -> int:
     """On how many prompts 256 greedy tokens end in a loop: the last 64 repeat with a period of at most 16."""
     found = 0
     recipe = Recipe(target=str(folder / "target"), method="ar", temperature=0, max_tokens=256, device="cpu")
     for text in texts:
-        tokens = [token for line in generate(recipe, text, shelf) if "i" in line for token in line["tokens"]][-64:]
+        tokens = [token for line in generate(recipe, text, pool) if "i" in line for token in line["tokens"]][-64:]
         found += len(tokens) == 64 and any(tokens[k:] == tokens[:-k] for k in range(1, 17))
     return found
 
@@ -82,9 +82,9 @@ def loops(folder: Path, texts: Sequence[str], shelf: Shelf) -> int:
 def write(folder: Path, corpus: Corpus, recipe: str) -> str:
     """Measure the pair in `folder` and write its README.md; `recipe` is the command that made it."""
     texts = prompts(corpus, 24)
-    shelf = Shelf()
-    rows = agreements(folder, texts, shelf)
-    looping = loops(folder, texts, shelf)
+    pool = ModelPool()
+    rows = agreements(folder, texts, pool)
+    looping = loops(folder, texts, pool)
     target, drafter = (
         AutoModelForCausalLM.from_pretrained(folder / role, dtype=torch.float32) for role in ("target", "drafter")
     )

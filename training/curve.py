@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 from benchmarks.pass_cost import step_seconds
 from specdemo.core.theory import best_gamma, walltime_improvement
-from specdemo.models.engines.llama_weights import Lean
+from specdemo.models.engines.llama_weights import LlamaWeights
 from training.objectives import held_out_agreement
 
 FILE = "curve.json"
@@ -32,7 +32,7 @@ class Point:
 
 def measure(drafters: Mapping[str, LlamaForCausalLM], target: LlamaForCausalLM, held_out: np.ndarray) -> list[Point]:
     """Agreement on held-out text and cost in the program's own engine."""
-    costs = step_seconds([Lean(model) for model in (target, *drafters.values())])
+    costs = step_seconds([LlamaWeights(model) for model in (target, *drafters.values())])
     points = []
     for (shape, drafter), cost in zip(drafters.items(), costs[1:], strict=True):
         alpha, first = held_out_agreement(drafter, target, held_out, 1024, 24)

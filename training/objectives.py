@@ -83,8 +83,8 @@ def without_loops(
         )
     model.train()
     looping = loops(text)[:, given:]
-    law = logits(model, text)[:, given - 1 :].log_softmax(-1)
-    chosen = law.gather(-1, text[:, given:, None])[..., 0].exp()
+    probs = logits(model, text)[:, given - 1 :].log_softmax(-1)
+    chosen = probs.gather(-1, text[:, given:, None])[..., 0].exp()
     unlikelihood = -torch.log1p(-chosen.clamp(max=1 - 1e-5))
     with torch.no_grad():
         p = logits(before, ids).log_softmax(-1)

@@ -22,8 +22,8 @@ import torch
 from specdemo.bench import Progress
 from specdemo.generate import generate
 from specdemo.models.kv_cache import CachedModel
-from specdemo.models.load import Loaded
-from specdemo.models.model_pool import Shelf
+from specdemo.models.load import LoadedModel
+from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import QUANTIZATIONS
 from specdemo.models.zoo import PAIRS
 from specdemo.recipe import Recipe
@@ -53,17 +53,17 @@ class Sums:
     surprise: dict[tuple[str, str], float] = field(default_factory=dict)  # by role and form, in nats
     overlap: dict[tuple[str, str], float] = field(default_factory=dict)  # sum min(p, q), by the forms of both
 
-    def add(self, models: dict[tuple[str, str], Loaded], text: Sequence[int]) -> None:
+    def add(self, models: dict[tuple[str, str], LoadedModel], text: Sequence[int]) -> None:
         """Read one more text with every model."""
-        laws = {key: CachedModel(one.model).read(text).float().softmax(-1)[:-1] for key, one in models.items()}
+        distributions = {key: CachedModel(one.model).read(text).float().softmax(-1)[:-1] for key, one in models.items()}
         following = torch.tensor(text[1:])[:, None]
         self.places += len(text) - 1
-        for key, law in laws.items():
-            told = float(-law.gather(1, following).clamp_min(1e-12).log().sum())
+        for key, probs in distributions.items():
+            told = float(-probs.gather(1, following).clamp_min(1e-12).log().sum())
             self.surprise[key] = self.surprise.get(key, 0.0) + told
-        for (role, t), (other, d) in product(laws, laws):
+        for (role, t), (other, d) in product(distributions, distributions):
             if (role, other) == ("target", "drafter"):
-                both = float(torch.minimum(laws[role, t], laws[other, d]).sum())
+                both = float(torch.minimum(distributions[role, t], distributions[other, d]).sum())
                 self.overlap[t, d] = self.overlap.get((t, d), 0.0) + both
 
     def perplexity(self, role: str, form: str) -> float:
@@ -82,14 +82,14 @@ def middles(tokenizer: Any, count: int) -> list[list[int]]:
     return [ids[len(ids) // 2 : len(ids) // 2 + MOST] for ids in random.Random(0).sample(long, min(count, len(long)))]
 
 
-def speeds(recipes: Sequence[Recipe], prompts: Sequence[str], shelf: Shelf) -> Iterator[tuple[Recipe, float]]:
+def speeds(recipes: Sequence[Recipe], prompts: Sequence[str], pool: ModelPool) -> Iterator[tuple[Recipe, float]]:
     """Tokens per second of each recipe on each prompt, in shuffled turns; each has run once before."""
     rng = random.Random(0)
     for prompt in (prompts[0], *prompts):
         order = list(recipes)
         rng.shuffle(order)
         for recipe in order:
-            *_, end = generate(recipe, prompt, shelf)
+            *_, end = generate(recipe, prompt, pool)
             yield recipe, end["metrics"]["tokens_per_second"] or 0.0
 
 
@@ -97,7 +97,7 @@ def measure_speed(
     forms: Sequence[str], prompts: Sequence[str], tokens: int, device: str
 ) -> dict[tuple[str, str], Speed]:
     """Plain and speculative decoding of every pair of forms, greedily."""
-    shelf = Shelf()
+    pool = ModelPool()
     usual = {"temperature": 0, "top_p": 1.0, "max_tokens": tokens, "device": device, "gamma": PAIRS["bundled"].gamma}
     plain = {form: Recipe(method="ar", quantization=form, **usual) for form in forms}
     drafted = {
@@ -105,7 +105,7 @@ def measure_speed(
         for t, d in product(forms, forms)
     }
     found: dict[Recipe, list[float]] = {}
-    for recipe, speed in speeds([*plain.values(), *drafted.values()], prompts, shelf):
+    for recipe, speed in speeds([*plain.values(), *drafted.values()], prompts, pool):
         found.setdefault(recipe, []).append(speed)
     result = {}
     for (t, d), recipe in drafted.items():
@@ -128,12 +128,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--texts", type=int, default=40, help="held-out files, of which the middles are read")
     options = parser.parse_args(arguments)
-    shelf, models = Shelf(), {}
+    pool, models = ModelPool(), {}
     for form in options.form:
         recipe = Recipe(quantization=form, drafter_quantization=form, device=options.device)
         assert recipe.drafter_spec
-        models["target", form] = shelf.take(recipe.target_spec)
-        models["drafter", form] = shelf.take(recipe.drafter_spec)
+        models["target", form] = pool.take(recipe.target_spec)
+        models["drafter", form] = pool.take(recipe.drafter_spec)
     tokenizer = models["target", options.form[0]].tokenizer
     sums = Sums()
     texts = middles(tokenizer, max(options.texts, options.prompts))

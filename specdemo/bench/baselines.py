@@ -10,14 +10,14 @@ import torch
 from transformers import set_seed
 from transformers.generation.streamers import BaseStreamer
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.models.engines.encoder_decoder import has_encoder
 from specdemo.models.load import reference
-from specdemo.models.spec import Spec
+from specdemo.models.spec import ModelSpec
 
 
 @dataclass(frozen=True)
-class Peer:
+class Baseline:
     """A way in which `generate` decodes: its arguments, and the settings that it reads from the assistant's."""
 
     title: str
@@ -26,21 +26,21 @@ class Peer:
     assistant: dict[str, Any] | None = None
 
 
-def _assisted(schedule: str, threshold: float) -> Peer:
+def _assisted(schedule: str, threshold: float) -> Baseline:
     settings = {"num_assistant_tokens_schedule": schedule, "assistant_confidence_threshold": threshold}
-    return Peer(f"assisted {schedule} {threshold:g}", "assisted", assistant=settings)
+    return Baseline(f"assisted {schedule} {threshold:g}", "assisted", assistant=settings)
 
 
-PEERS = {
+BASELINES = {
     peer.title: peer
     for peer in (
-        Peer("generate", "generate"),
+        Baseline("generate", "generate"),
         _assisted("constant", 0.0),
         _assisted("constant", 0.4),
         _assisted("heuristic", 0.0),
         _assisted("heuristic", 0.4),
-        Peer("prompt lookup 4", "prompt lookup", {"prompt_lookup_num_tokens": 4}),
-        Peer("prompt lookup 10", "prompt lookup", {"prompt_lookup_num_tokens": 10}),
+        Baseline("prompt lookup 4", "prompt lookup", {"prompt_lookup_num_tokens": 4}),
+        Baseline("prompt lookup 10", "prompt lookup", {"prompt_lookup_num_tokens": 10}),
     )
 }
 
@@ -61,16 +61,18 @@ class Clock(BaseStreamer):
         """Nothing to flush."""
 
 
-class Peers:
+class Baselines:
     """A pair as `transformers` loads it, without any of our kernels."""
 
-    def __init__(self, target: Spec, drafter: Spec | None) -> None:
+    def __init__(self, target: ModelSpec, drafter: ModelSpec | None) -> None:
         self._target, self._tokenizer = reference(target)
         if has_encoder(self._target.config):
-            raise Refused(f"{target.name} has an encoder: bench it without its peers")
+            raise UserError(f"{target.name} has an encoder: bench it without its peers")
         self._drafter = reference(drafter)[0] if drafter else None
 
-    def run(self, peer: Peer, text: str, temperature: float, gamma: int, max_tokens: int, seed: int) -> dict[str, Any]:
+    def run(
+        self, peer: Baseline, text: str, temperature: float, gamma: int, max_tokens: int, seed: int
+    ) -> dict[str, Any]:
         """Continue `text`; the figures that can be seen from outside."""
         ids = self._tokenizer(text, return_tensors="pt").input_ids.to(self._target.device)
         room = self._target.config.max_position_embeddings - ids.shape[1]

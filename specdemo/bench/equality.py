@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from specdemo.generate import generate
-from specdemo.models.model_pool import Shelf
+from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import Prompt
 from specdemo.recipe import Recipe
 
@@ -47,23 +47,23 @@ def more(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
     return cut[:count]
 
 
-def prove(findings: Sequence[Finding], prompts: Sequence[Prompt], shelf: Shelf) -> Iterator[None]:
+def prove(findings: Sequence[Finding], prompts: Sequence[Prompt], pool: ModelPool) -> Iterator[None]:
     """Run everything and fill in the findings, prompt by prompt. Every prompt has a seed of its own."""
     for seed, prompt in enumerate(prompts):
         plain: dict[float, list[int]] = {}
         for finding in findings:
             recipe = replace(finding.recipe, seed=seed)
             if recipe.temperature not in plain:
-                plain[recipe.temperature] = _text(replace(recipe, method="ar"), prompt, shelf)[0]
-            ours, accepted = _text(recipe, prompt, shelf)
+                plain[recipe.temperature] = _text(replace(recipe, method="ar"), prompt, pool)[0]
+            ours, accepted = _text(recipe, prompt, pool)
             finding.add(prompt.name, ours, plain[recipe.temperature])
             finding.accepted += accepted
         yield
 
 
-def _text(recipe: Recipe, prompt: Prompt, shelf: Shelf) -> tuple[list[int], int]:
+def _text(recipe: Recipe, prompt: Prompt, pool: ModelPool) -> tuple[list[int], int]:
     """The tokens of a run, and how many of them were drafted."""
-    steps = [line for line in generate(recipe, prompt.text, shelf) if "i" in line]
+    steps = [line for line in generate(recipe, prompt.text, pool) if "i" in line]
     return [token for step in steps for token in step["tokens"]], sum(len(step["accepted"]) for step in steps)
 
 

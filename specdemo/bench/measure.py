@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from specdemo.bench.baselines import PEERS, Peers
+from specdemo.bench.baselines import BASELINES, Baselines
 from specdemo.generate import generate
-from specdemo.models.model_pool import Shelf
+from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import Prompt
 from specdemo.recipe import Recipe
 
@@ -27,7 +27,7 @@ COPIED = 256 << 20  # bytes: more than any cache holds
 
 
 @dataclass(frozen=True)
-class Turn:
+class BenchProgress:
     """A run that is under way: the `number`th of `total`, or 0 while everything runs once to warm up."""
 
     number: int
@@ -38,7 +38,7 @@ class Turn:
         return f"{self.number} of {self.total}: {self.doing}" if self.number else f"warming up: {self.doing}"
 
 
-def label(recipe: Recipe) -> str:
+def recipe_label(recipe: Recipe) -> str:
     """A recipe in a few words."""
     length = f" gamma={recipe.gamma}" if recipe.policy == "fixed" else f" {recipe.policy}"
     rule = "" if recipe.rule == "rejection" else f" {recipe.rule}"
@@ -66,12 +66,12 @@ def grid(
 def measure(
     recipes: Sequence[Recipe],
     prompts: Sequence[Prompt],
-    shelf: Shelf,
+    pool: ModelPool,
     peers: Sequence[str] = (),
     seed: int = 0,
     repeat: int = 1,
-) -> Iterator[Turn | dict[str, Any]]:
-    """Run everything. A `Turn` when a run begins and after each of its steps, and a record per prompt when all are in.
+) -> Iterator[BenchProgress | dict[str, Any]]:
+    """Run everything. A `BenchProgress` when a run begins and after each of its steps, and a record per prompt when all are in.
 
     A record: the prompt's name, its class, and what each run took, in the order of `recipes`. `peers` are run with the
     settings of every plain recipe, after the recipes in each record's `runs`: all peers of the first plain recipe, then
@@ -84,22 +84,22 @@ def measure(
     lanes += [(recipe, peer) for recipe in plain for peer in peers]
     theirs = None
     if peers:
-        theirs = Peers(plain[0].target_spec, drafting.drafter_spec if drafting else None)
+        theirs = Baselines(plain[0].target_spec, drafting.drafter_spec if drafting else None)
     order = list(range(len(lanes)))
     total = len(lanes) * len(prompts) * repeat
 
     def run(
         lane: tuple[Recipe, str | None], prompt: Prompt, number: int, again: int = 0
-    ) -> Generator[Turn, None, dict[str, Any]]:
+    ) -> Generator[BenchProgress, None, dict[str, Any]]:
         recipe, peer = replace(lane[0], seed=lane[0].seed + again), lane[1]
-        name = label(recipe) if peer is None else f"transformers {peer} T={recipe.temperature:g}"
-        turn = Turn(number, total, f"{prompt.name}, {name}" if number else name)
+        name = recipe_label(recipe) if peer is None else f"transformers {peer} T={recipe.temperature:g}"
+        turn = BenchProgress(number, total, f"{prompt.name}, {name}" if number else name)
         yield turn
         if peer is None:
-            return (yield from _ours(recipe, prompt.text, shelf, turn))
+            return (yield from _ours(recipe, prompt.text, pool, turn))
         assert theirs is not None
         gamma = drafting.gamma if drafting else recipe.gamma
-        return theirs.run(PEERS[peer], prompt.text, recipe.temperature, gamma, recipe.max_tokens, recipe.seed)
+        return theirs.run(BASELINES[peer], prompt.text, recipe.temperature, gamma, recipe.max_tokens, recipe.seed)
 
     for recipe, peer in lanes:
         yield from run((replace(recipe, max_tokens=8), peer), prompts[0], 0)
@@ -113,11 +113,13 @@ def measure(
         yield {"kind": prompt.kind, "name": prompt.name, "runs": runs}
 
 
-def _ours(recipe: Recipe, text: str, shelf: Shelf, turn: Turn) -> Generator[Turn, None, dict[str, Any]]:
+def _ours(
+    recipe: Recipe, text: str, pool: ModelPool, turn: BenchProgress
+) -> Generator[BenchProgress, None, dict[str, Any]]:
     """A run's metrics, with its tokens, the seconds on the wall after the first one, and what it moved and held."""
     lines: list[dict[str, Any]] = []
     pauses: list[float] = []
-    for line in generate(recipe, text, shelf):
+    for line in generate(recipe, text, pool):
         if "phase" in line:
             yield replace(turn, doing=line["text"])
             continue
@@ -128,7 +130,7 @@ def _ours(recipe: Recipe, text: str, shelf: Shelf, turn: Turn) -> Generator[Turn
             pauses.append(time.perf_counter() - since)
     head, *steps, end = lines
     if end["end"] == "error":
-        raise RuntimeError(f"{label(recipe)} failed: {end['error']}")
+        raise RuntimeError(f"{recipe_label(recipe)} failed: {end['error']}")
     metrics, environment = end["metrics"], head["environment"]
     weights = [environment["target_bytes"], environment["drafter_bytes"] or 0]
     passes, paused = len(steps) - 1, sum(pauses[:-1])

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from specdemo.bench.baselines import PEERS
-from specdemo.bench.measure import label
+from specdemo.bench.baselines import BASELINES
+from specdemo.bench.measure import recipe_label
 from specdemo.core.intervals import interval
 from specdemo.core.theory import speedup, walltime_improvement
 from specdemo.recipe import Recipe
@@ -59,7 +59,7 @@ def table(
         some = [record for record in records if record["kind"] == kind]
         for i, recipe in enumerate(recipes):
             base = plain.get(recipe.temperature)
-            row = _row(kind, label(recipe), some, i, base, recipe, bandwidth)
+            row = _row(kind, recipe_label(recipe), some, i, base, recipe, bandwidth)
             rows.append(replace(row, over_fixed=_over_fixed(recipes, i, some)))
         first = len(recipes)
         for temperature, base in plain.items():
@@ -67,7 +67,7 @@ def table(
             for i, peer in enumerate(peers, first):
                 name = f"transformers {peer} T={temperature:g}"
                 row = _row(kind, name, some, i, base, None, bandwidth)
-                family = PEERS[peer].family
+                family = BASELINES[peer].family
                 if family not in best or row.tokens_per_second > best[family].tokens_per_second:
                     best[family] = row
             rows += best.values()

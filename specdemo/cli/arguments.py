@@ -7,11 +7,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.models.spec import DTYPES, QUANTIZATIONS
 from specdemo.models.zoo import PAIRS
 from specdemo.recipe import METHODS, NGRAM_LEVELS, POLICIES, RULES, Recipe
-from specdemo.remote.config import ALWAYS, ENCODINGS, MODES, ON_LOSS, Q_ROWS, SIGNALS, Cloud
+from specdemo.remote.config import ALWAYS, ENCODINGS, MODES, ON_LOSS, Q_ROWS, SIGNALS, CloudConfig
 
 
 class Parser(argparse.ArgumentParser):
@@ -168,11 +168,11 @@ def parser() -> Parser:
 def given(options: argparse.Namespace) -> dict[str, Any]:
     """The options that were given, by the recipe's names."""
     values = _values(options, Recipe)
-    wire = _values(options, Cloud)
+    wire = _values(options, CloudConfig)
     if "remote" in wire:
-        values["cloud"] = Cloud(**wire)
+        values["cloud"] = CloudConfig(**wire)
     elif wire:
-        raise Refused(f"{', '.join(wire)} has no meaning without --remote: say where the service is")
+        raise UserError(f"{', '.join(wire)} has no meaning without --remote: say where the service is")
     return values
 
 

@@ -10,24 +10,24 @@ from dataclasses import replace
 
 from specdemo import bench
 from specdemo.bench import equality as prove
-from specdemo.bench.baselines import PEERS
+from specdemo.bench.baselines import BASELINES
 from specdemo.cli.arguments import given
-from specdemo.core.errors import Refused
-from specdemo.models.model_pool import Shelf
+from specdemo.core.errors import UserError
+from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import find_device
 from specdemo.preflight import preflight, texts_for
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 from specdemo.remote.remote_model import TOKEN
 from specdemo.remote.serve import application, bind, listen
-from specdemo.remote.server import Limits
+from specdemo.remote.server import ServiceLimits
 
 
 def run_command(command: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    """Return the exit code of `command`: 2, with one line on standard error, if it raises `Refused`."""
+    """Return the exit code of `command`: 2, with one line on standard error, if it raises `UserError`."""
     try:
         return command(options)
-    except Refused as refusal:
+    except UserError as refusal:
         print(f"specdemo: {refusal}", file=sys.stderr)
         return 2
 
@@ -45,9 +45,9 @@ def _bench(options: argparse.Namespace) -> int:
     peers = []
     if options.peers:
         drafting = any(recipe.drafter_spec for recipe in recipes)
-        peers = [name for name, peer in PEERS.items() if drafting or peer.assistant is None]
+        peers = [name for name, peer in BASELINES.items() if drafting or peer.assistant is None]
     records, progress = [], bench.Progress()
-    for item in bench.measure(recipes, prompts, Shelf(), peers, repeat=options.repeat):
+    for item in bench.measure(recipes, prompts, ModelPool(), peers, repeat=options.repeat):
         if isinstance(item, dict):
             records.append(item)
         else:
@@ -68,7 +68,7 @@ def _bench(options: argparse.Namespace) -> int:
 def _prove(options: argparse.Namespace) -> int:
     at_least_one("prompts", options.prompts)
     if "beam" in options.method:
-        raise Refused("a beam search writes a text of its own: prove the methods that keep the target's law")
+        raise UserError("a beam search writes a text of its own: prove the methods that keep the target's law")
     common = {name: value for name, value in given(options).items() if name not in ("method", "gamma", "temperature")}
     recipes = [
         Recipe(
@@ -86,19 +86,19 @@ def _prove(options: argparse.Namespace) -> int:
     prompts = prove.more(load_prompts(), options.prompts)
     findings = [prove.Finding(recipe) for recipe in recipes]
     progress = bench.Progress()
-    for i, _ in enumerate(prove.prove(findings, prompts, Shelf()), 1):
+    for i, _ in enumerate(prove.prove(findings, prompts, ModelPool()), 1):
         progress.show(f"{i} of {len(prompts)} prompts")
     progress.over()
     print(prove.markdown(findings))
     parted = [(finding, *where) for finding in findings for where in finding.parted]
     for finding, name, token in parted:
-        print(f"{bench.label(finding.recipe)} parts from plain decoding on {name} at token {token + 1}")
+        print(f"{bench.recipe_label(finding.recipe)} parts from plain decoding on {name} at token {token + 1}")
     return 1 if parted else 0
 
 
 def _preflight(options: argparse.Namespace) -> int:
     recipe = Recipe(**{**given(options), "top_p": 1.0})
-    found = preflight(recipe, texts_for(recipe, options.kind), Shelf())
+    found = preflight(recipe, texts_for(recipe, options.kind), ModelPool())
     print(f"weights {found.weight_bytes / 1e6:,.0f} MB, keys and values {found.kv_bytes / 1e6:.2f} MB per 1,000 tokens")
     print(f"alpha {found.alpha:.2f}  c {found.c:.2f}  " + "  ".join(f"v({n}) {v:.2f}" for n, v in found.v.items()))
     for one in found.estimates:
@@ -111,21 +111,21 @@ def _preflight(options: argparse.Namespace) -> int:
 
 
 def at_least_one(what: str, count: int) -> None:
-    """Raise `Refused` unless `count` is positive."""
+    """Raise `UserError` unless `count` is positive."""
     if count < 1:
-        raise Refused(f"{what} must be at least 1, not {count}")
+        raise UserError(f"{what} must be at least 1, not {count}")
 
 
 def _serve(options: argparse.Namespace) -> int:
     if min(options.budget_mb, options.contexts, options.queue) < 1 or not (options.body_mb > 0 and options.rate >= 0):
-        raise Refused("budget, contexts, queue and body must be above 0, and rate not below it")
+        raise UserError("budget, contexts, queue and body must be above 0, and rate not below it")
     for path in (options.certificate, options.key):
         if path is not None and not path.is_file():
-            raise Refused(f"there is no file {path}: give certificate and key as PEM files")
+            raise UserError(f"there is no file {path}: give certificate and key as PEM files")
     spec = Recipe(method="ar", **given(options)).target_spec
-    target = Shelf().take(spec)
+    target = ModelPool().take(spec)
     if target.encoder:
-        raise Refused("a model with an encoder is not served, for its prompt would have to travel apart: run it here")
+        raise UserError("a model with an encoder is not served, for its prompt would have to travel apart: run it here")
     listener = bind(options.host, options.port)
     app = application(
         target,
@@ -133,7 +133,7 @@ def _serve(options: argparse.Namespace) -> int:
         budget_bytes=options.budget_mb << 20,
         most=options.contexts,
         expiry_s=options.expiry_s,
-        limits=Limits(int(options.body_mb * (1 << 20)), options.rate),
+        limits=ServiceLimits(int(options.body_mb * (1 << 20)), options.rate),
         waiting=options.queue,
     )
     if TOKEN not in os.environ and options.host not in ("127.0.0.1", "::1", "localhost"):

@@ -13,10 +13,10 @@ from typing import TextIO
 from specdemo.cli.arguments import given, parser
 from specdemo.cli.commands import COMMANDS
 from specdemo.cli.rendering import Coloured, Json, Loading, Rounds
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.core.metrics import Metrics
 from specdemo.generate import Record, ending, generate
-from specdemo.models.model_pool import Shelf
+from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
 
 
@@ -29,8 +29,8 @@ def main(arguments: list[str] | None = None) -> int:
         recipe = Recipe(**given(options))
         prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
         with _open(options.trace) as trace:
-            return _run(generate(recipe, prompt, Shelf()), options, trace)
-    except Refused as refusal:
+            return _run(generate(recipe, prompt, ModelPool()), options, trace)
+    except UserError as refusal:
         print(f"specdemo: {refusal}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # whoever was reading has had enough
@@ -44,7 +44,7 @@ def _open(path: Path | None) -> AbstractContextManager[TextIO | None]:
     try:
         return open(path, "w", encoding="utf-8")
     except OSError as error:
-        raise Refused(f"cannot write the trace to {path}: {error.strerror}") from error
+        raise UserError(f"cannot write the trace to {path}: {error.strerror}") from error
 
 
 def _run(records: Iterator[Record], options: argparse.Namespace, trace: TextIO | None) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdemo.core.sampling import Warp
+from specdemo.core.sampling import SamplingParams
 from specdemo.core.step import Draft, Verdict
 
 
@@ -29,14 +29,14 @@ class BeamSearch:
 
     Finished hypotheses compete by log p(text) / length ** `length_penalty`; the search ends when no running beam at its
     present length could beat the worst of `num_beams` of them, or at `max_tokens` (or the model's `context`). Per beam
-    only its `top_k` best tokens count (0: all), and none of `stop` before `min_length` tokens. Of `warp` the steps that
+    only its `top_k` best tokens count (0: all), and none of `stop` before `min_length` tokens. Of `sampling` the steps that
     look back apply; there is no temperature in a search. Serves one prompt.
     """
 
     def __init__(
         self,
         score: Callable[[Sequence[int], Draft], Tensor],
-        warp: Warp,
+        sampling: SamplingParams,
         stop: Collection[int],
         *,
         max_tokens: int,
@@ -46,7 +46,7 @@ class BeamSearch:
         top_k: int = 0,
         min_length: int = 0,
     ) -> None:
-        self._score, self._warp, self._stop = score, warp, frozenset(stop)
+        self._score, self._sampling, self._stop = score, sampling, frozenset(stop)
         self._max_tokens, self._context = max_tokens, context
         self._num_beams, self._length_penalty = num_beams, length_penalty
         self._top_k, self._min_length = top_k, min_length
@@ -54,18 +54,18 @@ class BeamSearch:
         self._running = [Beam((), 0.0)]
         self._finished: list[Beam] = []  # best first
 
-    def judge(self, tokens: Sequence[int], draft: Draft) -> Verdict:
+    def verify(self, tokens: Sequence[int], draft: Draft) -> Verdict:
         """One token more for every beam, and what is certain by now. `draft` is empty: beams are not drafted."""
         if self._prompt is None:
             self._prompt = len(tokens)
         held = len(tokens) - self._prompt
         over = self._grow(tokens, held)
         if over:
-            return Verdict((), None, settled=self._finished[0].tokens[held:])
+            return Verdict((), None, committed=self._finished[0].tokens[held:])
         alive = [beam.tokens[held:] for beam in (*self._running, *self._finished)]
         columns = zip(*alive, strict=False)
         certain = next((i for i, column in enumerate(columns) if len(set(column)) > 1), min(map(len, alive)))
-        return Verdict((), None, settled=alive[0][:certain], pending=alive[0][certain:])
+        return Verdict((), None, committed=alive[0][:certain], pending=alive[0][certain:])
 
     def _grow(self, tokens: Sequence[int], held: int) -> bool:
         """One token more for every beam; whether the search is over."""
@@ -73,17 +73,17 @@ class BeamSearch:
         forest, leaves = self._forest(held)
         logits = self._score(tokens, forest)[torch.tensor(leaves) + 1]
         texts = [[*tokens, *beam.tokens[held:]] for beam in self._running]
-        law = self._warp.adjust(logits.float().log_softmax(-1), texts)  # [beams, vocab]
+        probs = self._sampling.process_logits(logits.float().log_softmax(-1), texts)  # [beams, vocab]
         length = len(self._running[0].tokens) + 1
         if length <= self._min_length:
-            law = law.index_fill(-1, torch.tensor(sorted(self._stop), device=law.device), -torch.inf)
-        if 0 < self._top_k < law.shape[-1]:
-            law = law.masked_fill(law < law.topk(self._top_k).values[:, -1:], -torch.inf)
-        sums = (law + law.new_tensor([beam.score for beam in self._running])[:, None]).flatten()
+            probs = probs.index_fill(-1, torch.tensor(sorted(self._stop), device=probs.device), -torch.inf)
+        if 0 < self._top_k < probs.shape[-1]:
+            probs = probs.masked_fill(probs < probs.topk(self._top_k).values[:, -1:], -torch.inf)
+        sums = (probs + probs.new_tensor([beam.score for beam in self._running])[:, None]).flatten()
         # Even if each stop token ends each beam there are beams left to go on with.
         best = sums.topk(min(len(sums), max(2, 1 + len(self._stop)) * self._num_beams))
         grown = [
-            Beam((*self._running[index // law.shape[-1]].tokens, index % law.shape[-1]), score)
+            Beam((*self._running[index // probs.shape[-1]].tokens, index % probs.shape[-1]), score)
             for score, index in zip(best.values.tolist(), best.indices.tolist(), strict=True)
             if score > -torch.inf
         ]

@@ -14,33 +14,33 @@ from typing import Any, Protocol
 from specdemo.core.step import Draft, Step, Verdict
 
 
-class More:
+class DraftBudget:
     """May the draft grow? Asked before every token, or not at all for the first `sure` ones."""
 
-    def __init__(self, limit: int, gamma: Gamma) -> None:
-        self._limit, self._gamma = limit, gamma
+    def __init__(self, limit: int, policy: DraftLengthPolicy) -> None:
+        self._limit, self._policy = limit, policy
 
-    def __call__(self, n: int, logits: Any) -> bool:
+    def may_extend(self, n: int, logits: Any) -> bool:
         """Whether a draft of n tokens may grow; `logits` are the drafter's raw ones for the next, None if unknown."""
-        return n < self._limit and self._gamma.more(n, logits)
+        return n < self._limit and self._policy.may_extend(n, logits)
 
     @property
-    def sure(self) -> int:
+    def unconditional(self) -> int:
         """How many tokens may be drafted whatever the logits are: a device need not show them to the host."""
-        return 0 if self._gamma.looks else self._limit
+        return 0 if self._policy.needs_logits else self._limit
 
-    def within(self, limit: int) -> More:
+    def at_most(self, limit: int) -> DraftBudget:
         """The same, for drafts of at most `limit` tokens."""
-        return More(min(limit, self._limit), self._gamma)
+        return DraftBudget(min(limit, self._limit), self._policy)
 
 
 class Drafter(Protocol):
     """Proposes tokens."""
 
-    def propose(self, tokens: Sequence[int], more: More) -> Draft:
+    def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
         """A draft that continues `tokens`.
 
-        `more` must be asked before a token is drawn: dropping a drawn token because it turned out improbable would
+        `budget` must be asked before a token is drawn: dropping a drawn token because it turned out improbable would
         bias the output.
         """
 
@@ -48,14 +48,14 @@ class Drafter(Protocol):
         """Learn from a finished round."""
 
 
-class Judge(Protocol):
+class Verifier(Protocol):
     """Decides what of a draft is kept, and adds a token of its own."""
 
-    def judge(self, tokens: Sequence[int], draft: Draft) -> Verdict:
+    def verify(self, tokens: Sequence[int], draft: Draft) -> Verdict:
         """The verdict on `draft` as a continuation of `tokens`, in one pass of the target."""
 
 
-class Gamma(Protocol):
+class DraftLengthPolicy(Protocol):
     """A draft-length policy."""
 
     @property
@@ -63,24 +63,24 @@ class Gamma(Protocol):
         """The longest draft that it would allow now."""
 
     @property
-    def looks(self) -> bool:
-        """Whether `more` depends on logits; if not, it allows drafts of `gamma` tokens."""
+    def needs_logits(self) -> bool:
+        """Whether `budget` depends on logits; if not, it allows drafts of `gamma` tokens."""
 
     @property
     def notes(self) -> Mapping[str, float]:
         """What the trace should know of this round's decision."""
 
-    def more(self, n: int, logits: Any) -> bool:
+    def may_extend(self, n: int, logits: Any) -> bool:
         """May a draft of n tokens grow?"""
 
     def observe(self, step: Step) -> None:
         """Learn from a finished round."""
 
 
-class Plain:
+class EmptyDrafter:
     """The drafter that never drafts: autoregressive decoding."""
 
-    def propose(self, tokens: Sequence[int], more: More) -> Draft:
+    def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
         """The empty draft."""
         return Draft()
 
@@ -90,9 +90,9 @@ class Plain:
 
 def decode(
     prompt: Sequence[int],
-    judge: Judge,
+    verifier: Verifier,
     drafter: Drafter,
-    gamma: Gamma,
+    policy: DraftLengthPolicy,
     *,
     max_tokens: int,
     stop: Collection[int],
@@ -111,12 +111,12 @@ def decode(
     for i in count():
         began = clock()
         room = end - len(tokens) - 1  # the target's own token takes one place
-        limit = min(gamma.gamma, room) if i else 0
-        draft = drafter.propose(tokens, More(limit, gamma)) if limit else Draft()
+        limit = min(policy.gamma, room) if i else 0
+        draft = drafter.propose(tokens, DraftBudget(limit, policy)) if limit else Draft()
         drafted = clock()
-        verdict = judge.judge(tokens, draft)
+        verdict = verifier.verify(tokens, draft)
         judged = clock()
-        new = [*(draft.tokens[node] for node in verdict.accepted), *verdict.own]
+        new = [*(draft.tokens[node] for node in verdict.accepted), *verdict.target_tokens]
         keep = next((n + 1 for n, token in enumerate(new) if token in stop), len(new))
         if keep < len(new):
             verdict = verdict.cut(draft, keep)
@@ -125,16 +125,16 @@ def decode(
         step = Step(
             i,
             tuple(new[:keep]),
-            replace(draft, law=None),
+            replace(draft, probs=None),
             verdict,
             gamma=limit,
             draft_s=drafted - began,
             verify_s=judged - drafted,
             host_s=finished - judged,
             t=finished - start,
-            policy=gamma.notes if limit else {},
+            policy=policy.notes if limit else {},
         )
-        gamma.observe(step)
+        policy.observe(step)
         drafter.observe(step)
         step = replace(step, host_s=clock() - judged)
         yield step

@@ -18,7 +18,7 @@ from specdemo.core.step import Step
 
 
 @dataclass(frozen=True)
-class Prices:
+class CostModel:
     """What is known of costs before a run, in passes of the target over one row."""
 
     passes: Mapping[int, float] = field(default_factory=lambda: {1: 1.0})  # v(n): a pass over n rows, for some n
@@ -49,10 +49,10 @@ class Auto:
     it fades, so it follows the text. Where no draft pays clearly it drafts nothing, and looks again now and then.
     """
 
-    looks = False
+    needs_logits = False
 
     most: int
-    prices: Prices = field(default_factory=Prices)
+    prices: CostModel = field(default_factory=CostModel)
     guess: float = 0.7  # acceptance before anything is known
     trust: float = 12.0  # tests that weigh as much as what was believed before them
     fade: float = 0.95  # what an earlier test of that position still weighs after the next one
@@ -73,7 +73,7 @@ class Auto:
         """Acceptance at the first position and the cost of a drafted token, as they are believed."""
         return {"auto_a1": self._acceptances()[0], "auto_c": self._c}
 
-    def more(self, n: int, logits: Any) -> bool:
+    def may_extend(self, n: int, logits: Any) -> bool:
         """Up to the best gamma."""
         return n < self.gamma
 
@@ -135,10 +135,10 @@ def _chance(step: Step, position: int) -> float:
     return float(position < len(verdict.accepted))
 
 
-class Quiet:
+class PolicyDefaults:
     """What most policies have in common: nothing to look at, to learn or to tell."""
 
-    looks = False
+    needs_logits = False
 
     @property
     def notes(self) -> dict[str, float]:
@@ -150,18 +150,18 @@ class Quiet:
 
 
 @dataclass
-class Fixed(Quiet):
+class Fixed(PolicyDefaults):
     """Always gamma tokens (Leviathan et al. 2211.17192, Algorithm 1)."""
 
     gamma: int
 
-    def more(self, n: int, logits: Any) -> bool:
+    def may_extend(self, n: int, logits: Any) -> bool:
         """Up to gamma."""
         return n < self.gamma
 
 
 @dataclass
-class Dynamic(Quiet):
+class Dynamic(PolicyDefaults):
     """One longer after a round of which much was accepted, one shorter after one of which little was.
 
     The thresholds are the practice guide's: 0.8 and 0.4 of what was drafted.
@@ -171,7 +171,7 @@ class Dynamic(Quiet):
     least: int
     most: int
 
-    def more(self, n: int, logits: Any) -> bool:
+    def may_extend(self, n: int, logits: Any) -> bool:
         """Up to the gamma of this round."""
         return n < self.gamma
 
@@ -184,13 +184,13 @@ class Dynamic(Quiet):
 
 
 @dataclass
-class Heuristic(Quiet):
+class Heuristic(PolicyDefaults):
     """Two longer after a full accept, one shorter after anything else: the heuristic schedule of transformers."""
 
     gamma: int
     most: int
 
-    def more(self, n: int, logits: Any) -> bool:
+    def may_extend(self, n: int, logits: Any) -> bool:
         """Up to the gamma of this round."""
         return n < self.gamma
 
@@ -202,14 +202,14 @@ class Heuristic(Quiet):
 
 
 @dataclass
-class Egag(Quiet):
+class Egag(PolicyDefaults):
     """Entropy-guided adaptive gamma: short drafts where the drafter is unsure.
 
     H_norm = H(q) / ln V of the raw draft logits, smoothed over tokens with weight `beta` on what was; a draft may grow
     to round(least + (most - least)(1 - H_norm)) tokens, asked anew before each of them.
     """
 
-    looks = True
+    needs_logits = True
 
     least: int
     most: int
@@ -232,7 +232,7 @@ class Egag(Quiet):
         """The normalised entropy last seen, smoothed, and the gamma it called for."""
         return {} if self.smooth is None else {"h_norm": self.now, "h_norm_ema": self.smooth, "gamma": self.called_for}
 
-    def more(self, n: int, logits: Any) -> bool:
+    def may_extend(self, n: int, logits: Any) -> bool:
         """Up to gamma, read from the law of the token that would be drawn next."""
         if logits is not None:
             self.now = entropy(logits) / math.log(logits.shape[-1])
@@ -241,37 +241,37 @@ class Egag(Quiet):
 
 
 @dataclass
-class Unsure(Quiet):
+class ThresholdPolicy(PolicyDefaults):
     """End a draft where a bound on the chance of acceptance falls below a threshold."""
 
-    looks = True
+    needs_logits = True
 
     gamma: int  # the longest draft
-    sure: Callable[[Any], bool]
+    is_confident: Callable[[Any], bool]
 
-    def more(self, n: int, logits: Any) -> bool:
+    def may_extend(self, n: int, logits: Any) -> bool:
         """Up to gamma, while the drafter is sure of the next token."""
-        return n < self.gamma and (logits is None or self.sure(logits))
+        return n < self.gamma and (logits is None or self.is_confident(logits))
 
 
-def svip(gamma: int, threshold: float = 0.3) -> Unsure:
+def svip(gamma: int, threshold: float = 0.3) -> ThresholdPolicy:
     """SVIP (2411.18462): stop where sqrt(0.15 H) is above a threshold."""
-    return Unsure(gamma, lambda logits: math.sqrt(0.15 * entropy(logits)) <= threshold)
+    return ThresholdPolicy(gamma, lambda logits: math.sqrt(0.15 * entropy(logits)) <= threshold)
 
 
-def confidence(gamma: int, threshold: float = 0.4) -> Unsure:
+def confidence(gamma: int, threshold: float = 0.4) -> ThresholdPolicy:
     """Stop where no token has a probability of `threshold`: as transformers' assistants do, asked before drawing."""
-    return Unsure(gamma, lambda logits: largest(logits) >= threshold)
+    return ThresholdPolicy(gamma, lambda logits: largest(logits) >= threshold)
 
 
 @dataclass
-class AdaEdl(Quiet):
+class AdaEdl(PolicyDefaults):
     """AdaEDL (2410.18351): stop where 1 - sqrt(0.2 H), a lower bound on acceptance, is below lambda.
 
     Lambda follows what was accepted: it falls while drafts do better than `aim` and rises while they do worse.
     """
 
-    looks = True
+    needs_logits = True
 
     gamma: int
     aim: float = 0.9
@@ -285,7 +285,7 @@ class AdaEdl(Quiet):
         """The threshold of this round."""
         return {"lambda": self.threshold}
 
-    def more(self, n: int, logits: Any) -> bool:
+    def may_extend(self, n: int, logits: Any) -> bool:
         """Up to gamma, while the bound holds."""
         return n < self.gamma and (logits is None or 1 - math.sqrt(0.2 * entropy(logits)) >= self.threshold)
 
@@ -299,16 +299,16 @@ class AdaEdl(Quiet):
 
 
 @dataclass
-class PathProbability(Quiet):
+class PathProbability(PolicyDefaults):
     """Stop where the most probable continuation has become improbable: the product of its probabilities so far."""
 
-    looks = True
+    needs_logits = True
 
     gamma: int
     threshold: float = 0.2
     product: float = 1.0
 
-    def more(self, n: int, logits: Any) -> bool:
+    def may_extend(self, n: int, logits: Any) -> bool:
         """Up to gamma, while the product holds."""
         if n >= self.gamma:
             return False
@@ -337,7 +337,7 @@ class Policy:
     """
 
     title: str
-    make: Callable[[int, int, int, Prices], Any]
+    make: Callable[[int, int, int, CostModel], Any]
     least: int = 1
     most: int = 8
 

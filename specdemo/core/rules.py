@@ -14,42 +14,42 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from specdemo.core.sampling import Point, Warp
+from specdemo.core.sampling import PointMass, SamplingParams
 from specdemo.core.step import Draft, Verdict
 
-Law = Tensor | Point  # `[vocab]`
-Laws = Tensor | Sequence[Point]  # `[rows, vocab]`
+Probs = Tensor | PointMass  # `[vocab]`
+ProbRows = Tensor | Sequence[PointMass]  # `[rows, vocab]`
 
 
-class Coin(Protocol):
+class AcceptanceTest(Protocol):
     """Where yes and no come from: a `Noise`, or a test that explores both."""
 
     def test(self, probability: float) -> tuple[bool, float]:
         """Whether an event of this probability happens, and the number that decided it."""
 
 
-class Source(Protocol):
+class TokenSampler(Protocol):
     """Where tokens come from: a `Noise`, `Shared` noise, or a test that explores them all."""
 
-    def draw(self, law: Tensor, place: int) -> int:
+    def draw(self, probs: Tensor, place: int) -> int:
         """A token from a law `[vocab]`, to stand at this place of the text."""
 
 
-def residual(p: Law, q: Tensor) -> Law:
+def residual(p: Probs, q: Tensor) -> Probs:
     """norm(max(p - q, 0)), `[vocab]`: where a correction comes from (2211.17192, section 2.3).
 
     Where rounding leaves nothing, p and q were equal and p itself is right. What is left of a point is the point.
     """
-    if isinstance(p, Point):
+    if isinstance(p, PointMass):
         return p
     left = (p - q).clamp_(min=0)
     total = left.sum()
     return left / total if total > 0 else p
 
 
-def without(p: Law, token: int) -> Law:
+def without(p: Probs, token: int) -> Probs:
     """The residual of a point mass: p given that it is not `token`."""
-    if isinstance(p, Point):
+    if isinstance(p, PointMass):
         return p
     left = p.clone()
     left[token] = 0
@@ -57,7 +57,9 @@ def without(p: Law, token: int) -> Law:
     return left / total if total > 0 else p
 
 
-def rejection(draft: Draft, p: Laws, accept: Coin, correct: Source, start: int, *, adjust: bool = True) -> Verdict:
+def rejection(
+    draft: Draft, p: ProbRows, accept: AcceptanceTest, correct: TokenSampler, start: int, *, adjust: bool = True
+) -> Verdict:
     """Speculative sampling for chains and forests, sampled or point-mass drafts; exact.
 
     `p` has n + 1 rows: row 0 after the last committed token, row i + 1 after node i; `start` is the place of the
@@ -68,7 +70,7 @@ def rejection(draft: Draft, p: Laws, accept: Coin, correct: Source, start: int, 
     return _walk(draft, p, correct, start, adjust, lambda token, chance, q, row: accept.test(min(1.0, chance / q)))
 
 
-def tested_by(passes: Callable[[int, float, float, Law, float], bool]) -> Callable[..., Verdict]:
+def tested_by(passes: Callable[[int, float, float, Probs, float], bool]) -> Callable[..., Verdict]:
     """A rule without chance: a child is accepted iff `passes(token, p, q, row of p, threshold)`.
 
     Corrections are drawn from the residual, or with `adjust=False` from p.
@@ -76,9 +78,9 @@ def tested_by(passes: Callable[[int, float, float, Law, float], bool]) -> Callab
 
     def rule(
         draft: Draft,
-        p: Laws,
-        accept: Coin,
-        correct: Source,
+        p: ProbRows,
+        accept: AcceptanceTest,
+        correct: TokenSampler,
         start: int,
         *,
         threshold: float = 0.0,
@@ -106,7 +108,7 @@ typical = tested_by(
 )
 
 
-def match(draft: Draft, p: Laws, accept: Coin, correct: Source, start: int) -> Verdict:
+def match(draft: Draft, p: ProbRows, accept: AcceptanceTest, correct: TokenSampler, start: int) -> Verdict:
     """Draw from p itself and go on while the draft has what was drawn; what it has not is the correction. Exact.
 
     With noise that is keyed by place and shared with the drafter this is the coupled rule (2408.07978).
@@ -129,11 +131,11 @@ def match(draft: Draft, p: Laws, accept: Coin, correct: Source, start: int) -> V
 
 def _walk(
     draft: Draft,
-    p: Laws,
-    correct: Source,
+    p: ProbRows,
+    correct: TokenSampler,
     start: int,
     adjust: bool,
-    test: Callable[[int, float, float, Law], tuple[bool, float | None]],
+    test: Callable[[int, float, float, Probs], tuple[bool, float | None]],
 ) -> Verdict:
     """From the root down, the first child that passes `test(token, p, q, row)`; a correction where none does."""
     probability = _at_nodes(draft, p)
@@ -148,7 +150,7 @@ def _walk(
         for child in kids[node]:
             token = draft.tokens[child]
             chance = probability[child] if untouched else _chance(row, token)
-            q = 1.0 if draft.q is None else draft.q[child]
+            q = 1.0 if draft.token_probs is None else draft.token_probs[child]
             kept, draws[child] = test(token, chance, q, row) if q > 0 else (False, None)
             betas[child] = overlap[child]
             if kept:
@@ -156,7 +158,7 @@ def _walk(
                 node, row = child, p[child + 1]
                 break
             if adjust:
-                row = without(row, token) if draft.law is None else residual(row, draft.law[child])
+                row = without(row, token) if draft.probs is None else residual(row, draft.probs[child])
                 untouched = False
         else:
             break
@@ -164,23 +166,23 @@ def _walk(
     return Verdict(tuple(accepted), token, tuple(probability), tuple(draws), tuple(betas))
 
 
-def _chance(row: Law, token: int) -> float:
-    return float(row.token == token) if isinstance(row, Point) else float(row[token])
+def _chance(row: Probs, token: int) -> float:
+    return float(row.token == token) if isinstance(row, PointMass) else float(row[token])
 
 
-def _first(row: Law) -> int:
-    return row.token if isinstance(row, Point) else int(row.argmax())
+def _first(row: Probs) -> int:
+    return row.token if isinstance(row, PointMass) else int(row.argmax())
 
 
-def _entropy(row: Law) -> float:
-    return 0.0 if isinstance(row, Point) else float(torch.special.entr(row).sum())
+def _entropy(row: Probs) -> float:
+    return 0.0 if isinstance(row, PointMass) else float(torch.special.entr(row).sum())
 
 
-def _drawn(row: Law, source: Source, place: int) -> int:
-    return row.token if isinstance(row, Point) else source.draw(row, place)
+def _drawn(row: Probs, source: TokenSampler, place: int) -> int:
+    return row.token if isinstance(row, PointMass) else source.draw(row, place)
 
 
-def _at_nodes(draft: Draft, p: Laws) -> list[float]:
+def _at_nodes(draft: Draft, p: ProbRows) -> list[float]:
     """The target's probability of each drafted token, `[n]`."""
     if not draft.tokens:
         return []
@@ -196,18 +198,18 @@ def _before(draft: Draft, p: Tensor) -> Tensor:
     return p[: len(draft)] if draft.is_chain else p[torch.tensor(draft.parents, device=p.device) + 1]
 
 
-def _overlaps(draft: Draft, p: Laws, probability: list[float]) -> list[float]:
+def _overlaps(draft: Draft, p: ProbRows, probability: list[float]) -> list[float]:
     """beta = sum min(p, q) where each node stands, `[n]`; for a point mass that is p of its token.
 
     Where laws are not all there, min(1, p / q) of the token: its mean over what q draws is beta.
     """
-    if draft.law is None:
+    if draft.probs is None:
         return probability
-    if not isinstance(draft.law, Tensor):
-        return [min(1.0, p / q) if q > 0 else 0.0 for p, q in zip(probability, draft.q or (), strict=True)]
+    if not isinstance(draft.probs, Tensor):
+        return [min(1.0, p / q) if q > 0 else 0.0 for p, q in zip(probability, draft.token_probs or (), strict=True)]
     if not isinstance(p, Tensor):
-        return [float(q[p[parent + 1].token]) for q, parent in zip(draft.law, draft.parents, strict=True)]
-    return torch.minimum(_before(draft, p), draft.law).sum(-1).tolist()
+        return [float(q[p[parent + 1].token]) for q, parent in zip(draft.probs, draft.parents, strict=True)]
+    return torch.minimum(_before(draft, p), draft.probs).sum(-1).tolist()
 
 
 @dataclass(frozen=True)
@@ -216,19 +218,19 @@ class Rule:
 
     apply: Callable[..., Verdict]
     title: str
-    exact: Callable[[Warp], bool]
+    exact: Callable[[SamplingParams], bool]
     threshold: float | None = None  # its usual one; None: it has none
     shares_noise: bool = False  # drafter and target draw with the same noise, keyed by place
     adjusts: bool = False  # corrections may be drawn from p instead of the residual
     needs_q: bool = False  # what is accepted depends on the drafter's law
 
 
-def _always(warp: Warp) -> bool:
+def _always(sampling: SamplingParams) -> bool:
     return True
 
 
-def _when_greedy(warp: Warp) -> bool:
-    return warp.temperature == 0
+def _when_greedy(sampling: SamplingParams) -> bool:
+    return sampling.temperature == 0
 
 
 RULES = {

@@ -1,6 +1,6 @@
 """Logits to laws, and draws from laws.
 
-A law is a probability distribution over the vocabulary; greedy decoding is a law too, a point mass. The same `Warp`
+A law is a probability distribution over the vocabulary; greedy decoding is a law too, a point mass. The same `SamplingParams`
 serves target and drafter, so that p and q differ by the models alone. Knows tensors and token ids.
 """
 
@@ -14,21 +14,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdemo.core.errors import Refused
-from specdemo.core.step import Peak
+from specdemo.core.errors import UserError
+from specdemo.core.step import TopTokens
 
-NUCLEUS = 256  # tokens among which top-p looks first
+TOP_P_FIRST = 256  # tokens among which top-p looks first
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class PointMass:
     """A law that is all on one token, as at temperature 0: without the zeros of all the others."""
 
     token: int
 
 
 @dataclass(frozen=True)
-class Warp:
+class SamplingParams:
     """What is done to logits before they are a law, in the order of transformers.
 
     Repetition penalty, bad words, temperature, top-k, top-p. Temperature 0 is the point mass on the largest logit.
@@ -46,13 +46,13 @@ class Warp:
         return self.repetition_penalty != 1.0 or bool(self.bad_words)
 
     def __call__(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-        """Laws `[rows, vocab]` from raw logits: `law(adjust(logits, paths))`."""
-        return self.law(self.adjust(logits, paths))
+        """Laws `[rows, vocab]` from raw logits: `probs(adjust(logits, paths))`."""
+        return self.logits_to_probs(self.process_logits(logits, paths))
 
-    def adjust(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+    def process_logits(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         """Float32 logits `[rows, vocab]` after the steps that look back: penalty, then bad words.
 
-        `paths[r]` holds all tokens before row r (prompt included); it is read only if `needs_paths`. Raises `Refused`
+        `paths[r]` holds all tokens before row r (prompt included); it is read only if `needs_paths`. Raises `UserError`
         where a row has no largest finite logit: a model that has gone wrong must never emit a token.
         """
         logits = logits.float()
@@ -61,7 +61,7 @@ class Warp:
             return logits
         return torch.stack([self._before(row, path) for row, path in zip(logits, paths, strict=True)])
 
-    def law(self, logits: Tensor) -> Tensor:
+    def logits_to_probs(self, logits: Tensor) -> Tensor:
         """Laws `[rows, vocab]` from adjusted logits: temperature, top-k, top-p, softmax."""
         if self.temperature == 0:
             return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
@@ -69,20 +69,20 @@ class Warp:
         if 0 < self.top_k < logits.shape[-1]:
             least = logits.topk(self.top_k).values[..., -1:]
             logits = logits.masked_fill(logits < least, -torch.inf)
-        law = logits.softmax(-1)
-        return law if self.top_p >= 1.0 else self._nucleus(law)
+        probs = logits.softmax(-1)
+        return probs if self.top_p >= 1.0 else self._nucleus(probs)
 
-    def _nucleus(self, law: Tensor) -> Tensor:
+    def _nucleus(self, probs: Tensor) -> Tensor:
         """The smallest set of likeliest tokens with a mass of `top_p`, renormalised (1904.09751)."""
-        width, vocab = NUCLEUS, law.shape[-1]
+        width, vocab = TOP_P_FIRST, probs.shape[-1]
         while True:  # sorting all of a law is dear, and rarely called for
-            mass, order = law.topk(min(width, vocab))
+            mass, order = probs.topk(min(width, vocab))
             total = mass.cumsum(-1)
             if width >= vocab or not bool((total[..., -1] < self.top_p).any()):
                 break
             width *= 4
         mass = mass * (total - mass < self.top_p)  # the token that crosses top_p stays, and so always the first
-        return torch.zeros_like(law).scatter_(-1, order, mass / mass.sum(-1, keepdim=True))
+        return torch.zeros_like(probs).scatter_(-1, order, mass / mass.sum(-1, keepdim=True))
 
     def _before(self, logits: Tensor, path: Sequence[int]) -> Tensor:
         """The steps that look at the tokens before: repetition penalty (CTRL, 1909.05858), then bad words."""
@@ -97,22 +97,22 @@ class Warp:
         if banned:
             logits = logits.index_fill(0, torch.tensor(banned, device=logits.device), -torch.inf)
             if not torch.isfinite(logits.amax()):
-                raise Refused("bad words leave no token to choose from: ban fewer")
+                raise UserError("bad words leave no token to choose from: ban fewer")
         return logits
 
 
 def refuse_broken(largest: Sequence[float]) -> None:
-    """Raise `Refused` unless every one of the rows' largest logits is a finite number."""
+    """Raise `UserError` unless every one of the rows' largest logits is a finite number."""
     if not all(map(math.isfinite, largest)):
-        raise Refused("the model gave NaN or infinite logits: try dtype float32, or another checkpoint")
+        raise UserError("the model gave NaN or infinite logits: try dtype float32, or another checkpoint")
 
 
-def peaks(laws: Tensor, count: int) -> tuple[Peak, ...]:
-    """Entropy and the `count` likeliest tokens of each of `laws` `[rows, vocab]`; tokens without mass are left out."""
-    entropy = torch.special.entr(laws).sum(-1).tolist()
-    mass, tokens = laws.topk(min(count, laws.shape[-1]))
+def top_tokens(distributions: Tensor, count: int) -> tuple[TopTokens, ...]:
+    """Entropy and the `count` likeliest tokens of each of `distributions` `[rows, vocab]`; tokens without mass are left out."""
+    entropy = torch.special.entr(distributions).sum(-1).tolist()
+    mass, tokens = distributions.topk(min(count, distributions.shape[-1]))
     return tuple(
-        Peak(h, tuple((t, p) for t, p in zip(*row, strict=True) if p > 0))
+        TopTokens(h, tuple((t, p) for t, p in zip(*row, strict=True) if p > 0))
         for h, row in zip(entropy, zip(tokens.tolist(), mass.tolist(), strict=True), strict=True)
     )
 
@@ -133,30 +133,30 @@ class Noise:
         u = self._uniform.random()
         return u < probability, u
 
-    def draw(self, law: Tensor, place: int = 0) -> int:
-        """A token from `law` `[vocab]`; the next one of the stream, at whatever place."""
-        return int(self.pick(law, place))
+    def draw(self, probs: Tensor, place: int = 0) -> int:
+        """A token from `probs` `[vocab]`; the next one of the stream, at whatever place."""
+        return int(self.pick(probs, place))
 
-    def pick(self, law: Tensor, place: int = 0) -> Tensor:
+    def pick(self, probs: Tensor, place: int = 0) -> Tensor:
         """The same, left on the device: `[1]`."""
-        return self._invert(law) if law.device.type == "cpu" else self._race(law)
+        return self._invert(probs) if probs.device.type == "cpu" else self._race(probs)
 
-    def _invert(self, law: Tensor) -> Tensor:
+    def _invert(self, probs: Tensor) -> Tensor:
         """The token at which the cumulative law passes a uniform number: one random number, the fastest on a CPU."""
-        mass = law.cumsum(0, dtype=torch.float64)
+        mass = probs.cumsum(0, dtype=torch.float64)
         token = torch.searchsorted(mass, self._uniform.random() * mass[-1:], right=True)
-        return token if token < len(law) else law.nonzero()[-1]  # a product that was rounded up to the total
+        return token if token < len(probs) else probs.nonzero()[-1]  # a product that was rounded up to the total
 
-    def _race(self, law: Tensor) -> Tensor:
+    def _race(self, probs: Tensor) -> Tensor:
         """The largest of p / Exp(1): no cumulative sum, and nothing that the host has to wait for."""
-        device = law.device
+        device = probs.device
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(self._seed)
-        waiting = torch.empty_like(law).exponential_(generator=self._generators[device])
-        return (law / waiting).argmax(-1, keepdim=True)
+        waiting = torch.empty_like(probs).exponential_(generator=self._generators[device])
+        return (probs / waiting).argmax(-1, keepdim=True)
 
 
-class Shared:
+class SharedNoise:
     """Noise keyed by place, for a drafter and a target that draw alike (2408.07978, Gumbel coupling).
 
     Both take the largest of p / E, E exponential and the same for both at one place of the text: a token that one draws
@@ -168,15 +168,15 @@ class Shared:
         self._seed, self._memory = seed, memory
         self._waiting: dict[int, Tensor] = {}
 
-    def draw(self, law: Tensor, place: int) -> int:
-        """The token of `law` `[vocab]` that the noise at this place picks."""
-        return int(self.pick(law, place))
+    def draw(self, probs: Tensor, place: int) -> int:
+        """The token of `probs` `[vocab]` that the noise at this place picks."""
+        return int(self.pick(probs, place))
 
-    def pick(self, law: Tensor, place: int) -> Tensor:
+    def pick(self, probs: Tensor, place: int) -> Tensor:
         """The same, left on the device: `[1]`."""
         if place not in self._waiting:
             if len(self._waiting) >= self._memory:
                 del self._waiting[next(iter(self._waiting))]
             key = random.Random(f"{self._seed}/{place}").getrandbits(63)
-            self._waiting[place] = torch.empty(len(law)).exponential_(generator=torch.Generator().manual_seed(key))
-        return (law / self._waiting[place].to(law.device, non_blocking=True)).argmax(-1, keepdim=True)
+            self._waiting[place] = torch.empty(len(probs)).exponential_(generator=torch.Generator().manual_seed(key))
+        return (probs / self._waiting[place].to(probs.device, non_blocking=True)).argmax(-1, keepdim=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specdemo.core.rules import RULES
-from specdemo.core.sampling import Noise, Shared
+from specdemo.core.sampling import Noise, SharedNoise
 from specdemo.core.step import Draft, Step
 
 
@@ -45,17 +45,17 @@ def trial(rule: str, p: Tensor, q: Tensor, gamma: int, count: int, seed: int, *,
     options = {} if known.threshold is None else {"threshold": known.threshold}
     apply = partial(known.apply, **options, **({} if adjust or not known.adjusts else {"adjust": False}))
     accept = Noise(seed, "accept")
-    shared = Shared(seed)
+    shared = SharedNoise(seed)
     draw, correct = (shared, shared) if known.shares_noise else (Noise(seed, "draft"), Noise(seed, "correct"))
-    laws, rows, mass = q.expand(gamma, -1), p.expand(gamma + 1, -1), q.tolist()
+    distributions, rows, mass = q.expand(gamma, -1), p.expand(gamma + 1, -1), q.tolist()
     tokens: list[int] = []
     rounds = tested = accepted = 0
     while len(tokens) < count:
         place = len(tokens)
         drafted = tuple(draw.draw(q, place + i) for i in range(gamma))
-        draft = Draft.chain(drafted, tuple(mass[token] for token in drafted), laws)
+        draft = Draft.chain(drafted, tuple(mass[token] for token in drafted), distributions)
         verdict = apply(draft, rows, accept, correct, place)
-        tokens += [*(drafted[node] for node in verdict.accepted), *verdict.own]
+        tokens += [*(drafted[node] for node in verdict.accepted), *verdict.target_tokens]
         rounds += 1
         tested += sum(beta is not None for beta in verdict.beta)
         accepted += len(verdict.accepted)
@@ -135,7 +135,7 @@ def rounds(chance: Sequence[float], gamma: int) -> float:
 
 
 @dataclass(frozen=True)
-class Other:
+class GammaEstimate:
     """One draft length: what it would have given."""
 
     gamma: int
@@ -143,7 +143,9 @@ class Other:
     tokens_per_second: float
 
 
-def other_gammas(steps: Sequence[Step], gammas: Iterable[int], pass_cost: Callable[[float], float]) -> list[Other]:
+def other_gammas(
+    steps: Sequence[Step], gammas: Iterable[int], pass_cost: Callable[[float], float]
+) -> list[GammaEstimate]:
     """Tokens per pass and per second for each of `gammas` (0: plain decoding) on the text of `steps`.
 
     `pass_cost(rows)` is v, a pass over so many rows in plain steps; only its shape counts: it is scaled to what this
@@ -160,5 +162,5 @@ def other_gammas(steps: Sequence[Step], gammas: Iterable[int], pass_cost: Callab
     for gamma in gammas:
         count = rounds(chance, gamma)
         seconds = count * (verify * pass_cost(gamma + 1) + gamma * draft + host)
-        found.append(Other(gamma, len(chance) / count, len(chance) / seconds))
+        found.append(GammaEstimate(gamma, len(chance) / count, len(chance) / seconds))
     return found

@@ -1,6 +1,6 @@
 """Drafts, verdicts and steps: the values that everything else reads.
 
-Plain values only (ints, floats, tuples), but for a draft's `law`, which stays on the device between drafter and rule
+Plain values only (ints, floats, tuples), but for a draft's `probs`, which stays on the device between drafter and rule
 and never leaves a round. Knows nothing of models, text or devices.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 
-class RowWanted(Exception):
+class RowNeeded(Exception):
     """A rule needs the law of a node that was not sent along."""
 
     def __init__(self, node: int) -> None:
@@ -23,19 +23,19 @@ class RowWanted(Exception):
 class Draft:
     """A forest of proposed tokens. `parents[i] < i`; -1 is the last committed token; siblings stand in drawing order.
 
-    `law` holds, per node, the law `[vocab]` that the token was *actually* drawn from (`[n, vocab]`); for a sibling
+    `probs` holds, per node, the law `[vocab]` that the token was *actually* drawn from (`[n, vocab]`); for a sibling
     that is the law given that the earlier siblings were not chosen. `None` means point masses.
     """
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
-    q: tuple[float, ...] | None = None  # each token's probability under its law
-    law: Any = None  # or anything that gives a row per node and may raise `RowWanted`
+    token_probs: tuple[float, ...] | None = None  # each token's probability under its law
+    probs: Any = None  # or anything that gives a row per node and may raise `RowNeeded`
 
     @classmethod
-    def chain(cls, tokens: tuple[int, ...], q: tuple[float, ...] | None = None, law: Any = None) -> Draft:
+    def chain(cls, tokens: tuple[int, ...], token_probs: tuple[float, ...] | None = None, probs: Any = None) -> Draft:
         """The forest in which every node has one child."""
-        return cls(tokens, tuple(range(-1, len(tokens) - 1)), q, law)
+        return cls(tokens, tuple(range(-1, len(tokens) - 1)), token_probs, probs)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -62,7 +62,7 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class Peak:
+class TopTokens:
     """What is worth seeing of a law: its entropy in nats, and its likeliest tokens with their probabilities."""
 
     entropy: float
@@ -73,7 +73,7 @@ class Peak:
         return {"entropy": self.entropy, "top": [list(pair) for pair in self.top]}
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Peak:
+    def from_json(cls, value: Mapping[str, Any]) -> TopTokens:
         """From a trace."""
         return cls(value["entropy"], tuple((token, p) for token, p in value["top"]))
 
@@ -96,16 +96,16 @@ class Verdict:
     draw: tuple[float | None, ...] = ()
     beta: tuple[float | None, ...] = ()
     choices: tuple[tuple[int, ...], ...] = ()
-    settled: tuple[int, ...] = ()
+    committed: tuple[int, ...] = ()
     pending: tuple[int, ...] = ()
-    laws: tuple[Peak, ...] = ()  # of the target, a row each, if they were asked for
-    drafted: tuple[Peak, ...] = ()  # of the drafter, a node each, likewise
+    target_top: tuple[TopTokens, ...] = ()  # of the target, a row each, if they were asked for
+    draft_top: tuple[TopTokens, ...] = ()  # of the drafter, a node each, likewise
     notes: Mapping[str, float] = field(default_factory=dict)  # how the judge came by it: bytes, seconds, ...
 
     @property
-    def own(self) -> tuple[int, ...]:
+    def target_tokens(self) -> tuple[int, ...]:
         """The tokens that the target adds to the accepted ones."""
-        return self.settled if self.token is None else (*self.settled, self.token)
+        return self.committed if self.token is None else (*self.committed, self.token)
 
     def cut(self, draft: Draft, keep: int) -> Verdict:
         """The verdict of a round of which only `keep` accepted tokens count: nothing past them was tested."""
@@ -161,7 +161,7 @@ class Step:
             "token": verdict.token,
             "kind": self.kind,
             "p": list(verdict.p),
-            "q": None if draft.q is None else list(draft.q),
+            "q": None if draft.token_probs is None else list(draft.token_probs),
             "top": [verdict.choices[parent + 1][0] if verdict.choices else None for parent in draft.parents],
             "choices": [list(row) for row in verdict.choices],
             "draw": list(verdict.draw),
@@ -174,8 +174,8 @@ class Step:
             "policy": dict(self.policy),
             **({"remote": dict(verdict.notes)} if verdict.notes else {}),
             **({"pending": list(verdict.pending)} if self.searched else {}),
-            **({"laws": [peak.to_json() for peak in verdict.laws]} if verdict.laws else {}),
-            **({"drafted": [peak.to_json() for peak in verdict.drafted]} if verdict.drafted else {}),
+            **({"laws": [peak.to_json() for peak in verdict.target_top]} if verdict.target_top else {}),
+            **({"drafted": [peak.to_json() for peak in verdict.draft_top]} if verdict.draft_top else {}),
         }
 
     @classmethod
@@ -193,10 +193,10 @@ class Step:
                 draw=tuple(line["draw"]),
                 beta=tuple(line["beta"]),
                 choices=tuple(tuple(row) for row in line["choices"]),
-                settled=tuple(line["tokens"] if "pending" in line else ()),
+                committed=tuple(line["tokens"] if "pending" in line else ()),
                 pending=tuple(line.get("pending", ())),
-                laws=tuple(map(Peak.from_json, line.get("laws", ()))),
-                drafted=tuple(map(Peak.from_json, line.get("drafted", ()))),
+                target_top=tuple(map(TopTokens.from_json, line.get("laws", ()))),
+                draft_top=tuple(map(TopTokens.from_json, line.get("drafted", ()))),
                 notes=dict(line.get("remote", {})),
             ),
             gamma=line["gamma"],

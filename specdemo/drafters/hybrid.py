@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specdemo.core.decode import Drafter, More
+from specdemo.core.decode import DraftBudget, Drafter
 from specdemo.core.step import Draft, Step
 from specdemo.drafters.suffix import SuffixDrafter
 
@@ -15,10 +15,10 @@ class HybridDrafter:
     def __init__(self, suffixes: SuffixDrafter, model: Drafter, trusted: int = 4) -> None:
         self._suffixes, self._model, self._trusted = suffixes, model, trusted
 
-    def propose(self, tokens: Sequence[int], more: More) -> Draft:
+    def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
         """One or the other: a draft is all point masses or all drawn from a law."""
         asked = self._suffixes if self._suffixes.match(tokens) >= self._trusted else self._model
-        return asked.propose(tokens, more)
+        return asked.propose(tokens, budget)
 
     def observe(self, step: Step) -> None:
         """Both learn from every round."""

@@ -11,14 +11,14 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from specdemo.core.decode import More
+from specdemo.core.decode import DraftBudget
 from specdemo.core.step import Draft, Step
 
 
 class LookaheadDrafter:
     """`window` places ahead, n-grams of `n` tokens, at most `guesses` of them drafted.
 
-    `more` limits how deep a guess may reach; the window is as deep as `window + n - 2` and only where that is allowed
+    `budget` limits how deep a guess may reach; the window is as deep as `window + n - 2` and only where that is allowed
     too, since a comb that happens to be right is accepted like any draft.
     """
 
@@ -29,10 +29,10 @@ class LookaheadDrafter:
         self._pool: dict[int, dict[tuple[int, ...], None]] = {}  # by first token, what followed: the latest last
         self._comb: list[list[int]] = []  # nodes of the last draft, by level and place
 
-    def propose(self, tokens: Sequence[int], more: More) -> Draft:
+    def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
         """Guesses from the pool as branches, then the comb."""
         deepest = 0
-        while deepest < self._window + self._n and more(deepest, None):
+        while deepest < self._window + self._n and budget.may_extend(deepest, None):
             deepest += 1
         drafted: list[int] = []
         parents: list[int] = []

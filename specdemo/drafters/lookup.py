@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specdemo.core.decode import More
+from specdemo.core.decode import DraftBudget
 from specdemo.core.step import Draft, Step
 
 
@@ -17,7 +17,7 @@ class LookupDrafter:
     def __init__(self, longest: int = 2) -> None:
         self._longest = longest
 
-    def propose(self, tokens: Sequence[int], more: More) -> Draft:
+    def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
         """The tokens that followed, as far as the text has them."""
         tokens = list(tokens)
         for size in range(min(self._longest, len(tokens) - 1), 0, -1):
@@ -26,7 +26,7 @@ class LookupDrafter:
                 if tokens[start : start + size] == ending:
                     after = start + size
                     count = 0
-                    while after + count < len(tokens) and more(count, None):
+                    while after + count < len(tokens) and budget.may_extend(count, None):
                         count += 1
                     return Draft.chain(tuple(tokens[after : after + count]))
         return Draft()

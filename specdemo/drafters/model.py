@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdemo.core.decode import More
-from specdemo.core.sampling import Warp, refuse_broken
+from specdemo.core.decode import DraftBudget
+from specdemo.core.sampling import SamplingParams, refuse_broken
 from specdemo.core.step import Draft, Step
 
 
@@ -25,62 +25,62 @@ class ModelDrafter:
     def __init__(
         self,
         score: Callable[[Sequence[int], Draft], Tensor],
-        warp: Warp,
+        sampling: SamplingParams,
         noise: Any,
         vocab_size: int,
         own_size: int | None = None,
         extend: Callable[[Sequence[int], int, Callable[[Tensor, int], Tensor]], list[int]] | None = None,
     ) -> None:
-        self._score, self._warp, self._noise, self._vocab_size = score, warp, noise, vocab_size
+        self._score, self._sampling, self._noise, self._vocab_size = score, sampling, noise, vocab_size
         self._own_size = vocab_size if own_size is None else own_size
         self._extend = extend
 
-    def propose(self, tokens: Sequence[int], more: More) -> Draft:
+    def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
         """Ask before drawing, so that stopping never depends on the token drawn."""
         if not readable(tokens, self._own_size, self._vocab_size):
             return Draft()
-        if self._extend and more.sure and not self._warp.needs_paths:
-            return self._straight(tokens, more.sure)
-        greedy = self._warp.temperature == 0  # then laws are point masses: nothing to carry
-        path, laws, q = list(tokens), [], []
-        while more(len(path) - len(tokens), None):
+        if self._extend and budget.unconditional and not self._sampling.needs_paths:
+            return self._straight(tokens, budget.unconditional)
+        greedy = self._sampling.temperature == 0  # then laws are point masses: nothing to carry
+        path, distributions, q = list(tokens), [], []
+        while budget.may_extend(len(path) - len(tokens), None):
             logits = fitted(self._score(path, Draft()), self._vocab_size)
-            if not more(len(path) - len(tokens), logits[0]):
+            if not budget.may_extend(len(path) - len(tokens), logits[0]):
                 break
-            logits = self._warp.adjust(logits, [path])
+            logits = self._sampling.process_logits(logits, [path])
             if greedy:
                 path.append(int(logits[0].argmax()))
                 continue
-            law = self._warp.law(logits)[0]
-            token = self._noise.draw(law, len(path))
+            probs = self._sampling.logits_to_probs(logits)[0]
+            token = self._noise.draw(probs, len(path))
             path.append(token)
-            laws.append(law)
-            q.append(law[token])
+            distributions.append(probs)
+            q.append(probs[token])
         new = tuple(path[len(tokens) :])
-        if not laws:
+        if not distributions:
             return Draft.chain(new)
-        return Draft.chain(new, tuple(torch.stack(q).tolist()), torch.stack(laws))
+        return Draft.chain(new, tuple(torch.stack(q).tolist()), torch.stack(distributions))
 
     def _straight(self, tokens: Sequence[int], count: int) -> Draft:
         """A draft of `count` tokens, whatever they are: nothing of it needs to reach the host before its end."""
-        largest, laws = [], []
+        largest, distributions = [], []
 
         def pick(logits: Tensor, i: int) -> Tensor:
             logits = fitted(logits, self._vocab_size).float()
             largest.append(logits.amax(-1))
-            if self._warp.temperature == 0:
+            if self._sampling.temperature == 0:
                 return logits.argmax(-1)
-            law = self._warp.law(logits)[0]
-            laws.append(law)
-            return self._noise.pick(law, len(tokens) + i)
+            probs = self._sampling.logits_to_probs(logits)[0]
+            distributions.append(probs)
+            return self._noise.pick(probs, len(tokens) + i)
 
         assert self._extend is not None
         new = tuple(self._extend(tokens, count, pick))
         refuse_broken(torch.cat(largest).tolist())
-        if not laws:
+        if not distributions:
             return Draft.chain(new)
-        law = torch.stack(laws)
-        return Draft.chain(new, tuple(law[range(count), new].tolist()), law)
+        probs = torch.stack(distributions)
+        return Draft.chain(new, tuple(probs[range(count), new].tolist()), probs)
 
     def observe(self, step: Step) -> None:
         """Nothing to learn: the cache follows content."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specdemo.core.decode import More
-from specdemo.core.errors import Refused
+from specdemo.core.decode import DraftBudget
+from specdemo.core.errors import UserError
 from specdemo.core.step import Draft, Step
 
 Context = tuple[int, ...]
@@ -70,7 +70,7 @@ class NGramDrafter:
         source: Sequence[int] = (),
     ) -> None:
         if n < 2:
-            raise Refused(f"an n-gram needs n of at least 2, not {n}")
+            raise UserError(f"an n-gram needs n of at least 2, not {n}")
         lengths = range(1, n) if levels == "multi" else (n - 1,)
         self.store = store or NGramStore(lengths)
         self._filler_top_k = filler_top_k
@@ -80,11 +80,11 @@ class NGramDrafter:
         self._learn(source)
         self._seen = 0
 
-    def propose(self, tokens: Sequence[int], more: More) -> Draft:
+    def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
         """Predictions as long as the context is known."""
         self._learn(tokens)
         tail, drafted = list(tokens[-self._longest :]), []
-        while more(len(drafted), None):
+        while budget.may_extend(len(drafted), None):
             token = self.store.predict(tail)
             if token is None:
                 break

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specdemo.core.decode import More
+from specdemo.core.decode import DraftBudget
 from specdemo.core.step import Draft, Step
 
 
@@ -101,12 +101,12 @@ class SuffixDrafter:
         self._seen = len(tokens)
         return self.store.matched
 
-    def propose(self, tokens: Sequence[int], more: More) -> Draft:
+    def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
         """What followed last time, for as long as the match deserves."""
         longest = round(self._factor * self.match(tokens))
         drafted: list[int] = []
         for token in self.store.continuation(longest):
-            if not more(len(drafted), None):
+            if not budget.may_extend(len(drafted), None):
                 break
             drafted.append(token)
         return Draft.chain(tuple(drafted))

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdemo.core.decode import More
+from specdemo.core.decode import DraftBudget
 from specdemo.core.rules import without
-from specdemo.core.sampling import Warp
+from specdemo.core.sampling import SamplingParams
 from specdemo.core.step import Draft, Step
 from specdemo.drafters.model import fitted, readable
 
@@ -22,14 +22,14 @@ from specdemo.drafters.model import fitted, readable
 class TreeDrafter:
     """Grows level by level: the `beam` most probable nodes of the last level get up to `width` children each.
 
-    Reads laws as `ModelDrafter` does. `score(tokens, draft)` gives raw logits `[len(draft) + 1, own_size]`; `more`
+    Reads laws as `ModelDrafter` does. `score(tokens, draft)` gives raw logits `[len(draft) + 1, own_size]`; `budget`
     limits the depth, `nodes` the size. When greedy the children are the likeliest tokens, as point masses.
     """
 
     def __init__(
         self,
         score: Callable[[Sequence[int], Draft], Tensor],
-        warp: Warp,
+        sampling: SamplingParams,
         noise: Any,
         vocab_size: int,
         own_size: int | None = None,
@@ -37,26 +37,26 @@ class TreeDrafter:
         width: int = 3,
         beam: int = 2,
     ) -> None:
-        self._score, self._warp, self._noise, self._vocab_size = score, warp, noise, vocab_size
+        self._score, self._sampling, self._noise, self._vocab_size = score, sampling, noise, vocab_size
         self._own_size = vocab_size if own_size is None else own_size
         self._nodes, self._width, self._beam = nodes, width, beam
 
-    def propose(self, tokens: Sequence[int], more: More) -> Draft:
+    def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
         """Levels of nodes for as long as a chain of their depth may grow."""
         draft = Draft()
         if not readable(tokens, self._own_size, self._vocab_size):
             return draft
         level, chances = [-1], {-1: 1.0}  # nodes to grow, and how probable the path to each is
         depth = 0
-        while level and len(draft) < self._nodes and more(depth, None):
+        while level and len(draft) < self._nodes and budget.may_extend(depth, None):
             logits = fitted(self._score(tokens, draft), self._vocab_size)
             level = sorted(level, key=lambda node: -chances[node])[: self._beam]
-            if not more(depth, logits[level[0] + 1]):
+            if not budget.may_extend(depth, logits[level[0] + 1]):
                 break
             grown: list[int] = []
             for node in level:
                 path = [*tokens, *(draft.tokens[i] for i in draft.path(node))]
-                row = self._warp.adjust(logits[node + 1][None], [path])
+                row = self._sampling.process_logits(logits[node + 1][None], [path])
                 first = len(draft)
                 draft = self._with_children(draft, node, row, len(path))
                 for child in range(first, len(draft)):
@@ -71,23 +71,27 @@ class TreeDrafter:
     def _with_children(self, draft: Draft, node: int, row: Tensor, place: int) -> Draft:
         """The draft with what grows on `node`, whose law is that of the adjusted logits `row` `[1, vocab]`."""
         count = min(self._width, self._nodes - len(draft))
-        if self._warp.temperature == 0:
+        if self._sampling.temperature == 0:
             tokens = row[0].topk(count).indices.tolist()
             return Draft(draft.tokens + tuple(tokens), draft.parents + (node,) * count)
-        law = self._warp.law(row)[0]
-        tokens, q, laws = list(draft.tokens), list(draft.q or ()), [] if draft.law is None else [draft.law]
+        probs = self._sampling.logits_to_probs(row)[0]
+        tokens, q, distributions = (
+            list(draft.tokens),
+            list(draft.token_probs or ()),
+            [] if draft.probs is None else [draft.probs],
+        )
         parents = list(draft.parents)
-        for _ in range(min(count, int((law > 0).sum()))):
-            token = self._noise.draw(law, place)
+        for _ in range(min(count, int((probs > 0).sum()))):
+            token = self._noise.draw(probs, place)
             tokens.append(token)
             parents.append(node)
-            q.append(float(law[token]))
-            laws.append(law[None])
-            law = without(law, token)
-        return Draft(tuple(tokens), tuple(parents), tuple(q), torch.cat(laws))
+            q.append(float(probs[token]))
+            distributions.append(probs[None])
+            probs = without(probs, token)
+        return Draft(tuple(tokens), tuple(parents), tuple(q), torch.cat(distributions))
 
     def _chance(self, draft: Draft, child: int, row: Tensor) -> float:
         """How probable the drafter finds `child` after its parent."""
-        if draft.q is not None:
-            return draft.q[child]
+        if draft.token_probs is not None:
+            return draft.token_probs[child]
         return float(row[0].softmax(-1)[draft.tokens[child]])

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from specdemo.core.decode import Drafter, More
+from specdemo.core.decode import DraftBudget, Drafter
 from specdemo.core.step import Draft, Step
 
 
@@ -33,15 +33,15 @@ class UniversalDrafter:
     ) -> None:
         self._inner, self._read, self._write, self._context = inner, read, write, context
 
-    def propose(self, tokens: Sequence[int], more: More) -> Draft:
+    def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
         """What the drafter goes on with, as far as it can be said in the target's tokens."""
         own = self._read(tokens)
         room = self._context - len(own)
         if not own or room < 1:
             return Draft()
-        new = self._write(tokens, self._inner.propose(own, more.within(room)).tokens)
+        new = self._write(tokens, self._inner.propose(own, budget.at_most(room)).tokens)
         count = 0
-        while count < len(new) and more(count, None):
+        while count < len(new) and budget.may_extend(count, None):
             count += 1
         return Draft.chain(tuple(new[:count]))
 

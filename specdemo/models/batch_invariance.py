@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from specdemo.core.step import Draft
-from specdemo.models.engines.llama_weights import Lean
+from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.kv_cache import CachedModel
 
 ROWS = (1, 2, 5, 8)  # passes whose cost is measured
@@ -24,7 +24,7 @@ START = 50  # tokens before the first compared row: attention is given more keys
 
 
 @dataclass(frozen=True)
-class Parity:
+class BatchInvariance:
     """What was found. `cost[n]` is v(n): a pass over n rows, in plain steps."""
 
     equal: bool
@@ -33,15 +33,15 @@ class Parity:
     cost: dict[int, float]
 
 
-def check(model: Lean | torch.nn.Module, budget_s: float = 0.5) -> Parity:
+def check_invariance(model: LlamaWeights | torch.nn.Module, budget_s: float = 0.5) -> BatchInvariance:
     """Compare and measure for about `budget_s`, longer only where a dozen passes take longer."""
     cost = _cost(CachedModel(model), budget_s / 2)
     equal, compared = _compare(model, 1, budget_s / 2)
     pad = ROWS[-1]
     if not equal and cost[pad] <= FREE:  # rows differ by their number, which can be made the same for nothing
         equal, compared = _compare(model, pad, budget_s / 2)
-        return Parity(equal, pad if equal else 1, compared, cost)
-    return Parity(equal, 1, compared, cost)
+        return BatchInvariance(equal, pad if equal else 1, compared, cost)
+    return BatchInvariance(equal, 1, compared, cost)
 
 
 def _tokens(cached: CachedModel, count: int) -> list[int]:
@@ -65,7 +65,7 @@ def _cost(cached: CachedModel, budget_s: float) -> dict[int, float]:
     return {n: round(min(values) / plain, 3) for n, values in seconds.items()}
 
 
-def _compare(model: Lean | torch.nn.Module, pad: int, budget_s: float) -> tuple[bool, int]:
+def _compare(model: LlamaWeights | torch.nn.Module, pad: int, budget_s: float) -> tuple[bool, int]:
     """Whether rows of drafts of several lengths equal those of plain decoding, and how many were compared."""
     plain = CachedModel(model, pad)
     tokens = _tokens(plain, START + 24)[: plain.context - ROWS[-1]]  # near its end no pass can be filled up

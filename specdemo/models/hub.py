@@ -19,9 +19,9 @@ from huggingface_hub.errors import DryRunError
 from safetensors import SafetensorError, safe_open
 from tqdm.auto import tqdm
 
-from specdemo.core.errors import Refused
-from specdemo.models.load_errors import size, told
-from specdemo.worker import News, Tell, quietly
+from specdemo.core.errors import UserError
+from specdemo.models.load_errors import format_bytes, load_errors
+from specdemo.worker import ReportProgress, TaskProgress, ignore_progress
 
 INDEX = "model.safetensors.index.json"
 SETTINGS = (  # what can be judged, and refused, before any weights come
@@ -49,21 +49,21 @@ class Hub:
     cache: Path | None = None
     token: str | None = None
 
-    def settings(self, name: str, revision: str | None = None, tell: Tell = quietly) -> Path:
-        """A directory with the model's configuration and tokenizer, fetched if need be; `Refused` if it cannot be."""
+    def settings(self, name: str, revision: str | None = None, tell: ReportProgress = ignore_progress) -> Path:
+        """A directory with the model's configuration and tokenizer, fetched if need be; `UserError` if it cannot be."""
         if (folder := here(name)) is not None:
             return folder
-        with told(name):
+        with load_errors(name):
             return self._fetch(name, revision, SETTINGS, tell)
 
-    def weights(self, name: str, revision: str | None = None, tell: Tell = quietly) -> Path:
-        """The directory with everything, the weights as well; `Refused` if they cannot be had."""
+    def weights(self, name: str, revision: str | None = None, tell: ReportProgress = ignore_progress) -> Path:
+        """The directory with everything, the weights as well; `UserError` if they cannot be had."""
         folder = here(name)
         if folder is None:
-            with told(name):
+            with load_errors(name):
                 folder = self._fetch(name, revision, WEIGHTS, tell)
         if not _has(folder, WEIGHTS):
-            raise Refused(
+            raise UserError(
                 f"{name} has no safetensors weights (model.safetensors, or shards of it), and other kinds may hold "
                 "code: choose a model that has them"
             )
@@ -72,16 +72,16 @@ class Hub:
     def shapes(self, name: str, revision: str | None = None) -> Shapes:
         """Dtype and shape of every stored tensor, from the headers of the files alone, here or on the hub."""
         folder = here(name)
-        with told(name):
+        with load_errors(name):
             if folder is None:
-                folder = self._fetch(name, revision, SETTINGS, quietly)
+                folder = self._fetch(name, revision, SETTINGS, ignore_progress)
                 if not _has(folder, WEIGHTS):
                     api = HfApi(endpoint=self.endpoint, token=self.token)
                     found = api.get_safetensors_metadata(name, revision=folder.name).files_metadata.values()
                     return {k: (t.dtype, tuple(t.shape)) for one in found for k, t in one.tensors.items()}
         return local_shapes(name, folder)
 
-    def _fetch(self, name: str, revision: str | None, patterns: tuple[str, ...], tell: Tell) -> Path:
+    def _fetch(self, name: str, revision: str | None, patterns: tuple[str, ...], tell: ReportProgress) -> Path:
         options: dict[str, Any] = {
             "revision": revision,
             "allow_patterns": list(patterns),
@@ -91,21 +91,21 @@ class Hub:
         }
         missing = 0
         try:
-            files = snapshot_download(name, **options, dry_run=True, tqdm_class=_bars(quietly, name, 0))
+            files = snapshot_download(name, **options, dry_run=True, tqdm_class=_bars(ignore_progress, name, 0))
             missing = sum(file.file_size or 0 for file in files if file.will_download)
         except DryRunError:
             pass  # the hub cannot be asked: what is here may do, and if not, the next call says what is wrong
         if missing:
             _check_room(name, missing, Path(self.cache or constants.HF_HUB_CACHE))
-            tell(News(f"downloading {name}, {size(missing)}", 0, missing))
+            tell(TaskProgress(f"downloading {name}, {format_bytes(missing)}", 0, missing))
         folder = Path(snapshot_download(name, **options, tqdm_class=_bars(tell, name, missing), max_workers=4))
         if missing:
             self._verify(name, folder, patterns, tell)
         return folder
 
-    def _verify(self, name: str, folder: Path, patterns: tuple[str, ...], tell: Tell) -> None:
+    def _verify(self, name: str, folder: Path, patterns: tuple[str, ...], tell: ReportProgress) -> None:
         """Compare what came with the hub's checksums; whatever is damaged goes, so that asking again fetches it."""
-        tell(News(f"checking {name}"))
+        tell(TaskProgress(f"checking {name}"))
         found = HfApi(endpoint=self.endpoint, token=self.token).verify_repo_checksums(
             name, revision=folder.name, cache_dir=self.cache
         )
@@ -115,16 +115,18 @@ class Hub:
             file.resolve().unlink(missing_ok=True)
             file.unlink(missing_ok=True)
         if damaged:
-            raise Refused(f"{', '.join(damaged)} of {name} came damaged and was removed: run it again to fetch it anew")
+            raise UserError(
+                f"{', '.join(damaged)} of {name} came damaged and was removed: run it again to fetch it anew"
+            )
 
 
 def here(name: str) -> Path | None:
-    """The directory of this name, if there is one; `Refused` if there is one that holds no model."""
+    """The directory of this name, if there is one; `UserError` if there is one that holds no model."""
     folder = Path(name).expanduser()
     if not folder.is_dir():
         return None
     if not (folder / "config.json").exists():
-        raise Refused(
+        raise UserError(
             f"{name} is a directory but not a model (it has no config.json): give one saved by save_pretrained"
         )
     return folder
@@ -141,7 +143,7 @@ def local_shapes(name: str, folder: Path) -> Shapes:
                         part = file.get_slice(key)
                         shapes[key] = (part.get_dtype(), tuple(part.get_shape()))
             except SafetensorError as error:
-                raise Refused(f"the weights of {name} are damaged ({error}): fetch them again") from error
+                raise UserError(f"the weights of {name} are damaged ({error}): fetch them again") from error
     return shapes
 
 
@@ -153,13 +155,13 @@ def _check_room(name: str, missing: int, cache: Path) -> None:
     place = next(path for path in (cache, *cache.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
     if free < missing:
-        raise Refused(
-            f"{name} takes {size(missing)} on disk and {size(free)} are free under {os.fspath(cache)}: make room, or "
+        raise UserError(
+            f"{name} takes {format_bytes(missing)} on disk and {format_bytes(free)} are free under {os.fspath(cache)}: make room, or "
             "set HF_HOME to a larger disk"
         )
 
 
-def _bars(tell: Tell, name: str, total: int) -> type[tqdm]:
+def _bars(tell: ReportProgress, name: str, total: int) -> type[tqdm]:
     """A class of progress bars that show nothing and tell how many bytes have come, of `total`.
 
     `huggingface_hub` makes one for the bytes of all files together and one that counts files.
@@ -181,8 +183,8 @@ def _bars(tell: Tell, name: str, total: int) -> type[tqdm]:
                 done = min(int(self.n), total)
                 many = f", file {min(files['done'] + 1, files['total'])} of {files['total']}"
                 tell(
-                    News(
-                        f"downloading {name}, {size(done)} of {size(total)}{many if files['total'] > 1 else ''}",
+                    TaskProgress(
+                        f"downloading {name}, {format_bytes(done)} of {format_bytes(total)}{many if files['total'] > 1 else ''}",
                         done,
                         total,
                     )

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.core.step import Draft, common_prefix
 from specdemo.models.engines.encoder_decoder import EncoderDecoderEngine, has_encoder, opening
-from specdemo.models.engines.generic import SlotEngine
-from specdemo.models.engines.llama import borrow, give_back
-from specdemo.models.engines.llama_weights import Lean
+from specdemo.models.engines.generic import TransformersEngine
+from specdemo.models.engines.llama import borrow_engine, return_engine
+from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.memory import weight_bytes
 
 NOTHING = torch.empty(0, 0)
@@ -52,25 +52,25 @@ class CachedModel:
     Weights are shared: any number of these may stand on one model. `vocab_size` is that of the logits. Passes of fewer
     than `pad` rows are filled up to as many (`parity.py` says when that is worth it). The encoder of an encoder-decoder
     reads `source`, and tokens are those of its decoder; without one it has something short to read, which is enough to
-    time and compare passes. Raises `Refused` for a source that is too long.
+    time and compare passes. Raises `UserError` for a source that is too long.
     """
 
-    def __init__(self, model: PreTrainedModel | Lean, pad: int = 1, source: Sequence[int] = ()) -> None:
+    def __init__(self, model: PreTrainedModel | LlamaWeights, pad: int = 1, source: Sequence[int] = ()) -> None:
         config = model.config.get_text_config()
         self.model = model
         self.vocab_size: int = config.vocab_size
         self.context: int = getattr(config, "max_position_embeddings", None) or sys.maxsize  # some have no limit
         if len(source) > self.context:
-            raise Refused(
+            raise UserError(
                 f"the prompt has {len(source):,} tokens and the encoder reads {self.context:,}: shorten it by at least "
                 f"{len(source) - self.context:,}"
             )
-        if isinstance(model, Lean):
-            self._engine: Engine = borrow(model)
+        if isinstance(model, LlamaWeights):
+            self._engine: Engine = borrow_engine(model)
         elif has_encoder(model.config):
             self._engine = EncoderDecoderEngine(model, source or opening(model))
         else:
-            self._engine = SlotEngine(model)
+            self._engine = TransformersEngine(model)
         self._pad = pad
         self._held: list[int] = []  # tokens of the cache's leading chain,
         self._draft = Draft()  # the forest that hangs on its end,
@@ -80,10 +80,10 @@ class CachedModel:
     def score(self, tokens: Sequence[int], draft: Draft) -> Tensor:
         """Raw logits `[len(draft) + 1, vocab]` in one pass.
 
-        Row 0 follows `tokens`, row i + 1 follows node i. Raises `Refused` for a draft that the model cannot score.
+        Row 0 follows `tokens`, row i + 1 follows node i. Raises `UserError` for a draft that the model cannot score.
         """
         if not tokens:
-            raise Refused("there is nothing to continue: give a prompt of at least one token")
+            raise UserError("there is nothing to continue: give a prompt of at least one token")
         held, known = self._keep(tokens, draft)
         fed = self._filled(draft, held, len(tokens))
         new = [*tokens[held:], *fed.tokens[max(0, held - len(tokens)) :]]
@@ -124,8 +124,8 @@ class CachedModel:
             raise
 
     def __del__(self) -> None:
-        if isinstance(getattr(self, "model", None), Lean):
-            give_back(self.model, self._engine)
+        if isinstance(getattr(self, "model", None), LlamaWeights):
+            return_engine(self.model, self._engine)
 
     @property
     def kv_bytes(self) -> int:
@@ -135,7 +135,7 @@ class CachedModel:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights that a pass goes through."""
-        return self.model.weight_bytes if isinstance(self.model, Lean) else weight_bytes(self.model)
+        return self.model.weight_bytes if isinstance(self.model, LlamaWeights) else weight_bytes(self.model)
 
     @property
     def reserved_bytes(self) -> int:

@@ -23,36 +23,36 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
 from specdemo.models import quantization as quantise
-from specdemo.models.batch_invariance import Parity, check
+from specdemo.models.batch_invariance import BatchInvariance, check_invariance
 from specdemo.models.engines.encoder_decoder import auto_class, has_encoder, opening
 from specdemo.models.engines.generic import refuse_recurrent
-from specdemo.models.engines.llama_weights import Lean, why_not
+from specdemo.models.engines.llama_weights import LlamaWeights, unsupported_reason
 from specdemo.models.engines.packed_linear import PackedLinear, pack
 from specdemo.models.hub import Hub
 from specdemo.models.kv_cache import CachedModel
-from specdemo.models.memory import given_back_at_once, let_files_go, on_large_pages, weight_bytes
+from specdemo.models.memory import drop_mapped_files, given_back_at_once, on_large_pages, weight_bytes
 from specdemo.models.placement import place
-from specdemo.models.spec import Spec
-from specdemo.worker import News, Tell, quietly
+from specdemo.models.spec import ModelSpec
+from specdemo.worker import ReportProgress, TaskProgress, ignore_progress
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedModel:
     """A model ready to run, its tokenizer, and what its weights take."""
 
-    spec: Spec
-    model: PreTrainedModel | Lean
+    spec: ModelSpec
+    model: PreTrainedModel | LlamaWeights
     tokenizer: PreTrainedTokenizerBase
     weight_bytes: int
     engine: str  # "lean", or "transformers" and why
 
     @cached_property
-    def parity(self) -> Parity:
+    def invariance(self) -> BatchInvariance:
         """Whether several rows cost and give what one does; asked once, on first use."""
-        return check(self.model)
+        return check_invariance(self.model)
 
     @property
     def encoder(self) -> bool:
@@ -67,7 +67,7 @@ class Loaded:
     @property
     def bit_equal(self) -> bool:
         """Whether several rows give what one does."""
-        return self.parity.equal
+        return self.invariance.equal
 
     @property
     def vocab_size(self) -> int:
@@ -82,7 +82,7 @@ class Loaded:
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
             "engine": self.engine,
-            "parity": asdict(self.parity),
+            "parity": asdict(self.invariance),
             "target_bytes": self.weight_bytes,
         }
 
@@ -94,22 +94,24 @@ class Loaded:
         return frozenset(i for i in (*listed, self.tokenizer.eos_token_id) if i is not None)
 
 
-def load(spec: Spec, hub: Hub | None = None, tell: Tell = quietly, warm: bool = True) -> Loaded:
+def load(
+    spec: ModelSpec, hub: Hub | None = None, tell: ReportProgress = ignore_progress, warm: bool = True
+) -> LoadedModel:
     """Load a model into the fastest engine that can run it, and run it once: no later figure holds a first call.
 
-    Not `warm`: do not run it, for its device is not there yet. Raises `Refused` with the cause where that cannot be.
+    Not `warm`: do not run it, for its device is not there yet. Raises `UserError` with the cause where that cannot be.
     """
     with given_back_at_once():
         model, tokenizer = reference(spec, hub, tell)
-    reason = why_not(model)
+    reason = unsupported_reason(model)
     if reason:
         pack(model)
-    let_files_go(model)
+    drop_mapped_files(model)
     if reason:
-        loaded = Loaded(spec, model, tokenizer, weight_bytes(model), f"transformers: {reason}")
+        loaded = LoadedModel(spec, model, tokenizer, weight_bytes(model), f"transformers: {reason}")
     else:
-        lean = Lean(model, consume=True)
-        loaded = Loaded(spec, lean, tokenizer, lean.weight_bytes, "lean")
+        lean = LlamaWeights(model, consume=True)
+        loaded = LoadedModel(spec, lean, tokenizer, lean.weight_bytes, "lean")
     del model
     on_large_pages(module.packed for module in loaded.model.modules() if isinstance(module, PackedLinear))
     if warm:
@@ -118,7 +120,7 @@ def load(spec: Spec, hub: Hub | None = None, tell: Tell = quietly, warm: bool = 
 
 
 def reference(
-    spec: Spec, hub: Hub | None = None, tell: Tell = quietly
+    spec: ModelSpec, hub: Hub | None = None, tell: ReportProgress = ignore_progress
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model as `transformers` itself runs it, and its tokenizer: what engines are built from and compared with."""
     hub, spec = hub or Hub(), spec.resolved()
@@ -134,16 +136,16 @@ def reference(
                 use_safetensors=True,
                 trust_remote_code=False,
                 **place(spec, config),
-                **quantise.options(spec),
+                **quantise.load_options(spec),
             )
     except SafetensorError as error:
-        raise Refused(f"the weights of {spec.name} are damaged ({error}): fetch them again") from error
+        raise UserError(f"the weights of {spec.name} are damaged ({error}): fetch them again") from error
     except (OSError, ValueError, ImportError) as error:
-        raise Refused(f"{spec.name} cannot be loaded: {_first_line(error, folder, spec.name)}") from error
+        raise UserError(f"{spec.name} cannot be loaded: {_first_line(error, folder, spec.name)}") from error
     return model.eval().requires_grad_(False), tokenizer
 
 
-def read_tokenizer(spec: Spec, hub: Hub | None = None) -> PreTrainedTokenizerBase:
+def read_tokenizer(spec: ModelSpec, hub: Hub | None = None) -> PreTrainedTokenizerBase:
     """A model's tokenizer alone: all that is needed of one that runs elsewhere."""
     hub = hub or Hub()
     configuration(spec.resolved(), hub)
@@ -151,39 +153,39 @@ def read_tokenizer(spec: Spec, hub: Hub | None = None) -> PreTrainedTokenizerBas
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise Refused(
+        raise UserError(
             f"the tokenizer of {spec.name} cannot be loaded: {_first_line(error, folder, spec.name)}"
         ) from error
 
 
-def configuration(spec: Spec, hub: Hub, tell: Tell = quietly) -> PretrainedConfig:
+def configuration(spec: ModelSpec, hub: Hub, tell: ReportProgress = ignore_progress) -> PretrainedConfig:
     """The model's configuration, which is small: most of what can be wrong shows here, before any weights come.
 
-    `spec` is resolved. Raises `Refused` for kinds of models and quantisations that cannot run.
+    `spec` is resolved. Raises `UserError` for kinds of models and quantisations that cannot run.
     """
     folder = hub.settings(spec.name, spec.revision, tell)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except OSError as error:
-        raise Refused(
+        raise UserError(
             f"{spec.name} has no configuration that can be read: {_first_line(error, folder, spec.name)}"
         ) from error
     except ValueError as error:
-        raise Refused(
+        raise UserError(
             f"{spec.name} is a kind of model that this transformers does not know: "
             f"{_first_line(error, folder, spec.name)}"
         ) from error
     kinds = auto_class(config)._model_mapping
     if type(config) not in kinds:
-        raise Refused(
+        raise UserError(
             f"{spec.name} is not a causal language model ({config.model_type}): choose one that continues text"
         )
     refuse_recurrent(kinds[type(config)], config)
-    quantise.check(spec, config)
+    quantise.check_quantization(spec, config)
     return config
 
 
-def head_apart(spec: Spec, hub: Hub) -> bool:
+def head_apart(spec: ModelSpec, hub: Hub) -> bool:
     """Whether the configuration, as it is written, says that the head is no copy of the embeddings.
 
     As it is read that may be lost: T5 was tied at first and is not since its version 1.1, and its class in
@@ -194,7 +196,7 @@ def head_apart(spec: Spec, hub: Hub) -> bool:
 
 
 @contextmanager
-def _told_of_weights(name: str, tell: Tell) -> Iterator[None]:
+def _told_of_weights(name: str, tell: ReportProgress) -> Iterator[None]:
     """Tell, of every tensor that `transformers` reads, that it has been read."""
 
     def bar(make: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -205,7 +207,7 @@ def _told_of_weights(name: str, tell: Tell) -> Iterator[None]:
         all_of_them = list(things)
         for i, thing in enumerate(all_of_them, 1):
             yield thing
-            tell(News(f"reading {name}, weight {i:,} of {len(all_of_them):,}", i, len(all_of_them)))
+            tell(TaskProgress(f"reading {name}, weight {i:,} of {len(all_of_them):,}", i, len(all_of_them)))
 
     before = logging.set_tqdm_hook(bar)
     try:

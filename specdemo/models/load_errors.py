@@ -23,10 +23,10 @@ from huggingface_hub.errors import (
     SafetensorsParsingError,
 )
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 
 
-def size(count: float) -> str:
+def format_bytes(count: float) -> str:
     """A number of bytes for people."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= factor:
@@ -35,18 +35,18 @@ def size(count: float) -> str:
 
 
 @contextmanager
-def told(name: str) -> Iterator[None]:
-    """Turn what goes wrong inside into `Refused` about the model of this name."""
+def load_errors(name: str) -> Iterator[None]:
+    """Turn what goes wrong inside into `UserError` about the model of this name."""
     try:
         yield
-    except Refused:
+    except UserError:
         raise
     except (OSError, HFValidationError, NotASafetensorsRepoError, SafetensorsParsingError, EntryNotFoundError) as error:
-        raise Refused(_sentence(name, error)) from None
+        raise UserError(_sentence(name, error)) from None
     except Exception as error:
         if not _from_http(error):
             raise
-        raise Refused(_sentence(name, error)) from None
+        raise UserError(_sentence(name, error)) from None
 
 
 def _sentence(name: str, error: BaseException) -> str:

@@ -24,7 +24,7 @@ def process_bytes() -> int:
     return psutil.Process().memory_info().rss
 
 
-class Watch:
+class MemorySampler:
     """`process_bytes`, asked a few times a second: asking takes as long as drafting a token."""
 
     def __init__(self, every_s: float = 0.2) -> None:
@@ -62,7 +62,7 @@ def reserved_device_bytes(device: torch.device) -> int | None:
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else None
 
 
-def room(device: torch.device) -> tuple[int, int]:
+def memory_limit(device: torch.device) -> tuple[int, int]:
     """Bytes that could be had now and bytes in all: on the accelerator, elsewhere of the system's memory."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)
@@ -82,7 +82,7 @@ def is_mapped(tensor: Tensor) -> bool:
     return not tensor.untyped_storage().resizable()
 
 
-def let_files_go(model: torch.nn.Module) -> None:
+def drop_mapped_files(model: torch.nn.Module) -> None:
     """Copy the weights that were neither packed nor quantised, where those are the smaller part.
 
     In the dtype of their file they are read from it in place, and as long as one of them is, all of it is held.
@@ -139,7 +139,7 @@ def _libc(name: str, *arguments: object) -> None:
         function(*arguments)
 
 
-def give_back() -> None:
+def release_memory() -> None:
     """Let go of the memory of what was dropped, to the system and to the other users of the accelerator."""
     gc.collect()  # a model and its idle engine hold one another
     if torch.cuda.is_available():
@@ -147,7 +147,7 @@ def give_back() -> None:
     _libc("malloc_trim", 0)
 
 
-def ran_out(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether this is about memory that could not be had. On a CPU torch says so in words only."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
         isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

@@ -14,19 +14,19 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.models.engines.encoder_decoder import has_encoder
 from specdemo.models.engines.llama import BLOCK as KEYS
 from specdemo.models.engines.llama import CHUNK
-from specdemo.models.engines.llama_weights import why_not
+from specdemo.models.engines.llama_weights import unsupported_reason
 from specdemo.models.engines.packed_linear import can_pack
 from specdemo.models.hub import Hub, Shapes
 from specdemo.models.load import configuration, head_apart
-from specdemo.models.load_errors import size
+from specdemo.models.load_errors import format_bytes
 from specdemo.models.memory import free_bytes
 from specdemo.models.quantization import BLOCK, kept_wide, quantised_layers, skeleton, stored_quantised, unavailable
-from specdemo.models.spec import QUANTIZATIONS, SPREAD, Spec, main_device
-from specdemo.worker import Tell, quietly
+from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, main_device
+from specdemo.worker import ReportProgress, ignore_progress
 
 WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
 FLOATS = ("F32", "BF16", "F16")
@@ -45,10 +45,10 @@ SMALLER = ("bf16", "int8", "nf4")  # what is suggested, in this order
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """What one model takes where. `loading`: the most that is held besides, and only while weights are read."""
 
-    spec: Spec
+    spec: ModelSpec
     context: int  # tokens
     parameters: int  # numbers, not bytes
     weights: int
@@ -74,26 +74,28 @@ class Plan:
         return max(self.total, self.weights + self.loading)
 
 
-def plan(spec: Spec, context: int, hub: Hub | None = None, tell: Tell = quietly) -> Plan:
+def plan_spec(
+    spec: ModelSpec, context: int, hub: Hub | None = None, tell: ReportProgress = ignore_progress
+) -> MemoryPlan:
     """What `spec`, resolved, takes with room for `context` tokens.
 
-    Fetches the configuration if need be. Raises `Refused` for what cannot be loaded at all.
+    Fetches the configuration if need be. Raises `UserError` for what cannot be loaded at all.
     """
     hub = hub or Hub()
     config = configuration(spec, hub, tell)
     shapes = hub.shapes(spec.name, spec.revision) if stored_quantised(config) else None
-    return plan_of(spec, config, context, shapes, head_apart(spec, hub))
+    return plan_config(spec, config, context, shapes, head_apart(spec, hub))
 
 
-def plan_of(
-    spec: Spec, config: PretrainedConfig, context: int, shapes: Shapes | None = None, apart: bool = False
-) -> Plan:
+def plan_config(
+    spec: ModelSpec, config: PretrainedConfig, context: int, shapes: Shapes | None = None, apart: bool = False
+) -> MemoryPlan:
     """The same from what is known; `shapes`: of the files, for a checkpoint that is quantised already.
 
     `apart`: the head is no copy of the embeddings (see `head_apart`).
     """
     model = skeleton(config, apart)
-    lean = why_not(model) is None and spec.device != SPREAD
+    lean = unsupported_reason(model) is None and spec.device != SPREAD
     text = config.get_text_config()
     width = WIDTH[spec.dtype]
     heads = text.num_attention_heads
@@ -116,7 +118,7 @@ def plan_of(
         wide = max(width, 4) if spec.device == "cpu" else width  # what they are unpacked to
         largest = max((layer.weight.numel() for layer in quantised_layers(model).values()), default=0)
         passing += largest * wide * UNPACKED[bits]
-    return Plan(
+    return MemoryPlan(
         spec,
         context,
         sum(weight.numel() for weight in model.parameters()),
@@ -129,7 +131,7 @@ def plan_of(
     )
 
 
-def lacking(plans: Sequence[Plan]) -> dict[str, tuple[int, int]]:
+def missing_bytes(plans: Sequence[MemoryPlan]) -> dict[str, tuple[int, int]]:
     """What these need together and what is free, for every device where that is too little."""
     needed: dict[str, int] = {}
     for one in plans:
@@ -141,26 +143,26 @@ def lacking(plans: Sequence[Plan]) -> dict[str, tuple[int, int]]:
     return {where: (least, free) for where, least in needed.items() if least > (free := _free(where))}
 
 
-def refuse_lacking(plans: Sequence[Plan], suggest: Sequence[Plan] = ()) -> None:
-    """Raise `Refused` with numbers where memory does not suffice; `suggest`: what would be tried instead."""
-    for where, (needed, free) in lacking(plans).items():
+def check_memory(plans: Sequence[MemoryPlan], suggest: Sequence[MemoryPlan] = ()) -> None:
+    """Raise `UserError` with numbers where memory does not suffice; `suggest`: what would be tried instead."""
+    for where, (needed, free) in missing_bytes(plans).items():
         heavy = max(plans, key=lambda one: one.total)
         for other in suggest:
             rest = sum(one.total for one in plans if one is not heavy)
             if other.peak + rest <= free:
-                way = f"load it in {other.spec.quantization}, which needs {size(other.peak + rest)}"
+                way = f"load it in {other.spec.quantization}, which needs {format_bytes(other.peak + rest)}"
                 break
         else:
             way = "choose a smaller pair, or end what else takes memory"
         names = " and ".join(one.spec.title for one in plans)
-        raise Refused(
-            f"{names} need{'s' if len(plans) == 1 else ''} {size(needed)} on {where} (weights "
-            f"{size(sum(one.weights for one in plans))}, keys and values {size(sum(one.kv for one in plans))}, working "
-            f"space {size(sum(one.settled + one.passing for one in plans))}) and {size(free)} are free: {way}"
+        raise UserError(
+            f"{names} need{'s' if len(plans) == 1 else ''} {format_bytes(needed)} on {where} (weights "
+            f"{format_bytes(sum(one.weights for one in plans))}, keys and values {format_bytes(sum(one.kv for one in plans))}, working "
+            f"space {format_bytes(sum(one.settled + one.passing for one in plans))}) and {format_bytes(free)} are free: {way}"
         )
 
 
-def smaller(spec: Spec) -> Iterator[Spec]:
+def smaller(spec: ModelSpec) -> Iterator[ModelSpec]:
     """The same model in ways that take less, as far as they can be had here; `spec` is resolved."""
     own = SMALLER.index(spec.quantization) + 1 if spec.quantization in SMALLER else 0
     for name in SMALLER[own:]:
@@ -184,7 +186,7 @@ def _room(context: int, first: int) -> int:
     return room
 
 
-def _parts(model: PreTrainedModel, spec: Spec) -> Iterator[int]:
+def _parts(model: PreTrainedModel, spec: ModelSpec) -> Iterator[int]:
     """Bytes of each tensor as it is kept, tied ones once."""
     known, width = QUANTIZATIONS[spec.quantization], WIDTH[spec.dtype]
     layers = {id(layer.weight): layer for layer in quantised_layers(model).values()} if known.bits else {}
@@ -199,7 +201,7 @@ def _parts(model: PreTrainedModel, spec: Spec) -> Iterator[int]:
             yield weight.numel() // 2 + (blocks + blocks // BLOCK if known.double else 4 * blocks)
 
 
-def _stored(model: PreTrainedModel, spec: Spec, shapes: Shapes) -> Iterator[int]:
+def _stored(model: PreTrainedModel, spec: ModelSpec, shapes: Shapes) -> Iterator[int]:
     """Bytes of each tensor of a checkpoint that is quantised already: what the model names itself is cast."""
     own = {name for name, _ in model.named_parameters()}
     for name, (dtype, shape) in shapes.items():
@@ -207,7 +209,7 @@ def _stored(model: PreTrainedModel, spec: Spec, shapes: Shapes) -> Iterator[int]
         yield prod(shape) * (WIDTH[spec.dtype] if cast else STORED.get(dtype, 1))
 
 
-def _copies(model: PreTrainedModel, spec: Spec, lean: bool) -> int:
+def _copies(model: PreTrainedModel, spec: ModelSpec, lean: bool) -> int:
     """Bytes of a tied head that is laid out, or has a norm's gain folded into it, on its own."""
     head, inner = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or head.weight is not inner.weight:
@@ -216,18 +218,18 @@ def _copies(model: PreTrainedModel, spec: Spec, lean: bool) -> int:
     return head.weight.numel() * WIDTH[spec.dtype] if _packs(spec) or folds else 0
 
 
-def _packs(spec: Spec) -> bool:
+def _packs(spec: ModelSpec) -> bool:
     return spec.device == "cpu" and can_pack(torch.empty(0, dtype=getattr(torch, spec.dtype)))
 
 
-def _settled(model: PreTrainedModel, spec: Spec) -> int:
+def _settled(model: PreTrainedModel, spec: ModelSpec) -> int:
     """What stays of a run on a CPU: the products that oneDNN has compiled, one for every shape, are most of it."""
     if not _packs(spec):
         return SETTLED
     return SETTLED + COMPILED[spec.dtype] * ROW_COUNTS * len({linear.weight.shape for linear in _plain(model, spec)})
 
 
-def _while_loading(model: PreTrainedModel, spec: Spec, lean: bool) -> int:
+def _while_loading(model: PreTrainedModel, spec: ModelSpec, lean: bool) -> int:
     """What is held besides, at worst: a matrix that is quantised or laid out anew, or what it is made from."""
     head, inner = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head is not None and head.weight is inner.weight
@@ -246,7 +248,7 @@ def _while_loading(model: PreTrainedModel, spec: Spec, lean: bool) -> int:
     return max(sizes, default=0) * WIDTH[spec.dtype]
 
 
-def _plain(model: PreTrainedModel, spec: Spec) -> list[nn.Linear]:
+def _plain(model: PreTrainedModel, spec: ModelSpec) -> list[nn.Linear]:
     """The linear layers that are not quantised."""
     taken = quantised_layers(model) if QUANTIZATIONS[spec.quantization].bits else ()
     return [module for name, module in model.named_modules() if type(module) is nn.Linear and name not in taken]

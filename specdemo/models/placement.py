@@ -8,18 +8,18 @@ import torch
 from accelerate import infer_auto_device_map
 from transformers import PretrainedConfig
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.models.memory import free_bytes
 from specdemo.models.quantization import skeleton
-from specdemo.models.spec import QUANTIZATIONS, SPREAD, Spec, find_device
+from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device
 
 KEPT_FREE = 0.1  # share of each device that is left for keys, values and activations
 
 Places = dict[str, str | int]  # device by module
 
 
-def place(spec: Spec, config: PretrainedConfig) -> dict[str, Any]:
-    """The loading option that says where weights go. Raises `Refused` where the whole machine has no room."""
+def place(spec: ModelSpec, config: PretrainedConfig) -> dict[str, Any]:
+    """The loading option that says where weights go. Raises `UserError` where the whole machine has no room."""
     if spec.device != SPREAD:
         return {"device_map": {"": find_device(spec.device)}}
     return {"device_map": spread(spec, config, room_by_device())}
@@ -33,7 +33,7 @@ def room_by_device() -> dict[str | int, int]:
     return {**devices, "cpu": int(free_bytes(torch.device("cpu")) * (1 - KEPT_FREE))}
 
 
-def spread(spec: Spec, config: PretrainedConfig, room: dict[str | int, int]) -> Places:
+def spread(spec: ModelSpec, config: PretrainedConfig, room: dict[str | int, int]) -> Places:
     """Layers in order onto the devices in order, none cut in two; `spec` is resolved."""
     model = skeleton(config).to(getattr(torch, spec.dtype))
     model.tie_weights()
@@ -44,7 +44,7 @@ def spread(spec: Spec, config: PretrainedConfig, room: dict[str | int, int]) -> 
         model, max_memory=room, no_split_module_classes=list(model._no_split_modules or ()), special_dtypes=width
     )
     if "disk" in places.values():
-        raise Refused(
+        raise UserError(
             f"{spec.name} does not fit all devices together: choose a smaller model, or quantise it to 4 bits"
         )
     return places

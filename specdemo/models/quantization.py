@@ -10,9 +10,9 @@ from torch import nn
 from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.models.engines.encoder_decoder import auto_class
-from specdemo.models.spec import QUANTIZATIONS, Spec, main_device
+from specdemo.models.spec import QUANTIZATIONS, ModelSpec, main_device
 
 BLOCK = 64  # weights that share a scale in 4 bits; an input row must be a whole number of blocks
 
@@ -60,26 +60,26 @@ def kept_wide(model: PreTrainedModel, name: str) -> bool:
     return not {*name.split(".")}.isdisjoint(model._keep_in_fp32_modules or ())
 
 
-def check(spec: Spec, config: PretrainedConfig) -> None:
+def check_quantization(spec: ModelSpec, config: PretrainedConfig) -> None:
     """Refuse a quantisation that cannot work, before any weights are read."""
     asked = QUANTIZATIONS[spec.quantization]
     if asked.bits is None:
         return
     if method := stored_quantised(config):
-        raise Refused(f"{spec.name} is quantised already ({method}): choose quantization none to load it as it is")
+        raise UserError(f"{spec.name} is quantised already ({method}): choose quantization none to load it as it is")
     if reason := unavailable(spec.quantization, main_device(spec)):
-        raise Refused(reason)
+        raise UserError(reason)
     if asked.bits == 4:
         for name, module in quantised_layers(skeleton(config)).items():
             inputs = module.nx if isinstance(module, Conv1D) else module.in_features
             if inputs % BLOCK:
-                raise Refused(
+                raise UserError(
                     f"{spec.name} cannot be 4-bit: {name} has {inputs} inputs, not a multiple of {BLOCK}; "
                     "choose int8 or none"
                 )
 
 
-def options(spec: Spec) -> dict[str, Any]:
+def load_options(spec: ModelSpec) -> dict[str, Any]:
     """Loading options for a resolved spec."""
     asked = QUANTIZATIONS[spec.quantization]
     if asked.bits is None:

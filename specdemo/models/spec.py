@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 
 DTYPES = {
     "auto": "float32 on a CPU, bfloat16 on an accelerator",
@@ -42,7 +42,7 @@ SPREAD = "spread"  # a device that is all devices: accelerate places the layers,
 
 
 @dataclass(frozen=True)
-class Spec:
+class ModelSpec:
     """A Hugging Face id or local directory, and how to load it. `dtype` is what a quantised model computes in."""
 
     name: str
@@ -57,7 +57,7 @@ class Spec:
         path = Path(self.name).expanduser()
         return path.resolve().name if path.is_dir() else self.name
 
-    def resolved(self) -> Spec:
+    def resolved(self) -> ModelSpec:
         """The same with "auto" replaced by what it means here: two specs of one model are then equal."""
         device = self.device if self.device == SPREAD else str(find_device(self.device))
         return replace(self, dtype=self._dtype(), device=device)
@@ -73,7 +73,7 @@ class Spec:
         return "float32" if main_device(self).type == "cpu" else "bfloat16"
 
 
-def main_device(spec: Spec) -> torch.device:
+def main_device(spec: ModelSpec) -> torch.device:
     """The device of a spec; of one that is spread over all, the first that is filled."""
     return find_device("auto" if spec.device == SPREAD else spec.device)
 
@@ -87,11 +87,11 @@ def find_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise Refused(f"unknown device {name!r}: known are auto, cpu, cuda, cuda:N, mps and {SPREAD}") from None
+        raise UserError(f"unknown device {name!r}: known are auto, cpu, cuda, cuda:N, mps and {SPREAD}") from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise Refused(f"there is no device {name} here: choose cpu, or auto for the best there is")
+        raise UserError(f"there is no device {name} here: choose cpu, or auto for the best there is")
     if device.type == "mps" and not torch.backends.mps.is_available():
-        raise Refused("there is no device mps here: choose cpu, or auto for the best there is")
+        raise UserError("there is no device mps here: choose cpu, or auto for the best there is")
     if device.type not in ("cpu", "cuda", "mps"):
-        raise Refused(f"unknown device {name!r}: known are auto, cpu, cuda, cuda:N, mps and {SPREAD}")
+        raise UserError(f"unknown device {name!r}: known are auto, cpu, cuda, cuda:N, mps and {SPREAD}")
     return device

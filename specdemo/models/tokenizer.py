@@ -11,7 +11,7 @@ from copy import copy
 
 from transformers import PreTrainedTokenizerBase
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 
 UNFINISHED = "\ufffd"  # what a decoder shows for bytes that are not a character (yet)
 WINDOW = 6  # tokens of left context: enough for any character (4 bytes) and for a leading space
@@ -84,25 +84,27 @@ class TextStream:
         return pieces
 
 
-Message = dict[str, str]  # role and content, as chat templates have them
+ChatMessage = dict[str, str]  # role and content, as chat templates have them
 
 
-def rendered(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Message], chat: bool) -> tuple[str, list[int]]:
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[ChatMessage], chat: bool
+) -> tuple[str, list[int]]:
     """The text that the model reads, and its tokens. With `chat`, a prompt is what a user says, or a conversation.
 
-    A template writes special tokens itself, so none are added to it. Raises `Refused` where the model has none.
+    A template writes special tokens itself, so none are added to it. Raises `UserError` where the model has none.
     """
     if not chat:
         assert isinstance(prompt, str)
         return prompt, tokenizer.encode(prompt)
     if not tokenizer.chat_template:
-        raise Refused("this model has no chat template: it continues texts, so leave the chat template off")
+        raise UserError("this model has no chat template: it continues texts, so leave the chat template off")
     said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
     return text, tokenizer.encode(text, add_special_tokens=False)
 
 
-class Spelling:
+class TokenNames:
     """Texts of single tokens, each given once: to name those that were likely and not chosen."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:

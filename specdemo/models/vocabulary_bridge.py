@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.models.tokenizer import UNFINISHED, TextStream
 
 TAIL = 16  # tokens at a text's end that are cut anew when it grows: what is added reaches a word or two back at most
@@ -22,13 +22,13 @@ class Bridge:
     def __init__(
         self, target: PreTrainedTokenizerBase, drafter: PreTrainedTokenizerBase, opening: Sequence[int]
     ) -> None:
-        """`opening`: the drafter's tokens that stand before any text. Raises `Refused` for tokenizers without offsets.
+        """`opening`: the drafter's tokens that stand before any text. Raises `UserError` for tokenizers without offsets.
 
         Offsets tell which characters a token stands for.
         """
         for tokenizer in (target, drafter):
             if not tokenizer.is_fast:
-                raise Refused(
+                raise UserError(
                     f"{type(tokenizer).__name__} does not tell which characters a token stands for, so no text can be "
                     "carried over: choose two models with one tokenizer"
                 )

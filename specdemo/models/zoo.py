@@ -12,14 +12,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from specdemo.core.errors import Refused
-from specdemo.models.load_errors import size
+from specdemo.core.errors import UserError
+from specdemo.models.load_errors import format_bytes
 from specdemo.models.memory import free_bytes
 from specdemo.models.spec import find_device
 
 
 @dataclass(frozen=True)
-class Known:
+class HubModel:
     """A model on the hub. `shape`: what its configuration says, in `transformers`' names."""
 
     name: str
@@ -55,25 +55,29 @@ def _shape(
     }
 
 
-def _smol(size: str, revision: str, parameters: int, *shape: int) -> Known:
+def _smol(format_bytes: str, revision: str, parameters: int, *shape: int) -> HubModel:
     tied = _shape(*shape, 49152, 8192, tie_word_embeddings=True)
-    return Known(f"HuggingFaceTB/SmolLM2-{size}", revision, "Apache-2.0", parameters, 2, "llama", tied)
+    return HubModel(f"HuggingFaceTB/SmolLM2-{format_bytes}", revision, "Apache-2.0", parameters, 2, "llama", tied)
 
 
-def _qwen(name: str, revision: str, parameters: int, shape: dict[str, Any]) -> Known:
-    return Known(f"Qwen/{name}", revision, "Apache-2.0", parameters, 2, "qwen2", shape, chat=True)
+def _qwen(name: str, revision: str, parameters: int, shape: dict[str, Any]) -> HubModel:
+    return HubModel(f"Qwen/{name}", revision, "Apache-2.0", parameters, 2, "qwen2", shape, chat=True)
 
 
-def _pythia(size: str, revision: str, parameters: int, *shape: int) -> Known:
+def _pythia(format_bytes: str, revision: str, parameters: int, *shape: int) -> HubModel:
     layers, hidden, heads, inner = shape
     untied = _shape(layers, hidden, heads, heads, inner, 50304, 2048, tie_word_embeddings=False)
-    return Known(f"EleutherAI/pythia-{size}", revision, "Apache-2.0", parameters, 2, "gpt_neox", untied)
+    return HubModel(f"EleutherAI/pythia-{format_bytes}", revision, "Apache-2.0", parameters, 2, "gpt_neox", untied)
 
 
-def _flan(size: str, revision: str, parameters: int, layers: int, hidden: int, heads: int, inner: int) -> Known:
+def _flan(
+    format_bytes: str, revision: str, parameters: int, layers: int, hidden: int, heads: int, inner: int
+) -> HubModel:
     shape = {"num_layers": layers, "num_decoder_layers": layers, "d_model": hidden, "num_heads": heads, "d_ff": inner}
     more = {"d_kv": 64, "vocab_size": 32128, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
-    return Known(f"google/flan-t5-{size}", revision, "Apache-2.0", parameters, 4, "t5", shape | more, encoder=True)
+    return HubModel(
+        f"google/flan-t5-{format_bytes}", revision, "Apache-2.0", parameters, 4, "t5", shape | more, encoder=True
+    )
 
 
 _QWEN_05 = _shape(24, 896, 14, 2, 4864, 151936, 32768, tie_word_embeddings=True)
@@ -92,7 +96,7 @@ MODELS = {
         _qwen("Qwen2.5-Coder-0.5B-Instruct", "ea3f2471cf1b1f0db85067f1ef93848e38e88c25", 494_032_768, _QWEN_05),
         _qwen("Qwen2.5-Coder-1.5B-Instruct", "2e1fd397ee46e1388853d2af2c993145b0f1098a", 1_543_714_304, _QWEN_15),
         _qwen("Qwen2.5-Coder-7B-Instruct", "c03e6d358207e414f1eca0bb1891e29f1db0e242", 7_615_616_512, _QWEN_7),
-        Known(
+        HubModel(
             "Qwen/Qwen3-0.6B",
             "c1899de289a04d12100db370d81485cdf75e47ca",
             "Apache-2.0",
@@ -103,7 +107,7 @@ MODELS = {
             chat=True,
             untied=151936 * 1024,
         ),
-        Known(
+        HubModel(
             "Qwen/Qwen3-8B",
             "b968826d9c46dd6066d109eabc6255188de91218",
             "Apache-2.0",
@@ -113,7 +117,7 @@ MODELS = {
             _shape(36, 4096, 32, 8, 12288, 151936, 40960, head_dim=128, tie_word_embeddings=False),
             chat=True,
         ),
-        Known(
+        HubModel(
             "meta-llama/Llama-3.2-1B",
             "4e20de362430cd3b72f300e6b0f18e50e7166e08",
             "Llama 3.2 Community",
@@ -123,7 +127,7 @@ MODELS = {
             _shape(16, 2048, 32, 8, 8192, 128256, 131072, head_dim=64, tie_word_embeddings=True),
             gated=True,
         ),
-        Known(
+        HubModel(
             "meta-llama/Llama-3.1-8B",
             "d04e592bb4f6aa9cfee91e2e20afa771667e1d4b",
             "Llama 3.1 Community",
@@ -133,7 +137,7 @@ MODELS = {
             _shape(32, 4096, 32, 8, 14336, 128256, 131072, tie_word_embeddings=False),
             gated=True,
         ),
-        Known(
+        HubModel(
             "google/gemma-2-2b",
             "c5ebcd40d208330abc697524c919956e692655cf",
             "Gemma",
@@ -143,7 +147,7 @@ MODELS = {
             _shape(26, 2304, 8, 4, 9216, 256000, 8192, head_dim=256, sliding_window=4096, tie_word_embeddings=True),
             gated=True,
         ),
-        Known(
+        HubModel(
             "google/gemma-2-9b",
             "33c193028431c2fde6c6e51f29e6f17b60cbfac6",
             "Gemma",
@@ -159,7 +163,7 @@ MODELS = {
         _pythia("70m", "a39f36b100fe8a5377810d56c3f4789b9c53ac42", 70_426_624, 6, 512, 8, 2048),
         _pythia("160m", "50f5173d932e8e61f858120bcb800b97af589f46", 162_322_944, 12, 768, 12, 3072),
         _pythia("2.8b", "2a259cdd96a4beb1cdf467512e3904197345f6a9", 2_775_208_960, 32, 2560, 32, 10240),
-        Known(
+        HubModel(
             "openai-community/gpt2",
             "607a30d783dfa663caf39e06633721c8d4cfcd7e",
             "MIT",
@@ -168,7 +172,7 @@ MODELS = {
             "gpt2",
             {"n_layer": 12, "n_embd": 768, "n_head": 12},
         ),
-        Known(
+        HubModel(
             "openai-community/gpt2-xl",
             "15ea56dee5df4983c59b2538573817e1667135e2",
             "MIT",
@@ -248,7 +252,7 @@ REVISIONS = {name: model.revision for name, model in MODELS.items()}  # what a n
 
 
 @dataclass(frozen=True)
-class Offer:
+class PairOffer:
     """A ready pair, and whether this machine holds it now."""
 
     name: str
@@ -265,16 +269,16 @@ class Offer:
     def label(self) -> str:
         """The pair's title, with the reason where it cannot be had as it is."""
         if not self.fits:
-            return f"{self.pair.title} (needs {size(self.needs)}, {size(self.free)} free)"
+            return f"{self.pair.title} (needs {format_bytes(self.needs)}, {format_bytes(self.free)} free)"
         return f"{self.pair.title} (licence to be accepted on the hub)" if self.pair.gated else self.pair.title
 
 
-def offers(device: str = "auto") -> list[Offer]:
+def offers(device: str = "auto") -> list[PairOffer]:
     """All ready pairs, those that fit this machine first. Asks no network and builds no model."""
     where = find_device(device)
     free = free_bytes(where)
     found = [
-        Offer(name, pair, sum(_takes(one, where.type == "cpu") for one in (pair.target, pair.drafter)), free)
+        PairOffer(name, pair, sum(_takes(one, where.type == "cpu") for one in (pair.target, pair.drafter)), free)
         for name, pair in PAIRS.items()
     ]
     return sorted(found, key=lambda offer: not offer.fits)  # stable: else in the order of the list
@@ -321,19 +325,19 @@ def check_pair(target: PreTrainedTokenizerBase, drafter: PreTrainedTokenizerBase
         ours, theirs = ({i: text for text, i in vocab.items()} for vocab in (ours, theirs))
         differ = sorted(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
         first = differ[0]
-        raise Refused(
+        raise UserError(
             f"the tokenizers differ in {len(differ):,} of {len(ours.keys() | theirs.keys()):,} ids (id {first} is "
             f"{ours.get(first)!r} for the target and {theirs.get(first)!r} for the drafter): "
             "choose two models of one family, or let the drafter's text be re-encoded (universal)"
         )
     for kind in ("bos_token_id", "eos_token_id"):
         if getattr(target, kind) != getattr(drafter, kind):
-            raise Refused(
+            raise UserError(
                 f"the tokenizers differ in {kind} ({getattr(target, kind)} for the target, {getattr(drafter, kind)} "
                 "for the drafter): choose two models of one family, or let the drafter's text be re-encoded (universal)"
             )
     if target.encode(SAMPLE, add_special_tokens=False) != drafter.encode(SAMPLE, add_special_tokens=False):
-        raise Refused(
+        raise UserError(
             "the tokenizers cut the same text differently: choose two models of one family, or let the drafter's text "
             "be re-encoded (universal)"
         )

@@ -18,27 +18,27 @@ from typing import Literal
 
 from torch import Tensor
 
-from specdemo.core.decode import Judge
-from specdemo.core.errors import Refused
+from specdemo.core.decode import Verifier
+from specdemo.core.errors import UserError
 from specdemo.core.rules import RULES
-from specdemo.core.sampling import peaks
+from specdemo.core.sampling import top_tokens
 from specdemo.core.step import Draft, Verdict, common_prefix
 from specdemo.remote.cloud_verifier import refuse_nonsense, verdict_of
-from specdemo.remote.fallback import first_path, foretold, provisional, unjudged
-from specdemo.remote.protocol import Answer, Forgotten, Round, Row, Sampling, digest
-from specdemo.remote.transport import Busy, ContextGone, Http, Overtaken, Unanswered
+from specdemo.remote.fallback import first_path, later_verified, provisional, unverified
+from specdemo.remote.protocol import DeleteResponse, DraftRow, VerifyConfig, VerifyRequest, VerifyResponse, digest
+from specdemo.remote.transport import ContextGone, HttpClient, NoResponse, RequestSuperseded, ServiceBusy
 from specdemo.worker import Stopped, interruptible
 
 LONGEST_WAIT = 8.0  # seconds before a round is sent again, at most
-Rows = Literal["float32", "float16", "scalar"]
+RowFormat = Literal["float32", "float16", "scalar"]
 
 
-class Lost(Refused):
+class ConnectionLost(UserError):
     """The cloud has not answered for as long as was agreed."""
 
 
 @dataclass(frozen=True)
-class Patience:
+class Deadlines:
     """How long is waited for what. `strict`: for the answer, whatever it takes; else a round ends at its deadline."""
 
     deadline_s: float = 0.4  # of a round, the practice guide's
@@ -47,15 +47,15 @@ class Patience:
 
 
 @dataclass(frozen=True)
-class Late:
+class LateResponse:
     """A round whose answer had not come by its deadline; what was committed since is provisional."""
 
-    answer: Future[tuple[Answer, dict[str, float]]]
+    answer: Future[tuple[VerifyResponse, dict[str, float]]]
     draft: Draft
     at: int  # tokens before the round
 
 
-class RemoteTarget:
+class RemoteVerifier:
     """A judge: drafts go up, verdicts come down (practice guide, sections 3 and 5).
 
     Which q goes along is the rule's and the draft's affair: none for point masses and for rules that draw from p; else
@@ -65,14 +65,14 @@ class RemoteTarget:
 
     def __init__(
         self,
-        http: Http,
-        settings: Sampling,
+        http: HttpClient,
+        settings: VerifyConfig,
         *,
-        rows: Rows = "float32",
+        rows: RowFormat = "float32",
         candidates: int = 1,
         top: int = 0,
-        patience: Patience = Patience(),  # noqa: B008 - frozen
-        edge: Judge | None = None,
+        patience: Deadlines = Deadlines(),  # noqa: B008 - frozen
+        edge: Verifier | None = None,
         ctx_id: str | None = None,
         clock: Callable[[], float] = time.perf_counter,
         pause: Callable[[float], None] = time.sleep,
@@ -82,11 +82,11 @@ class RemoteTarget:
         self._clock, self._pause = clock, pause
         self._ctx_id, self._epoch, self._round = ctx_id or uuid.uuid4().hex, 0, -1
         self._theirs: list[int] = []  # what the cloud holds, as far as is known
-        self._late: Late | None = None
+        self._late: LateResponse | None = None
         self._alone = self._closed = False
         self._sender = ThreadPoolExecutor(1, "cloud")  # a round may outlive its deadline
 
-    def judge(self, tokens: Sequence[int], draft: Draft, hard_mask: Sequence[int] | None = None) -> Verdict:
+    def verify(self, tokens: Sequence[int], draft: Draft, hard_mask: Sequence[int] | None = None) -> Verdict:
         """The cloud's verdict; one token of the draft, provisionally, where it is late and not waited for."""
         if self._alone:
             return self._on_the_edge(tokens, draft, {})
@@ -95,7 +95,7 @@ class RemoteTarget:
         try:
             verdict = self._settled(tokens, draft, notes) if self._late else None
             verdict = verdict or self._asked(tokens, draft, hard_mask, notes)
-        except Lost:
+        except ConnectionLost:
             if self._edge is None:
                 raise
             self._alone, self._late = True, None
@@ -113,8 +113,8 @@ class RemoteTarget:
         if not self._alone and self._theirs and self._late is None:
             try:
                 path = f"/v1/contexts/{self._ctx_id}"
-                self._http.call("DELETE", path, None, Forgotten, self._patience.deadline_s)
-            except (Unanswered, Refused):
+                self._http.call("DELETE", path, None, DeleteResponse, self._patience.deadline_s)
+            except (NoResponse, UserError):
                 pass  # it expires by itself
         self._http.close()
 
@@ -137,15 +137,15 @@ class RemoteTarget:
             try:
                 answer, found = future.result(self._patience.deadline_s)
             except NotYet:
-                self._late = Late(future, draft, len(tokens))
+                self._late = LateResponse(future, draft, len(tokens))
                 return provisional(draft, notes)
-        law = draft.law if self._top and isinstance(draft.law, Tensor) else None
-        drafted = () if law is None else peaks(law, self._top)
+        probs = draft.probs if self._top and isinstance(draft.probs, Tensor) else None
+        drafted = () if probs is None else top_tokens(probs, self._top)
         return replace(verdict_of(answer, draft, drafted), notes={**notes, **found})
 
     def _exchange(
         self, tokens: list[int], draft: Draft, hard_mask: Sequence[int] | None
-    ) -> tuple[Answer, dict[str, float]]:
+    ) -> tuple[VerifyResponse, dict[str, float]]:
         """Ask until there is an answer, and take over what the cloud then holds. `Lost` where there never is one."""
         began, wait, sent, rows = self._clock(), self._patience.deadline_s, 0, []
         cloud_s = rtt_s = 0.0
@@ -154,21 +154,23 @@ class RemoteTarget:
             sent += 1
             asked = self._clock()
             try:
-                answer = self._http.call("POST", "/v1/rounds", round, Answer, wait)
+                answer = self._http.call("POST", "/v1/rounds", round, VerifyResponse, wait)
                 if (answer.epoch, answer.round) != (round.epoch, round.round):
-                    raise Unanswered("the answer is another round's")
+                    raise NoResponse("the answer is another round's")
             except ContextGone:
                 self._epoch, self._theirs = self._epoch + 1, []
-            except Overtaken:  # by another edge, or by a copy of this one: the text is this one's all the same
+            except RequestSuperseded:  # by another edge, or by a copy of this one: the text is this one's all the same
                 self._ctx_id, self._epoch, self._theirs = uuid.uuid4().hex, 0, []
-            except Unanswered as silence:
+            except NoResponse as silence:
                 spent = self._clock() - began
                 if spent > self._patience.lost_s or self._closed:
-                    raise Lost(
+                    raise ConnectionLost(
                         f"the cloud at {self._http.url} has not answered for {spent:.0f} seconds ({silence}): "
                         "start it again, or go on without it (--on-loss edge)"
                     ) from silence
-                if isinstance(silence, Busy) or self._clock() - asked < wait / 2:  # refused at once: do not hammer
+                if (
+                    isinstance(silence, ServiceBusy) or self._clock() - asked < wait / 2
+                ):  # refused at once: do not hammer
                     self._pause(min(wait / 4, 0.25))
                 wait = min(2 * wait, LONGEST_WAIT)
             else:
@@ -183,12 +185,14 @@ class RemoteTarget:
         self._theirs = [*tokens, *(draft.tokens[node] for node in nodes), *([] if own is None else [own])]
         return answer, {"cloud_s": cloud_s, "rtt_s": rtt_s, "sent": float(sent), "rows": float(len(rows))}
 
-    def _message(self, tokens: list[int], draft: Draft, hard_mask: Sequence[int] | None, rows: list[Row]) -> Round:
+    def _message(
+        self, tokens: list[int], draft: Draft, hard_mask: Sequence[int] | None, rows: list[DraftRow]
+    ) -> VerifyRequest:
         base = common_prefix(self._theirs, tokens)
         rule = RULES[self._settings.rule]
-        q = draft.q if rule.needs_q else None
-        sampled = q is not None and draft.law is not None
-        return Round(
+        q = draft.token_probs if rule.needs_q else None
+        sampled = q is not None and draft.probs is not None
+        return VerifyRequest(
             ctx_id=self._ctx_id,
             epoch=self._epoch,
             round=self._round,
@@ -206,10 +210,10 @@ class RemoteTarget:
             top=self._top,
         )
 
-    def _row(self, draft: Draft, node: int) -> Row:
-        if draft.law is None or node >= len(draft):
-            raise Refused(f"{self._http.url} asks for a law that there is not: it is no specdemo service")
-        return Row.of(node, draft.law[node], "f2" if self._rows == "float16" else "f4")
+    def _row(self, draft: Draft, node: int) -> DraftRow:
+        if draft.probs is None or node >= len(draft):
+            raise UserError(f"{self._http.url} asks for a law that there is not: it is no specdemo service")
+        return DraftRow.of(node, draft.probs[node], "f2" if self._rows == "float16" else "f4")
 
     # --- late answers, and none -----------------------------------------------------------------------------------
 
@@ -233,12 +237,12 @@ class RemoteTarget:
         notes["overruled"] = float(len(taken) - same if same < min(len(said), len(taken)) else 0)
         if same < len(taken) or same == len(said):
             return None
-        return foretold(draft, said[same:], notes)
+        return later_verified(draft, said[same:], notes)
 
     def _on_the_edge(self, tokens: Sequence[int], draft: Draft, notes: Mapping[str, float]) -> Verdict:
         """The text of the drafter itself: not the target's."""
         assert self._edge is not None
         notes = {**notes, "escalated": 0.0, "edge": 1.0}
         if draft.tokens:
-            return unjudged(draft, first_path(draft), notes)
-        return replace(self._edge.judge(tokens, draft), notes=notes)
+            return unverified(draft, first_path(draft), notes)
+        return replace(self._edge.verify(tokens, draft), notes=notes)

@@ -1,4 +1,4 @@
-"""One round as the cloud decides it: the loop's own `Target`, over what came along the wire.
+"""One round as the cloud decides it: the loop's own `ModelVerifier`, over what came along the wire.
 
 Chance is keyed by place in the text, not by what was drawn before: a round that is decided again, by another process
 too, has the same answer. Knows laws and messages; knows no models, contexts or HTTP.
@@ -13,34 +13,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.core.rules import RULES
-from specdemo.core.sampling import Noise, Shared
-from specdemo.core.step import Draft, Peak, RowWanted, Verdict
-from specdemo.core.verifier import Target
-from specdemo.remote.protocol import Answer, Law, Round, Sampling, Timing
+from specdemo.core.sampling import Noise, SharedNoise
+from specdemo.core.step import Draft, RowNeeded, TopTokens, Verdict
+from specdemo.core.verifier import ModelVerifier
+from specdemo.remote.protocol import TopTokensMessage, VerifyConfig, VerifyMetrics, VerifyRequest, VerifyResponse
 
 Score = Callable[[Sequence[int], Draft], Tensor]
-Sources = Callable[[Sampling, int], tuple[Any, Any]]  # settings and place -> where acceptance and tokens come from
+Sources = Callable[[VerifyConfig, int], tuple[Any, Any]]  # settings and place -> where acceptance and tokens come from
 
 
-def keyed(settings: Sampling, place: int) -> tuple[Any, Any]:
+def keyed(settings: VerifyConfig, place: int) -> tuple[Any, Any]:
     """Noise for the round whose first token stands at `place`, the same whenever it is asked for."""
     accept = Noise(settings.seed, f"accept/{place}")
     if RULES[settings.rule].shares_noise:
-        return accept, Shared(settings.seed)
+        return accept, SharedNoise(settings.seed)
     return accept, Noise(settings.seed, f"correct/{place}")
 
 
 class SentRows:
-    """The drafter's laws as far as they were sent; asking for another raises `RowWanted`."""
+    """The drafter's laws as far as they were sent; asking for another raises `RowNeeded`."""
 
     def __init__(self, rows: Mapping[int, Tensor]) -> None:
         self._rows = rows
 
     def __getitem__(self, node: int) -> Tensor:
         if node not in self._rows:
-            raise RowWanted(node)
+            raise RowNeeded(node)
         return self._rows[node]
 
 
@@ -55,29 +55,29 @@ class ScalarRows:
 
     def __getitem__(self, node: int) -> Tensor:
         row = torch.zeros(self._vocab_size, device=self._device)
-        row[self._draft.tokens[node]] = (self._draft.q or ())[node]
+        row[self._draft.tokens[node]] = (self._draft.token_probs or ())[node]
         return row
 
 
 def known_ids(tokens: Sequence[int], vocab_size: int) -> None:
     """Refuse token ids that the model has not."""
     if max(tokens, default=0) >= vocab_size:
-        raise Refused(f"a token is not among the model's {vocab_size:,} ids: send ids of its own tokenizer")
+        raise UserError(f"a token is not among the model's {vocab_size:,} ids: send ids of its own tokenizer")
 
 
-def draft_of(round: Round, vocab_size: int, device: torch.device) -> Draft:
-    """The draft that came along the wire. Raises `Refused` for one that cannot be."""
+def draft_of(round: VerifyRequest, vocab_size: int, device: torch.device) -> Draft:
+    """The draft that came along the wire. Raises `UserError` for one that cannot be."""
     n = len(round.draft_tokens)
     if round.k != n:
-        raise Refused(f"k is {round.k} and {n} tokens were drafted: send as many as k says")
+        raise UserError(f"k is {round.k} and {n} tokens were drafted: send as many as k says")
     for name in ("parents", "q_token_probs", "hard_mask"):
         value = getattr(round, name)
         if value is not None and len(value) != n:
-            raise Refused(f"{name} has {len(value)} entries for {n} drafted tokens: send one for each")
+            raise UserError(f"{name} has {len(value)} entries for {n} drafted tokens: send one for each")
     known_ids([*round.draft_tokens, *round.tokens], vocab_size)
     parents = round.parents if round.parents is not None else list(range(-1, n - 1))
     if any(parent >= node for node, parent in enumerate(parents)):
-        raise Refused("a node's parent must come before it: send the draft from its root down")
+        raise UserError("a node's parent must come before it: send the draft from its root down")
     q = None if round.q_token_probs is None else tuple(round.q_token_probs)
     draft = Draft(tuple(round.draft_tokens), tuple(parents), q)
     if q is None:
@@ -85,47 +85,52 @@ def draft_of(round: Round, vocab_size: int, device: torch.device) -> Draft:
     if round.rows is None:
         return Draft(draft.tokens, draft.parents, q, ScalarRows(draft, vocab_size, device))
     if any(row.node >= n for row in round.rows):
-        raise Refused(f"a row belongs to no node of the {n} drafted: send rows of the draft")
-    rows = {row.node: row.law(vocab_size).to(device) for row in round.rows}
+        raise UserError(f"a row belongs to no node of the {n} drafted: send rows of the draft")
+    rows = {row.node: row.probs(vocab_size).to(device) for row in round.rows}
     return Draft(draft.tokens, draft.parents, q, SentRows(rows))
 
 
-def target(settings: Sampling, score: Score, place: int, sources: Sources = keyed, **shown: int) -> Target:
-    """The judge of a round at `place`. Raises `Refused` for a rule that there is not, or one asked for too much."""
+def target(settings: VerifyConfig, score: Score, place: int, sources: Sources = keyed, **shown: int) -> ModelVerifier:
+    """The judge of a round at `place`. Raises `UserError` for a rule that there is not, or one asked for too much."""
     if settings.rule not in RULES:
-        raise Refused(f"unknown rule {settings.rule!r}: known are {', '.join(RULES)}")
+        raise UserError(f"unknown rule {settings.rule!r}: known are {', '.join(RULES)}")
     rule = RULES[settings.rule]
     apply: Any = rule.apply
     if not settings.adjust:
         if not rule.adjusts:
-            raise Refused(f"rule {settings.rule} has no sample adjustment to skip: choose rule rejection")
+            raise UserError(f"rule {settings.rule} has no sample adjustment to skip: choose rule rejection")
         apply = partial(apply, adjust=False)
     if rule.threshold is not None:
         apply = partial(apply, threshold=rule.threshold if settings.threshold is None else settings.threshold)
     accept, correct = sources(settings, place)
-    return Target(score, settings.warp, apply, accept, correct, **shown)
+    return ModelVerifier(score, settings.sampling, apply, accept, correct, **shown)
 
 
 def decide(
-    round: Round, tokens: Sequence[int], draft: Draft, settings: Sampling, score: Score, sources: Sources = keyed
-) -> Answer:
+    round: VerifyRequest,
+    tokens: Sequence[int],
+    draft: Draft,
+    settings: VerifyConfig,
+    score: Score,
+    sources: Sources = keyed,
+) -> VerifyResponse:
     """The answer to `round`, whose draft is `draft` and continues `tokens`."""
-    judge = target(settings, score, len(tokens), sources, candidates=round.candidates, top=round.top)
+    verifier = target(settings, score, len(tokens), sources, candidates=round.candidates, top=round.top)
     try:
-        verdict = judge.judge(tokens, draft)
-    except RowWanted as wanted:
-        return Answer(epoch=round.epoch, round=round.round, accepted_len=0, wants=wanted.node)
+        verdict = verifier.verify(tokens, draft)
+    except RowNeeded as wanted:
+        return VerifyResponse(epoch=round.epoch, round=round.round, accepted_len=0, wants=wanted.node)
     return _answer(round, draft, verdict)
 
 
-def _answer(round: Round, draft: Draft, verdict: Verdict) -> Answer:
+def _answer(round: VerifyRequest, draft: Draft, verdict: Verdict) -> VerifyResponse:
     tested = [node for node, beta in enumerate(verdict.beta) if beta is not None]
     draws = [draw for node in tested if (draw := verdict.draw[node]) is not None]
-    q = draft.q or (1.0,) * len(draft)
+    q = draft.token_probs or (1.0,) * len(draft)
     alphas = [min(1.0, verdict.p[node] / q[node]) if q[node] else 0.0 for node in tested]
     last = verdict.accepted[-1] if verdict.accepted else -1
     rejected = last in draft.parents
-    return Answer(
+    return VerifyResponse(
         epoch=round.epoch,
         round=round.round,
         accepted_len=len(verdict.accepted),
@@ -136,17 +141,20 @@ def _answer(round: Round, draft: Draft, verdict: Verdict) -> Answer:
         p=list(verdict.p),
         draws=draws if draws and len(draws) == len(tested) else None,
         choices=[list(row) for row in verdict.choices],
-        laws=[Law(entropy=one.entropy, ids=[t for t, _ in one.top], p=[p for _, p in one.top]) for one in verdict.laws]
+        laws=[
+            TopTokensMessage(entropy=one.entropy, ids=[t for t, _ in one.top], p=[p for _, p in one.top])
+            for one in verdict.target_top
+        ]
         or None,
-        metrics=Timing(
+        metrics=VerifyMetrics(
             alpha_mean=sum(alphas) / len(alphas) if alphas else None,
             la_over_k=len(verdict.accepted) / round.k if round.k else None,
         ),
     )
 
 
-def refuse_nonsense(answer: Answer, draft: Draft) -> None:
-    """An answer must be about the draft that was sent; `Refused` if it is not."""
+def refuse_nonsense(answer: VerifyResponse, draft: Draft) -> None:
+    """An answer must be about the draft that was sent; `UserError` if it is not."""
     nodes = range(answer.accepted_len) if answer.accepted is None else answer.accepted
     parents = [-1, *nodes]
     own = answer.bonus if answer.correction is None else answer.correction
@@ -160,10 +168,10 @@ def refuse_nonsense(answer: Answer, draft: Draft) -> None:
         or (answer.draws is not None and answer.tested is not None and len(answer.draws) != len(answer.tested))
         or own is None
     ):
-        raise Refused("the cloud's answer does not fit the draft that was sent: is it a service of this version?")
+        raise UserError("the cloud's answer does not fit the draft that was sent: is it a service of this version?")
 
 
-def verdict_of(answer: Answer, draft: Draft, drafted: tuple = ()) -> Verdict:
+def verdict_of(answer: VerifyResponse, draft: Draft, draft_top: tuple = ()) -> Verdict:
     """The verdict that an answer tells of, at the edge that made the draft.
 
     A tested node's beta is min(1, p / q) of its token, whose mean over what q draws is sum min(p, q).
@@ -174,7 +182,7 @@ def verdict_of(answer: Answer, draft: Draft, drafted: tuple = ()) -> Verdict:
     draws: list[float | None] = [None] * len(draft)
     betas: list[float | None] = [None] * len(draft)
     for i, node in enumerate(tested):
-        q = 1.0 if draft.q is None else draft.q[node]
+        q = 1.0 if draft.token_probs is None else draft.token_probs[node]
         betas[node] = min(1.0, answer.p[node] / q) if q else 0.0
         draws[node] = answer.draws[i] if answer.draws else None
     return Verdict(
@@ -184,6 +192,8 @@ def verdict_of(answer: Answer, draft: Draft, drafted: tuple = ()) -> Verdict:
         tuple(draws),
         tuple(betas),
         tuple(map(tuple, answer.choices)),
-        laws=tuple(Peak(law.entropy, tuple(zip(law.ids, law.p, strict=True))) for law in answer.laws or ()),
-        drafted=drafted,
+        target_top=tuple(
+            TopTokens(probs.entropy, tuple(zip(probs.ids, probs.p, strict=True))) for probs in answer.laws or ()
+        ),
+        draft_top=draft_top,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from specdemo.core.errors import Refused, known
+from specdemo.core.errors import UserError, check_name
 
 COLDEST = 0.001  # of temperatures above 0: logits over less overflow
 MODES = {
@@ -34,7 +34,7 @@ ALWAYS = {
 
 
 @dataclass(frozen=True)
-class Cloud:
+class CloudConfig:
     """How the target is reached. Construction refuses what cannot be meant; the token is the environment's affair."""
 
     remote: str  # http(s)://host:port; empty: one of its own on this machine, which whoever runs this has to start
@@ -59,13 +59,13 @@ class Cloud:
 
     def __post_init__(self) -> None:
         if self.remote and not self.remote.startswith(("http://", "https://")):
-            raise Refused(f"{self.remote!r} is no address of a service: give http://host:port")
-        known("mode", self.mode, MODES)
-        known("encoding", self.encoding, ENCODINGS)
-        known("kind of q rows", self.q_rows, Q_ROWS)
-        known("way to go on when the cloud is lost", self.on_loss, ON_LOSS)
+            raise UserError(f"{self.remote!r} is no address of a service: give http://host:port")
+        check_name("mode", self.mode, MODES)
+        check_name("encoding", self.encoding, ENCODINGS)
+        check_name("kind of q rows", self.q_rows, Q_ROWS)
+        check_name("way to go on when the cloud is lost", self.on_loss, ON_LOSS)
         for gate in self.gates:
-            known("gate", gate, SIGNALS | ALWAYS)
+            check_name("gate", gate, SIGNALS | ALWAYS)
         for name, least, most in (
             ("deadline_ms", 1, 600_000),
             ("lost_after_s", 0, 86_400),
@@ -82,7 +82,7 @@ class Cloud:
         ):
             value = getattr(self, name)
             if not (math.isfinite(value) and least <= value <= most):
-                raise Refused(f"{name} must be from {least} to {most}, not {value}")
+                raise UserError(f"{name} must be from {least} to {most}, not {value}")
 
     @property
     def alone(self) -> bool:

@@ -15,21 +15,21 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
 from specdemo.remote.cloud_verifier import Sources, decide, draft_of, keyed, known_ids, target
-from specdemo.remote.protocol import Answer, Round, Sampling, Text, digest
+from specdemo.remote.protocol import StreamRequest, VerifyConfig, VerifyRequest, VerifyResponse, digest
 
 
-class Unknown(Refused):
+class UnknownContext(UserError):
     """The text is not held here (any more): the whole of it is needed."""
 
 
-class Stale(Refused):
+class StaleRequest(UserError):
     """A round of an earlier epoch, or one that was overtaken: whoever sends it no longer owns the context."""
 
 
-class Cache(Protocol):
+class ScoringCache(Protocol):
     """What scores a text and remembers it: a `CachedModel`."""
 
     def score(self, tokens: Sequence[int], draft: Draft) -> Tensor:
@@ -45,16 +45,16 @@ class Cache(Protocol):
 
 
 @dataclass
-class Context:
+class HeldContext:
     """One edge's text, and the last round that was answered."""
 
     epoch: int
-    settings: Sampling
-    cache: Cache
+    settings: VerifyConfig
+    cache: ScoringCache
     tokens: list[int]
     used: float
-    asked: Round | None = None
-    answer: Answer | None = None
+    asked: VerifyRequest | None = None
+    answer: VerifyResponse | None = None
 
     @property
     def reserved_bytes(self) -> int:
@@ -68,7 +68,7 @@ class Contexts:
 
     def __init__(
         self,
-        make: Callable[[], Cache],
+        make: Callable[[], ScoringCache],
         *,
         vocab_size: int,
         context: int,
@@ -83,7 +83,7 @@ class Contexts:
         self._make, self._vocab_size, self._context, self._stop = make, vocab_size, context, stop
         self._device, self._sources, self._clock = torch.device(device), sources, clock
         self._budget_bytes, self._most, self._expiry_s = budget_bytes, most, expiry_s
-        self._held: OrderedDict[str, Context] = OrderedDict()  # longest unused first
+        self._held: OrderedDict[str, HeldContext] = OrderedDict()  # longest unused first
 
     def __len__(self) -> int:
         return len(self._held)
@@ -97,10 +97,10 @@ class Contexts:
         """Drop a context; whether there was one."""
         return self._held.pop(ctx_id, None) is not None
 
-    def answer(self, round: Round) -> Answer:
+    def answer(self, round: VerifyRequest) -> VerifyResponse:
         """The verdict on a round; the same one if it was given before.
 
-        Raises `Unknown` where the whole text is needed, `Stale` where another round has the context, `Refused` for
+        Raises `Unknown` where the whole text is needed, `Stale` where another round has the context, `UserError` for
         what no model could judge.
         """
         self._forget_old()
@@ -128,7 +128,7 @@ class Contexts:
             self._held.popitem(last=False)
         return answer
 
-    def continued(self, text: Text) -> Iterator[int]:
+    def continued(self, text: StreamRequest) -> Iterator[int]:
         """Plain decoding, a token at a time, through the first stop token or as far as the model's context reaches.
 
         Nothing of it is held afterwards.
@@ -138,18 +138,20 @@ class Contexts:
         known_ids(tokens, self._vocab_size)
         self._fits(tokens, 0)
         for _ in range(min(text.max_tokens, self._context - len(tokens) + 1)):
-            judge = target(text.sampling_cfg, cache.score, len(tokens), self._sources)
-            token = judge.judge(tokens, Draft()).token
+            verifier = target(text.sampling_cfg, cache.score, len(tokens), self._sources)
+            token = verifier.verify(tokens, Draft()).token
             assert token is not None
             tokens.append(token)
             yield token
             if token in self._stop:
                 return
 
-    def _is_repeat(self, held: Context, round: Round) -> bool:
+    def _is_repeat(self, held: HeldContext, round: VerifyRequest) -> bool:
         """Whether this very round was answered last. `Stale` for one that was overtaken, in its epoch or by another."""
         if round.epoch < held.epoch:
-            raise Stale(f"epoch {round.epoch} of this context is over (it is at {held.epoch}): open another context")
+            raise StaleRequest(
+                f"epoch {round.epoch} of this context is over (it is at {held.epoch}): open another context"
+            )
         if round.epoch > held.epoch or held.asked is None:
             return False
         if held.asked == round:
@@ -157,30 +159,30 @@ class Contexts:
         last = held.asked.round
         waits = held.answer is not None and held.answer.wants is not None  # for a row of the drafter's
         if round.round < last or (round.round == last and not (waits and round.rows)):
-            raise Stale(f"round {round.round} comes after round {last}, which was another: open another context")
+            raise StaleRequest(f"round {round.round} comes after round {last}, which was another: open another context")
         return False
 
-    def _open(self, round: Round) -> Context:
+    def _open(self, round: VerifyRequest) -> HeldContext:
         """A new context; the keys and values of one that it takes the place of are kept as far as they are right."""
         if round.sampling_cfg is None:
-            raise Refused("a context is opened with sampling_cfg: send it along with the whole text")
+            raise UserError("a context is opened with sampling_cfg: send it along with the whole text")
         if not round.tokens:
-            raise Refused("there is nothing to continue: send the text's tokens")
+            raise UserError("there is nothing to continue: send the text's tokens")
         self._check(round.sampling_cfg)
         old = self._held.get(round.ctx_id)
-        return Context(round.epoch, round.sampling_cfg, old.cache if old else self._make(), [], self._clock())
+        return HeldContext(round.epoch, round.sampling_cfg, old.cache if old else self._make(), [], self._clock())
 
-    def _known(self, held: Context | None, round: Round) -> Context:
+    def _known(self, held: HeldContext | None, round: VerifyRequest) -> HeldContext:
         """The context that a round goes on with. `Unknown` if it is not there or not at one with the edge."""
         if held is None or round.epoch > held.epoch:
-            raise Unknown("this context is not held: send the whole text")
+            raise UnknownContext("this context is not held: send the whole text")
         if round.base > len(held.tokens) or digest(held.tokens[: round.base]) != round.digest:
-            raise Unknown("the texts at both ends have come apart: send the whole text")
+            raise UnknownContext("the texts at both ends have come apart: send the whole text")
         if round.sampling_cfg is not None and round.sampling_cfg != held.settings:
-            raise Refused("sampling_cfg was fixed when the context was opened: open another context to change it")
+            raise UserError("sampling_cfg was fixed when the context was opened: open another context to change it")
         return held
 
-    def _check(self, settings: Sampling) -> None:
+    def _check(self, settings: VerifyConfig) -> None:
         """Refuse settings that no model here could follow."""
         target(settings, _no_score, 0, self._sources)  # a rule that there is not
         known_ids([token for word in settings.bad_words for token in word], self._vocab_size)
@@ -188,7 +190,7 @@ class Contexts:
     def _fits(self, tokens: Sequence[int], drafted: int) -> None:
         count = len(tokens) + drafted
         if count > self._context:
-            raise Refused(f"{count:,} tokens do not fit the model's {self._context:,}: shorten the text")
+            raise UserError(f"{count:,} tokens do not fit the model's {self._context:,}: shorten the text")
 
     def _forget_old(self) -> None:
         before = self._clock() - self._expiry_s

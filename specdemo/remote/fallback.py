@@ -8,7 +8,7 @@ from dataclasses import replace
 from specdemo.core.step import Draft, Verdict
 
 
-def unjudged(draft: Draft, accepted: tuple[int, ...], notes: Mapping[str, float]) -> Verdict:
+def unverified(draft: Draft, accepted: tuple[int, ...], notes: Mapping[str, float]) -> Verdict:
     """Tokens of a draft that are taken without asking the target."""
     unknown = (None,) * len(draft)
     return Verdict(accepted, None, unknown, unknown, unknown, notes=dict(notes))
@@ -16,7 +16,7 @@ def unjudged(draft: Draft, accepted: tuple[int, ...], notes: Mapping[str, float]
 
 def provisional(draft: Draft, notes: Mapping[str, float]) -> Verdict:
     """The draft's first token, for lack of a verdict (practice guide, section 8)."""
-    return unjudged(draft, (0,), {**notes, "provisional": 1.0})
+    return unverified(draft, (0,), {**notes, "provisional": 1.0})
 
 
 def first_path(draft: Draft) -> tuple[int, ...]:
@@ -28,7 +28,7 @@ def first_path(draft: Draft) -> tuple[int, ...]:
     return tuple(path)
 
 
-def foretold(draft: Draft, said: Sequence[int], notes: Mapping[str, float]) -> Verdict:
+def later_verified(draft: Draft, said: Sequence[int], notes: Mapping[str, float]) -> Verdict:
     """What is known of how the text goes on, as a verdict on a draft: one token more than the draft has of it."""
     kids, path, node = draft.children(), [], -1
     for token in said[:-1]:
@@ -37,4 +37,4 @@ def foretold(draft: Draft, said: Sequence[int], notes: Mapping[str, float]) -> V
             break
         node = child
         path.append(child)
-    return replace(unjudged(draft, tuple(path), notes), token=said[len(path)])
+    return replace(unverified(draft, tuple(path), notes), token=said[len(path)])

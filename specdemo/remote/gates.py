@@ -17,30 +17,30 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from specdemo.core.decode import Gamma
+from specdemo.core.decode import DraftLengthPolicy
 from specdemo.core.step import Draft, Step, Verdict
-from specdemo.remote.fallback import unjudged
+from specdemo.remote.fallback import unverified
 
 Variance = Callable[[Sequence[int], Draft], list[float]]
 WORD = re.compile(r"[^\W\d_]+")
 
 
-class Asked(Protocol):
+class ClosableVerifier(Protocol):
     """A judge that can be told which tokens were hard."""
 
-    def judge(self, tokens: Sequence[int], draft: Draft, hard_mask: Sequence[int] | None = None) -> Verdict:
+    def verify(self, tokens: Sequence[int], draft: Draft, hard_mask: Sequence[int] | None = None) -> Verdict:
         """The verdict on `draft` as a continuation of `tokens`."""
 
     def close(self) -> None:
         """Hang up."""
 
 
-class Gauge:
+class RecordingPolicy:
     """A draft-length policy that keeps the drafter's raw laws as they pass: before temperature, top-k and top-p."""
 
-    looks = True
+    needs_logits = True
 
-    def __init__(self, inner: Gamma) -> None:
+    def __init__(self, inner: DraftLengthPolicy) -> None:
         self._inner = inner
         self.logs: list[Tensor] = []  # log-probabilities `[vocab]`, one for each token drafted since the last round
 
@@ -54,11 +54,11 @@ class Gauge:
         """The inner one's."""
         return self._inner.notes
 
-    def more(self, n: int, logits: Any) -> bool:
+    def may_extend(self, n: int, logits: Any) -> bool:
         """What the inner one says."""
         if n == 0:
             self.logs = []
-        grows = self._inner.more(n, logits)
+        grows = self._inner.may_extend(n, logits)
         if grows and logits is not None:
             self.logs[n:] = [logits.float().log_softmax(-1)]
         return grows
@@ -72,11 +72,11 @@ def signals(logs: Sequence[Tensor], draft: Draft) -> dict[str, list[float]]:
     """Per drafted token: -log q (nats), the entropy of q (bits), and the margin of its first choice."""
     rows = torch.stack(list(logs))  # [n, vocab]
     chosen = rows.gather(-1, torch.tensor(draft.tokens, device=rows.device)[:, None])[:, 0]
-    law = rows.exp()
-    best = law.topk(2).values
+    probs = rows.exp()
+    best = probs.topk(2).values
     return {
         "nll": (-chosen).tolist(),
-        "entropy": (torch.special.entr(law).sum(-1) / math.log(2)).tolist(),
+        "entropy": (torch.special.entr(probs).sum(-1) / math.log(2)).tolist(),
         "margin": (best[:, 0] - best[:, 1]).tolist(),
     }
 
@@ -96,13 +96,17 @@ def mc_dropout(scores: Sequence[Callable[[Sequence[int], Draft], Tensor]]) -> Va
     def variance(tokens: Sequence[int], draft: Draft) -> list[float]:
         chosen = torch.tensor(draft.tokens)
         seen = Draft.chain(draft.tokens[:-1])  # the last token's law follows the one before it
-        laws = [score(tokens, seen).float().softmax(-1).cpu() for score in scores]
-        return torch.stack([law.gather(-1, chosen[:, None])[:, 0] for law in laws]).var(0, correction=0).tolist()
+        distributions = [score(tokens, seen).float().softmax(-1).cpu() for score in scores]
+        return (
+            torch.stack([probs.gather(-1, chosen[:, None])[:, 0] for probs in distributions])
+            .var(0, correction=0)
+            .tolist()
+        )
 
     return variance
 
 
-class Always:
+class AlwaysVerify:
     """Whether a text has words in it that always call for the cloud: numbers, names, rare words."""
 
     def __init__(self, rules: Sequence[str], documents: Counter[str] | None = None, rare_below: int = 3) -> None:
@@ -124,13 +128,13 @@ def document_frequency(texts: Iterable[str]) -> Counter[str]:
     return Counter(word for text in texts for word in {word.lower() for word in WORD.findall(text)})
 
 
-class Gated:
+class GatedVerifier:
     """A judge that asks `inner` about hard drafts only and takes the others as they are."""
 
     def __init__(
         self,
-        inner: Asked,
-        gauge: Gauge,
+        inner: ClosableVerifier,
+        gauge: RecordingPolicy,
         thresholds: Mapping[str, float],
         most_hard: float,
         *,
@@ -140,10 +144,10 @@ class Gated:
         self._inner, self._gauge, self._thresholds, self._most_hard = inner, gauge, thresholds, most_hard
         self._always, self._variance = always, variance
 
-    def judge(self, tokens: Sequence[int], draft: Draft) -> Verdict:
+    def verify(self, tokens: Sequence[int], draft: Draft) -> Verdict:
         """The cloud's verdict, or all of the draft. Without a draft there is nothing to take: the cloud is asked."""
         if not draft.tokens:
-            return self._inner.judge(tokens, draft)
+            return self._inner.verify(tokens, draft)
         values = signals(self._gauge.logs, draft)
         if self._variance is not None:
             values["variance"] = self._variance(tokens, draft)
@@ -151,9 +155,9 @@ class Gated:
         notes = {"hard_ratio": sum(mask) / len(mask)}
         ruled = self._always is not None and self._always(tokens, draft)
         if notes["hard_ratio"] > self._most_hard or ruled:
-            verdict = self._inner.judge(tokens, draft, mask)
+            verdict = self._inner.verify(tokens, draft, mask)
             return replace(verdict, notes={**verdict.notes, **notes})
-        return unjudged(draft, tuple(range(len(draft))), {**notes, "escalated": 0.0})
+        return unverified(draft, tuple(range(len(draft))), {**notes, "escalated": 0.0})
 
     def close(self) -> None:
         """Hang up."""

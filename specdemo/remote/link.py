@@ -15,7 +15,7 @@ import httpcore
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkEmulation:
     """What is added to the link that there is. A lost message is one that never comes: its sender waits in vain."""
 
     rtt_s: float = 0.0
@@ -27,7 +27,7 @@ class Link:
 
 
 @dataclass
-class Tally:
+class ByteCounts:
     """Bytes that went each way: HTTP with its headers, without what TCP and TLS put around it."""
 
     up: int = 0
@@ -36,18 +36,18 @@ class Tally:
     down_s: float = 0.0  # from the first byte of an answer to its last, likewise
 
 
-class Wire(httpcore.NetworkBackend):
+class MeteredNetwork(httpcore.NetworkBackend):
     """Connections over TCP whose bytes are counted in `tally` and delayed, slowed down and lost as `link` says."""
 
     def __init__(
         self,
-        link: Link | None = None,
+        link: LinkEmulation | None = None,
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.perf_counter,
         inner: httpcore.NetworkBackend | None = None,
     ) -> None:
-        self.tally = Tally()
-        self.link = link or Link()
+        self.tally = ByteCounts()
+        self.link = link or LinkEmulation()
         self.pause, self.clock = sleep, clock
         self.rng = random.Random(self.link.seed)
         self._inner = inner or httpcore.SyncBackend()
@@ -56,7 +56,7 @@ class Wire(httpcore.NetworkBackend):
         """A connection; its handshake takes a round trip."""
         stream = self._inner.connect_tcp(host, port, timeout, **options)
         self.pause(self.link.rtt_s)
-        return Counted(self, stream)
+        return MeteredStream(self, stream)
 
     def delay(self) -> float:
         """Seconds that a message takes one way."""
@@ -67,10 +67,10 @@ class Wire(httpcore.NetworkBackend):
         return self.rng.random() < self.link.loss
 
 
-class Counted(httpcore.NetworkStream):
+class MeteredStream(httpcore.NetworkStream):
     """One connection. A message is all that is written, or read, before the direction turns."""
 
-    def __init__(self, wire: Wire, inner: httpcore.NetworkStream) -> None:
+    def __init__(self, wire: MeteredNetwork, inner: httpcore.NetworkStream) -> None:
         self._wire, self._inner = wire, inner
         self._sending = self._dead = False
 
@@ -114,9 +114,11 @@ class Counted(httpcore.NetworkStream):
         """Hang up."""
         self._inner.close()
 
-    def start_tls(self, ssl_context: Any, server_hostname: str | None = None, timeout: float | None = None) -> Counted:
+    def start_tls(
+        self, ssl_context: Any, server_hostname: str | None = None, timeout: float | None = None
+    ) -> MeteredStream:
         """The same connection under TLS: what is counted is what is inside."""
-        return Counted(self._wire, self._inner.start_tls(ssl_context, server_hostname, timeout))
+        return MeteredStream(self._wire, self._inner.start_tls(ssl_context, server_hostname, timeout))
 
     def get_extra_info(self, info: str) -> Any:
         """What the connection itself knows."""

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from specdemo.core.errors import Refused
-from specdemo.models.spec import Spec
+from specdemo.core.errors import UserError
+from specdemo.models.spec import ModelSpec
 from specdemo.worker import interruptible
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +36,7 @@ def cores_but_one() -> int:
     return max(1, cores - 1)
 
 
-def command(spec: Spec) -> list[str]:
+def command(spec: ModelSpec) -> list[str]:
     """The service for this target, on a free port of this machine only; it ends when its standard input does."""
     options = {"target": spec.name, "dtype": spec.dtype, "quantization": spec.quantization, "device": spec.device}
     flags = [part for name, value in options.items() for part in (f"--{name}", value)]
@@ -44,7 +44,7 @@ def command(spec: Spec) -> list[str]:
 
 
 @dataclass
-class Process:
+class ServiceProcess:
     """One service; `url` once it answers."""
 
     process: subprocess.Popen[str]
@@ -54,7 +54,7 @@ class Process:
     saying: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
-    def start(cls, arguments: Sequence[str]) -> Process:
+    def start(cls, arguments: Sequence[str]) -> ServiceProcess:
         """A new one, which may take a while to answer; it leaves the edge a core, unless the environment says more."""
         errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
@@ -63,13 +63,13 @@ class Process:
         return cls(subprocess.Popen(arguments, env=environment, **pipes), errors)
 
     def address(self) -> str:
-        """Where it listens, as soon as it does. Raises `Refused` with its own words where it never will."""
+        """Where it listens, as soon as it does. Raises `UserError` with its own words where it never will."""
         with self.saying:
             if self.url is None:
                 line = self.process.stdout.readline()
                 if not line.startswith(SAID):
                     self.end()
-                    raise Refused(f"the cloud of its own did not start: {self._last_words()}")
+                    raise UserError(f"the cloud of its own did not start: {self._last_words()}")
                 self.url = line.removeprefix(SAID).strip()
             return self.url
 
@@ -95,20 +95,20 @@ class Process:
         return lines[-1].removeprefix("specdemo: ")[:LONGEST_LINE] if lines else "it gave no reason"
 
 
-class Own:
+class LocalServices:
     """All of them, by target. `close` ends them; so does the end of this process."""
 
-    def __init__(self, idle_s: float = 600.0, start: Callable[[Spec], Process] | None = None) -> None:
+    def __init__(self, idle_s: float = 600.0, start: Callable[[ModelSpec], ServiceProcess] | None = None) -> None:
         self._idle_s = idle_s
-        self._start = start or (lambda spec: Process.start(command(spec)))
-        self._running: dict[Spec, Process] = {}
+        self._start = start or (lambda spec: ServiceProcess.start(command(spec)))
+        self._running: dict[ModelSpec, ServiceProcess] = {}
         self._door = threading.Lock()
         self._timer: threading.Timer | None = None
 
     @contextmanager
-    def running(self, specs: Iterable[Spec]) -> Iterator[dict[Spec, str]]:
+    def running(self, specs: Iterable[ModelSpec]) -> Iterator[dict[ModelSpec, str]]:
         """Yield the URL of a service for each of `specs`; services keep running for a while after the block."""
-        used: dict[Spec, Process] = {}
+        used: dict[ModelSpec, ServiceProcess] = {}
         try:
             for spec in dict.fromkeys(specs):
                 used[spec] = self._enter(spec)
@@ -121,7 +121,7 @@ class Own:
         with self._door:
             self._end(list(self._running))
 
-    def _enter(self, spec: Spec) -> Process:
+    def _enter(self, spec: ModelSpec) -> ServiceProcess:
         with self._door:
             if self._timer is not None:
                 self._timer.cancel()
@@ -132,7 +132,7 @@ class Own:
             self._running[spec].users += 1
             return self._running[spec]
 
-    def _leave(self, used: dict[Spec, Process]) -> None:
+    def _leave(self, used: dict[ModelSpec, ServiceProcess]) -> None:
         if not used:
             return
         with self._door:
@@ -148,6 +148,6 @@ class Own:
         with self._door:
             self._end([spec for spec, process in self._running.items() if not process.users])
 
-    def _end(self, specs: Sequence[Spec]) -> None:
+    def _end(self, specs: Sequence[ModelSpec]) -> None:
         for spec in specs:
             self._running.pop(spec).end()

@@ -19,8 +19,8 @@ import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from specdemo.core.errors import Refused
-from specdemo.core.sampling import Warp
+from specdemo.core.errors import UserError
+from specdemo.core.sampling import SamplingParams
 from specdemo.remote.config import COLDEST
 
 LONGEST_DRAFT = 256
@@ -36,7 +36,7 @@ def _temperature(value: float) -> float:
     return value
 
 
-class Message(BaseModel):
+class WireMessage(BaseModel):
     """No guessing: unknown fields, numbers in quotes, NaN and infinity are refused."""
 
     model_config = ConfigDict(
@@ -44,7 +44,7 @@ class Message(BaseModel):
     )
 
 
-class Sampling(Message):
+class VerifyConfig(WireMessage):
     """What must be the same at both ends, and the rule; sent when a context is opened."""
 
     temp: Annotated[float, AfterValidator(_temperature), Field(le=100)] = 1.0
@@ -58,13 +58,13 @@ class Sampling(Message):
     adjust: bool = True  # corrections from the residual; else from p, which is lossy
 
     @property
-    def warp(self) -> Warp:
+    def sampling(self) -> SamplingParams:
         """The same as an object."""
         words = tuple(map(tuple, self.bad_words))
-        return Warp(self.temp, self.top_k, self.top_p, self.rep_penalty, words)
+        return SamplingParams(self.temp, self.top_k, self.top_p, self.rep_penalty, words)
 
 
-class Row(Message):
+class DraftRow(WireMessage):
     """The drafter's law at one node: dense, or where it has mass. Little-endian, as numpy writes it."""
 
     node: Count
@@ -73,33 +73,33 @@ class Row(Message):
     ids: bytes | None = None  # u4
 
     @classmethod
-    def of(cls, node: int, law: Tensor, type: Literal["f4", "f2"] = "f4") -> Row:
-        """The shorter of the two ways to write `law` `[vocab]`."""
-        row = law.float().cpu().numpy()
+    def of(cls, node: int, probs: Tensor, type: Literal["f4", "f2"] = "f4") -> DraftRow:
+        """The shorter of the two ways to write `probs` `[vocab]`."""
+        row = probs.float().cpu().numpy()
         where = row.nonzero()[0]
         size = int(type[1])
         if len(where) * (4 + size) < len(row) * size:
             return cls(node=node, type=type, values=_bytes(row[where], type), ids=_bytes(where, "u4"))
         return cls(node=node, type=type, values=_bytes(row, type))
 
-    def law(self, vocab_size: int) -> Tensor:
-        """`[vocab_size]`, float32. Raises `Refused` for what is no law of that width."""
+    def probs(self, vocab_size: int) -> Tensor:
+        """`[vocab_size]`, float32. Raises `UserError` for what is no law of that width."""
         if len(self.values) % int(self.type[1]) or len(self.ids or b"") % 4:
-            raise Refused(f"the row of node {self.node} ends in the middle of a number: send whole numbers")
+            raise UserError(f"the row of node {self.node} ends in the middle of a number: send whole numbers")
         values = np.frombuffer(self.values, f"<{self.type}").astype(np.float32)
         ids = np.arange(vocab_size) if self.ids is None else np.frombuffer(self.ids, "<u4").astype(np.int64)
         if len(ids) != len(values) or (ids >= vocab_size).any():
-            raise Refused(
+            raise UserError(
                 f"the row of node {self.node} does not fit a vocabulary of {vocab_size:,}: send one value an id"
             )
         if not (np.isfinite(values).all() and (values >= 0).all() and values.sum() > 0):
-            raise Refused(f"the row of node {self.node} is no law: send probabilities")
-        law = torch.zeros(vocab_size)
-        law[torch.from_numpy(ids)] = torch.from_numpy(values)
-        return law
+            raise UserError(f"the row of node {self.node} is no law: send probabilities")
+        probs = torch.zeros(vocab_size)
+        probs[torch.from_numpy(ids)] = torch.from_numpy(values)
+        return probs
 
 
-class Round(Message):
+class VerifyRequest(WireMessage):
     """Edge to cloud: a draft to be judged, and what was committed since the prefix that both hold.
 
     A round that is sent again under the same number gets the same answer. `base` 0 opens the context anew: then
@@ -118,14 +118,14 @@ class Round(Message):
     k: Count
     parents: Annotated[list[Annotated[int, Field(ge=-1)]], Field(max_length=LONGEST_DRAFT)] | None = None  # None: chain
     q_token_probs: Annotated[list[Chance], Field(max_length=LONGEST_DRAFT)] | None = None
-    rows: Annotated[list[Row], Field(max_length=LONGEST_DRAFT)] | None = None
+    rows: Annotated[list[DraftRow], Field(max_length=LONGEST_DRAFT)] | None = None
     hard_mask: Annotated[list[Literal[0, 1]], Field(max_length=LONGEST_DRAFT)] | None = None
-    sampling_cfg: Sampling | None = None
+    sampling_cfg: VerifyConfig | None = None
     candidates: Annotated[int, Field(ge=1, le=64)] = 1  # first choices per row that the answer holds
     top: Annotated[int, Field(ge=0, le=64)] = 0  # tokens of every law that the answer holds
 
 
-class Timing(Message):
+class VerifyMetrics(WireMessage):
     """What a round was worth and what it cost the cloud."""
 
     alpha_mean: float | None = None  # mean min(1, p / q) of the tested tokens
@@ -134,7 +134,7 @@ class Timing(Message):
     fed: Count = 0  # tokens that were not in the cache
 
 
-class Law(Message):
+class TopTokensMessage(WireMessage):
     """What is worth seeing of a law: its entropy in nats and its likeliest tokens."""
 
     entropy: float
@@ -142,7 +142,7 @@ class Law(Message):
     p: list[float]
 
 
-class Answer(Message):
+class VerifyResponse(WireMessage):
     """Cloud to edge: the verdict. `correction` is null where nothing was rejected; then there is a `bonus` token.
 
     `wants` asks for the law of a node before there can be a verdict: send the round again with that row.
@@ -159,32 +159,32 @@ class Answer(Message):
     p: list[float] = []  # the target's probability of each node
     draws: list[float] | None = None  # of the tested nodes, in order
     choices: list[list[Token]] = []  # the target's first choices after each row
-    laws: list[Law] | None = None  # of each row, if they were asked for
-    metrics: Timing = Timing()
+    laws: list[TopTokensMessage] | None = None  # of each row, if they were asked for
+    metrics: VerifyMetrics = VerifyMetrics()
 
 
-class Text(Message):
+class StreamRequest(WireMessage):
     """Edge to cloud: decode plainly from here on; tokens come back as they are made, a line each."""
 
     tokens: Annotated[list[Token], Field(min_length=1, max_length=LONGEST_TEXT)]
-    sampling_cfg: Sampling
+    sampling_cfg: VerifyConfig
     max_tokens: Annotated[int, Field(ge=1, le=LONGEST_TEXT)]
 
 
-class Problem(Message):
+class ErrorResponse(WireMessage):
     """Why there is no answer, in one sentence, and what kind of reason it is."""
 
     error: str
     code: str
 
 
-class Forgotten(Message):
+class DeleteResponse(WireMessage):
     """Whether there was a context to forget."""
 
     forgotten: bool
 
 
-class About(Message):
+class ServiceInfo(WireMessage):
     """The model behind the service: what an edge must know to go with it."""
 
     name: str
@@ -209,7 +209,7 @@ def _bytes(values: Any, kind: str) -> bytes:
     return np.asarray(values).astype(f"<{kind}").tobytes()
 
 
-M = TypeVar("M", bound=Message)
+M = TypeVar("M", bound=WireMessage)
 PACKED = 1  # msgpack's extension type for a list of float32: what comes from a law loses nothing in it
 
 
@@ -230,7 +230,7 @@ def _expanded(kind: int, data: bytes) -> Any:
     return np.frombuffer(data, "<f4").tolist()
 
 
-def _to_msgpack(message: Message) -> bytes:
+def _to_msgpack(message: WireMessage) -> bytes:
     return msgpack.packb(_compact(message.model_dump(exclude_defaults=True)))
 
 
@@ -238,7 +238,7 @@ def _from_msgpack(kind: type[M], body: bytes) -> M:
     try:
         value = msgpack.unpackb(body, ext_hook=_expanded, use_list=True, raw=False)
     except (ValueError, msgpack.UnpackException, RecursionError) as error:
-        raise Refused(f"the body is not msgpack: {str(error) or type(error).__name__}") from error
+        raise UserError(f"the body is not msgpack: {str(error) or type(error).__name__}") from error
     return kind.model_validate(value)
 
 
@@ -246,17 +246,17 @@ def _from_msgpack(kind: type[M], body: bytes) -> M:
 class Encoding:
     """Messages to bytes and back."""
 
-    dump: Callable[[Message], bytes]
+    dump: Callable[[WireMessage], bytes]
     parse: Callable[[type[Any], bytes], Any]
 
     def load(self, kind: type[M], body: bytes) -> M:
-        """A message; `Refused` with the first thing that is wrong with it."""
+        """A message; `UserError` with the first thing that is wrong with it."""
         try:
             return self.parse(kind, body)
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False, include_input=False)[0]
             where = ".".join(map(str, first["loc"])) or kind.__name__
-            raise Refused(f"{where}: {first['msg'][:1].lower()}{first['msg'][1:]}") from error
+            raise UserError(f"{where}: {first['msg'][:1].lower()}{first['msg'][1:]}") from error
 
 
 ENCODINGS: Mapping[str, Encoding] = {

@@ -9,30 +9,30 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from specdemo.core.decode import Judge
-from specdemo.core.errors import Refused
+from specdemo.core.decode import Verifier
+from specdemo.core.errors import UserError
 from specdemo.models.load import read_tokenizer
-from specdemo.models.spec import Spec
+from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import fingerprint
-from specdemo.remote.client import Lost, Patience, RemoteTarget
+from specdemo.remote.client import ConnectionLost, Deadlines, RemoteVerifier
 from specdemo.remote.cloud_only import CloudText
-from specdemo.remote.config import ENCODINGS, Cloud
-from specdemo.remote.link import Link
-from specdemo.remote.protocol import About, Sampling
-from specdemo.remote.transport import Http, Unanswered
+from specdemo.remote.config import ENCODINGS, CloudConfig
+from specdemo.remote.link import LinkEmulation
+from specdemo.remote.protocol import ServiceInfo, VerifyConfig
+from specdemo.remote.transport import HttpClient, NoResponse
 from specdemo.worker import interruptible
 
 TOKEN = "SPECDEMO_TOKEN"  # of the environment, at both ends: what stands on a command line others can read
 
 
 @dataclass(frozen=True)
-class Distant:
+class RemoteModel:
     """The target as an edge has it: its tokenizer, what is known of it, and the wire. `close` it."""
 
-    http: Http
-    about: About
+    http: HttpClient
+    about: ServiceInfo
     tokenizer: Any
-    cloud: Cloud
+    cloud: CloudConfig
 
     @cached_property
     def stop(self) -> frozenset[int]:
@@ -68,37 +68,41 @@ class Distant:
         self.http.close()
 
 
-def connect(cloud: Cloud, target: Spec, seed: int, clock: Callable[[], float] = time.monotonic) -> Distant:
-    """Reach the service, whose target should be `target`. Raises `Refused` where it does not fit."""
-    link = Link(
+def connect(
+    cloud: CloudConfig, target: ModelSpec, seed: int, clock: Callable[[], float] = time.monotonic
+) -> RemoteModel:
+    """Reach the service, whose target should be `target`. Raises `UserError` where it does not fit."""
+    link = LinkEmulation(
         cloud.rtt_ms / 1000, cloud.jitter_ms / 1000, cloud.loss, cloud.up_mbit * 1e6, cloud.down_mbit * 1e6, seed
     )
     if not cloud.remote:
-        raise Refused("no service is named: say where it is, as http://host:port")
+        raise UserError("no service is named: say where it is, as http://host:port")
     tokenizer = read_tokenizer(target)
-    http = Http(cloud.remote, kind=ENCODINGS[cloud.encoding], token=os.environ.get(TOKEN), link=link)
+    http = HttpClient(cloud.remote, kind=ENCODINGS[cloud.encoding], token=os.environ.get(TOKEN), link=link)
     began, patience = clock(), max(1.0, cloud.deadline_ms / 1000)
     while True:
         try:
-            about = interruptible(lambda: http.call("GET", "/v1/target", None, About, patience))
+            about = interruptible(lambda: http.call("GET", "/v1/target", None, ServiceInfo, patience))
             break
-        except Unanswered as silence:
+        except NoResponse as silence:
             if clock() - began > min(3.0, cloud.lost_after_s) or not cloud.loss:
-                raise Lost(f"there is no service at {cloud.remote} ({silence}): start one with serve") from silence
+                raise ConnectionLost(
+                    f"there is no service at {cloud.remote} ({silence}): start one with serve"
+                ) from silence
     if about.tokenizer != fingerprint(tokenizer):
-        raise Refused(
+        raise UserError(
             f"the service's target, {about.name}, has another tokenizer than {target.title}: name the same target at "
             "both ends"
         )
-    return Distant(http, about, tokenizer, cloud)
+    return RemoteModel(http, about, tokenizer, cloud)
 
 
-def judge_at(
-    distant: Distant, settings: Sampling, *, plain: bool, max_tokens: int, edge: Judge | None, **shown: int
-) -> RemoteTarget | CloudText:
+def remote_verifier(
+    distant: RemoteModel, settings: VerifyConfig, *, plain: bool, max_tokens: int, edge: Verifier | None, **shown: int
+) -> RemoteVerifier | CloudText:
     """The judge for a run: `plain` has the cloud decode by itself; `edge` goes on where the cloud is lost."""
     cloud = distant.cloud
-    patience = Patience(cloud.deadline_ms / 1000, cloud.lost_after_s, not cloud.provisional)
+    patience = Deadlines(cloud.deadline_ms / 1000, cloud.lost_after_s, not cloud.provisional)
     if plain:
         return CloudText(distant.http, settings, max_tokens, patience)
-    return RemoteTarget(distant.http, settings, rows=cloud.q_rows, patience=patience, edge=edge, **shown)
+    return RemoteVerifier(distant.http, settings, rows=cloud.q_rows, patience=patience, edge=edge, **shown)

@@ -11,32 +11,32 @@ import torch
 import uvicorn
 from fastapi import FastAPI
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.models.kv_cache import CachedModel
-from specdemo.models.load import Loaded
+from specdemo.models.load import LoadedModel
 from specdemo.models.zoo import fingerprint
 from specdemo.remote.contexts import Contexts
-from specdemo.remote.protocol import About
-from specdemo.remote.server import Limits, service
+from specdemo.remote.protocol import ServiceInfo
+from specdemo.remote.server import ServiceLimits, service
 from specdemo.worker import Worker
 
 KEPT_S = 75  # an idle connection is kept this long
 
 
 def application(
-    target: Loaded,
+    target: LoadedModel,
     *,
     token: str | None = None,
     budget_bytes: int = 2 << 30,
     most: int = 256,
     expiry_s: float = 600.0,
-    limits: Limits | None = None,
+    limits: ServiceLimits | None = None,
     waiting: int = 64,
 ) -> FastAPI:
     """The service around `target`; everything on the device goes through one worker."""
-    parity, model = target.parity, target.model
+    invariance, model = target.invariance, target.model
     config = model.config.get_text_config()
-    about = About(
+    about = ServiceInfo(
         name=Path(target.spec.name).name,
         vocab_size=config.vocab_size,
         context=min(CachedModel(model).context, 1 << 30),
@@ -47,10 +47,10 @@ def application(
         device=str(model.device),
         threads=torch.get_num_threads(),
         weight_bytes=target.weight_bytes,
-        bit_equal=parity.equal,
+        bit_equal=invariance.equal,
     )
     contexts = Contexts(
-        lambda: CachedModel(model, parity.pad),
+        lambda: CachedModel(model, invariance.pad),
         vocab_size=config.vocab_size,
         context=about.context,
         stop=target.stop,
@@ -63,7 +63,7 @@ def application(
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket at this address, port 0 being any that is free. Raises `Refused` where it cannot be had."""
+    """A socket at this address, port 0 being any that is free. Raises `UserError` where it cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # or asyncio leaves Nagle's delay on
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -71,7 +71,7 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except (OSError, OverflowError) as error:
         listener.close()
-        raise Refused(f"cannot listen on {host}:{port} ({error}): choose another --port or --host") from error
+        raise UserError(f"cannot listen on {host}:{port} ({error}): choose another --port or --host") from error
     return listener
 
 

@@ -20,17 +20,26 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
-from specdemo.core.errors import Refused
-from specdemo.remote.contexts import Contexts, Stale, Unknown
-from specdemo.remote.protocol import ENCODINGS, About, Answer, Forgotten, Message, Problem, Round, Text
+from specdemo.core.errors import UserError
+from specdemo.remote.contexts import Contexts, StaleRequest, UnknownContext
+from specdemo.remote.protocol import (
+    ENCODINGS,
+    DeleteResponse,
+    ErrorResponse,
+    ServiceInfo,
+    StreamRequest,
+    VerifyRequest,
+    VerifyResponse,
+    WireMessage,
+)
 from specdemo.worker import Worker, WorkerBusy
 
 PATIENCE_S = 10.0  # for a body to arrive
-M = TypeVar("M", bound=Message)
+M = TypeVar("M", bound=WireMessage)
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServiceLimits:
     """What one request and one peer may ask for."""
 
     body_bytes: int = 4 << 20
@@ -38,7 +47,7 @@ class Limits:
     burst: int = 50
 
 
-class Rates:
+class RateLimiter:
     """A bucket of `burst` requests per address, filled at `rate` a second."""
 
     def __init__(self, rate: float, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -59,11 +68,16 @@ class Rates:
 
 
 def service(
-    about: About, contexts: Contexts, worker: Worker, *, token: str | None = None, limits: Limits | None = None
+    about: ServiceInfo,
+    contexts: Contexts,
+    worker: Worker,
+    *,
+    token: str | None = None,
+    limits: ServiceLimits | None = None,
 ) -> FastAPI:
     """The application. With `token`, whoever does not send it as a bearer gets 401."""
-    limits = limits or Limits()
-    rates = Rates(limits.rounds_per_second, limits.burst)
+    limits = limits or ServiceLimits()
+    rates = RateLimiter(limits.rounds_per_second, limits.burst)
     bearer = HTTPBearer(auto_error=False)
     app = FastAPI(
         title="specdemo cloud",
@@ -73,59 +87,62 @@ def service(
 
     def admitted(request: Request, sent: HTTPAuthorizationCredentials | None = Depends(bearer)) -> None:  # noqa: B008
         if token is not None and not (sent and secrets.compare_digest(sent.credentials.encode(), token.encode())):
-            raise Trouble(
+            raise ServiceError(
                 401, "unauthorised", "the bearer token is missing or wrong: send the one the service was given"
             )
         if not rates.allow(request.client.host if request.client else ""):
-            raise Trouble(429, "busy", "too many requests from this address: send them more slowly")
+            raise ServiceError(429, "busy", "too many requests from this address: send them more slowly")
 
-    @app.exception_handler(Trouble)
-    def trouble(request: Request, error: Trouble) -> Response:
+    @app.exception_handler(ServiceError)
+    def trouble(request: Request, error: ServiceError) -> Response:
         return _problem(request, error.status, error.problem)
 
     @app.exception_handler(HTTPException)
     def http(request: Request, error: HTTPException) -> Response:
         sentence = f"{error.detail}: see /docs for what there is"
-        return _problem(request, error.status_code, Problem(error=sentence, code="http"), dict(error.headers or {}))
+        return _problem(
+            request, error.status_code, ErrorResponse(error=sentence, code="http"), dict(error.headers or {})
+        )
 
     @app.exception_handler(RequestValidationError)
     def invalid(request: Request, error: RequestValidationError) -> Response:
-        return _problem(request, 422, Problem(error=str(error.errors()[0]["msg"]), code="invalid"))
+        return _problem(request, 422, ErrorResponse(error=str(error.errors()[0]["msg"]), code="invalid"))
 
-    problems = {status: {"model": Problem} for status in (400, 401, 404, 408, 409, 413, 415, 422, 429)}
+    problems = {status: {"model": ErrorResponse} for status in (400, 401, 404, 408, 409, 413, 415, 422, 429)}
     common: dict[str, Any] = {"dependencies": [Depends(admitted)], "responses": problems}
 
-    @app.get("/v1/target", response_model=About, **common)
+    @app.get("/v1/target", response_model=ServiceInfo, **common)
     async def target(request: Request) -> Response:
         """The model that judges."""
         return _message(request, about)
 
-    @app.post("/v1/rounds", response_model=Answer, openapi_extra=_body(Round), **common)
+    @app.post("/v1/rounds", response_model=VerifyResponse, openapi_extra=_body(VerifyRequest), **common)
     async def rounds(request: Request) -> Response:
         """Judge a draft."""
-        round = await _read(request, Round, limits.body_bytes)
-        return _message(request, await in_turn(worker, request, lambda: contexts.answer(round)))
+        round = await _read(request, VerifyRequest, limits.body_bytes)
+        return _message(request, await run_queued(worker, request, lambda: contexts.answer(round)))
 
-    @app.post("/v1/texts", response_class=StreamingResponse, openapi_extra=_body(Text), **common)
+    @app.post("/v1/texts", response_class=StreamingResponse, openapi_extra=_body(StreamRequest), **common)
     async def texts(request: Request) -> Response:
         """Decode plainly: one token id a line, as they are made; `end` or `error` and why after the last one."""
-        text = await _read(request, Text, limits.body_bytes)
-        tokens = stream(worker, lambda: contexts.continued(text))
+        text = await _read(request, StreamRequest, limits.body_bytes)
+        tokens = stream_queued(worker, lambda: contexts.continued(text))
         first = await anext(tokens)  # what is refused is refused before there is a status line
         return StreamingResponse(_lines(first, tokens), media_type="text/plain")
 
-    @app.delete("/v1/contexts/{ctx_id}", response_model=Forgotten, **common)
+    @app.delete("/v1/contexts/{ctx_id}", response_model=DeleteResponse, **common)
     async def forget(request: Request, ctx_id: str) -> Response:
         """Forget a context that is not needed any more."""
-        forgotten = await in_turn(worker, request, lambda: contexts.forget(ctx_id))
-        return _message(request, Forgotten(forgotten=forgotten))
+        forgotten = await run_queued(worker, request, lambda: contexts.forget(ctx_id))
+        return _message(request, DeleteResponse(forgotten=forgotten))
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             words = {"title": app.title, "version": app.version, "description": app.description}
             described = get_openapi(**words, routes=app.routes)
             _, sent = models_json_schema(
-                [(Round, "validation"), (Text, "validation")], ref_template="#/components/schemas/{model}"
+                [(VerifyRequest, "validation"), (StreamRequest, "validation")],
+                ref_template="#/components/schemas/{model}",
             )
             described["components"]["schemas"].update(sent["$defs"])
             for operation in (one for path in described["paths"].values() for one in path.values()):
@@ -139,7 +156,7 @@ def service(
     return app
 
 
-def _body(kind: type[Message]) -> dict[str, Any]:
+def _body(kind: type[WireMessage]) -> dict[str, Any]:
     schema = {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}
     return {"requestBody": {"required": True, "content": dict.fromkeys(ENCODINGS, schema)}}
 
@@ -149,14 +166,14 @@ def _type(request: Request) -> str:
     return sent or request.headers.get("accept", "").partition(",")[0].strip().lower()
 
 
-def _message(request: Request, message: Message, status: int = 200) -> Response:
+def _message(request: Request, message: WireMessage, status: int = 200) -> Response:
     """In the encoding that the request came in; JSON for whoever sent nothing."""
     kind = _type(request)
     kind = kind if kind in ENCODINGS else "application/json"
     return Response(ENCODINGS[kind].dump(message), status, media_type=kind)
 
 
-def _problem(request: Request, status: int, problem: Problem, headers: dict[str, str] | None = None) -> Response:
+def _problem(request: Request, status: int, problem: ErrorResponse, headers: dict[str, str] | None = None) -> Response:
     response = _message(request, problem, status)
     response.headers.update(headers or {})
     if status == 429:
@@ -170,23 +187,25 @@ async def _read(request: Request, kind: type[M], most: int) -> M:
     """The message in a request's body; `Trouble` for one that is too long, too slow or none at all."""
     sent = _type(request)
     if sent not in ENCODINGS:
-        raise Trouble(415, "type", f"content type {sent!r} is not understood: send {' or '.join(ENCODINGS)}")
+        raise ServiceError(415, "type", f"content type {sent!r} is not understood: send {' or '.join(ENCODINGS)}")
     body = bytearray()
 
     async def read() -> None:
         async for chunk in request.stream():
             body.extend(chunk)
             if len(body) > most:
-                raise Trouble(413, "too_large", f"the body is longer than {most:,} bytes: send less at a time")
+                raise ServiceError(413, "too_large", f"the body is longer than {most:,} bytes: send less at a time")
 
     try:
         await asyncio.wait_for(read(), PATIENCE_S)
     except asyncio.TimeoutError:
-        raise Trouble(408, "slow", f"the body did not arrive within {PATIENCE_S:g} seconds: send it again") from None
+        raise ServiceError(
+            408, "slow", f"the body did not arrive within {PATIENCE_S:g} seconds: send it again"
+        ) from None
     try:
         return ENCODINGS[sent].load(kind, bytes(body))
-    except Refused as refusal:
-        raise Trouble(422, "invalid", str(refusal)) from refusal
+    except UserError as refusal:
+        raise ServiceError(422, "invalid", str(refusal)) from refusal
 
 
 async def _lines(first: int, tokens: AsyncIterator[int]) -> AsyncIterator[bytes]:
@@ -195,32 +214,32 @@ async def _lines(first: int, tokens: AsyncIterator[int]) -> AsyncIterator[bytes]
     try:
         async for token in tokens:
             yield f"{token}\n".encode()
-    except Trouble as trouble:  # it is too late for a status
+    except ServiceError as trouble:  # it is too late for a status
         yield f"error {trouble}\n".encode()
         return
     yield b"end\n"
 
 
-class Trouble(Exception):
+class ServiceError(Exception):
     """A request that is answered with a `Problem`."""
 
     def __init__(self, status: int, code: str, sentence: str) -> None:
         super().__init__(sentence)
-        self.status, self.problem = status, Problem(error=sentence, code=code)
+        self.status, self.problem = status, ErrorResponse(error=sentence, code=code)
 
 
 def _translated(error: BaseException) -> BaseException:
     """What the worker raised, as an answer where it is one."""
-    if isinstance(error, Unknown):
-        return Trouble(404, "unknown_context", str(error))
-    if isinstance(error, Stale):
-        return Trouble(409, "stale", str(error))
-    if isinstance(error, Refused):
-        return Trouble(422, "invalid", str(error))
+    if isinstance(error, UnknownContext):
+        return ServiceError(404, "unknown_context", str(error))
+    if isinstance(error, StaleRequest):
+        return ServiceError(409, "stale", str(error))
+    if isinstance(error, UserError):
+        return ServiceError(422, "invalid", str(error))
     return error
 
 
-async def stream(worker: Worker, make: Callable[[], Iterator[Any]]) -> AsyncIterator[Any]:
+async def stream_queued(worker: Worker, make: Callable[[], Iterator[Any]]) -> AsyncIterator[Any]:
     """What `make()` yields in the worker's thread, as it comes. Leaving early stops it before its next step."""
     loop = asyncio.get_running_loop()
     queue: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
@@ -239,9 +258,9 @@ async def stream(worker: Worker, make: Callable[[], Iterator[Any]]) -> AsyncIter
         tell("end")
 
     try:
-        stream = worker.submit(job)
+        stream_queued = worker.submit(job)
     except WorkerBusy as busy:
-        raise Trouble(429, "busy", str(busy)) from busy
+        raise ServiceError(429, "busy", str(busy)) from busy
     try:
         while True:
             kind, value = await queue.get()
@@ -251,12 +270,12 @@ async def stream(worker: Worker, make: Callable[[], Iterator[Any]]) -> AsyncIter
                 raise _translated(value)
             yield value
     finally:
-        stream.stop()
+        stream_queued.stop()
 
 
-async def in_turn(worker: Worker, request: Request, call: Callable[[], Any]) -> Any:
+async def run_queued(worker: Worker, request: Request, call: Callable[[], Any]) -> Any:
     """The result of `call()` in the worker's thread; nothing is computed for an edge that hung up while it waited."""
-    results = stream(worker, lambda: iter((call(),)))
+    results = stream_queued(worker, lambda: iter((call(),)))
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -266,7 +285,7 @@ async def in_turn(worker: Worker, request: Request, call: Callable[[], Any]) -> 
     try:
         await asyncio.wait({answer, hung_up}, return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():
-            raise Trouble(400, "gone", "the request was given up")
+            raise ServiceError(400, "gone", "the request was given up")
         return answer.result()
     finally:
         for task in (answer, hung_up):

@@ -9,7 +9,7 @@ from typing import Any
 
 import gradio as gr
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.recipe import Recipe
 from specdemo.ui.labels import SPEC
 from specdemo.ui.service import Service
@@ -74,7 +74,7 @@ def endpoints(service: Service, usual: Recipe, device: str) -> dict[str, Callabl
         }
         try:
             stream = service.start([(SPEC, recipe_of(asked, device))], prompt, address=address_of(request))
-        except (Refused, WorkerBusy) as error:
+        except (UserError, WorkerBusy) as error:
             raise gr.Error(reason(error), print_exception=False) from None
         async with aclosing(drain(stream)) as batches:
             async for batch in batches:
@@ -94,7 +94,7 @@ def endpoints(service: Service, usual: Recipe, device: str) -> dict[str, Callabl
         try:
             asked = {"pair": pair, "method": method, "temperature": temperature}
             return (await service.preflight(recipe_of(asked, device), address=address_of(request))).as_dict()
-        except (Refused, WorkerBusy) as error:
+        except (UserError, WorkerBusy) as error:
             raise gr.Error(reason(error), print_exception=False) from None
 
     return {"generate": generate, "preflight": preflight}

@@ -15,8 +15,8 @@ from specdemo.models.quantization import unavailable
 from specdemo.models.spec import QUANTIZATIONS, find_device
 from specdemo.models.zoo import PAIRS, offers
 from specdemo.recipe import METHODS, NGRAM_LEVELS, Recipe
-from specdemo.remote.config import ALWAYS, ENCODINGS, ON_LOSS, Q_ROWS, SIGNALS, Cloud
-from specdemo.ui.limits import Limits
+from specdemo.remote.config import ALWAYS, ENCODINGS, ON_LOSS, Q_ROWS, SIGNALS, CloudConfig
+from specdemo.ui.limits import HostLimits
 from specdemo.ui.settings import OFF, WHERE
 
 Controls = dict[str, gr.components.Component]
@@ -41,7 +41,7 @@ def _most(usually: int, limit: int | None) -> int:
     return usually if limit is None else min(usually, limit)
 
 
-def sidebar(usual: Recipe, limits: Limits, unload: Callable[[], Awaitable[str]]) -> Controls:
+def sidebar(usual: Recipe, limits: HostLimits, unload: Callable[[], Awaitable[str]]) -> Controls:
     """The controls, by the name of the recipe's field that each one sets; none offers what the host refuses.
 
     `unload` frees memory and says how much.
@@ -175,9 +175,9 @@ def sidebar(usual: Recipe, limits: Limits, unload: Callable[[], Awaitable[str]])
     return c
 
 
-def _edge_cloud(c: Controls, limits: Limits) -> None:
+def _edge_cloud(c: Controls, limits: HostLimits) -> None:
     """Where the target is, and how it is reached; what a host does not allow is not there."""
-    usual = {field.name: field.default for field in fields(Cloud)}
+    usual = {field.name: field.default for field in fields(CloudConfig)}
 
     def choice(name: str, label: str, known: dict[str, str], value: str) -> None:
         offered = [(f"{one}: {about}", one) for one, about in known.items()]

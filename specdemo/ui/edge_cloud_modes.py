@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.prompts import Prompt, load_prompts
 from specdemo.recipe import Recipe
 from specdemo.remote.config import MODES
@@ -24,9 +24,9 @@ MOST_PROMPTS = 12
 
 
 def three(settings: Mapping[str, Any], device: str, count: Any, max_tokens: Any) -> Sweep:
-    """A recipe per mode, on the first prompts of code. `Refused` for settings that cannot be meant in one of them."""
+    """A recipe per mode, on the first prompts of code. `UserError` for settings that cannot be meant in one of them."""
     if isinstance(count, bool) or not isinstance(count, (int, float)) or not 1 <= count <= MOST_PROMPTS:
-        raise Refused(f"prompts must be from 1 to {MOST_PROMPTS}, not {count!r}")
+        raise UserError(f"prompts must be from 1 to {MOST_PROMPTS}, not {count!r}")
     asked = [{**settings, "mode": mode, "max_tokens": max_tokens, "chat": False} for mode in MODES]
     prompts: list[Prompt] = load_prompts(kinds=["code"])[: int(count)]
     return Sweep(tuple(recipe_of(one, device) for one in asked), tuple(prompts))

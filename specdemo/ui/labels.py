@@ -47,13 +47,13 @@ def guarantee(lane: Lane) -> tuple[str, str]:
         return "search", "Beam search looks for one probable text: nothing is drawn from the target's distribution."
     if not lane.exact:
         return "lossy", _lossy(lane.recipe)
-    law = "The text has the target's own distribution."
+    probs = "The text has the target's own distribution."
     if lane.bit_equal:
         return "bit-equal here", (
-            f"{law} On this machine a row's logits are the same to the last bit in any pass, so greedy text is that of "
+            f"{probs} On this machine a row's logits are the same to the last bit in any pass, so greedy text is that of "
             "plain decoding, token by token."
         )
-    return "exact", f"{law} Same law as plain decoding; at temperature 0 a near-tie may flip, as rounding decides."
+    return "exact", f"{probs} Same law as plain decoding; at temperature 0 a near-tie may flip, as rounding decides."
 
 
 def _lossy(recipe: Mapping[str, Any]) -> str:

@@ -12,14 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.models.zoo import PAIRS
-from specdemo.recipe import Recipe, known
-from specdemo.remote.config import Cloud
+from specdemo.recipe import Recipe, check_name
+from specdemo.remote.config import CloudConfig
 from specdemo.remote.remote_model import TOKEN
 
 PREFIX = "SPECDEMO_"
-MODELS = {
+MODEL_RULES = {
     "any": "Hugging Face ids and local directories too",
     "hub": "Hugging Face ids too, no directories",
     "listed": "the pairs that are offered and nothing else",
@@ -28,7 +28,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 
 
 @dataclass(frozen=True)
-class Limits:
+class HostLimits:
     """The most that one request may be, and the most that one visitor may start. None: no limit."""
 
     public: bool = False  # whether visitors share the models: nobody may unload what others use
@@ -45,29 +45,29 @@ class Limits:
     remote: tuple[str, ...] | None = None  # services that may be asked; None: any, and one of its own on this machine
 
     def __post_init__(self) -> None:
-        known("rule for models", self.models, MODELS)
+        check_name("rule for models", self.models, MODEL_RULES)
         for pair in self.pairs:
-            known("pair", pair, PAIRS)
+            check_name("pair", pair, PAIRS)
         for address in self.remote or ():
             if not address.startswith(("http://", "https://")):
-                raise Refused(f"{PREFIX}REMOTE must be addresses like http://host:port, or any, not {address!r}")
+                raise UserError(f"{PREFIX}REMOTE must be addresses like http://host:port, or any, not {address!r}")
 
     def grant(self, recipe: Recipe, prompt: str) -> Recipe:
-        """The recipe to run for this request; `Refused` where it asks for more than is given here.
+        """The recipe to run for this request; `UserError` where it asks for more than is given here.
 
         What was asked for is refused, not trimmed; only bounds that a policy brings along are drawn in.
         """
         if self.max_prompt is not None and len(prompt) > self.max_prompt:
-            raise Refused(f"the prompt has {len(prompt):,} characters: shorten it to {self.max_prompt:,} at most")
+            raise UserError(f"the prompt has {len(prompt):,} characters: shorten it to {self.max_prompt:,} at most")
         if recipe.target is None:
-            known("pair", recipe.pair or "bundled", self.pairs)
+            check_name("pair", recipe.pair or "bundled", self.pairs)
         else:
             for name in filter(None, recipe.models):
-                self._judge(name)
+                self._verifier(name)
         for name, (most, method) in self._numbers.items():
             value = getattr(recipe, name)
             if most is not None and value is not None and value > most and method in ("", recipe.method):
-                raise Refused(f"{name} may be {most:,} at most here, not {value:,}")
+                raise UserError(f"{name} may be {most:,} at most here, not {value:,}")
         self._ask(recipe.cloud)
         return self._drawn_in(recipe)
 
@@ -94,29 +94,29 @@ class Limits:
             "lookahead_guesses": (self.max_nodes, "lookahead"),
         }
 
-    def _judge(self, name: str) -> None:
+    def _verifier(self, name: str) -> None:
         if self.models == "any":
             return
         offered = f"choose one of the pairs {', '.join(self.pairs)}"
         if self.models == "listed":
-            raise Refused(f"no models but the listed ones run here: {offered}")
+            raise UserError(f"no models but the listed ones run here: {offered}")
         if not HUB_ID.fullmatch(name) or os.path.exists(name):
-            raise Refused(f"only names of the Hugging Face hub are taken here, and this is none: {offered}")
+            raise UserError(f"only names of the Hugging Face hub are taken here, and this is none: {offered}")
 
-    def _ask(self, cloud: Cloud | None) -> None:
+    def _ask(self, cloud: CloudConfig | None) -> None:
         """Whether this service may be asked from here: an address that anyone may name reaches what is behind us."""
         if cloud is None or self.remote is None:
             return
         offered = f"choose {' or '.join(self.remote)}" if self.remote else "decode here, with mode off"
         if not cloud.alone and not cloud.remote:
-            raise Refused(f"no cloud of its own is started here: {offered}")
+            raise UserError(f"no cloud of its own is started here: {offered}")
         if not cloud.alone and cloud.remote.rstrip("/") not in [address.rstrip("/") for address in self.remote]:
-            raise Refused(f"no services but the named ones are asked from here: {offered}")
+            raise UserError(f"no services but the named ones are asked from here: {offered}")
         if cloud.emulated:
-            raise Refused("no link is emulated here: everybody would wait for it")
+            raise UserError("no link is emulated here: everybody would wait for it")
         for name, seconds in (("deadline_ms", cloud.deadline_ms / 1000), ("lost_after_s", cloud.lost_after_s)):
             if self.max_seconds is not None and seconds > self.max_seconds:
-                raise Refused(f"{name} may be {self.max_seconds} seconds at most here, not {seconds:g}")
+                raise UserError(f"{name} may be {self.max_seconds} seconds at most here, not {seconds:g}")
 
     def _drawn_in(self, recipe: Recipe) -> Recipe:
         least, most = recipe.gamma_bounds
@@ -125,7 +125,7 @@ class Limits:
         return replace(recipe, gamma_min=min(least, self.max_gamma), gamma_max=self.max_gamma)
 
 
-PUBLIC = Limits(
+PUBLIC = HostLimits(
     public=True,
     pairs=("bundled",),  # what comes from the hub is gigabytes: a host says which
     models="listed",
@@ -140,20 +140,20 @@ PUBLIC = Limits(
 )
 
 
-def read(environment: Mapping[str, str]) -> Limits:
+def read_limits(environment: Mapping[str, str]) -> HostLimits:
     """The limits that the environment sets.
 
     They begin with those of a public page where `SPECDEMO_PUBLIC` is 1 or the page is a Hugging Face Space. Numbers are
-    whole and at least 1, or `none`; `Refused` names a variable that is not known or makes no sense.
+    whole and at least 1, or `none`; `UserError` names a variable that is not known or makes no sense.
     """
     given = {name.removeprefix(PREFIX).lower(): text for name, text in environment.items() if name.startswith(PREFIX)}
     given = {name: text.strip() for name, text in given.items() if text.strip() and PREFIX + name.upper() != TOKEN}
-    names = {field.name: f"{PREFIX}{field.name.upper()}" for field in fields(Limits)}
+    names = {field.name: f"{PREFIX}{field.name.upper()}" for field in fields(HostLimits)}
     for name in given.keys() - names.keys():
-        known("variable", f"{PREFIX}{name.upper()}", tuple(names.values()))
+        check_name("variable", f"{PREFIX}{name.upper()}", tuple(names.values()))
     public = given.pop("public", "1" if "SPACE_ID" in environment else "0")
     if public not in ("0", "1"):
-        raise Refused(f"{PREFIX}PUBLIC must be 0 or 1, not {public!r}")
+        raise UserError(f"{PREFIX}PUBLIC must be 0 or 1, not {public!r}")
     values: dict[str, Any] = {}
     for name, text in given.items():
         if name == "pairs":
@@ -167,5 +167,5 @@ def read(environment: Mapping[str, str]) -> Limits:
         elif text.isdecimal() and 0 < int(text) < 1 << 31:
             values[name] = int(text)
         else:
-            raise Refused(f"{names[name]} must be a whole number from 1, or none, not {text!r}")
-    return replace(PUBLIC if public == "1" else Limits(), **values)
+            raise UserError(f"{names[name]} must be a whole number from 1, or none, not {text!r}")
+    return replace(PUBLIC if public == "1" else HostLimits(), **values)

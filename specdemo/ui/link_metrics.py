@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.ui.frames import Run
 from specdemo.ui.labels import Lane, mode, number, percent, title, unseen
 
@@ -42,14 +42,16 @@ Part = tuple[str, float, float]  # what was done, when it began, how long it too
 
 
 def edge_lane(run: Run | None) -> Lane:
-    """The first lane whose target was elsewhere. `Refused` says why there is none."""
+    """The first lane whose target was elsewhere. `UserError` says why there is none."""
     if run is None:
-        raise Refused("Nothing has been run yet: choose a mode under Edge and cloud in the settings, and press Run")
+        raise UserError("Nothing has been run yet: choose a mode under Edge and cloud in the settings, and press Run")
     if not run.over:
-        raise Refused("A run is under way: look here again when it has ended")
+        raise UserError("A run is under way: look here again when it has ended")
     lane = next((one for one in run.lanes.values() if one.recipe and mode(one.recipe)), None)
     if lane is None or not steps(lane):
-        raise Refused("The latest run had no cloud: choose a mode under Edge and cloud in the settings, and press Run")
+        raise UserError(
+            "The latest run had no cloud: choose a mode under Edge and cloud in the settings, and press Run"
+        )
     return lane
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.core.theory import best_gamma_over, speedup_over
 from specdemo.ui.labels import Lane
 from specdemo.ui.link_metrics import steps, waited
@@ -14,7 +14,7 @@ CURVE, RUN, BEST = "S_net", "this run", "best k"
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkModel:
     """What a round over the link is made of, on average, as the closed form takes it. Times in seconds."""
 
     alpha: float  # the chance that a tested token is kept
@@ -45,8 +45,8 @@ class Link:
         return best_gamma_over(self.alpha, self.c, self.r, LONGEST)
 
 
-def link_of(lane: Lane) -> Link:
-    """From the rounds that the cloud answered in time. `Refused` says why there are none."""
+def link_of(lane: Lane) -> LinkModel:
+    """From the rounds that the cloud answered in time. `UserError` says why there are none."""
     rounds = [line for line in steps(lane)[1:] if line["draft"] and len(list(waited(line))) > 1]
     m = lane.metrics.as_dict()
     counted = lane.recipe.get("rule", "rejection") != "rejection"  # others do not accept with min(1, p / q)
@@ -54,9 +54,9 @@ def link_of(lane: Lane) -> Link:
     drafted = sum(len(line["draft"]) for line in rounds)
     cloud = sum(line["remote"]["cloud_s"] for line in rounds)
     if alpha is None or not drafted or not cloud:
-        raise Refused("No round of this run was drafted here and verified there: there is no best length to tell of")
+        raise UserError("No round of this run was drafted here and verified there: there is no best length to tell of")
     n = len(rounds)
-    return Link(
+    return LinkModel(
         alpha=alpha,
         gamma=drafted / n,
         token_s=sum(line["draft_s"] for line in rounds) / drafted,
@@ -67,13 +67,13 @@ def link_of(lane: Lane) -> Link:
     )
 
 
-def curve(link: Link) -> list[tuple[float, float | None, str]]:
+def curve(link: LinkModel) -> list[tuple[float, float | None, str]]:
     """S_net over k, the best one and the measured point."""
     rows: list[tuple[float, float | None, str]] = [(k, link.speed(k), CURVE) for k in range(LONGEST + 1)]
     return [*rows, (link.best, link.speed(link.best), BEST), (link.gamma, link.measured, RUN)]
 
 
-def told(link: Link) -> str:
+def told(link: LinkModel) -> str:
     """The closed form beside what was measured, in Markdown."""
     best = f"{link.best} or more" if link.best == LONGEST else str(link.best)
     foretold = link.speed(link.gamma)

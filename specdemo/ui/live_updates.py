@@ -7,15 +7,15 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
-from specdemo.bench import Turn
+from specdemo.bench import BenchProgress
 from specdemo.ui.frames import Run
 from specdemo.ui.service import Lines
 from specdemo.ui.streams import drain, reason
-from specdemo.ui.sweep import Outcome
-from specdemo.worker import Crew, Stream, Worker
+from specdemo.ui.sweep import SweepResult
+from specdemo.worker import Stream, Worker, WorkerGroup
 
 
-async def played(run: Run, stream: Lines, worker: Worker | Crew, shown: str) -> AsyncIterator[str]:
+async def played(run: Run, stream: Lines, worker: Worker | WorkerGroup, shown: str) -> AsyncIterator[str]:
     """A frame whenever it differs from the one before, which at first was `shown`; then the run is finished."""
     async with aclosing(drain(stream)) as batches:
         async for batch in batches:
@@ -32,7 +32,7 @@ async def played(run: Run, stream: Lines, worker: Worker | Crew, shown: str) -> 
 
 
 async def followed(
-    outcome: Outcome, stream: Stream[Turn | dict[str, Any]], worker: Worker | Crew
+    outcome: SweepResult, stream: Stream[BenchProgress | dict[str, Any]], worker: Worker | WorkerGroup
 ) -> AsyncIterator[str]:
     """What is being measured, whenever that has changed; at last how it ended."""
     began, said = 0.0, ""

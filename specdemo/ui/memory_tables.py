@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from specdemo.models import memory
-from specdemo.models.memory_plan import plan
+from specdemo.models.memory_plan import plan_spec
 from specdemo.models.quantization import unavailable
-from specdemo.models.spec import QUANTIZATIONS, Spec, find_device
+from specdemo.models.spec import QUANTIZATIONS, ModelSpec, find_device
 from specdemo.models.zoo import PAIRS, Pair, offers
 from specdemo.ui.frames import Run
 from specdemo.ui.labels import NOTHING, Lane, percent, title
@@ -68,7 +68,7 @@ def _held(lane: Lane) -> dict[str, str]:
 def of_machine(device: str) -> str:
     """What this process and the machine have in use, and what is left."""
     where, now = find_device(device), memory.process_bytes()
-    free, total = memory.room(torch.device("cpu"))
+    free, total = memory.memory_limit(torch.device("cpu"))
     rows = [
         ["process, now", _mb(now)],
         ["process, at most since it began", _mb(max(now, memory.peak_process_bytes()))],
@@ -76,7 +76,7 @@ def of_machine(device: str) -> str:
         ["system, in all", _mb(total)],
     ]
     if where.type == "cuda":
-        free, total = memory.room(where)
+        free, total = memory.memory_limit(where)
         name = torch.cuda.get_device_name(where)
         rows += [
             [f"{name}, tensors now", _mb(memory.device_bytes(where))],
@@ -94,7 +94,7 @@ def of_pairs(device: str, pairs: Mapping[str, Pair] = PAIRS) -> str:
     Of models that are not on this machine only what the catalogue says is known: they are not asked for.
     """
     where = find_device(device)
-    free, _ = memory.room(where)
+    free, _ = memory.memory_limit(where)
     known = {offer.name: offer.needs for offer in offers(device)}
     rows = []
     for name, pair in pairs.items():
@@ -108,8 +108,11 @@ def of_pairs(device: str, pairs: Mapping[str, Pair] = PAIRS) -> str:
 
 
 def _pair(pair: Pair, quantization: str, device: torch.device, free: int) -> list[str]:
-    asked = [Spec(pair.target, quantization=quantization, device=str(device)), Spec(pair.drafter, device=str(device))]
-    target, drafter = (plan(spec.resolved(), CONTEXT) for spec in asked)
+    asked = [
+        ModelSpec(pair.target, quantization=quantization, device=str(device)),
+        ModelSpec(pair.drafter, device=str(device)),
+    ]
+    target, drafter = (plan_spec(spec.resolved(), CONTEXT) for spec in asked)
     how = "" if quantization == "none" else f" {quantization} and"
     total = target.total + drafter.total
     figures = (target.weights, drafter.weights, target.kv + drafter.kv, total)

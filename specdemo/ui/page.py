@@ -18,11 +18,11 @@ from typing import Any
 
 import gradio as gr
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.generate import generate
-from specdemo.models.model_pool import Shelf
+from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import ASSETS, PAIRS
-from specdemo.recipe import Recipe, known
+from specdemo.recipe import Recipe, check_name
 from specdemo.ui.api import address_of, endpoints
 from specdemo.ui.cockpit import cockpit, script
 from specdemo.ui.controls import examples_row, sidebar
@@ -30,7 +30,7 @@ from specdemo.ui.frames import Run
 from specdemo.ui.health import Health
 from specdemo.ui.labels import told_of
 from specdemo.ui.lane_plan import EXTRA, lanes_of, plan_of, told_of_lanes
-from specdemo.ui.limits import Limits
+from specdemo.ui.limits import HostLimits
 from specdemo.ui.live_updates import played
 from specdemo.ui.method_notes import ABOUT
 from specdemo.ui.run_queries import Archive
@@ -40,7 +40,7 @@ from specdemo.ui.streams import reason
 from specdemo.ui.tabs.strip import strip
 from specdemo.ui.theme import launch_options
 from specdemo.ui.websocket import Sockets
-from specdemo.worker import Crew, Worker, WorkerBusy
+from specdemo.worker import Worker, WorkerBusy, WorkerGroup
 
 __all__ = ["build", "launch_options"]
 
@@ -57,13 +57,13 @@ def toast(run: Run) -> None:
 
 
 def build(
-    shelf: Shelf | None = None,
+    pool: ModelPool | None = None,
     pair: str | None = None,
     device: str = "auto",
     examples: Path | None = EXAMPLES,
     engine: Engine = generate,
-    limits: Limits | None = None,
-    worker: Worker | Crew | None = None,
+    limits: HostLimits | None = None,
+    worker: Worker | WorkerGroup | None = None,
 ) -> gr.Blocks:
     """The page, ready to launch. On it, `.worker` decodes, `.clouds` are processes beside it; `.health` looks after it.
 
@@ -71,10 +71,10 @@ def build(
 
     Worker and clouds may be watched or closed.
     """
-    limits = limits if limits is not None else Limits()
+    limits = limits if limits is not None else HostLimits()
     pair = pair if pair is not None else limits.pairs[0]
-    known("pair", pair, limits.pairs)
-    service = Service(shelf if shelf is not None else Shelf(), engine, limits, worker)
+    check_name("pair", pair, limits.pairs)
+    service = Service(pool if pool is not None else ModelPool(), engine, limits, worker)
     sockets = Sockets(service.runs)
     shown_examples = json.loads(examples.read_text(encoding="utf-8")) if examples else {"ready": [], "methods": {}}
     usual = limits.fit(replace(Recipe(pair=pair, device=device), gamma=PAIRS[pair].gamma, top=RECORDED_TOP))
@@ -107,7 +107,7 @@ def build(
                 toast(run)
             service.heard(request.session_hash or "", prompt, run)
             yield run.frame(len(run.records))
-        except (Refused, WorkerBusy) as error:
+        except (UserError, WorkerBusy) as error:
             run.finish(reason(error))
             toast(run)
             yield run.frame(0)
@@ -130,7 +130,7 @@ def build(
         wanted = dict(zip(controls, values, strict=True))
         try:
             lanes = [*others(kept), recipe_of(wanted, device)]
-        except Refused as error:
+        except UserError as error:
             gr.Warning(html.escape(str(error)))
             return gr.skip(), told_of_lanes(others(kept))
         if len(lanes) > len(EXTRA):

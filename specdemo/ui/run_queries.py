@@ -10,12 +10,12 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.models.zoo import ASSETS
 from specdemo.ui import step_views as rounds
 from specdemo.ui.frames import Run
 from specdemo.ui.labels import Lane
-from specdemo.ui.run_store import Runs
+from specdemo.ui.run_store import RunStore
 from specdemo.ui.svg_export import as_svg
 from specdemo.ui.trace_import import read_traces
 
@@ -25,7 +25,7 @@ RECORDED = ASSETS / "traces"
 class Archive:
     """Answers for the cockpit, about `runs`."""
 
-    def __init__(self, runs: Runs) -> None:
+    def __init__(self, runs: RunStore) -> None:
         self._runs = runs
 
     @property
@@ -83,7 +83,7 @@ class Archive:
         """A frame that shows recorded traces, or `{"refused": a sentence}`."""
         try:
             run = read_traces(text)
-        except Refused as error:
+        except UserError as error:
             return _json({"refused": str(error)})
         self._runs.keep(run)
         return run.frame(0)

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from specdemo.ui.frames import Run
 
 
-class Runs:
+class RunStore:
     """The latest runs by id and by visitor: bounded, so that a page that is up for weeks does not grow."""
 
     def __init__(self, capacity: int = 64, most_lines: int = 200_000) -> None:

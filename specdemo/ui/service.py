@@ -16,28 +16,28 @@ from typing import Any
 
 import torch
 
-from specdemo.bench import Turn, measure
-from specdemo.core.errors import Refused
-from specdemo.models.load_errors import size
-from specdemo.models.model_pool import Shelf
-from specdemo.models.tokenizer import Message
+from specdemo.bench import BenchProgress, measure
+from specdemo.core.errors import UserError
+from specdemo.models.load_errors import format_bytes
+from specdemo.models.model_pool import ModelPool
+from specdemo.models.tokenizer import ChatMessage
 from specdemo.pipeline import Stores
 from specdemo.preflight import Preflight, preflight, texts_for
 from specdemo.prompts import Prompt
 from specdemo.recipe import Recipe
-from specdemo.remote.local_service import Own, cores_but_one
+from specdemo.remote.local_service import LocalServices, cores_but_one
 from specdemo.ui.frames import Run
-from specdemo.ui.limits import Limits
-from specdemo.ui.run_store import Runs
+from specdemo.ui.limits import HostLimits
+from specdemo.ui.run_store import RunStore
 from specdemo.ui.streams import drain, reason
-from specdemo.ui.visitors import Budget, Visitors
-from specdemo.worker import Crew, Stream, Worker
+from specdemo.ui.visitors import TimeBudget, Visitors
+from specdemo.worker import Stream, Worker, WorkerGroup
 
 REMEMBERED = 256  # visitors whose n-grams and conversations are kept
 PROBE = "def"
 OF_EACH_KIND = 3  # prompts of a class that a preflight reads
 
-Engine = Callable[[Recipe, str, Shelf, Stores], Generator[dict[str, Any]]]
+Engine = Callable[[Recipe, str, ModelPool, Stores], Generator[dict[str, Any]]]
 Lines = Stream[tuple[str, dict[str, Any]]]
 
 
@@ -45,18 +45,22 @@ class Service:
     """Starts runs and hands out what they gave; `worker` is the thread that decodes."""
 
     def __init__(
-        self, models: Shelf, engine: Engine, limits: Limits | None = None, worker: Worker | Crew | None = None
+        self,
+        models: ModelPool,
+        engine: Engine,
+        limits: HostLimits | None = None,
+        worker: Worker | WorkerGroup | None = None,
     ) -> None:
-        self.limits = limits if limits is not None else Limits()
+        self.limits = limits if limits is not None else HostLimits()
         self.worker = worker if worker is not None else Worker(waiting=self.limits.queue)
-        self.runs = Runs()
+        self.runs = RunStore()
         self.last_token: float | None = None  # when one was produced, by `time.monotonic`
-        self.clouds = Own(models.idle_s if math.isfinite(models.idle_s) else 600.0)
+        self.clouds = LocalServices(models.idle_s if math.isfinite(models.idle_s) else 600.0)
         self._models, self._engine = models, engine
-        self.talks: OrderedDict[str, list[Message]] = OrderedDict()  # by visitor: what was said so far
+        self.talks: OrderedDict[str, list[ChatMessage]] = OrderedDict()  # by visitor: what was said so far
         self._visitors, self._door = Visitors(self.limits), threading.Lock()
         self._stores: OrderedDict[str, Stores] = OrderedDict()  # by visitor: nobody's text shows in another's drafts
-        self._benches: dict[str, Stream[Turn | dict[str, Any]]] = {}  # by visitor, the latest of each
+        self._benches: dict[str, Stream[BenchProgress | dict[str, Any]]] = {}  # by visitor, the latest of each
         self._idle: threading.Timer | None = None
 
     def start(self, jobs: list[tuple[str, Recipe]], prompt: Any, visitor: str = "", address: str = "") -> Lines:
@@ -65,13 +69,13 @@ class Service:
         `visitor` is whose n-grams may be used, `address` whom the limits count.
         """
         if not isinstance(prompt, str):
-            raise Refused(f"the prompt must be a text, not {type(prompt).__name__}")
+            raise UserError(f"the prompt must be a text, not {type(prompt).__name__}")
         said = [*self.talks.get(visitor, ()), {"role": "user", "content": prompt}]
         whole = "".join(message["content"] for message in said) if any(one.chat for _, one in jobs) else prompt
         granted = [(lane, self.limits.grant(recipe, whole)) for lane, recipe in jobs]
         kept = any(recipe.ngram_keep or recipe.chat for _, recipe in granted)
         stores = self._stores_of(visitor) if kept else {}
-        budget = Budget(self.limits.max_seconds)
+        budget = TimeBudget(self.limits.max_seconds)
 
         def steps() -> Iterator[tuple[str, dict[str, Any]]]:
             for lane, asked in granted:
@@ -94,10 +98,10 @@ class Service:
 
     async def preflight(self, recipe: Recipe, prompt: str = "", address: str = "") -> Preflight:
         """Estimates for `recipe` from the bundled texts, and from `prompt` if there is one."""
-        if isinstance(self.worker, Crew):
-            raise Refused("preflight times a device that stays, and here one is lent to each run: just run it")
+        if isinstance(self.worker, WorkerGroup):
+            raise UserError("preflight times a device that stays, and here one is lent to each run: just run it")
         if recipe.cloud is not None:
-            raise Refused("preflight times both models on this machine: choose mode off, or just run it")
+            raise UserError("preflight times both models on this machine: choose mode off, or just run it")
         recipe = self.limits.grant(recipe, prompt)
         kinds: dict[str, list[Prompt]] = {}
         for one in texts_for(recipe):
@@ -118,14 +122,16 @@ class Service:
 
     def bench(
         self, recipes: Sequence[Recipe], prompts: Sequence[Prompt], visitor: str, address: str = ""
-    ) -> Stream[Turn | dict[str, Any]]:
+    ) -> Stream[BenchProgress | dict[str, Any]]:
         """Measure every recipe on every prompt; what this visitor still had measured is asked to stop."""
-        if self.limits.max_seconds is not None or isinstance(self.worker, Crew):
-            raise Refused("a bench takes minutes, which this host gives to nobody: run the program on your own machine")
+        if self.limits.max_seconds is not None or isinstance(self.worker, WorkerGroup):
+            raise UserError(
+                "a bench takes minutes, which this host gives to nobody: run the program on your own machine"
+            )
         granted = [self.limits.grant(recipe, max((prompt.text for prompt in prompts), key=len)) for recipe in recipes]
         self.stop_bench(visitor)
 
-        def steps() -> Iterator[Turn | dict[str, Any]]:
+        def steps() -> Iterator[BenchProgress | dict[str, Any]]:
             with self._with_services(granted) as recipes:
                 yield from measure(recipes, prompts, self._models)
 
@@ -152,17 +158,17 @@ class Service:
     async def unload(self) -> str:
         """Let go of all models; what that gave, in words. Runs that are going on keep theirs to their end.
 
-        Raises `Refused` where visitors share them.
+        Raises `UserError` where visitors share them.
         """
         if self.limits.public:
-            raise Refused(
+            raise UserError(
                 "all visitors share the models here, so nobody unloads them: those that nobody uses go anyway"
             )
 
         def job() -> Iterator[str]:
             held = self._models.weight_bytes
             self._models.clear()
-            yield f"{size(held)} of weights unloaded." if held else "No model was loaded."
+            yield f"{format_bytes(held)} of weights unloaded." if held else "No model was loaded."
 
         stream = self.worker.submit(job)
         async with aclosing(drain(stream)) as batches:

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.recipe import Recipe
-from specdemo.remote.config import MODES, Cloud
+from specdemo.remote.config import MODES, CloudConfig
 
 LONGEST_PROMPT = 100_000  # characters that a link or a browser's memory may bring
 Settings = dict[str, Any]
@@ -44,15 +44,15 @@ def restored(wanted: Any, usual: Settings, device: str) -> tuple[Settings, list[
         try:
             if name == "prompt":
                 if not isinstance(value, str) or len(value) > LONGEST_PROMPT:
-                    raise Refused(f"the prompt must be a text of at most {LONGEST_PROMPT:,} characters")
+                    raise UserError(f"the prompt must be a text of at most {LONGEST_PROMPT:,} characters")
             elif name == "compare":
                 if not isinstance(value, bool):
-                    raise Refused(f"compare must be true or false, not {value!r}")
+                    raise UserError(f"compare must be true or false, not {value!r}")
             else:
                 if name in OF_CLOUD:
                     cloud_of({**recipe_settings(settings), name: value})
                 recipe_of({**recipe_settings(settings), name: value}, device)
-        except Refused as error:
+        except UserError as error:
             refused.append(str(error))
         else:
             settings[name] = value
@@ -77,11 +77,11 @@ def kept_recipes(kept: Any, usual: Settings, device: str) -> list[Recipe]:
 LONGEST_NAME = 300  # characters; a local directory may take some
 OFF = "off"
 WHERE = {OFF: "the target is here, too"} | MODES
-OF_CLOUD = tuple(field.name for field in fields(Cloud))
+OF_CLOUD = tuple(field.name for field in fields(CloudConfig))
 
 
 def recipe_of(settings: Mapping[str, Any], device: str) -> Recipe:
-    """The recipe that raw settings mean; `Refused` if they cannot mean one."""
+    """The recipe that raw settings mean; `UserError` if they cannot mean one."""
     clean = _clean(Recipe, settings)
     if clean.get("target"):
         clean.pop("pair", None)  # one's own models in place of a ready pair
@@ -90,12 +90,12 @@ def recipe_of(settings: Mapping[str, Any], device: str) -> Recipe:
     return Recipe(device=device, **clean)
 
 
-def cloud_of(settings: Mapping[str, Any]) -> Cloud:
+def cloud_of(settings: Mapping[str, Any]) -> CloudConfig:
     """The link alone, whether it is to be used or not."""
-    clean = _clean(Cloud, settings)
+    clean = _clean(CloudConfig, settings)
     if clean.get("mode") == OFF:
         del clean["mode"]
-    return Cloud(**{"remote": "", **clean})
+    return CloudConfig(**{"remote": "", **clean})
 
 
 def _clean(kind: type, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,22 +109,22 @@ def _clean(kind: type, settings: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if isinstance(usual, bool):
             if not isinstance(value, bool):
-                raise Refused(f"{field.name} must be true or false, not {value!r}")
+                raise UserError(f"{field.name} must be true or false, not {value!r}")
         elif isinstance(usual, (int, float)) or field.name == "exit_layer":
             if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise Refused(f"{field.name} must be a number, not {'empty' if value is None else repr(value)}")
+                raise UserError(f"{field.name} must be a number, not {'empty' if value is None else repr(value)}")
             if not isinstance(usual, float):
                 if value != value or value % 1:
-                    raise Refused(f"{field.name} must be a whole number, not {value}")
+                    raise UserError(f"{field.name} must be a whole number, not {value}")
                 value = int(value)
         elif field.name == "gates":
             if not isinstance(value, (list, tuple)) or not all(isinstance(name, str) for name in value):
-                raise Refused(f"{field.name} must be a list of names, not {value!r}")
+                raise UserError(f"{field.name} must be a list of names, not {value!r}")
             value = tuple(value)
         elif not isinstance(value, str):
-            raise Refused(f"{field.name} must be a name, not {value!r}")
+            raise UserError(f"{field.name} must be a name, not {value!r}")
         elif len(value) > LONGEST_NAME:
-            raise Refused(f"{field.name} must be a name of at most {LONGEST_NAME} characters, not {len(value):,}")
+            raise UserError(f"{field.name} must be a name of at most {LONGEST_NAME} characters, not {len(value):,}")
         elif field.name == "skip_layers":
             value = _numbers(field.name, value)
         clean[field.name] = value.strip() if isinstance(value, str) else value
@@ -135,5 +135,5 @@ def _numbers(name: str, text: str) -> tuple[int, ...]:
     """Numbers with commas or spaces between them."""
     words = text.replace(",", " ").split()
     if not all(word.isdecimal() for word in words):
-        raise Refused(f"{name} must be numbers like 5, 7, not {text!r}")
+        raise UserError(f"{name} must be numbers like 5, 7, not {text!r}")
     return tuple(map(int, words))

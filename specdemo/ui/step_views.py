@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdemo.core.policies import Prices
+from specdemo.core.policies import CostModel
 from specdemo.core.simulate import other_gammas
 from specdemo.core.step import Step
 from specdemo.ui.labels import Lane, unseen
@@ -56,9 +56,9 @@ def picture(lane: Lane, i: int) -> dict[str, Any] | None:
 def _node(lane: Lane, line: Line, n: int, names: Mapping[int, str]) -> dict[str, Any]:
     tested = line["beta"][n] is not None
     q = 1.0 if line["q"] is None else line["q"][n]
-    laws, drafted = line.get("laws"), line.get("drafted")
+    distributions, drafted = line.get("laws"), line.get("drafted")
     row = line["parents"][n] + 1
-    p_top = laws[row]["top"] if laws else []
+    p_top = distributions[row]["top"] if distributions else []
     q_top = drafted[n]["top"] if drafted else [] if line["q"] else [[line["draft"][n], 1.0]]
     return {
         "text": line["draft_text"][n],
@@ -71,9 +71,9 @@ def _node(lane: Lane, line: Line, n: int, names: Mapping[int, str]) -> dict[str,
         "draw": line["draw"][n],
         "beta": line["beta"][n],
         "point": line["q"] is None,
-        "entropy_p": laws[row]["entropy"] if laws else None,
+        "entropy_p": distributions[row]["entropy"] if distributions else None,
         "entropy_q": drafted[n]["entropy"] if drafted else None,
-        "bars": _bars(p_top, q_top, names) if laws else [],
+        "bars": _bars(p_top, q_top, names) if distributions else [],
         "words": _why(lane, line, n, q),
     }
 
@@ -133,7 +133,7 @@ def _last(lane: Lane, line: Line, names: Mapping[int, str]) -> dict[str, Any] | 
     """The token that the target added, and the law it came from where that was recorded."""
     if line["token"] is None:
         return None
-    laws, drafted, kind = line.get("laws"), line.get("drafted"), line["kind"]
+    distributions, drafted, kind = line.get("laws"), line.get("drafted"), line["kind"]
     node = line["accepted"][-1] if line["accepted"] else -1
     words = (
         "The drafter's own: the cloud is lost."
@@ -145,13 +145,13 @@ def _last(lane: Lane, line: Line, names: Mapping[int, str]) -> dict[str, Any] | 
         }[kind]
     )
     bars: Bars = []
-    law = "p"
-    if laws:
-        top = laws[node + 1]["top"]
+    probs = "p"
+    if distributions:
+        top = distributions[node + 1]["top"]
         children = [n for n, parent in enumerate(line["parents"]) if parent == node]
         rejection = lane.recipe.get("rule", "rejection") == "rejection" and lane.recipe.get("temperature") != 0
         if kind == "correction" and rejection and len(children) == 1 and not lane.recipe.get("skip_sample_adjustment"):
-            law = "residual"
+            probs = "residual"
             words = "Drawn from the residual, max(p − q, 0) made to sum to 1: what the drafter gave too seldom."
             q_top = drafted[children[0]]["top"] if drafted else [[line["draft"][children[0]], 1.0]]
             left = 1 - (line["beta"][children[0]] or 0.0)
@@ -162,7 +162,14 @@ def _last(lane: Lane, line: Line, names: Mapping[int, str]) -> dict[str, Any] | 
             ]
         else:
             bars = [(text, p, None) for text, p, _ in _bars(top, [], names)]
-    return {"text": line["pieces"][-1], "token": line["token"], "kind": kind, "law": law, "words": words, "bars": bars}
+    return {
+        "text": line["pieces"][-1],
+        "token": line["token"],
+        "kind": kind,
+        "law": probs,
+        "words": words,
+        "bars": bars,
+    }
 
 
 def _facts(line: Line) -> list[tuple[str, str]]:
@@ -245,7 +252,7 @@ def what_if(lane: Lane) -> tuple[dict[str, Any] | None, str]:
     longest = LONGEST
     if lane.recipe["method"] in STORES:
         longest = max((len(line["draft"]) for line in lines), default=0)
-    price = Prices({int(rows): value for rows, value in cost.items()})
+    price = CostModel({int(rows): value for rows, value in cost.items()})
     try:
         found = other_gammas([Step.from_json(line) for line in lines], range(longest + 1), price.verify)
     except ValueError:

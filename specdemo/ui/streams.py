@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.worker import Stream, WorkerBusy
 
 TICK = 1 / 12  # seconds between frames: never 150 ms behind, and little load on the decoding thread
@@ -35,7 +35,7 @@ async def drain(stream: Stream) -> AsyncIterator[list]:
 
 def reason(error: BaseException) -> str:
     """One sentence about what went wrong, for whoever asked for the run."""
-    if isinstance(error, (Refused, WorkerBusy)):
+    if isinstance(error, (UserError, WorkerBusy)):
         said = str(error)
     else:
         log.error("a run failed", exc_info=error)

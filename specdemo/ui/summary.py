@@ -152,10 +152,10 @@ def _law_at(lane: Lane, place: int) -> list[tuple[str, float]]:
             continue
         names.update({int(token): text for token, text in line.get("texts", {}).items()})
         if place < at + len(line["tokens"]):
-            laws, offset = line.get("laws"), place - at
-            if not laws or offset > len(line["accepted"]):
+            distributions, offset = line.get("laws"), place - at
+            if not distributions or offset > len(line["accepted"]):
                 return []
             row = line["accepted"][offset - 1] + 1 if offset else 0
-            return [(names.get(token, f"id {token}"), p) for token, p in laws[row]["top"]]
+            return [(names.get(token, f"id {token}"), p) for token, p in distributions[row]["top"]]
         at += len(line["tokens"])
     return []

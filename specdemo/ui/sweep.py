@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from specdemo.bench import Row, Turn, as_json, disturbed, grid, report, slower, table
-from specdemo.core.errors import Refused
+from specdemo.bench import BenchProgress, Row, as_json, disturbed, grid, report, slower, table
+from specdemo.core.errors import UserError
 from specdemo.prompts import Prompt, load_prompts
 from specdemo.recipe import METHODS, Recipe
 from specdemo.ui.frames import Run
@@ -66,7 +66,7 @@ def sweep(
     kinds: Any,
     each: Any,
 ) -> Sweep:
-    """What raw values from a browser mean; `Refused` if they mean nothing, or more than the page will measure.
+    """What raw values from a browser mean; `UserError` if they mean nothing, or more than the page will measure.
 
     `make` turns the settings that vary (those of `bench.grid`) into a recipe. `kinds` are classes of prompts, of which
     `each` gives so many. Prompts take turns by class, so that a part of them has something of every class.
@@ -80,17 +80,17 @@ def sweep(
     }
     for name, chosen in lists.items():
         if not isinstance(chosen, list) or not chosen:
-            raise Refused(f"choose at least one {name}")
+            raise UserError(f"choose at least one {name}")
     if isinstance(each, bool) or not isinstance(each, int) or each < 1:
-        raise Refused(f"prompts per class must be a whole number from 1 on, not {each!r}")
+        raise UserError(f"prompts per class must be a whole number from 1 on, not {each!r}")
     varied = list(islice(grid(methods, gammas, policies, temperatures), MOST_RUNS + 1))
     if len(varied) > MOST_RUNS:
-        raise Refused(f"that is more than {MOST_RUNS} recipes: choose fewer draft lengths, policies or temperatures")
+        raise UserError(f"that is more than {MOST_RUNS} recipes: choose fewer draft lengths, policies or temperatures")
     by_kind = [load_prompts(kinds=[str(kind)])[:each] for kind in kinds]
     prompts = [some[i] for i in range(max(map(len, by_kind))) for some in by_kind if i < len(some)]
     found = Sweep(tuple(map(make, varied)), tuple(prompts))
     if found.runs > MOST_RUNS or found.tokens > MOST_TOKENS:
-        raise Refused(
+        raise UserError(
             f"{found.told(latest)}: too much for the page, which measures up to {MOST_RUNS} runs and {MOST_TOKENS:,} "
             "tokens at a time. Choose less of something, or use the terminal's bench"
         )
@@ -108,16 +108,16 @@ HEADERS = (
 
 
 @dataclass
-class Outcome:
+class SweepResult:
     """The records so far, and what is being done."""
 
     sweep: Sweep
     records: list[dict[str, Any]] = field(default_factory=list)
-    turn: Turn | None = None
+    turn: BenchProgress | None = None
 
-    def absorb(self, item: Turn | dict[str, Any]) -> None:
+    def absorb(self, item: BenchProgress | dict[str, Any]) -> None:
         """Take in what `measure` hands out."""
-        if isinstance(item, Turn):
+        if isinstance(item, BenchProgress):
             self.turn = item
         else:
             self.records.append(item)

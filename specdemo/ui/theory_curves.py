@@ -21,7 +21,7 @@ from specdemo.core.theory import (
     thumb_gamma,
     walltime_improvement,
 )
-from specdemo.ui.theory_point import Point
+from specdemo.ui.theory_point import TheoryPoint
 
 SET, DOT, RUN, PLAIN = "set", "sliders", "this run", "plain"
 THEOREM, SHARE = "Theorem 3.8", "accepted / drafted"
@@ -80,7 +80,7 @@ def settings_from(values: Sequence[Any]) -> Settings | None:
     return Settings(**given | {"gamma": round(given["gamma"])})
 
 
-def settings_of(point: Point) -> Settings:
+def settings_of(point: TheoryPoint) -> Settings:
     """The sliders' places for a run, as near as they go; what was not measured keeps its usual place."""
     usual = Settings()
     places = {}
@@ -91,7 +91,7 @@ def settings_of(point: Point) -> Settings:
     return Settings(**places | {"gamma": int(places["gamma"])})
 
 
-def token_curves(at: Settings, point: Point | None) -> list[Row]:
+def token_curves(at: Settings, point: TheoryPoint | None) -> list[Row]:
     """Expected tokens per pass over alpha (2211.17192, Figure 2)."""
     highest = max(11.0, at.gamma + 1, point.tokens if point else 0)
     rows = list(_over_alpha(expected_tokens))
@@ -99,7 +99,7 @@ def token_curves(at: Settings, point: Point | None) -> list[Row]:
     return rows + _at(at, expected_tokens, point, point and point.tokens)
 
 
-def speed_curves(at: Settings, point: Point | None) -> list[Row]:
+def speed_curves(at: Settings, point: TheoryPoint | None) -> list[Row]:
     """Speed-up over alpha: Theorem 3.8 for some gammas, the cost model for the one set (2211.17192, Figure 4)."""
 
     def modelled(alpha: float, gamma: float) -> float:
@@ -110,7 +110,7 @@ def speed_curves(at: Settings, point: Point | None) -> list[Row]:
     return rows + _at(at, modelled, point, point and point.speedup)
 
 
-def operation_curves(at: Settings, point: Point | None) -> list[Row]:
+def operation_curves(at: Settings, point: TheoryPoint | None) -> list[Row]:
     """Operations per token over alpha (2211.17192, Figure 4)."""
 
     def more(alpha: float, gamma: float) -> float:
@@ -119,7 +119,7 @@ def operation_curves(at: Settings, point: Point | None) -> list[Row]:
     return [*_over_alpha(more), *_at(at, more, point, point and point.operations)]
 
 
-def best_curves(at: Settings, point: Point | None, longest: int = 20) -> list[Row]:
+def best_curves(at: Settings, point: TheoryPoint | None, longest: int = 20) -> list[Row]:
     """The best gamma over alpha: Theorem 3.8 for some c, the cost model for the one set (2211.17192, Figure 3)."""
     rows = [(alpha, best_gamma(alpha, c, longest), str(c)) for c in COSTS for alpha in ALPHAS]
     rows += [(alpha, best_gamma(alpha, at.c, longest, at.rows, at.o), SET) for alpha in ALPHAS]
@@ -127,7 +127,7 @@ def best_curves(at: Settings, point: Point | None, longest: int = 20) -> list[Ro
     return [*rows, _dot(point and point.alpha, point and min(point.gamma, longest))]
 
 
-def gamma_curves(at: Settings, point: Point | None) -> list[Row]:
+def gamma_curves(at: Settings, point: TheoryPoint | None) -> list[Row]:
     """Speed-up over gamma: by Theorem 3.8, and with v and o."""
     gammas = range(17)
     rows = [(0.0, 1.0, PLAIN), (16.0, 1.0, PLAIN)]
@@ -137,7 +137,7 @@ def gamma_curves(at: Settings, point: Point | None) -> list[Row]:
     return [*rows, _dot(point and point.gamma, point and point.speedup)]
 
 
-def share_curves(at: Settings, point: Point | None) -> list[Row]:
+def share_curves(at: Settings, point: TheoryPoint | None) -> list[Row]:
     """Over gamma, the two figures that go by the name of alpha: the one set does not move, the other falls."""
     rows: list[Row] = [(gamma, at.alpha, SET) for gamma in range(1, 17)]
     rows += [(gamma, accepted_share(at.alpha, gamma), SHARE) for gamma in range(1, 17)]
@@ -149,7 +149,9 @@ def _over_alpha(value: Callable[[float, float], float]) -> Iterator[Row]:
     return ((alpha, value(alpha, gamma), str(gamma)) for gamma in GAMMAS for alpha in ALPHAS)
 
 
-def _at(at: Settings, value: Callable[[float, float], float], point: Point | None, measured: float | None) -> list[Row]:
+def _at(
+    at: Settings, value: Callable[[float, float], float], point: TheoryPoint | None, measured: float | None
+) -> list[Row]:
     """Over alpha, the curve of the gamma that is set, the sliders' dot on it, and the run's dot."""
     rows: list[Row] = [(alpha, value(alpha, at.gamma), SET) for alpha in ALPHAS]
     return [*rows, (at.alpha, value(at.alpha, at.gamma), DOT), _dot(point and point.alpha, measured)]

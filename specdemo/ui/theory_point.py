@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
 from specdemo.core.theory import expected_tokens, speedup, walltime_improvement
 from specdemo.ui.frames import Run
@@ -16,7 +16,7 @@ from specdemo.ui.labels import speedup as measured_speedup
 
 
 @dataclass(frozen=True)
-class Point:
+class TheoryPoint:
     """What was measured; costs are in plain steps, and None where no plain lane was measured."""
 
     method: str
@@ -47,18 +47,18 @@ class Point:
         return speedup(expected_tokens(self.alpha, self.gamma), self.gamma, self.c, self.v, self.o)
 
 
-def point_of(run: Run | None) -> Point:
-    """The point of a run that has ended. `Refused` says why there is none."""
+def point_of(run: Run | None) -> TheoryPoint:
+    """The point of a run that has ended. `UserError` says why there is none."""
     if run is None:
-        raise Refused("Nothing has been run yet: press Run, and its point appears on every curve")
+        raise UserError("Nothing has been run yet: press Run, and its point appears on every curve")
     if not run.over:
-        raise Refused("A run is under way: look here again when it has ended")
+        raise UserError("A run is under way: look here again when it has ended")
     lane = run.lanes.get(SPEC)
     if lane is None:
-        raise Refused("The latest run was plain decoding: choose another method to have a point on these curves")
+        raise UserError("The latest run was plain decoding: choose another method to have a point on these curves")
     m = lane.metrics.as_dict()
     if not m["tested"] or not m["tokens_per_target_pass"]:
-        raise Refused("The latest run had nothing tested: these curves are about drafts")
+        raise UserError("The latest run had nothing tested: these curves are about drafts")
     rounds = m["steps"] - 1
     gamma, tokens = m["drafted"] / rounds, m["tokens_per_target_pass"]
     c = v = o = None
@@ -69,7 +69,7 @@ def point_of(run: Run | None) -> Point:
         v, o = (m[part] / rounds / step for part in ("verify_s", "host_s"))
     c_hat = _operations_of_a_draft(lane)
     counted = lane.recipe.get("rule", "rejection") != "rejection"  # others do not accept with min(1, p / q)
-    return Point(
+    return TheoryPoint(
         method=lane.recipe["method"],
         temperature=lane.recipe["temperature"],
         alpha=m["alpha" if counted else "mean_beta"],
@@ -100,7 +100,7 @@ def _operations_of_a_draft(lane: Lane) -> float | None:
     return small / large * modelled / sum(len(line["draft"]) for line in steps)
 
 
-def point_words(point: Point) -> str:
+def point_words(point: TheoryPoint) -> str:
     """The point in a few sentences of Markdown, measured beside expected."""
     how = "accepted / tested under its rule" if point.counted else "the mean of Σ min(p, q) over all tests"
     told = [

@@ -16,7 +16,7 @@ from specdemo.core.theory import (
     walltime_improvement,
 )
 from specdemo.ui.theory_curves import Settings
-from specdemo.ui.theory_point import Point
+from specdemo.ui.theory_point import TheoryPoint
 
 # 2211.17192, Table 1: alpha and gamma, at c = 0.
 TABLE_1 = ((0.6, 2), (0.7, 3), (0.8, 2), (0.8, 5), (0.9, 2), (0.9, 10))
@@ -42,7 +42,7 @@ GUIDE_RHO = 0.1
 GUIDE = ((2, 0.8), (4, 0.7), (6, 0.6), (8, 0.5))  # gamma and accepted / drafted, as the practice guide assumes them
 
 
-def by_gamma(at: Settings, point: Point | None) -> str:
+def by_gamma(at: Settings, point: TheoryPoint | None) -> str:
     """Everything by draft length, at the sliders' alpha."""
     rows = [
         (
@@ -66,7 +66,7 @@ def by_gamma(at: Settings, point: Point | None) -> str:
     )
 
 
-def leviathan_1(point: Point | None) -> str:
+def leviathan_1(point: TheoryPoint | None) -> str:
     """Speed against operations where drafting costs nothing."""
     rows: list[Sequence[object]] = [
         (alpha, gamma, operations(alpha, gamma, 0), walltime_improvement(alpha, gamma, 0)) for alpha, gamma in TABLE_1
@@ -80,7 +80,7 @@ def leviathan_1(point: Point | None) -> str:
     )
 
 
-def leviathan_2(point: Point | None) -> str:
+def leviathan_2(point: TheoryPoint | None) -> str:
     """What others measured against the theorem."""
     rows: list[Sequence[object]] = []
     for task, drafter, temperature, gamma, alpha, c, measured in TABLE_2:
@@ -97,7 +97,7 @@ def leviathan_2(point: Point | None) -> str:
     )
 
 
-def guide(point: Point | None) -> str:
+def guide(point: TheoryPoint | None) -> str:
     """One alpha turned into the other: two formulas, the same speed-up."""
     given: list[tuple[object, float, float, float | None]] = [
         (gamma, gamma, share, GUIDE_RHO) for gamma, share in GUIDE

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.generate import ending
 from specdemo.ui.frames import Run
 from specdemo.ui.labels import LANES, PLAIN
@@ -155,11 +155,11 @@ class _End(_Line):
 
 
 def read_traces(text: Any) -> Run:
-    """The run that a file of traces tells of. Raises `Refused` with line and cause if it does not tell of one."""
+    """The run that a file of traces tells of. Raises `UserError` with line and cause if it does not tell of one."""
     if not isinstance(text, str):
-        raise Refused("a trace is a text of JSON lines")
+        raise UserError("a trace is a text of JSON lines")
     if len(text) > LARGEST:
-        raise Refused(f"the file has {len(text):,} characters: {LARGEST:,} are the most that can be shown")
+        raise UserError(f"the file has {len(text):,} characters: {LARGEST:,} are the most that can be shown")
     traces: list[list[dict[str, Any]]] = []
     steps = 0
     for number, line, kind in _lines(text):
@@ -167,22 +167,22 @@ def read_traces(text: Any) -> Run:
             traces.append([_checked(kind, line, number)])
             continue
         if not traces:
-            raise Refused(f"line {number} is no header: a trace begins with a line that says specdemo")
+            raise UserError(f"line {number} is no header: a trace begins with a line that says specdemo")
         trace = traces[-1]
         if "end" in trace[-1]:
-            raise Refused(f"line {number} stands after the last line of its trace")
+            raise UserError(f"line {number} stands after the last line of its trace")
         found = _checked(kind, line, number)
         if kind is _Step:
             steps += 1
             if steps > MOST_STEPS:
-                raise Refused(f"the file has more than {MOST_STEPS:,} steps: that is more than can be shown")
+                raise UserError(f"the file has more than {MOST_STEPS:,} steps: that is more than can be shown")
             if found["i"] != len(trace) - 1 or found["t"] < trace[-1].get("t", 0):
-                raise Refused(f"line {number} is not what follows the line before it: steps are missing or mixed up")
+                raise UserError(f"line {number} is not what follows the line before it: steps are missing or mixed up")
         trace.append(found)
     if not traces:
-        raise Refused("the file is empty: a trace has a header, a line per step, and an end")
+        raise UserError("the file is empty: a trace has a header, a line per step, and an end")
     if len(traces) > len(LANES):
-        raise Refused(f"the file has {len(traces)} traces: {len(LANES)} are the most that can be shown side by side")
+        raise UserError(f"the file has {len(traces)} traces: {len(LANES)} are the most that can be shown side by side")
     return _run(traces)
 
 
@@ -194,9 +194,9 @@ def _lines(text: str) -> Iterator[tuple[int, str, type[_Line]]]:
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):
-            raise Refused(f"line {number} is no JSON: the file is no trace, or was cut off within a line") from None
+            raise UserError(f"line {number} is no JSON: the file is no trace, or was cut off within a line") from None
         if not isinstance(value, dict):
-            raise Refused(f"line {number} is no JSON object, as every line of a trace is")
+            raise UserError(f"line {number} is no JSON object, as every line of a trace is")
         yield number, line, _Header if "specdemo" in value else _End if "end" in value else _Step
 
 
@@ -208,7 +208,7 @@ def _checked(kind: type[_Line], line: str, number: int) -> dict[str, Any]:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"])) or "its fields"
         said = first["msg"].removeprefix("Value error, ")
-        raise Refused(f"line {number} is not as a trace has it ({where[:80]}: {said[:200]})") from None
+        raise UserError(f"line {number} is not as a trace has it ({where[:80]}: {said[:200]})") from None
 
 
 def _run(traces: list[list[dict[str, Any]]]) -> Run:

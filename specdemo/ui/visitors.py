@@ -11,13 +11,13 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from typing import Protocol
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.core.metrics import Metrics
 from specdemo.generate import Record, ending
-from specdemo.ui.limits import Limits
+from specdemo.ui.limits import HostLimits
 
 
-class Budget:
+class TimeBudget:
     """The seconds that one request may decode, its lanes together, counted from its first header."""
 
     def __init__(self, seconds: int | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -54,23 +54,23 @@ class Ends(Protocol):
 class Visitors:
     """Who started what in the last minute. A visitor is an address; of IPv6 a whole /64, which is one household."""
 
-    def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, limits: HostLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits, self._clock = limits, clock
         self._runs: dict[str, deque[tuple[float, Ends]]] = {}
 
     def admit(self, address: str) -> None:
-        """`Refused` if this visitor has to wait before starting one more."""
+        """`UserError` if this visitor has to wait before starting one more."""
         now, limits = self._clock(), self._limits
         self._forget(now)
         runs = self._runs.get(_household(address), ())
         going = sum(not run.done for _, run in runs)
         if limits.at_once is not None and going >= limits.at_once:
             runs_of = "1 run" if going == 1 else f"{going} runs"
-            raise Refused(f"you have {runs_of} going already: stop one, or wait for its end")
+            raise UserError(f"you have {runs_of} going already: stop one, or wait for its end")
         late = [start for start, _ in runs if start > now - 60]
         if limits.per_minute is not None and len(late) >= limits.per_minute:
             wait = late[-limits.per_minute] + 60 - now
-            raise Refused(f"{limits.per_minute} runs a minute are allowed here: try again in {wait:.0f} s")
+            raise UserError(f"{limits.per_minute} runs a minute are allowed here: try again in {wait:.0f} s")
 
     def entered(self, address: str, run: Ends) -> None:
         """This visitor started one."""

@@ -14,13 +14,13 @@ from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from specdemo.ui.frames import Run
-from specdemo.ui.run_store import Runs
+from specdemo.ui.run_store import RunStore
 
 
 class Sockets:
     """Whoever listens to a run of `runs`, whose unguessable id is all that it takes."""
 
-    def __init__(self, runs: Runs) -> None:
+    def __init__(self, runs: RunStore) -> None:
         self._runs = runs
         self._listening: dict[str, set[asyncio.Event]] = {}  # by run; each is set when there is news for that listener
 

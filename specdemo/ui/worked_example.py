@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.core.rules import RULES, residual
-from specdemo.core.sampling import Warp
+from specdemo.core.sampling import SamplingParams
 from specdemo.core.simulate import Trial, chance_distance, distance, rare_distance, trial
 from specdemo.core.theory import bretagnolle_huber, divergence, overlap, pinsker
 from specdemo.ui.theory_tables import table
@@ -22,7 +22,7 @@ P = (0.45, 0.32, 0.18, 0.05)  # laws on which every lossy rule shows
 Q = (0.20, 0.30, 0.15, 0.35)
 COUNT = 10_000
 UNADJUSTED = "rejection, corrections drawn from p: lossy"
-PARTS_ORDER = [f"{law}({token})" for token in TOKENS for law in "pq"]
+PARTS_ORDER = [f"{probs}({token})" for token in TOKENS for probs in "pq"]
 SHARES_ORDER = [f"{token} {part}" for token in TOKENS for part in ("p", "drawn", "q")]
 
 Bar = tuple[str, float, str]  # label, height, part
@@ -34,23 +34,23 @@ def choices() -> dict[str, tuple[str, bool]]:
     return found | {UNADJUSTED: ("rejection", False)}
 
 
-def law_of(name: str, values: Sequence[float | None]) -> tuple[list[float], str]:
-    """The law that was typed, and a word about it if it had to be normalised. `Refused` where it cannot be one."""
+def reference_probs(name: str, values: Sequence[float | None]) -> tuple[list[float], str]:
+    """The law that was typed, and a word about it if it had to be normalised. `UserError` where it cannot be one."""
     given: list[float] = []
     for token, value in zip(TOKENS, values, strict=True):
         if value is None or not math.isfinite(value):
-            raise Refused(f"{name}({token}) must be a number, not {'empty' if value is None else value}")
+            raise UserError(f"{name}({token}) must be a number, not {'empty' if value is None else value}")
         if value < 0:
-            raise Refused(f"{name}({token}) is {value:g}: a probability is not below 0")
+            raise UserError(f"{name}({token}) is {value:g}: a probability is not below 0")
         given.append(value)
     total = sum(given)
     if not 0 < total < math.inf:
-        raise Refused(
+        raise UserError(
             f"{name} adds up to {total:g}: give at least one token a probability above 0, and none a huge one"
         )
-    law = [value / total for value in given]
+    probs = [value / total for value in given]
     note = "" if abs(total - 1) < 1e-9 else f"{name} adds up to {total:g}, so it was divided by that. "
-    return law, note
+    return probs, note
 
 
 def example_words(p: Sequence[float], q: Sequence[float]) -> str:
@@ -90,7 +90,7 @@ def example_bars(p: Sequence[float], q: Sequence[float]) -> list[Bar]:
 def try_rule(choice: str, p: Sequence[float], q: Sequence[float], gamma: int, seed: int) -> Trial:
     """10,000 tokens under a rule of `choices`."""
     if choice not in choices():
-        raise Refused(f"unknown rule {choice}: known are {', '.join(choices())}")
+        raise UserError(f"unknown rule {choice}: known are {', '.join(choices())}")
     name, adjust = choices()[choice]
     return trial(name, torch.tensor(p), torch.tensor(q), gamma, COUNT, seed, adjust=adjust)
 
@@ -98,7 +98,7 @@ def try_rule(choice: str, p: Sequence[float], q: Sequence[float], gamma: int, se
 def trial_words(choice: str, done: Trial, p: Sequence[float], q: Sequence[float]) -> str:
     """Did the law come out as p, within what chance allows?"""
     name, adjust = choices()[choice]
-    exact = RULES[name].exact(Warp()) and adjust
+    exact = RULES[name].exact(SamplingParams()) and adjust
     shares, count = done.shares(len(p)), len(done.tokens)
     off, usual, rare = distance(shares, p), chance_distance(p, count), rare_distance(p, count)
     if off <= rare:

@@ -13,16 +13,16 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.generate import Record, generate
-from specdemo.models.model_pool import Shelf
-from specdemo.models.spec import Spec
+from specdemo.models.model_pool import ModelPool
+from specdemo.models.spec import ModelSpec
 from specdemo.pipeline import Stores
 from specdemo.recipe import Recipe
-from specdemo.ui.limits import Limits
-from specdemo.worker import Crew
+from specdemo.ui.limits import HostLimits
+from specdemo.worker import WorkerGroup
 
-Engine = Callable[[Recipe, str, Shelf, Stores], Iterator[Record]]
+Engine = Callable[[Recipe, str, ModelPool, Stores], Iterator[Record]]
 GPU = Callable[..., Any]  # `spaces.GPU`, or what stands in for it
 
 BATCH_S = 0.1  # of events that travel together: ten pickles a second, as many frames as the page draws
@@ -37,27 +37,27 @@ def decorator() -> GPU:
     try:
         import spaces
     except ImportError:
-        raise Refused("ZeroGPU needs the package spaces: install it, or start without --zero-gpu") from None
+        raise UserError("ZeroGPU needs the package spaces: install it, or start without --zero-gpu") from None
     return spaces.GPU
 
 
-def hosted(limits: Limits, device: str) -> dict[str, Any]:
+def hosted(limits: HostLimits, device: str) -> dict[str, Any]:
     """What a page is to be built with: every pair that is offered on the shelf, and runs by `spaces.GPU`."""
     gpu = decorator()
-    shelf = loaded([Recipe(pair=pair, device=device) for pair in limits.pairs])
-    return {"shelf": shelf, "engine": on(gpu, shelf), "worker": Crew(waiting=limits.queue)}
+    pool = loaded([Recipe(pair=pair, device=device) for pair in limits.pairs])
+    return {"shelf": pool, "engine": on(gpu, pool), "worker": WorkerGroup(waiting=limits.queue)}
 
 
-def loaded(recipes: list[Recipe]) -> Shelf:
+def loaded(recipes: list[Recipe]) -> ModelPool:
     """A shelf with the models of these recipes on it, and room for no others."""
     specs = dict.fromkeys(spec for recipe in recipes for spec in specs_of(recipe))
-    shelf = Shelf(idle_s=math.inf, warm=False)
+    pool = ModelPool(idle_s=math.inf, warm=False)
     for spec in specs:
-        shelf.take(spec)
-    return shelf
+        pool.take(spec)
+    return pool
 
 
-def specs_of(recipe: Recipe) -> list[Spec]:
+def specs_of(recipe: Recipe) -> list[ModelSpec]:
     """What a recipe needs loaded."""
     return [spec for spec in (recipe.target_spec, recipe.drafter_spec) if spec is not None]
 
@@ -67,37 +67,37 @@ def seconds_of(recipe: Recipe, target_bytes: int) -> int:
     return min(LONGEST_S, round(START_S + recipe.max_tokens * (PASS_S + target_bytes / BYTES_PER_S)))
 
 
-def on(gpu: GPU, shelf: Shelf, engine: Engine = generate) -> Engine:
-    """`engine` with every run in a process of its own, made by `gpu`, where `shelf` is as it was when that was forked.
+def on(gpu: GPU, pool: ModelPool, engine: Engine = generate) -> Engine:
+    """`engine` with every run in a process of its own, made by `gpu`, where `pool` is as it was when that was forked.
 
-    Raises `Refused` for what only the page's own process could do. An error over there arrives as its sentence.
+    Raises `UserError` for what only the page's own process could do. An error over there arrives as its sentence.
     """
 
     def seconds(recipe: Recipe, prompt: str) -> int:
-        return seconds_of(recipe, shelf.take(recipe.target_spec).weight_bytes)
+        return seconds_of(recipe, pool.take(recipe.target_spec).weight_bytes)
 
     @gpu(duration=seconds)
     def batches(recipe: Recipe, prompt: str) -> Iterator[list[Record]]:
         batch: list[Record] = []
         try:
             sent = time.monotonic()
-            with closing(engine(recipe, prompt, shelf, {})) as events:
+            with closing(engine(recipe, prompt, pool, {})) as events:
                 for event in events:
                     batch.append(event)
                     if time.monotonic() - sent >= BATCH_S:
                         yield batch
                         batch, sent = [], time.monotonic()
-        except Refused as error:
+        except UserError as error:
             batch.append({"refused": str(error)})
         except Exception as error:  # whatever it was, over there: only its name would arrive
             batch.append({"failed": f"{type(error).__name__}: {error}"})
         yield batch
 
-    def run(recipe: Recipe, prompt: str, _: Shelf, __: Stores) -> Iterator[Record]:
+    def run(recipe: Recipe, prompt: str, _: ModelPool, __: Stores) -> Iterator[Record]:
         if recipe.ngram_keep:
-            raise Refused("n-grams are not kept here: every run has a process of its own, which ends with it")
-        if any(spec not in shelf for spec in specs_of(recipe)):
-            raise Refused("only the models loaded at the start run here: choose a pair of the list, unquantised")
+            raise UserError("n-grams are not kept here: every run has a process of its own, which ends with it")
+        if any(spec not in pool for spec in specs_of(recipe)):
+            raise UserError("only the models loaded at the start run here: choose a pair of the list, unquantised")
         yield {"phase": "loading", "text": "waiting for a GPU"}
         with closing(_received(batches, recipe, prompt)) as events:
             yield from events
@@ -111,11 +111,11 @@ def _received(batches: Callable[..., Any], recipe: Recipe, prompt: str) -> Itera
             for batch in arriving:
                 for event in batch:
                     if "refused" in event:
-                        raise Refused(event["refused"])
+                        raise UserError(event["refused"])
                     if "failed" in event:
                         raise RuntimeError(event["failed"])
                     yield event
-    except (Refused, RuntimeError, GeneratorExit):
+    except (UserError, RuntimeError, GeneratorExit):
         raise
     except Exception as error:  # the lender's own: no GPU, no quota, a process that died
-        raise Refused(str(getattr(error, "message", error)) or type(error).__name__) from error
+        raise UserError(str(getattr(error, "message", error)) or type(error).__name__) from error

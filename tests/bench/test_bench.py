@@ -17,11 +17,11 @@ from benchmarks import drafting_cost as stores
 from benchmarks import large_pair as large
 from benchmarks import time_breakdown as where
 from specdemo import bench
-from specdemo.bench.baselines import PEERS
+from specdemo.bench.baselines import BASELINES
 from specdemo.cli.main import main
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
-from specdemo.models.model_pool import Shelf
+from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import Prompt, load_prompts
 from specdemo.recipe import Recipe
 
@@ -117,8 +117,8 @@ def test_real_models_are_measured_in_pairs(tmp_path: Path) -> None:
     }
     settings = {"temperature": 0, "max_tokens": 12, "device": "cpu", **models}
     recipes = [Recipe(method=method, **settings) for method in ("ar", "draft", "nasd")]
-    prompts, peers = load_prompts(kinds=["adversarial"])[:3], list(PEERS)
-    items = list(bench.measure(recipes, prompts, Shelf(), peers))
+    prompts, peers = load_prompts(kinds=["adversarial"])[:3], list(BASELINES)
+    items = list(bench.measure(recipes, prompts, ModelPool(), peers))
     records = [item for item in items if isinstance(item, dict)]
     assert [record["name"] for record in records] == ["adversarial 1", "adversarial 2", "adversarial 3"]
     for record in records:
@@ -127,7 +127,7 @@ def test_real_models_are_measured_in_pairs(tmp_path: Path) -> None:
         assert all(run["text"] == plain["text"] for run in record["runs"])  # every way, theirs too, is greedy
         assert len(theirs) == len(peers) and all(run["ttft_s"] > 0 and run["wall_s"] > 0 for run in theirs)
     rows = bench.table(recipes, records, peers, bandwidth=1e9)
-    assert len(rows) == 3 + len({peer.family for peer in PEERS.values()})
+    assert len(rows) == 3 + len({peer.family for peer in BASELINES.values()})
     assert all(row.same_text in (None, 3) for row in rows)
 
 
@@ -135,7 +135,7 @@ def test_prompts_come_again_with_another_seed(tmp_path: Path) -> None:
     target = str(save_model(tmp_path / "target", byte_level_tokenizer()))
     recipes = [Recipe(method="ar", target=target, temperature=1.0, top_p=1.0, max_tokens=12, device="cpu")]
     prompts = load_prompts(kinds=["prose"])[:2]
-    items = bench.measure(recipes, prompts, Shelf(), repeat=2)
+    items = bench.measure(recipes, prompts, ModelPool(), repeat=2)
     records = [item for item in items if isinstance(item, dict)]
     assert [record["name"] for record in records] == ["prose 1", "prose 2"] * 2
     texts = [record["runs"][0]["text"] for record in records]
@@ -148,7 +148,7 @@ def test_copying_has_a_speed() -> None:
 
 
 def test_unknown_classes_are_refused() -> None:
-    with pytest.raises(Refused, match="known are code, repetitive"):
+    with pytest.raises(UserError, match="known are code, repetitive"):
         load_prompts(kinds=["magic"])
     assert main(["bench", "--kind", "magic"]) == 2
 
@@ -167,10 +167,10 @@ def test_stores_follow_a_text_and_are_weighed(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_replayed_target_says_what_the_text_says() -> None:
-    judge = stores.Replay([1, 2, 3, 4, 5])
-    verdict = judge.judge([1], Draft.chain((2, 3, 9)))
+    verifier = stores.Replay([1, 2, 3, 4, 5])
+    verdict = verifier.verify([1], Draft.chain((2, 3, 9)))
     assert verdict.accepted == (0, 1) and verdict.token == 4
-    assert judge.judge([1, 2], Draft()).token == 3
+    assert verifier.verify([1, 2], Draft()).token == 3
 
 
 def test_a_large_pair_is_measured_with_acceptance_imposed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,7 +203,7 @@ class Scripted:
     def __init__(self, end: str = "length") -> None:
         self.now, self.end, self.closed, self.steps = 0.0, end, 0, 0
 
-    def __call__(self, recipe: Recipe, text: str, shelf: Shelf) -> Iterator[dict[str, Any]]:
+    def __call__(self, recipe: Recipe, text: str, pool: ModelPool) -> Iterator[dict[str, Any]]:
         start = self.now
         try:
             yield {"phase": "loading", "text": "loading the target"}
@@ -234,7 +234,7 @@ TWO = [Recipe(method="ar", temperature=0), Recipe(method="nasd", temperature=0)]
 @pytest.mark.parametrize("pause", [0.0, 0.5, 100.0])
 def test_what_a_caller_does_between_steps_is_not_measured(scripted: Scripted, pause: float) -> None:
     records, turns = [], []
-    for item in bench.measure(TWO, SOME, Shelf()):
+    for item in bench.measure(TWO, SOME, ModelPool()):
         scripted.now += pause
         (records if isinstance(item, dict) else turns).append(item)
     runs = [run for record in records for run in record["runs"]]
@@ -248,10 +248,10 @@ def test_what_a_caller_does_between_steps_is_not_measured(scripted: Scripted, pa
 
 
 def test_a_bench_can_be_left_in_the_middle_of_a_run(scripted: Scripted) -> None:
-    items = bench.measure(TWO, SOME, Shelf())
+    items = bench.measure(TWO, SOME, ModelPool())
     for _ in range(16):
         item = next(items)
-    assert isinstance(item, bench.Turn) and item.number == 1
+    assert isinstance(item, bench.BenchProgress) and item.number == 1
     before, over = scripted.steps, scripted.closed
     items.close()
     assert scripted.steps == before and scripted.closed == over + 1
@@ -260,11 +260,14 @@ def test_a_bench_can_be_left_in_the_middle_of_a_run(scripted: Scripted) -> None:
 def test_a_run_that_fails_ends_the_bench_and_says_which(scripted: Scripted) -> None:
     scripted.end = "error"
     with pytest.raises(RuntimeError, match="ar T=0 failed: out of memory"):
-        list(bench.measure(TWO, SOME, Shelf()))
+        list(bench.measure(TWO, SOME, ModelPool()))
 
 
 def test_a_grid_is_plain_decoding_and_every_combination() -> None:
-    found = [bench.label(Recipe(**one)) for one in bench.grid(["draft", "self"], [2, 5], ["fixed", "egag"], [0.0, 1.0])]
+    found = [
+        bench.recipe_label(Recipe(**one))
+        for one in bench.grid(["draft", "self"], [2, 5], ["fixed", "egag"], [0.0, 1.0])
+    ]
     assert found == [
         f"{lane} T={temperature}"
         for temperature in (0, 1)

@@ -10,8 +10,8 @@ from fakes.tiny_models import byte_level_tokenizer, save_model
 from benchmarks import layer_search as layers
 from specdemo.bench import equality as prove
 from specdemo.cli.main import main
-from specdemo.models.model_pool import Shelf
-from specdemo.models.spec import Spec
+from specdemo.models.model_pool import ModelPool
+from specdemo.models.spec import ModelSpec
 from specdemo.prompts import Prompt, load_prompts
 from specdemo.recipe import Recipe
 
@@ -28,7 +28,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_exact_recipes_write_the_text_of_plain_decoding(pair: dict[str, str], temperature: float, rule: str) -> None:
     common = {**pair, "device": "cpu", "temperature": temperature, "rule": rule, "top_p": 1.0, "max_tokens": 24}
     findings = [prove.Finding(Recipe(method=method, gamma=3, **common)) for method in ("draft", "nasd", "self")]
-    assert len(list(prove.prove(findings, PROMPTS, Shelf()))) == len(PROMPTS)
+    assert len(list(prove.prove(findings, PROMPTS, ModelPool()))) == len(PROMPTS)
     for finding in findings:
         assert finding.texts == 3 and not finding.parted and finding.tokens > 20
     assert findings[0].accepted > 20
@@ -38,7 +38,7 @@ def test_a_text_of_its_own_is_found_out(pair: dict[str, str]) -> None:
     """Plain rejection keeps the law and draws its own text: the proof must say where it parts."""
     recipe = Recipe(**pair, method="draft", temperature=1.0, top_p=1.0, max_tokens=24, device="cpu")
     finding = prove.Finding(recipe)
-    list(prove.prove([finding], PROMPTS, Shelf()))
+    list(prove.prove([finding], PROMPTS, ModelPool()))
     assert finding.parted and all(0 <= token < 24 for _, token in finding.parted)
     assert f"{3 - len(finding.parted)} of 3" in prove.markdown([finding])
 
@@ -59,7 +59,7 @@ def test_the_terminal_proves_and_says_so(pair: dict[str, str], capsys: pytest.Ca
 
 
 def test_layers_are_left_out_one_by_one(pair: dict[str, str]) -> None:
-    loaded = Shelf().take(Spec(pair["target"], device="cpu"))
+    loaded = ModelPool().take(ModelSpec(pair["target"], device="cpu"))
     found = list(layers.search(loaded, [prompt.text for prompt in PROMPTS]))
     assert [len(one.skipped) for one in found] == [1, 2, 3]
     for less, more in zip(found, found[1:], strict=False):
@@ -75,7 +75,7 @@ def test_a_layer_that_does_nothing_is_left_out_first(tmp_path: Path) -> None:
     for name in ("self_attn.o_proj", "mlp.down_proj"):
         model.model.layers[2].get_submodule(name).weight.data.zero_()
     model.save_pretrained(folder)
-    first = next(layers.search(Shelf().take(Spec(folder, device="cpu")), ["def f(x):\n    return x"]))
+    first = next(layers.search(ModelPool().take(ModelSpec(folder, device="cpu")), ["def f(x):\n    return x"]))
     assert first.skipped == (2,) and first.alpha == pytest.approx(1.0, abs=1e-5)
     assert layers.main(["--target", folder, "--device", "cpu", "--prompts", "1"]) == 0
 

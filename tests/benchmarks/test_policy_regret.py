@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from fakes.tiny_models import byte_level_tokenizer, save_model
 
-from benchmarks.policy_regret import Replay, Told, main, regret, speed
+from benchmarks.policy_regret import RecordedAcceptance, Replay, main, regret, speed
 from specdemo.core.decode import decode
-from specdemo.core.policies import Auto, Fixed, Prices
+from specdemo.core.policies import Auto, CostModel, Fixed
 from specdemo.core.theory import expected_tokens
 from specdemo.recipe import Recipe
 
 P = {(): (0.6, 0.4), (0,): (0.9, 0.1), (1,): (0.2, 0.8)}  # laws after what was written
 Q = {(): (0.3, 0.7), (0,): (0.5, 0.5), (1,): (0.6, 0.4)}
-FREE = Prices({1: 1.0, 9: 1.0}, 0.0)
+FREE = CostModel({1: 1.0, 9: 1.0}, 0.0)
 
 
 def test_runs_of_a_text_accept_as_often_as_real_ones() -> None:
@@ -30,7 +30,7 @@ def test_runs_of_a_text_accept_as_often_as_real_ones() -> None:
     for x, y in product((0, 1), repeat=2):
         chances = [min(1.0, Q[prefix][z] / P[prefix][z]) for prefix, z in (((), x), ((x,), y))]
         for seed in range(runs):
-            replay = Replay(Told((0.0, *chances, 0.0), (0.0,) * 4), FREE, seed)
+            replay = Replay(RecordedAcceptance((0.0, *chances, 0.0), (0.0,) * 4), FREE, seed)
             steps = decode([1], replay, replay, Fixed(2), max_tokens=4, stop=(), clock=lambda: 0.0)
             kept = len([step for step in steps if step.i <= 1][1].verdict.accepted)
             found[kept] += P[()][x] * P[(x,)][y] / runs
@@ -41,14 +41,14 @@ def test_runs_of_a_text_accept_as_often_as_real_ones() -> None:
 @pytest.mark.parametrize("gamma", [0, 1, 4])
 @pytest.mark.parametrize("alpha", [0.0, 0.7, 1.0])
 def test_even_chances_give_the_cost_models_speed(alpha: float, gamma: int) -> None:
-    costs = Prices({1: 1.0, 2: 1.1, 9: 1.5}, 0.2)
-    told = Told((alpha,) * 4000, (alpha,) * 4000)
+    costs = CostModel({1: 1.0, 2: 1.1, 9: 1.5}, 0.2)
+    told = RecordedAcceptance((alpha,) * 4000, (alpha,) * 4000)
     expected = expected_tokens(alpha, gamma) / (costs.verify(gamma + 1) + 0.2 * gamma)
     assert speed(told, costs, Fixed(gamma), 20) == pytest.approx(expected, rel=0.01)
 
 
 def test_the_drafters_look_at_the_prompt_is_paid_once_and_only_by_those_who_draft() -> None:
-    told = Told((1.0,) * 21, (1.0,) * 21, reading=5.0)
+    told = RecordedAcceptance((1.0,) * 21, (1.0,) * 21, prompt_cost=5.0)
     assert speed(told, FREE, Fixed(0), 1) == 1.0
     assert speed(told, FREE, Fixed(1), 1) == pytest.approx(20 / (10 + 5))
 
@@ -56,8 +56,8 @@ def test_the_drafters_look_at_the_prompt_is_paid_once_and_only_by_those_who_draf
 def test_what_is_lost_is_found() -> None:
     """Drafts that are always right, then never: gamma 8 is best before, none after; a fixed 8 loses what it must."""
     recipe = Recipe(temperature=0)
-    good, bad = Told((1.0,) * 91, (1.0,) * 91), Told((0.0,) * 91, (0.0,) * 91)
-    costs = Prices({1: 1.0, 9: 1.0}, 0.25)
+    good, bad = RecordedAcceptance((1.0,) * 91, (1.0,) * 91), RecordedAcceptance((0.0,) * 91, (0.0,) * 91)
+    costs = CostModel({1: 1.0, 9: 1.0}, 0.25)
     never = regret("code", recipe, [bad, bad], costs, Fixed(8), 5)
     assert (never.best_gamma, never.best) == (0, 1.0) and never.ratio == pytest.approx(1 / 3, rel=0.1)
     always = regret("code", recipe, [good, good], costs, Fixed(8), 5)
@@ -69,8 +69,8 @@ def test_what_is_lost_is_found() -> None:
 @pytest.mark.parametrize("c", [0.02, 0.13, 0.5])
 @pytest.mark.parametrize("alpha", [0.2, 0.6, 0.9])
 def test_auto_loses_little_to_the_best_fixed_gamma(alpha: float, c: float) -> None:
-    costs = Prices({1: 1.0, 2: 1.04, 9: 1.2}, c)
-    told = [Told((0.0, *(alpha,) * 400), (alpha,) * 401)]
+    costs = CostModel({1: 1.0, 2: 1.04, 9: 1.2}, c)
+    told = [RecordedAcceptance((0.0, *(alpha,) * 400), (alpha,) * 401)]
     assert regret("code", Recipe(temperature=1.0), told, costs, Auto(8, costs), 8).ratio > 0.96
 
 

@@ -11,12 +11,12 @@ from fakes.tiny_models import Counting, committed, run, tiny_model
 from transformers import LogitsProcessorList, PreTrainedModel, TopKLogitsWarper
 
 from specdemo.core.beam import BeamSearch
-from specdemo.core.decode import Plain
-from specdemo.core.errors import Refused
+from specdemo.core.decode import EmptyDrafter
+from specdemo.core.errors import UserError
 from specdemo.core.policies import Fixed
-from specdemo.core.sampling import Warp
+from specdemo.core.sampling import SamplingParams
 from specdemo.core.step import Step
-from specdemo.models.engines.llama_weights import Lean
+from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.kv_cache import CachedModel
 
 VOCAB, STOP = 61, (7, 19)
@@ -31,10 +31,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def searched(model: Any, prompt: list[int], length: int, settings: dict[str, Any]) -> list[Step]:
     """The rounds of our search."""
     settings = dict(settings)
-    warp = Warp(repetition_penalty=settings.pop("repetition_penalty", 1.0))
+    sampling = SamplingParams(repetition_penalty=settings.pop("repetition_penalty", 1.0))
     cached = CachedModel(model)
-    search = BeamSearch(cached.score, warp, STOP, max_tokens=length, context=cached.context, **settings)
-    return run(prompt, search, Plain(), Fixed(1), length, stop=STOP)
+    search = BeamSearch(cached.score, sampling, STOP, max_tokens=length, context=cached.context, **settings)
+    return run(prompt, search, EmptyDrafter(), Fixed(1), length, stop=STOP)
 
 
 def found(model: PreTrainedModel, prompt: list[int], length: int, settings: dict[str, Any]) -> list[int]:
@@ -63,7 +63,7 @@ def found(model: PreTrainedModel, prompt: list[int], length: int, settings: dict
 def test_it_finds_what_transformers_finds(kind: str, settings: str) -> None:
     kind, _, lean = kind.partition(" ")
     model = tiny_model(kind)
-    ours = Lean(model) if lean else model
+    ours = LlamaWeights(model) if lean else model
     rng = random.Random(settings)
     stopped = early = waited = 0
     for _ in range(30 if kind == "llama" and lean else 12):
@@ -112,5 +112,5 @@ def test_one_beam_is_greedy() -> None:
 
 
 def test_a_sliding_window_refuses_beams_in_words() -> None:
-    with pytest.raises(Refused, match="sliding window"):
+    with pytest.raises(UserError, match="sliding window"):
         searched(tiny_model("mistral-sliding"), [1, 2, 3], 8, {"num_beams": 3})

@@ -9,21 +9,21 @@ import pytest
 import torch
 from fakes.tiny_models import GuessDrafter, TableModel, committed, run
 
-from specdemo.core.decode import More
+from specdemo.core.decode import DraftBudget
 from specdemo.core.metrics import Metrics
 from specdemo.core.policies import Fixed
 from specdemo.core.rules import rejection
-from specdemo.core.sampling import Noise, Warp
+from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft, Step, Verdict
-from specdemo.core.verifier import Target
+from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.model import ModelDrafter
 
 MODEL = TableModel(6, seed=3)
 SMALL = TableModel(6, seed=4)
 
 
-def target(warp: Warp = Warp(), seed: int = 0) -> Target:
-    return Target(MODEL.score, warp, rejection, Noise(seed, "accept"), Noise(seed, "correct"), candidates=2)
+def target(sampling: SamplingParams = SamplingParams(), seed: int = 0) -> ModelVerifier:
+    return ModelVerifier(MODEL.score, sampling, rejection, Noise(seed, "accept"), Noise(seed, "correct"), candidates=2)
 
 
 class Script:
@@ -32,16 +32,16 @@ class Script:
     def __init__(self, text: Sequence[int], prompt: int) -> None:
         self.text, self.prompt = text, prompt
 
-    def propose(self, tokens: Sequence[int], more: More) -> Draft:
+    def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
         rest = self.text[len(tokens) - self.prompt :]
         n = 0
-        while n < len(rest) and more(n, None):
+        while n < len(rest) and budget.may_extend(n, None):
             n += 1
         return Draft.chain(tuple(rest[:n]))
 
     def observe(self, step: Step) -> None: ...
 
-    def judge(self, tokens: Sequence[int], draft: Draft) -> Verdict:
+    def verify(self, tokens: Sequence[int], draft: Draft) -> Verdict:
         n = len(draft)
         return Verdict(
             tuple(range(n)),
@@ -95,7 +95,7 @@ def test_round_zero_is_the_prefill() -> None:
 def test_kinds() -> None:
     kinds = set()
     for seed in range(10):
-        drafter = ModelDrafter(SMALL.score, Warp(), Noise(seed, "draft"), 6)
+        drafter = ModelDrafter(SMALL.score, SamplingParams(), Noise(seed, "draft"), 6)
         for step in run([1, 2], target(seed=seed), drafter, Fixed(2), 12)[1:]:
             kinds.add(step.kind)
             if step.draft:
@@ -106,7 +106,7 @@ def test_kinds() -> None:
 
 @pytest.mark.parametrize("forest", [False, True])
 def test_steps_survive_json(forest: bool) -> None:
-    drafter = GuessDrafter(6, width=2) if forest else ModelDrafter(SMALL.score, Warp(), Noise(0, "draft"), 6)
+    drafter = GuessDrafter(6, width=2) if forest else ModelDrafter(SMALL.score, SamplingParams(), Noise(0, "draft"), 6)
     for step in run([1, 2], target(), drafter, Fixed(3), 20):
         line = json.loads(json.dumps(step.to_json()))
         assert Step.from_json(line) == step
@@ -155,7 +155,7 @@ def test_metrics_by_hand() -> None:
 
 def test_beta_is_the_overlap_of_the_two_laws() -> None:
     """Against sum min(p, q) computed apart; its mean estimates alpha."""
-    drafter = ModelDrafter(SMALL.score, Warp(), Noise(0, "draft"), 6)
+    drafter = ModelDrafter(SMALL.score, SamplingParams(), Noise(0, "draft"), 6)
     text = [1, 2]
     seen = 0
     for step in run(text, target(), drafter, Fixed(3), 30):

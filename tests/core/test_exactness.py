@@ -17,74 +17,74 @@ from fakes.enumeration import (
     DRAFTERS,
     PROMPT,
     ROUNDING,
+    SAMPLING,
     SMALL,
     STOP,
     TARGET,
     VOCAB,
-    WARPS,
     Make,
     distance,
-    enumerate_law,
-    true_law,
+    enumerate_distribution,
+    true_distribution,
 )
 from fakes.tiny_models import Explorer, committed, run
 from torch import Tensor
 
-from specdemo.core.policies import POLICIES, Fixed, Prices
+from specdemo.core.policies import POLICIES, CostModel, Fixed
 from specdemo.core.rules import RULES, match, ratio, rejection, residual, threshold, typical
-from specdemo.core.sampling import Noise, Shared, Warp
+from specdemo.core.sampling import Noise, SamplingParams, SharedNoise
 from specdemo.core.step import Draft, Verdict
-from specdemo.core.verifier import Target
+from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.lookahead import LookaheadDrafter
 from specdemo.drafters.model import ModelDrafter
 
 
 @pytest.mark.parametrize("stop", [(), STOP], ids=["no stop", "stop"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("warp", WARPS)
-def test_rejection_keeps_the_law(warp: str, drafter: str, stop: tuple[int, ...]) -> None:
-    law, drafted, accepted = enumerate_law(WARPS[warp], DRAFTERS[drafter], stop=stop)
-    assert distance(law, true_law(WARPS[warp], 3, stop)) < ROUNDING
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_rejection_keeps_the_law(sampling: str, drafter: str, stop: tuple[int, ...]) -> None:
+    probs, drafted, accepted = enumerate_distribution(SAMPLING[sampling], DRAFTERS[drafter], stop=stop)
+    assert distance(probs, true_distribution(SAMPLING[sampling], 3, stop)) < ROUNDING
     if drafter != "none":
         assert drafted > 0
-    if drafter not in ("none", "n-grams", "suffix", "lookup", "lookahead") and warp in ("plain", "warm"):
+    if drafter not in ("none", "n-grams", "suffix", "lookup", "lookahead") and sampling in ("plain", "warm"):
         assert accepted > 0
 
 
 @pytest.mark.parametrize("gamma", [1, 2, 3])
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_every_length_and_gamma(length: int, gamma: int) -> None:
-    law, _, _ = enumerate_law(Warp(), DRAFTERS["model"], length=length, gamma=gamma)
-    assert distance(law, true_law(Warp(), length, ())) < ROUNDING
+    probs, _, _ = enumerate_distribution(SamplingParams(), DRAFTERS["model"], length=length, gamma=gamma)
+    assert distance(probs, true_distribution(SamplingParams(), length, ())) < ROUNDING
 
 
 def test_lookahead_with_teeth_keeps_the_law() -> None:
     """A text long enough for a comb with teeth and for n-grams that were read from it."""
-    law, drafted, accepted = enumerate_law(
-        Warp(), lambda warp, source: LookaheadDrafter(window=1, n=3, guesses=2), length=5, gamma=3
+    probs, drafted, accepted = enumerate_distribution(
+        SamplingParams(), lambda sampling, source: LookaheadDrafter(window=1, n=3, guesses=2), length=5, gamma=3
     )
-    assert distance(law, true_law(Warp(), 5, ())) < ROUNDING and drafted > accepted > 0
+    assert distance(probs, true_distribution(SamplingParams(), 5, ())) < ROUNDING and drafted > accepted > 0
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("warp", WARPS)
-def test_match_keeps_the_law(warp: str, drafter: str) -> None:
-    law, _, _ = enumerate_law(WARPS[warp], DRAFTERS[drafter], match)
-    assert distance(law, true_law(WARPS[warp], 3, ())) < ROUNDING
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_match_keeps_the_law(sampling: str, drafter: str) -> None:
+    probs, _, _ = enumerate_distribution(SAMPLING[sampling], DRAFTERS[drafter], match)
+    assert distance(probs, true_distribution(SAMPLING[sampling], 3, ())) < ROUNDING
 
 
 @pytest.mark.parametrize("drafter", ["model", "siblings", "guessed forest"])
-@pytest.mark.parametrize("name", [name for name, rule in RULES.items() if not rule.exact(Warp())])
+@pytest.mark.parametrize("name", [name for name, rule in RULES.items() if not rule.exact(SamplingParams())])
 def test_lossy_rules_are_exact_when_greedy_and_seen_above(name: str, drafter: str) -> None:
     rule = RULES[name].apply
     if RULES[name].threshold is not None:
         rule = partial(rule, threshold=RULES[name].threshold)
-    greedy = Warp(temperature=0)
-    law, _, _ = enumerate_law(greedy, DRAFTERS[drafter], rule)
-    assert distance(law, true_law(greedy, 3, ())) < ROUNDING
-    law, drafted, accepted = enumerate_law(Warp(), DRAFTERS[drafter], rule)
+    greedy = SamplingParams(temperature=0)
+    probs, _, _ = enumerate_distribution(greedy, DRAFTERS[drafter], rule)
+    assert distance(probs, true_distribution(greedy, 3, ())) < ROUNDING
+    probs, drafted, accepted = enumerate_distribution(SamplingParams(), DRAFTERS[drafter], rule)
     assert drafted > accepted > 0
-    assert distance(law, true_law(Warp(), 3, ())) > 0.02
+    assert distance(probs, true_distribution(SamplingParams(), 3, ())) > 0.02
 
 
 @pytest.mark.parametrize(
@@ -110,21 +110,21 @@ def test_lossy_rules_are_off_by_what_theory_says(rule: Any, expected: list[float
         verdict = rule(draft, torch.stack([p, p]), explorer, explorer, 1)
         return token if verdict.accepted else verdict.token
 
-    law = explorer.law(once)
-    assert [law.get(i, 0.0) for i in range(3)] == pytest.approx(expected, abs=1e-6)
+    probs = explorer.distribution(once)
+    assert [probs.get(i, 0.0) for i in range(3)] == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("drafter", ["model", "straight", "n-grams", "universal", "guesses", "guessed forest"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
 def test_coupled_text_is_that_of_plain_decoding(temperature: float, drafter: str) -> None:
     """Token by token, at any temperature, for every drafter and gamma, from the same seed."""
-    warp, accepted, texts = Warp(temperature=temperature), 0, set()
+    sampling, accepted, texts = SamplingParams(temperature=temperature), 0, set()
     for seed in range(40):
 
         def text(make: Make, gamma: int, seed: int = seed) -> tuple[int, ...]:
             nonlocal accepted
-            judge = Target(TARGET.score, warp, match, Shared(seed), Shared(seed), 2)
-            steps = run(PROMPT, judge, make(warp, Shared(seed)), Fixed(gamma), 12)
+            verifier = ModelVerifier(TARGET.score, sampling, match, SharedNoise(seed), SharedNoise(seed), 2)
+            steps = run(PROMPT, verifier, make(sampling, SharedNoise(seed)), Fixed(gamma), 12)
             accepted += sum(len(step.verdict.accepted) for step in steps)
             return tuple(committed(steps))
 
@@ -145,16 +145,16 @@ def test_the_theorem(policy: str, drafter: str, rule: str) -> None:
     """
     lengths = set()
     for name in ("greedy", "plain", "top-p", "penalty"):
-        warp, explorer = WARPS[name], Explorer()
+        sampling, explorer = SAMPLING[name], Explorer()
 
-        def once(warp: Warp = warp, explorer: Explorer = explorer) -> tuple[int, ...]:
-            gamma = POLICIES[policy].make(2, 1, 3, Prices())
-            judge = Target(TARGET.score, warp, RULES[rule].apply, explorer, explorer, 2)
-            steps = run(PROMPT, judge, DRAFTERS[drafter](warp, explorer), gamma, 3)
+        def once(sampling: SamplingParams = sampling, explorer: Explorer = explorer) -> tuple[int, ...]:
+            gamma = POLICIES[policy].make(2, 1, 3, CostModel())
+            verifier = ModelVerifier(TARGET.score, sampling, RULES[rule].apply, explorer, explorer, 2)
+            steps = run(PROMPT, verifier, DRAFTERS[drafter](sampling, explorer), gamma, 3)
             lengths.update(len(step.draft) for step in steps)
             return tuple(committed(steps))
 
-        assert distance(explorer.law(once), true_law(warp, 3, ())) < ROUNDING, name
+        assert distance(explorer.distribution(once), true_distribution(sampling, 3, ())) < ROUNDING, name
     assert (max(lengths) > 0) == (drafter != "none")
 
 
@@ -170,25 +170,27 @@ def test_corrections_from_p_are_lossy() -> None:
         )
         return token if verdict.accepted else verdict.token
 
-    law = explorer.law(once)
+    probs = explorer.distribution(once)
     rejected = (q - p).clamp(min=0).sum()
     expected = torch.minimum(p, q) + rejected * p
-    assert torch.tensor([law[i] for i in range(3)]).tolist() == pytest.approx(expected.tolist(), abs=1e-6)
-    assert distance(law, dict(enumerate(p.tolist()))) == pytest.approx(0.16, abs=1e-6)
+    assert torch.tensor([probs[i] for i in range(3)]).tolist() == pytest.approx(expected.tolist(), abs=1e-6)
+    assert distance(probs, dict(enumerate(p.tolist()))) == pytest.approx(0.16, abs=1e-6)
 
 
 # --- mutants: bugs that well-known projects shipped; each must be seen by the test above it ----------------------
 
 
-def mutant_law(make: Make, rule: Any = rejection, warp: Warp = WARPS["top-k"]) -> float:
-    return distance(enumerate_law(warp, make, rule)[0], true_law(warp, 3, ()))
+def mutant_distribution(make: Make, rule: Any = rejection, sampling: SamplingParams = SAMPLING["top-k"]) -> float:
+    return distance(enumerate_distribution(sampling, make, rule)[0], true_distribution(sampling, 3, ()))
 
 
 def test_mutant_greedy_draft_judged_by_softmax() -> None:
     """Argmax drafted, softmax compared: greedy in name only."""
-    greedy = Warp(temperature=0)
-    law, _, _ = enumerate_law(Warp(), lambda warp, source: ModelDrafter(SMALL.score, greedy, source, VOCAB))
-    assert distance(law, true_law(greedy, 3, ())) > 0.02
+    greedy = SamplingParams(temperature=0)
+    probs, _, _ = enumerate_distribution(
+        SamplingParams(), lambda sampling, source: ModelDrafter(SMALL.score, greedy, source, VOCAB)
+    )
+    assert distance(probs, true_distribution(greedy, 3, ())) > 0.02
 
 
 def test_mutant_match_that_draws_again() -> None:
@@ -204,7 +206,7 @@ def test_mutant_match_that_draws_again() -> None:
         return Verdict(tuple(accepted), correct.draw(p[len(draft)]))
 
     def of(again: bool) -> float:
-        return mutant_law(DRAFTERS["guesses"], lambda *args: drawing(*args, again=again), Warp())
+        return mutant_distribution(DRAFTERS["guesses"], lambda *args: drawing(*args, again=again), SamplingParams())
 
     assert of(again=False) < ROUNDING
     assert of(again=True) > 0.02
@@ -215,48 +217,53 @@ def test_mutant_match_that_draws_again() -> None:
         verdict = drawing(Draft.chain((0,)), p, explorer, explorer, 1, again=True)
         return 0 if verdict.accepted else verdict.token
 
-    assert explorer.law(once)[0] == pytest.approx(2 * 0.3 - 0.09)
+    assert explorer.distribution(once)[0] == pytest.approx(2 * 0.3 - 0.09)
 
 
 def test_mutant_raw_q() -> None:
     """q must be the law sampled from, not the softmax of the raw logits."""
 
     class Raw(ModelDrafter):
-        def propose(self, tokens: Sequence[int], more: Any) -> Draft:
-            draft = super().propose(tokens, more)
+        def propose(self, tokens: Sequence[int], budget: Any) -> Draft:
+            draft = super().propose(tokens, budget)
             if not draft.tokens:
                 return draft
-            law = torch.stack([SMALL.logits([*tokens, *draft.tokens[:i]]) for i in range(len(draft))]).softmax(-1)
-            q = tuple(float(row[token]) for row, token in zip(law, draft.tokens, strict=True))
-            return replace(draft, q=q, law=law)
+            probs = torch.stack([SMALL.logits([*tokens, *draft.tokens[:i]]) for i in range(len(draft))]).softmax(-1)
+            q = tuple(float(row[token]) for row, token in zip(probs, draft.tokens, strict=True))
+            return replace(draft, token_probs=q, probs=probs)
 
-    assert mutant_law(lambda warp, source: Raw(SMALL.score, warp, source, VOCAB)) > 0.02
+    assert mutant_distribution(lambda sampling, source: Raw(SMALL.score, sampling, source, VOCAB)) > 0.02
 
 
 def test_mutant_dropping_what_was_drawn() -> None:
     """A sampled token dropped for being improbable biases the text; deciding before the draw does not."""
 
     class Dropping(ModelDrafter):
-        def propose(self, tokens: Sequence[int], more: Any) -> Draft:
-            draft = super().propose(tokens, more)
-            keep = next((i for i, q in enumerate(draft.q or ()) if q < 0.4), len(draft))
+        def propose(self, tokens: Sequence[int], budget: Any) -> Draft:
+            draft = super().propose(tokens, budget)
+            keep = next((i for i, q in enumerate(draft.token_probs or ()) if q < 0.4), len(draft))
             if keep == 0:
                 return Draft()
-            return Draft.chain(draft.tokens[:keep], draft.q[:keep], draft.law[:keep])
+            return Draft.chain(draft.tokens[:keep], draft.token_probs[:keep], draft.probs[:keep])
 
     class Deciding(Fixed):
-        def more(self, n: int, logits: Any) -> bool:
+        def may_extend(self, n: int, logits: Any) -> bool:
             return n < self.gamma and (logits is None or float(logits.softmax(-1).max()) > 0.4)
 
-    assert mutant_law(lambda warp, source: Dropping(SMALL.score, warp, source, VOCAB), warp=Warp()) > 0.02
+    assert (
+        mutant_distribution(
+            lambda sampling, source: Dropping(SMALL.score, sampling, source, VOCAB), sampling=SamplingParams()
+        )
+        > 0.02
+    )
     explorer = Explorer()
-    judge = Target(TARGET.score, Warp(), rejection, explorer, explorer)
+    verifier = ModelVerifier(TARGET.score, SamplingParams(), rejection, explorer, explorer)
 
     def once() -> tuple[int, ...]:
-        drafter = ModelDrafter(SMALL.score, Warp(), explorer, VOCAB)
-        return tuple(committed(run(PROMPT, judge, drafter, Deciding(2), 3)))
+        drafter = ModelDrafter(SMALL.score, SamplingParams(), explorer, VOCAB)
+        return tuple(committed(run(PROMPT, verifier, drafter, Deciding(2), 3)))
 
-    assert distance(explorer.law(once), true_law(Warp(), 3, ())) < ROUNDING
+    assert distance(explorer.distribution(once), true_distribution(SamplingParams(), 3, ())) < ROUNDING
 
 
 @pytest.mark.parametrize("lenience", [1.05])
@@ -273,7 +280,7 @@ def test_mutant_lenient_acceptance(lenience: float) -> None:
     def rule(draft: Draft, p: Tensor, accept: Explorer, correct: Explorer, start: int) -> Verdict:
         return rejection(draft, p, Lenient(accept), correct, start)
 
-    assert mutant_law(DRAFTERS["model"], rule, Warp()) > 100 * ROUNDING
+    assert mutant_distribution(DRAFTERS["model"], rule, SamplingParams()) > 100 * ROUNDING
 
 
 def chi_square(shared: bool) -> float:
@@ -311,18 +318,18 @@ def test_what_p_forbids_is_rejected_even_by_a_draw_of_zero(q: float) -> None:
         def test(self, probability: float) -> tuple[bool, float]:
             return 0.0 < probability, 0.0
 
-        def draw(self, law: Tensor, place: int) -> int:
-            return int(law.argmax())
+        def draw(self, probs: Tensor, place: int) -> int:
+            return int(probs.argmax())
 
     p = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
-    law = torch.tensor([[q, 1 - q]])
-    verdict = rejection(Draft.chain((0,), (q,), law), p, Zero(), Zero(), 1)
+    probs = torch.tensor([[q, 1 - q]])
+    verdict = rejection(Draft.chain((0,), (q,), probs), p, Zero(), Zero(), 1)
     assert verdict.accepted == () and verdict.token == 1
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_broken_logits_raise(bad: float) -> None:
-    for warp in (Warp(), Warp(temperature=0), Warp(top_k=2, top_p=0.5)):
+    for sampling in (SamplingParams(), SamplingParams(temperature=0), SamplingParams(top_k=2, top_p=0.5)):
         with pytest.raises(ValueError, match="NaN or infinite"):
-            warp(torch.full((1, 5), bad), [[0]])
-    assert Warp()(torch.tensor([[0.0, -math.inf]]), [[0]]).tolist() == [[1.0, 0.0]]
+            sampling(torch.full((1, 5), bad), [[0]])
+    assert SamplingParams()(torch.tensor([[0.0, -math.inf]]), [[0]]).tolist() == [[1.0, 0.0]]

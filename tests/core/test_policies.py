@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.core.policies import (
     POLICIES,
     AdaEdl,
     Auto,
+    CostModel,
     Dynamic,
     Egag,
     Heuristic,
     PathProbability,
-    Prices,
     confidence,
     svip,
 )
@@ -37,7 +37,7 @@ def step(drafted: int, accepted: int, draft_s: float = 0.0, verify_s: float = 1.
 def length(policy: Any, logits: torch.Tensor | None = None) -> int:
     """How long a draft becomes under laws that are all alike."""
     n = 0
-    while policy.more(n, None) and policy.more(n, logits):
+    while policy.may_extend(n, None) and policy.may_extend(n, logits):
         n += 1
         assert n < 100
     return n
@@ -74,7 +74,7 @@ def test_egag_is_short_where_the_drafter_is_unsure() -> None:
     policy = Egag(2, 8)
     assert length(policy, half) == 5
     assert policy.notes == pytest.approx({"h_norm": 0.5, "h_norm_ema": 0.5, "gamma": 5})
-    policy.more(0, FLAT)
+    policy.may_extend(0, FLAT)
     assert policy.notes["h_norm_ema"] == pytest.approx(0.75, abs=1e-6)
     assert Egag(2, 9, smooth=0.75).called_for == 4  # 2 + 7 / 4
     assert length(Egag(1, 8)) == 8  # n-grams have no law to read
@@ -144,7 +144,7 @@ def test_one_slow_round_does_not_move_auto() -> None:
 
 
 def test_the_drafters_reading_of_the_prompt_is_no_cost_of_a_draft() -> None:
-    policy = Auto(8, Prices(token=0.2))
+    policy = Auto(8, CostModel(token=0.2))
     policy.observe(step(3, 2, draft_s=40.0))
     assert policy.notes["auto_c"] == 0.2
     policy.observe(step(3, 2, draft_s=0.39))
@@ -153,22 +153,24 @@ def test_the_drafters_reading_of_the_prompt_is_no_cost_of_a_draft() -> None:
 
 def test_auto_believes_the_prices_of_passes() -> None:
     """A pass that costs what its rows do leaves nothing to win; a step up ends drafts before it."""
-    assert settled(Auto(8, Prices({1: 1.0, 8: 8.0}))) == 0
-    flat, step_up = Auto(8), Auto(8, Prices({1: 1.0, 2: 1.0, 3: 3.0}))
+    assert settled(Auto(8, CostModel({1: 1.0, 8: 8.0}))) == 0
+    flat, step_up = Auto(8), Auto(8, CostModel({1: 1.0, 2: 1.0, 3: 3.0}))
     assert settled(flat) == 2 and settled(step_up) == 1
 
 
 def test_prices_between_and_beyond_what_is_known() -> None:
-    prices = Prices({1: 1.0, 2: 1.1, 5: 1.4, 8: 1.4})
+    prices = CostModel({1: 1.0, 2: 1.1, 5: 1.4, 8: 1.4})
     assert [prices.verify(n) for n in (1, 2, 3, 5, 8, 20)] == pytest.approx([1.0, 1.1, 1.2, 1.4, 1.4, 1.4])
-    assert Prices({1: 1.0, 2: 1.1}).verify(4) == pytest.approx(1.3)
-    disturbed = Prices({1: 1.0, 2: 1.1, 5: 2.5, 8: 1.4})  # more rows never cost less: 5 were measured in a bad moment
+    assert CostModel({1: 1.0, 2: 1.1}).verify(4) == pytest.approx(1.3)
+    disturbed = CostModel(
+        {1: 1.0, 2: 1.1, 5: 2.5, 8: 1.4}
+    )  # more rows never cost less: 5 were measured in a bad moment
     assert disturbed.verify(5) == pytest.approx(1.4)
-    assert Prices().verify(9) == 1.0
+    assert CostModel().verify(9) == 1.0
 
 
 def test_auto_looks_again_less_and_less_often() -> None:
-    policy = Auto(8, Prices(token=5.0))
+    policy = Auto(8, CostModel(token=5.0))
     waits, idle = [], 0
     for _ in range(1500):
         drafted = policy.gamma
@@ -196,8 +198,8 @@ def test_auto_reads_chances_where_coins_were_thrown_and_leaves_of_trees() -> Non
 def test_bounds_come_from_the_recipe_or_the_policy() -> None:
     assert Recipe(policy="dynamic").gamma_bounds == (3, 12)
     assert Recipe(policy="egag", gamma_min=2, gamma_max=5).gamma_bounds == (2, 5)
-    with pytest.raises(Refused, match="gamma_min 5 is above gamma_max 4"):
+    with pytest.raises(UserError, match="gamma_min 5 is above gamma_max 4"):
         Recipe(policy="egag", gamma_min=5, gamma_max=4)
     for policy in POLICIES.values():
-        made = policy.make(4, policy.least, policy.most, Prices())
+        made = policy.make(4, policy.least, policy.most, CostModel())
         assert 0 <= made.gamma <= policy.most and made.notes is not None

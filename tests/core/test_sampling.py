@@ -18,9 +18,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.core.rules import RULES
-from specdemo.core.sampling import Noise, Point, Shared, Warp
+from specdemo.core.sampling import Noise, PointMass, SamplingParams, SharedNoise
 from specdemo.core.step import Draft
 
 VOCAB = 50
@@ -45,41 +45,41 @@ def test_laws_equal_those_of_transformers(
     if top_p < 1:
         oracle.append(TopPLogitsWarper(top_p))
     before = logits.clone()
-    laws = Warp(temperature, top_k, top_p, penalty, words)(logits, paths)
+    distributions = SamplingParams(temperature, top_k, top_p, penalty, words)(logits, paths)
     assert torch.equal(logits, before)  # nothing is edited in place
-    for row, path, law in zip(logits, paths, laws, strict=True):
+    for row, path, probs in zip(logits, paths, distributions, strict=True):
         expected = oracle(torch.tensor([path]), row[None].clone())[0].softmax(-1)
-        assert torch.allclose(law, expected, atol=1e-6)
+        assert torch.allclose(probs, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("spread", [0.01, 1.0, 4.0])
 def test_a_nucleus_may_be_most_of_a_large_vocabulary(spread: float) -> None:
     torch.manual_seed(1)
     logits = torch.randn(3, 3000) * spread
-    law = Warp(top_p=0.9)(logits, [])
+    probs = SamplingParams(top_p=0.9)(logits, [])
     expected = TopPLogitsWarper(0.9)(torch.tensor([[0]] * 3), logits.clone()).softmax(-1)
-    assert torch.allclose(law, expected, atol=1e-6)
-    assert ((law > 0).sum(-1) > 256).all() == (spread < 4.0)
+    assert torch.allclose(probs, expected, atol=1e-6)
+    assert ((probs > 0).sum(-1) > 256).all() == (spread < 4.0)
 
 
 def test_temperature_zero_is_a_point_mass() -> None:
-    law = Warp(temperature=0)(torch.tensor([[0.1, 3.0, 2.9]]), [[0]])
-    assert law.tolist() == [[0.0, 1.0, 0.0]]
+    probs = SamplingParams(temperature=0)(torch.tensor([[0.1, 3.0, 2.9]]), [[0]])
+    assert probs.tolist() == [[0.0, 1.0, 0.0]]
 
 
 def test_bad_words_that_ban_everything_are_refused() -> None:
-    with pytest.raises(Refused, match="ban fewer"):
-        Warp(bad_words=((0,), (1,)))(torch.zeros(1, 2), [[0]])
+    with pytest.raises(UserError, match="ban fewer"):
+        SamplingParams(bad_words=((0,), (1,)))(torch.zeros(1, 2), [[0]])
 
 
 @pytest.mark.parametrize("way", [Noise.draw, Noise._invert, Noise._race])
 def test_draws_follow_their_law(way: Callable[[Noise, torch.Tensor], int]) -> None:
     """20,000 draws; by chance alone one seed in 10^5 would exceed 26 (3 degrees of freedom), and the seed is fixed."""
-    law = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0])
+    probs = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0])
     noise, n = Noise(7, "draw"), 20_000
-    counts = torch.bincount(torch.tensor([way(noise, law) for _ in range(n)]), minlength=5)
+    counts = torch.bincount(torch.tensor([way(noise, probs) for _ in range(n)]), minlength=5)
     assert counts[4] == 0
-    assert float(((counts[:4] - n * law[:4]) ** 2 / (n * law[:4])).sum()) < 26
+    assert float(((counts[:4] - n * probs[:4]) ** 2 / (n * probs[:4])).sum()) < 26
 
 
 @pytest.mark.parametrize("u", [0.0, 0.25, 1 - 2**-53])
@@ -87,20 +87,24 @@ def test_the_ends_of_the_unit_interval_draw_possible_tokens(u: float, monkeypatc
     """The least and the largest uniform number there is, on laws that begin and end with impossible tokens."""
     noise = Noise(0, "draw")
     monkeypatch.setattr(noise._uniform, "random", lambda: u)
-    for law in ([0.0, 0.25, 0.75, 0.0], [0.0, 1 / 3, 1 / 3, 1 / 3, 0.0], [1.0], [0.0, 1.0]):
-        assert law[noise.draw(torch.tensor(law))] > 0
+    for probs in ([0.0, 0.25, 0.75, 0.0], [0.0, 1 / 3, 1 / 3, 1 / 3, 0.0], [1.0], [0.0, 1.0]):
+        assert probs[noise.draw(torch.tensor(probs))] > 0
     assert noise.draw(torch.tensor([0.0, 0.25, 0.75, 0.0])) == (1 if u == 0 else 2)
 
 
 def test_shared_noise_follows_the_law_and_is_keyed_by_place() -> None:
     """20,000 places, as above; at one place every law is drawn from with the same noise, however often it is asked."""
-    law, n = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0]), 20_000
-    shared = Shared(3)
-    counts = torch.bincount(torch.tensor([shared.draw(law, place) for place in range(n)]), minlength=5)
+    probs, n = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0]), 20_000
+    shared = SharedNoise(3)
+    counts = torch.bincount(torch.tensor([shared.draw(probs, place) for place in range(n)]), minlength=5)
     assert counts[4] == 0
-    assert float(((counts[:4] - n * law[:4]) ** 2 / (n * law[:4])).sum()) < 26
-    assert [Shared(3).draw(law, place) for place in range(50)] == [shared.draw(law, place) for place in range(50)]
-    assert [Shared(4).draw(law, place) for place in range(50)] != [shared.draw(law, place) for place in range(50)]
+    assert float(((counts[:4] - n * probs[:4]) ** 2 / (n * probs[:4])).sum()) < 26
+    assert [SharedNoise(3).draw(probs, place) for place in range(50)] == [
+        shared.draw(probs, place) for place in range(50)
+    ]
+    assert [SharedNoise(4).draw(probs, place) for place in range(50)] != [
+        shared.draw(probs, place) for place in range(50)
+    ]
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -114,12 +118,12 @@ def test_a_point_is_judged_as_the_vocabulary_of_zeros_that_it_stands_for(
     rng, kept = random.Random(0), 0
     for seed in range(100):
         tokens, firsts = (tuple(rng.randrange(3) for _ in range(n)) for n in (len(parents), len(parents) + 1))
-        law = torch.nn.functional.one_hot(torch.tensor(tokens), 3).float() if drawn else None
-        draft = Draft(tokens, parents, (1.0,) * len(tokens) if drawn else None, law)
+        probs = torch.nn.functional.one_hot(torch.tensor(tokens), 3).float() if drawn else None
+        draft = Draft(tokens, parents, (1.0,) * len(tokens) if drawn else None, probs)
         whole = torch.nn.functional.one_hot(torch.tensor(firsts), 3).float()
         verdicts = [
             apply(draft, p, Noise(seed, "accept"), Noise(seed, "correct"), 5)
-            for p in (whole, [Point(token) for token in firsts])
+            for p in (whole, [PointMass(token) for token in firsts])
         ]
         assert verdicts[0] == verdicts[1]
         kept += len(verdicts[0].accepted)
@@ -127,11 +131,11 @@ def test_a_point_is_judged_as_the_vocabulary_of_zeros_that_it_stands_for(
 
 
 def test_noise_repeats_from_its_seed_and_differs_by_stream() -> None:
-    law = torch.full((100,), 0.01)
+    probs = torch.full((100,), 0.01)
 
     def series(seed: int, stream: str) -> list[object]:
         noise = Noise(seed, stream)
-        return [value for _ in range(5) for value in (noise.test(0.5), noise.draw(law))]
+        return [value for _ in range(5) for value in (noise.test(0.5), noise.draw(probs))]
 
     assert series(1, "accept") == series(1, "accept")
     assert series(1, "accept") != series(2, "accept")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from specdemo.core.rules import RULES, match
-from specdemo.core.sampling import Shared, Warp
+from specdemo.core.sampling import SamplingParams, SharedNoise
 from specdemo.core.simulate import chance_distance, distance, rare_distance, trial
 from specdemo.core.step import Draft, Verdict
 
@@ -30,7 +30,7 @@ def off(rule: str, gamma: int = 1, q: list[float] = Q, **more: Any) -> float:
 @pytest.mark.parametrize("rule", RULES)
 def test_just_the_exact_rules_give_p_back(rule: str, gamma: int) -> None:
     """The seed is fixed, so it never flickers; by chance one seed in a thousand would fail here."""
-    assert (off(rule, gamma) < rare_distance(P, COUNT)) == RULES[rule].exact(Warp())
+    assert (off(rule, gamma) < rare_distance(P, COUNT)) == RULES[rule].exact(SamplingParams())
 
 
 def test_corrections_from_p_are_seen() -> None:
@@ -67,7 +67,7 @@ def test_rejection_keeps_the_overlap() -> None:
 @pytest.mark.parametrize("gamma", [1, 4])
 def test_coupled_tokens_are_those_of_plain_drawing(gamma: int) -> None:
     done = trial("coupled", torch.tensor(P), torch.tensor(Q), gamma, 300, seed=3)
-    noise = Shared(3)
+    noise = SharedNoise(3)
     assert list(done.tokens) == [noise.draw(torch.tensor(P), place) for place in range(300)] and done.accepted > 0
 
 

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from fakes.tiny_models import committed, run, tiny_model
+from fakes.tiny_models import committed, run, tiny_model, up_to
 
-from specdemo.core.decode import Plain
+from specdemo.core.decode import EmptyDrafter
 from specdemo.core.policies import Fixed
 from specdemo.core.rules import rejection
-from specdemo.core.sampling import Noise, Warp
+from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft, Step, Verdict
-from specdemo.core.verifier import Target
+from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.lookahead import LookaheadDrafter
-from specdemo.models.engines.llama_weights import Lean
+from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.kv_cache import CachedModel
-
-
-def upto(n: int):
-    return lambda depth, logits: depth < n
 
 
 def answered(draft: Draft, choices: dict[int, int]) -> Step:
@@ -28,40 +24,40 @@ def answered(draft: Draft, choices: dict[int, int]) -> Step:
 
 def test_the_comb_and_what_becomes_of_it() -> None:
     drafter = LookaheadDrafter(window=3, n=3, guesses=2)
-    first = drafter.propose([5], upto(9))  # the only token there is to guess with
+    first = drafter.propose([5], up_to(9))  # the only token there is to guess with
     assert first.tokens == (5,) * 6
     assert first.parents == (-1, 0, 1, 0, 1, 2)  # a spine of three, a tooth on each of its places
     drafter.observe(answered(first, {3: 7, 4: 8, 5: 9}))
-    second = drafter.propose([5], upto(9))
+    second = drafter.propose([5], up_to(9))
     guesses, comb = second.tokens[:-6], second.tokens[-6:]
     assert guesses == (5, 9, 8)  # the n-grams (5, 5, 9) and (5, 5, 8), the latest first, sharing their beginning
     assert second.parents[:3] == (-1, 0, 0)
     assert comb == (5, 5, 5, 7, 8, 9)  # the window moved up by one level
-    assert drafter.propose([6], upto(9)).tokens == comb  # no n-gram begins with 6
+    assert drafter.propose([6], up_to(9)).tokens == comb  # no n-gram begins with 6
 
 
 def test_near_the_end_only_guesses_that_fit_are_drafted() -> None:
     drafter = LookaheadDrafter(window=3, n=3, guesses=2)
-    drafter.observe(answered(drafter.propose([5], upto(9)), {5: 9}))
-    draft = drafter.propose([5], upto(1))
+    drafter.observe(answered(drafter.propose([5], up_to(9)), {5: 9}))
+    draft = drafter.propose([5], up_to(1))
     assert draft.tokens == (5,) and draft.parents == (-1,)
     drafter.observe(answered(draft, {}))  # nothing rode along, so there is nothing to read
-    assert not LookaheadDrafter().propose([5], upto(0)).tokens
+    assert not LookaheadDrafter().propose([5], up_to(0)).tokens
 
 
 @pytest.mark.parametrize("shape", [(5, 4, 5), (2, 2, 1), (1, 5, 3)])
 def test_greedy_text_is_unchanged_and_guesses_are_accepted(shape: tuple[int, int, int]) -> None:
-    model = Lean(tiny_model("llama"))
-    greedy, noise = Warp(temperature=0), Noise(0, "unused when greedy")
+    model = LlamaWeights(tiny_model("llama"))
+    greedy, noise = SamplingParams(temperature=0), Noise(0, "unused when greedy")
     accepted = 0
     for start in range(10):
         prompt = [start, 3, 2 * start]
 
         def steps(drafter: object, prompt: list[int] = prompt) -> list[Step]:
-            judge = Target(CachedModel(model).score, greedy, rejection, noise, noise)
-            return run(prompt, judge, drafter, Fixed(shape[0] + shape[1]), 50)  # type: ignore[arg-type]
+            verifier = ModelVerifier(CachedModel(model).score, greedy, rejection, noise, noise)
+            return run(prompt, verifier, drafter, Fixed(shape[0] + shape[1]), 50)  # type: ignore[arg-type]
 
         ours = steps(LookaheadDrafter(*shape))
-        assert committed(ours) == committed(steps(Plain()))
+        assert committed(ours) == committed(steps(EmptyDrafter()))
         accepted += sum(len(step.verdict.accepted) for step in ours)
     assert accepted > 0

@@ -6,18 +6,15 @@ import random
 from collections import Counter
 
 import pytest
+from fakes.tiny_models import up_to
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.core.step import Draft, Step, Verdict
 from specdemo.drafters.ngram import NGramDrafter, NGramStore
 
 
-def upto(n: int):
-    return lambda drafted, logits: drafted < n
-
-
 def propose(tokens: list[int], n: int = 4, levels: str = "multi", gamma: int = 5, **more: int) -> tuple[int, ...]:
-    return NGramDrafter(n, levels, **more).propose(tokens, upto(gamma)).tokens
+    return NGramDrafter(n, levels, **more).propose(tokens, up_to(gamma)).tokens
 
 
 def test_repetition_is_continued() -> None:
@@ -64,7 +61,7 @@ def test_predictions_equal_counting_from_scratch(levels: str) -> None:
                 latest = {tokens[i]: i for i in seen}
                 expected = max(counts, key=lambda token: (counts[token], latest[token]))
                 break
-        drafted = drafter.propose(tokens, upto(1)).tokens
+        drafted = drafter.propose(tokens, up_to(1)).tokens
         assert drafted == (() if expected is None else (expected,))
         known += expected is not None
     assert known > 100
@@ -76,38 +73,38 @@ def step(tokens: tuple[int, ...], choices: tuple[tuple[int, ...], ...]) -> Step:
 
 def test_filler_proposes_runners_up_but_never_outweighs_what_was_emitted() -> None:
     drafter = NGramDrafter(2, filler_top_k=3)
-    drafter.propose([1], upto(1))
+    drafter.propose([1], up_to(1))
     drafter.observe(step((4,), ((4, 5, 6),)))  # after 1 came 4; 5 and 6 were next best
-    assert drafter.propose([1, 4], upto(1)).tokens == ()
+    assert drafter.propose([1, 4], up_to(1)).tokens == ()
     drafter.observe(step((1,), ((7, 1, 8),)))  # after 4 came 1, though 7 was the first choice
-    assert drafter.propose([1, 4, 1], upto(2)).tokens == (4, 1)
+    assert drafter.propose([1, 4, 1], up_to(2)).tokens == (4, 1)
     for _ in range(50):
         drafter.store.add([1], 5, seen=0.0, filler=1.0)
-    assert drafter.propose([1, 4, 1], upto(1)).tokens == (4,)
+    assert drafter.propose([1, 4, 1], up_to(1)).tokens == (4,)
 
 
 def test_filler_fills_contexts_that_the_text_never_continued() -> None:
     drafter = NGramDrafter(3, filler_top_k=2)
-    drafter.propose([1, 2], upto(1))
+    drafter.propose([1, 2], up_to(1))
     verdict = Verdict((0,), 6, choices=((3, 4), (6, 7)))
     drafter.observe(Step(1, (3, 6), Draft.chain((3,)), verdict, 1, 0, 0, 0, 0))
-    assert drafter.propose([1, 2, 3, 6], upto(1)).tokens == ()
+    assert drafter.propose([1, 2, 3, 6], up_to(1)).tokens == ()
     assert drafter.store.predict([2, 3]) == 6
     napd = NGramDrafter(3, filler_top_k=1)
     napd.observe(Step(1, (3, 6), Draft.chain((3,)), verdict, 1, 0, 0, 0, 0))
-    napd.propose([1, 2, 3, 6], upto(1))
+    napd.propose([1, 2, 3, 6], up_to(1))
     assert len(napd.store) < len(drafter.store)
 
 
 def test_a_store_kept_from_an_earlier_text_drafts_at_once() -> None:
     first = NGramDrafter(3)
-    first.propose([1, 2, 3, 4, 5], upto(0))
-    assert NGramDrafter(3, store=first.store).propose([2, 3], upto(2)).tokens == (4, 5)
-    assert NGramDrafter(3).propose([2, 3], upto(2)).tokens == ()
+    first.propose([1, 2, 3, 4, 5], up_to(0))
+    assert NGramDrafter(3, store=first.store).propose([2, 3], up_to(2)).tokens == (4, 5)
+    assert NGramDrafter(3).propose([2, 3], up_to(2)).tokens == ()
 
 
 def test_n_below_two_is_refused() -> None:
-    with pytest.raises(Refused, match="at least 2"):
+    with pytest.raises(UserError, match="at least 2"):
         NGramDrafter(1)
 
 

@@ -10,22 +10,22 @@ import torch
 from fakes.tiny_models import byte_level_tokenizer, committed, run, save_model, tiny_model
 from transformers import AutoModelForCausalLM
 
-from specdemo.core.decode import Plain
-from specdemo.core.errors import Refused
+from specdemo.core.decode import EmptyDrafter
+from specdemo.core.errors import UserError
 from specdemo.core.policies import Fixed
 from specdemo.core.rules import rejection
-from specdemo.core.sampling import Noise, Warp
+from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft
-from specdemo.core.verifier import Target
+from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.model import ModelDrafter
 from specdemo.generate import generate
-from specdemo.models.engines.llama_weights import Lean
+from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.kv_cache import CachedModel
-from specdemo.models.model_pool import Shelf
+from specdemo.models.model_pool import ModelPool
 from specdemo.models.model_variants import with_layers
 from specdemo.recipe import METHODS, POLICIES, WITH_DRAFTER, Recipe
 
-GREEDY, NOISE = Warp(temperature=0), Noise(0, "unused when greedy")
+GREEDY, NOISE = SamplingParams(temperature=0), Noise(0, "unused when greedy")
 TOKENS = [5, 9, 5, 7, 1]
 
 
@@ -45,10 +45,10 @@ def test_a_model_with_layers_left_out(kind: str) -> None:
     assert torch.allclose(rows, alone(torch.tensor([TOKENS])).logits[0, 1:], atol=1e-4)
 
     def text(drafter: object) -> list[int]:
-        judge = Target(CachedModel(model).score, GREEDY, rejection, NOISE, NOISE)
-        return committed(run(TOKENS, judge, drafter, Fixed(3), 20))  # type: ignore[arg-type]
+        verifier = ModelVerifier(CachedModel(model).score, GREEDY, rejection, NOISE, NOISE)
+        return committed(run(TOKENS, verifier, drafter, Fixed(3), 20))  # type: ignore[arg-type]
 
-    assert text(ModelDrafter(CachedModel(early).score, GREEDY, NOISE, 61)) == text(Plain())
+    assert text(ModelDrafter(CachedModel(early).score, GREEDY, NOISE, 61)) == text(EmptyDrafter())
     whole = CachedModel(model).score(TOKENS, Draft())
     assert torch.allclose(whole, model(torch.tensor([TOKENS])).logits[0, -1:], atol=1e-4)  # itself it is unchanged
 
@@ -56,7 +56,7 @@ def test_a_model_with_layers_left_out(kind: str) -> None:
 def test_lean_models_leave_out_any_layer() -> None:
     model = tiny_model("llama")
     for kept in ([0], [1]):
-        early = with_layers(Lean(model), kept)
+        early = with_layers(LlamaWeights(model), kept)
         alone = copy.deepcopy(tiny_model("llama"))  # its configuration is shared with every other one
         alone.model.layers = torch.nn.ModuleList([alone.model.layers[i] for i in kept])
         alone.config.num_hidden_layers = 1
@@ -67,10 +67,10 @@ def test_lean_models_leave_out_any_layer() -> None:
 
 @pytest.mark.parametrize("kept", [[], [0, 1], [2], [-1]])
 def test_layers_that_make_no_drafter_are_refused(kept: list[int]) -> None:
-    for model in (tiny_model("llama"), Lean(tiny_model("llama"))):
-        with pytest.raises(Refused, match="layers 0 to 1"):
+    for model in (tiny_model("llama"), LlamaWeights(tiny_model("llama"))):
+        with pytest.raises(UserError, match="layers 0 to 1"):
             with_layers(model, kept)
-    with pytest.raises(Refused, match="layer 0"):
+    with pytest.raises(UserError, match="layer 0"):
         with_layers(tiny_model("gpt2"), [1])
 
 
@@ -80,12 +80,12 @@ def test_methods_run_by_name_under_every_policy_and_write_what_plain_decoding_wr
 ) -> None:
     """And self-speculation holds no weights but the target's."""
     folder = str(save_model(tmp_path / "model", byte_level_tokenizer()))
-    shelf, drafted = Shelf(), 0
+    pool, drafted = ModelPool(), 0
 
     def text(recipe: Recipe) -> list[int]:
         nonlocal drafted
         prompt = "def add(a, b):\n    add(a, b)\n"
-        head, *steps, end = (line for line in generate(recipe, prompt, shelf) if "phase" not in line)
+        head, *steps, end = (line for line in generate(recipe, prompt, pool) if "phase" not in line)
         if method not in WITH_DRAFTER:
             assert head["environment"]["drafter_bytes"] is None
         assert end["end"] == "length"

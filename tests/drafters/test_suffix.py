@@ -6,16 +6,13 @@ import random
 
 import pytest
 import torch
+from fakes.tiny_models import up_to
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from specdemo.core.step import Draft, Step
 from specdemo.drafters.hybrid import HybridDrafter
 from specdemo.drafters.lookup import LookupDrafter
 from specdemo.drafters.suffix import SuffixDrafter, SuffixStore
-
-
-def upto(n: int):
-    return lambda drafted, logits: drafted < n
 
 
 def longest_match(text: list[int]) -> int:
@@ -50,25 +47,25 @@ def test_the_longest_repeated_ending_is_found(vocabulary: int) -> None:
 
 
 def test_a_loop_is_drafted_round_and_round() -> None:
-    assert SuffixDrafter().propose([1, 2, 3, 1, 2, 3, 1], upto(9)).tokens == (2, 3, 1, 2, 3, 1, 2, 3)
+    assert SuffixDrafter().propose([1, 2, 3, 1, 2, 3, 1], up_to(9)).tokens == (2, 3, 1, 2, 3, 1, 2, 3)
 
 
 def test_the_match_sets_the_length() -> None:
-    assert SuffixDrafter(factor=1.0).propose([5, 6, 7, 8, 9, 1, 5, 6], upto(9)).tokens == (7, 8)
-    assert SuffixDrafter(factor=2.0).propose([5, 6, 7, 8, 9, 1, 5, 6], upto(9)).tokens == (7, 8, 9, 1)
-    assert SuffixDrafter(factor=2.0).propose([5, 6, 7, 8, 9, 1, 5, 6], upto(1)).tokens == (7,)
-    assert SuffixDrafter().propose([1, 2, 3], upto(9)).tokens == ()
+    assert SuffixDrafter(factor=1.0).propose([5, 6, 7, 8, 9, 1, 5, 6], up_to(9)).tokens == (7, 8)
+    assert SuffixDrafter(factor=2.0).propose([5, 6, 7, 8, 9, 1, 5, 6], up_to(9)).tokens == (7, 8, 9, 1)
+    assert SuffixDrafter(factor=2.0).propose([5, 6, 7, 8, 9, 1, 5, 6], up_to(1)).tokens == (7,)
+    assert SuffixDrafter().propose([1, 2, 3], up_to(9)).tokens == ()
 
 
 def test_the_latest_occurrence_wins() -> None:
-    assert SuffixDrafter().propose([1, 2, 8, 1, 2, 9, 1, 2], upto(1)).tokens == (9,)
+    assert SuffixDrafter().propose([1, 2, 8, 1, 2, 9, 1, 2], up_to(1)).tokens == (9,)
 
 
 def test_a_former_text_is_continued_but_no_match_reaches_over_its_end() -> None:
     first = SuffixDrafter()
-    first.propose([1, 2, 3, 4], upto(4))
+    first.propose([1, 2, 3, 4], up_to(4))
     second = SuffixDrafter(store=first.store)
-    assert second.propose([9, 2, 3], upto(4)).tokens == (4,)  # where the former text ended
+    assert second.propose([9, 2, 3], up_to(4)).tokens == (4,)  # where the former text ended
     assert second.store.matched == 2
 
 
@@ -77,8 +74,8 @@ def test_tokens_may_come_one_by_one_or_at_once() -> None:
     text = [rng.randrange(4) for _ in range(80)]
     grown = SuffixDrafter()
     for end in range(1, len(text) + 1):
-        step_by_step = grown.propose(text[:end], upto(6))
-        assert step_by_step == SuffixDrafter().propose(text[:end], upto(6))
+        step_by_step = grown.propose(text[:end], up_to(6))
+        assert step_by_step == SuffixDrafter().propose(text[:end], up_to(6))
 
 
 def test_lookup_is_that_of_transformers() -> None:
@@ -88,7 +85,7 @@ def test_lookup_is_that_of_transformers() -> None:
     for _ in range(200):
         text = [rng.randrange(6) for _ in range(rng.randrange(2, 40))]
         expected = theirs.get_candidates(torch.tensor([text]))[0][0, len(text) :].tolist()
-        found = LookupDrafter(2).propose(text, upto(4)).tokens
+        found = LookupDrafter(2).propose(text, up_to(4)).tokens
         assert list(found) == expected, text
         drafted += len(found)
     assert drafted > 100
@@ -98,7 +95,7 @@ def test_hybrid_trusts_long_matches_only() -> None:
     class Model:
         asked = observed = 0
 
-        def propose(self, tokens, more) -> Draft:
+        def propose(self, tokens, budget) -> Draft:
             Model.asked += 1
             return Draft.chain((0,))
 
@@ -106,7 +103,7 @@ def test_hybrid_trusts_long_matches_only() -> None:
             Model.observed += 1
 
     hybrid = HybridDrafter(SuffixDrafter(), Model(), trusted=3)
-    assert hybrid.propose([1, 2, 3, 4, 1, 2], upto(4)).tokens == (0,) and Model.asked == 1
-    assert hybrid.propose([1, 2, 3, 4, 1, 2, 3], upto(4)).tokens == (4, 1, 2, 3) and Model.asked == 1
+    assert hybrid.propose([1, 2, 3, 4, 1, 2], up_to(4)).tokens == (0,) and Model.asked == 1
+    assert hybrid.propose([1, 2, 3, 4, 1, 2, 3], up_to(4)).tokens == (4, 1, 2, 3) and Model.asked == 1
     hybrid.observe(None)  # type: ignore[arg-type]
     assert Model.observed == 1

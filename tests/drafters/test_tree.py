@@ -4,51 +4,51 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fakes.tiny_models import TableModel, blurred, committed, run, tiny_model
+from fakes.tiny_models import TableModel, blurred, committed, run, tiny_model, up_to
 
-from specdemo.core.decode import Plain
+from specdemo.core.decode import EmptyDrafter
 from specdemo.core.policies import Fixed
 from specdemo.core.rules import rejection
-from specdemo.core.sampling import Noise, Warp
-from specdemo.core.verifier import Target
+from specdemo.core.sampling import Noise, SamplingParams
+from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.tree import TreeDrafter
-from specdemo.models.engines.llama_weights import Lean
+from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.kv_cache import CachedModel
 
 MODEL = TableModel(8, seed=4)
 
 
 def drafter(temperature: float, **shape: int) -> TreeDrafter:
-    return TreeDrafter(MODEL.score, Warp(temperature=temperature), Noise(1, "draft"), 8, **shape)
+    return TreeDrafter(MODEL.score, SamplingParams(temperature=temperature), Noise(1, "draft"), 8, **shape)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_shape(temperature: float) -> None:
     """Within the budget of nodes, width and depth; the most probable nodes are the ones that grow."""
-    draft = drafter(temperature, nodes=9, width=3, beam=2).propose([1, 2], lambda n, logits: n < 3)
+    draft = drafter(temperature, nodes=9, width=3, beam=2).propose([1, 2], up_to(3))
     assert len(draft) == 9 and max(len(draft.path(node)) for node in range(9)) == 2
     kids = draft.children()
     assert kids[-1] == [0, 1, 2] and all(len(children) == 3 for children in kids.values()) and len(kids) == 3
-    law = MODEL.logits([1, 2]).softmax(-1)
-    by_chance = sorted(range(3), key=lambda node: -float(law[draft.tokens[node]]))
+    probs = MODEL.logits([1, 2]).softmax(-1)
+    by_chance = sorted(range(3), key=lambda node: -float(probs[draft.tokens[node]]))
     if temperature == 0:
         assert set(kids) - {-1} == set(by_chance[:2])
-        assert list(draft.tokens[:3]) == law.topk(3).indices.tolist()
-    shallow = drafter(temperature, nodes=9, width=3).propose([1, 2], lambda n, logits: n < 1)
+        assert list(draft.tokens[:3]) == probs.topk(3).indices.tolist()
+    shallow = drafter(temperature, nodes=9, width=3).propose([1, 2], up_to(1))
     assert len(shallow) == 3
-    assert not drafter(temperature).propose([1, 2], lambda n, logits: False).tokens
+    assert not drafter(temperature).propose([1, 2], up_to(0)).tokens
 
 
 def test_siblings_are_drawn_without_replacement_and_know_their_laws() -> None:
     for seed in range(30):
         noise = Noise(seed, "draft")
-        draft = TreeDrafter(MODEL.score, Warp(), noise, 8, nodes=8, width=4).propose([3], lambda n, logits: n < 2)
+        draft = TreeDrafter(MODEL.score, SamplingParams(), noise, 8, nodes=8, width=4).propose([3], up_to(2))
         for parent, children in draft.children().items():
             path = [3, *(draft.tokens[node] for node in draft.path(parent))]
             left = MODEL.logits(path).softmax(-1)
             for child in children:
-                assert torch.allclose(draft.law[child], left, atol=1e-6)
-                assert draft.q[child] == pytest.approx(float(left[draft.tokens[child]]), abs=1e-6)
+                assert torch.allclose(draft.probs[child], left, atol=1e-6)
+                assert draft.token_probs[child] == pytest.approx(float(left[draft.tokens[child]]), abs=1e-6)
                 left = left.clone()
                 left[draft.tokens[child]] = 0
                 left /= left.sum()
@@ -60,18 +60,18 @@ def test_greedy_text_is_unchanged_and_a_tree_wins_more_than_a_chain(engine: str)
     model = tiny_model("llama")
     small = blurred(model, "llama", noise=0.6)
     if engine == "lean":
-        model, small = Lean(model), Lean(small)
-    greedy, noise = Warp(temperature=0), Noise(0, "unused when greedy")
+        model, small = LlamaWeights(model), LlamaWeights(small)
+    greedy, noise = SamplingParams(temperature=0), Noise(0, "unused when greedy")
     rounds = {1: 0, 3: 0}
     for start in range(12):
         prompt = [start, 3, 2 * start]
 
         def text(drafter: object, prompt: list[int] = prompt) -> tuple[list[int], int]:
-            judge = Target(CachedModel(model).score, greedy, rejection, noise, noise)
-            steps = run(prompt, judge, drafter, Fixed(4), 24)  # type: ignore[arg-type]
+            verifier = ModelVerifier(CachedModel(model).score, greedy, rejection, noise, noise)
+            steps = run(prompt, verifier, drafter, Fixed(4), 24)  # type: ignore[arg-type]
             return committed(steps), len(steps)
 
-        expected, _ = text(Plain())
+        expected, _ = text(EmptyDrafter())
         for width in rounds:
             tree = TreeDrafter(CachedModel(small).score, greedy, noise, 61, nodes=12 if width > 1 else 4, width=width)
             found, count = text(tree)

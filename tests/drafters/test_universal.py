@@ -16,15 +16,15 @@ from fakes.tiny_models import TEXTS, Explorer, byte_level_tokenizer, sentencepie
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from specdemo.core.decode import More
-from specdemo.core.errors import Refused
+from specdemo.core.decode import DraftBudget
+from specdemo.core.errors import UserError
 from specdemo.core.policies import Fixed
 from specdemo.core.rules import rejection
 from specdemo.core.step import Draft
 from specdemo.drafters.suffix import SuffixDrafter
 from specdemo.drafters.universal import UniversalDrafter
 from specdemo.generate import generate
-from specdemo.models.model_pool import Shelf
+from specdemo.models.model_pool import ModelPool
 from specdemo.models.vocabulary_bridge import TAIL, Bridge
 from specdemo.models.zoo import PAIRS
 from specdemo.recipe import Recipe
@@ -176,7 +176,7 @@ def test_tokenizers_without_offsets_are_refused_in_words() -> None:
     class Slow(Spy):
         is_fast = False
 
-    with pytest.raises(Refused, match="which characters"):
+    with pytest.raises(UserError, match="which characters"):
         Bridge(Slow(byte_level_tokenizer()), byte_level_tokenizer(), [])
 
 
@@ -192,12 +192,12 @@ def test_a_draft_fits_the_round_and_the_drafters_context() -> None:
     def drafted(limit: int, context: int) -> Draft:
         bridge = Bridge(fine, coarse, [])
         drafter = UniversalDrafter(SuffixDrafter(), bridge.read, bridge.write, context)
-        return drafter.propose(tokens, More(limit, Fixed(limit)))
+        return drafter.propose(tokens, DraftBudget(limit, Fixed(limit)))
 
     own = len(encode(coarse, text))
     assert own < 0.7 * len(tokens)
     assert [len(drafted(limit, 999)) for limit in (1, 3, 7)] == [1, 3, 7]
-    assert drafted(7, 999).law is None and drafted(7, 999).q is None
+    assert drafted(7, 999).probs is None and drafted(7, 999).token_probs is None
     assert len(drafted(7, own)) == 0 < len(drafted(7, own + 1)) <= len(drafted(7, own + 2))
 
 
@@ -214,8 +214,8 @@ def test_mutant_that_tests_with_the_drafters_own_q() -> None:
             verdict = rejection(draft, torch.stack([p, p]), explorer, explorer, 1)
             return token if verdict.accepted else verdict.token
 
-        law = explorer.law(once)
-        return sum(abs(law.get(i, 0.0) - float(p[i])) for i in range(3)) / 2
+        probs = explorer.distribution(once)
+        return sum(abs(probs.get(i, 0.0) - float(p[i])) for i in range(3)) / 2
 
     assert off(claim=False) < 1e-6 and off(claim=True) > 0.05
 
@@ -249,36 +249,36 @@ def disguised(folder: Path, merges: int | None) -> str:
     return str(folder)
 
 
-def lines(recipe: Recipe, shelf: Shelf, prompt: str = "def fibonacci(n):\n") -> Iterator[dict[str, Any]]:
-    return (line for line in generate(recipe, prompt, shelf) if "phase" not in line)
+def lines(recipe: Recipe, pool: ModelPool, prompt: str = "def fibonacci(n):\n") -> Iterator[dict[str, Any]]:
+    return (line for line in generate(recipe, prompt, pool) if "phase" not in line)
 
 
-def text_of(recipe: Recipe, shelf: Shelf) -> tuple[list[int], dict[str, Any]]:
-    _, *steps, end = lines(recipe, shelf)
+def text_of(recipe: Recipe, pool: ModelPool) -> tuple[list[int], dict[str, Any]]:
+    _, *steps, end = lines(recipe, pool)
     return [token for step in steps for token in step["tokens"]], end["metrics"]
 
 
 def test_the_bundled_target_with_drafters_of_other_vocabularies(strangers: dict[str, str]) -> None:
     """Greedy and coupled text is plain decoding's; exchanged ids cost no acceptance at all, other words some."""
-    shelf = Shelf()
+    pool = ModelPool()
     base = Recipe(
         target=BUNDLED.target, drafter=BUNDLED.drafter, universal=True, temperature=0, max_tokens=96, device="cpu"
     )
-    plain, _ = text_of(replace(base, method="ar"), shelf)
-    own, usual = text_of(base, shelf)
+    plain, _ = text_of(replace(base, method="ar"), pool)
+    own, usual = text_of(base, pool)
     assert own == plain
     for name, stranger in strangers.items():
         for method in ("draft", "hybrid"):
-            text, metrics = text_of(replace(base, drafter=stranger, method=method), shelf)
+            text, metrics = text_of(replace(base, drafter=stranger, method=method), pool)
             assert text == plain and metrics["drafted"] > metrics["accepted"] > 10, (name, method)
             if (name, method) == ("exchanged", "draft"):
                 # a wrong guess may be cut in a way that no text is, and is fewer tokens when its text is cut anew
                 assert metrics["accepted"] == usual["accepted"] and metrics["drafted"] <= usual["drafted"]
         warm = replace(base, drafter=stranger, temperature=0.8, rule="coupled", max_tokens=48)
-        text, metrics = text_of(warm, shelf)
-        assert text == text_of(replace(warm, method="ar"), shelf)[0] and metrics["accepted"] > 0
+        text, metrics = text_of(warm, pool)
+        assert text == text_of(replace(warm, method="ar"), pool)[0] and metrics["accepted"] > 0
         warm = replace(warm, rule="rejection", bad_words=("import",), repetition_penalty=1.1)
-        assert text_of(warm, shelf)[1]["accepted"] > 0
+        assert text_of(warm, pool)[1]["accepted"] > 0
 
 
 def test_a_shorter_context_of_the_drafter_does_not_end_the_text(strangers: dict[str, str], tmp_path: Path) -> None:
@@ -288,22 +288,22 @@ def test_a_shorter_context_of_the_drafter_does_not_end_the_text(strangers: dict[
     recipe = Recipe(
         target=BUNDLED.target, drafter=str(short), universal=True, temperature=0, max_tokens=64, device="cpu"
     )
-    shelf = Shelf()
-    text, metrics = text_of(recipe, shelf)
-    assert text == text_of(replace(recipe, method="ar"), shelf)[0] and len(text) == 64
+    pool = ModelPool()
+    text, metrics = text_of(recipe, pool)
+    assert text == text_of(replace(recipe, method="ar"), pool)[0] and len(text) == 64
     assert 0 < metrics["drafted"] < 24
 
 
 def test_the_pages_checkbox_is_understood() -> None:
     assert recipe_of({"universal": True}, "cpu").universal and not recipe_of({}, "cpu").universal
-    with pytest.raises(Refused, match="true or false"):
+    with pytest.raises(UserError, match="true or false"):
         recipe_of({"universal": "yes"}, "cpu")
 
 
 def test_two_vocabularies_are_refused_unless_asked_for(strangers: dict[str, str]) -> None:
-    shelf = Shelf()
+    pool = ModelPool()
     recipe = Recipe(target=BUNDLED.target, drafter=strangers["exchanged"], device="cpu")
-    with pytest.raises(Refused, match=r"the tokenizers differ in .*re-encoded \(universal\)"):
-        list(lines(recipe, shelf))
-    with pytest.raises(Refused, match="branches of a tree"):
-        list(lines(replace(recipe, universal=True, method="tree"), shelf))
+    with pytest.raises(UserError, match=r"the tokenizers differ in .*re-encoded \(universal\)"):
+        list(lines(recipe, pool))
+    with pytest.raises(UserError, match="branches of a tree"):
+        list(lines(replace(recipe, universal=True, method="tree"), pool))

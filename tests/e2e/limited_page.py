@@ -12,9 +12,9 @@ from typing import Any
 from fakes.trace_records import end, header, step
 
 from specdemo.generate import generate
-from specdemo.models.model_pool import Shelf
+from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
-from specdemo.ui.limits import Limits
+from specdemo.ui.limits import HostLimits
 from specdemo.ui.page import build, launch_options
 
 
@@ -25,9 +25,9 @@ class Patient:
         self.over = threading.Event()
         self.closed = 0
 
-    def __call__(self, recipe: Recipe, prompt: str, shelf: Shelf, stores: Any) -> Iterator[dict[str, Any]]:
+    def __call__(self, recipe: Recipe, prompt: str, pool: ModelPool, stores: Any) -> Iterator[dict[str, Any]]:
         if prompt != "endless":
-            yield from generate(recipe, prompt, shelf, stores)
+            yield from generate(recipe, prompt, pool, stores)
             return
         try:
             yield header(prompt=prompt)
@@ -42,7 +42,7 @@ class Patient:
 
 
 @contextmanager
-def limited_page(limits: Limits) -> Iterator[Any]:
+def limited_page(limits: HostLimits) -> Iterator[Any]:
     demo = build(engine=Patient(), limits=limits)
     _, demo.url, _ = demo.launch(server_name="127.0.0.1", prevent_thread_lock=True, **launch_options(demo))
     yield demo

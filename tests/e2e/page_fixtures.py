@@ -21,9 +21,9 @@ from fakes.trace_records import end, header, step
 from playwright.sync_api import BrowserContext, Page, expect, sync_playwright
 
 from e2e import browser
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.generate import generate
-from specdemo.models.model_pool import Shelf
+from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
 from specdemo.ui.page import build, launch_options
 
@@ -56,10 +56,10 @@ class Scripts:
         self.steps = 0
         self.closed_in = ""
 
-    def __call__(self, recipe: Recipe, prompt: str, shelf: Shelf, stores: Any) -> Iterator[dict[str, Any]]:
+    def __call__(self, recipe: Recipe, prompt: str, pool: ModelPool, stores: Any) -> Iterator[dict[str, Any]]:
         try:
             script = getattr(self, prompt, None) if isinstance(prompt, str) else None  # else a conversation
-            yield from script(recipe) if script else generate(recipe, prompt, shelf, stores)
+            yield from script(recipe) if script else generate(recipe, prompt, pool, stores)
         finally:
             self.closed_in = threading.current_thread().name
             self.closed.set()
@@ -87,7 +87,7 @@ class Scripts:
         yield end()
 
     def refused(self, recipe: Recipe) -> Iterator[dict[str, Any]]:
-        raise Refused(f"no such thing as {MARKUP}")
+        raise UserError(f"no such thing as {MARKUP}")
         yield
 
     def broken(self, recipe: Recipe) -> Iterator[dict[str, Any]]:

@@ -29,7 +29,7 @@ from e2e.page_fixtures import (
     written,
 )
 from specdemo.remote.config import MODES
-from specdemo.remote.local_service import Process
+from specdemo.remote.local_service import ServiceProcess
 from specdemo.ui import edge_cloud_modes as modes
 from specdemo.ui import link_metrics as edge
 from specdemo.ui.limits import PUBLIC
@@ -74,7 +74,7 @@ def table(page: Page, name: str) -> list[list[str]]:
     return [row for row in found if row]
 
 
-def process(served: Any) -> Process:
+def process(served: Any) -> ServiceProcess:
     (only,) = served.clouds._running.values()
     return only
 

@@ -28,20 +28,20 @@ from fakes.zero_gpu import Forking, untouched
 from PIL import Image
 
 import app
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.generate import generate
-from specdemo.models.model_pool import Shelf
+from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import ASSETS
 from specdemo.recipe import Recipe
 from specdemo.ui import desktop_window as window
 from specdemo.ui import zero_gpu as zero
 from specdemo.ui.health import LATELY_S, Health
-from specdemo.ui.limits import Limits
+from specdemo.ui.limits import HostLimits
 from specdemo.ui.page import build, launch_options
-from specdemo.ui.run_store import Runs
+from specdemo.ui.run_store import RunStore
 from specdemo.ui.service import REMEMBERED, Service
 from specdemo.ui.streams import LONGEST_REASON, drain, reason
-from specdemo.worker import Crew, Worker, WorkerBusy
+from specdemo.worker import Worker, WorkerBusy, WorkerGroup
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 30.0
@@ -70,7 +70,7 @@ def test_a_job_runs_in_the_context_of_whoever_submitted_it() -> None:
 
 
 def test_a_crews_jobs_do_not_wait_for_one_another() -> None:
-    crew, gate, inside = Crew(2, waiting=2), threading.Event(), threading.Semaphore(0)
+    crew, gate, inside = WorkerGroup(2, waiting=2), threading.Event(), threading.Semaphore(0)
 
     def slow() -> Iterator[int]:
         inside.release()
@@ -92,11 +92,11 @@ def test_a_crews_jobs_do_not_wait_for_one_another() -> None:
 
 
 def test_a_client_with_a_new_name_every_time_fills_no_memory() -> None:
-    def engine(recipe: Recipe, prompt: str, shelf: Shelf, stores: Any) -> Iterator[dict[str, Any]]:
+    def engine(recipe: Recipe, prompt: str, pool: ModelPool, stores: Any) -> Iterator[dict[str, Any]]:
         stores["learnt"] = prompt
         yield {"seen": dict(stores)}
 
-    service = Service(Shelf(), engine)
+    service = Service(ModelPool(), engine)
     asked = [("spec", Recipe(method="nasd", ngram_keep=True))]
     streams = []
     for i in range(REMEMBERED + 5):
@@ -107,7 +107,7 @@ def test_a_client_with_a_new_name_every_time_fills_no_memory() -> None:
 
 
 def test_refused_presses_push_nobodys_text_out() -> None:
-    runs = Runs(capacity=4)
+    runs = RunStore(capacity=4)
     kept = runs.new("honest", ("spec",))
     kept.records.append({"l": "spec"})
     kept.finish()
@@ -119,13 +119,13 @@ def test_refused_presses_push_nobodys_text_out() -> None:
 
 
 def test_a_refusal_quotes_no_more_than_can_be_read() -> None:
-    said = reason(Refused(f"unknown pair {'x' * 10**6!r}"))
+    said = reason(UserError(f"unknown pair {'x' * 10**6!r}"))
     assert said.startswith("unknown pair 'xxx") and said.endswith(" …") and len(said) == LONGEST_REASON + 2
-    assert reason(Refused("short")) == "short"
+    assert reason(UserError("short")) == "short"
 
 
 def test_the_queue_is_as_long_as_the_host_says() -> None:
-    gate, service = threading.Event(), Service(Shelf(), lambda *_: closed(), Limits(queue=1))
+    gate, service = threading.Event(), Service(ModelPool(), lambda *_: closed(), HostLimits(queue=1))
 
     def closed() -> Iterator[dict[str, Any]]:
         inside.release()
@@ -151,7 +151,7 @@ CODE = "def fibonacci(n):"
 
 
 @pytest.fixture(scope="module")
-def shelf() -> Shelf:
+def pool() -> ModelPool:
     return zero.loaded([RECIPE])
 
 
@@ -160,52 +160,52 @@ def tokens_of(events: Iterable[dict[str, Any]]) -> list[int]:
 
 
 @pytest.mark.parametrize("package", [False, True][: 1 + (find_spec("spaces") is not None)])
-def test_away_from_zerogpu_the_decorator_changes_nothing(package: bool, shelf: Shelf) -> None:
+def test_away_from_zerogpu_the_decorator_changes_nothing(package: bool, pool: ModelPool) -> None:
     """Neither the stand-in nor, where the package is installed, the real one."""
-    events = list(zero.on(zero.decorator() if package else untouched, shelf)(RECIPE, CODE, Shelf(), {}))
+    events = list(zero.on(zero.decorator() if package else untouched, pool)(RECIPE, CODE, ModelPool(), {}))
     assert events[0] == {"phase": "loading", "text": "waiting for a GPU"} and "specdemo" in events[1]
-    assert tokens_of(events) == tokens_of(generate(RECIPE, CODE, shelf)) and events[-1]["end"] == "length"
+    assert tokens_of(events) == tokens_of(generate(RECIPE, CODE, pool)) and events[-1]["end"] == "length"
 
 
 @forks
-def test_a_run_in_its_own_process_gives_the_same_text(shelf: Shelf) -> None:
+def test_a_run_in_its_own_process_gives_the_same_text(pool: ModelPool) -> None:
     def telling(*asked: Any) -> Iterator[dict[str, Any]]:
         for event in generate(*asked):
             yield {**event, "process": os.getpid()}
 
     gpu = Forking()
-    events = list(zero.on(gpu, shelf, telling)(RECIPE, CODE, Shelf(), {}))
-    assert tokens_of(events) == tokens_of(generate(RECIPE, CODE, shelf)) != []
+    events = list(zero.on(gpu, pool, telling)(RECIPE, CODE, ModelPool(), {}))
+    assert tokens_of(events) == tokens_of(generate(RECIPE, CODE, pool)) != []
     assert {event["process"] for event in events[1:]} == {gpu.processes[0].pid} != {os.getpid()}
     assert gpu.processes[0].exitcode == 0
-    assert gpu.durations == [zero.seconds_of(RECIPE, shelf.take(RECIPE.target_spec).weight_bytes)]
+    assert gpu.durations == [zero.seconds_of(RECIPE, pool.take(RECIPE.target_spec).weight_bytes)]
 
 
 @forks
-def test_nothing_that_is_shared_is_relied_on(shelf: Shelf) -> None:
+def test_nothing_that_is_shared_is_relied_on(pool: ModelPool) -> None:
     """The stand-in sees to it: whatever cannot be pickled would stop the run, whatever is changed there is not seen."""
 
-    def forgetful(recipe: Recipe, prompt: str, shelf: Shelf, stores: dict) -> Iterator[dict[str, Any]]:
+    def forgetful(recipe: Recipe, prompt: str, pool: ModelPool, stores: dict) -> Iterator[dict[str, Any]]:
         seen = dict(stores)
         stores["learnt"] = changed["there"] = prompt
         yield {"seen": seen}
 
     changed: dict[str, str] = {}
-    run = zero.on(Forking(), shelf, forgetful)
+    run = zero.on(Forking(), pool, forgetful)
     for _ in range(2):
         stores: dict[str, str] = {"mine": "secret"}
-        assert [event for event in run(RECIPE, CODE, Shelf(), stores) if "seen" in event] == [{"seen": {}}]
+        assert [event for event in run(RECIPE, CODE, ModelPool(), stores) if "seen" in event] == [{"seen": {}}]
         assert stores == {"mine": "secret"} and not changed
-    with pytest.raises(Refused, match="pickle"):  # a driver that handed a stop flag over would fail like this
-        list(run(RECIPE, threading.Event(), Shelf(), {}))
-    with pytest.raises(Refused, match="n-grams are not kept here"):
-        list(run(Recipe(pair="bundled", method="nasd", ngram_keep=True), CODE, Shelf(), {}))
-    with pytest.raises(Refused, match="only the models loaded at the start run here"):
-        list(run(Recipe(pair="bundled", quantization="nf4"), CODE, Shelf(), {}))
+    with pytest.raises(UserError, match="pickle"):  # a driver that handed a stop flag over would fail like this
+        list(run(RECIPE, threading.Event(), ModelPool(), {}))
+    with pytest.raises(UserError, match="n-grams are not kept here"):
+        list(run(Recipe(pair="bundled", method="nasd", ngram_keep=True), CODE, ModelPool(), {}))
+    with pytest.raises(UserError, match="only the models loaded at the start run here"):
+        list(run(Recipe(pair="bundled", quantization="nf4"), CODE, ModelPool(), {}))
 
 
 @forks
-def test_stop_ends_the_process(shelf: Shelf, tmp_path: Path) -> None:
+def test_stop_ends_the_process(pool: ModelPool, tmp_path: Path) -> None:
     def endless(*_: Any) -> Iterator[dict[str, Any]]:
         try:
             yield {"specdemo": 1}
@@ -216,7 +216,7 @@ def test_stop_ends_the_process(shelf: Shelf, tmp_path: Path) -> None:
             (tmp_path / "closed").write_text(str(os.getpid()))
 
     gpu = Forking()
-    service = Service(shelf, zero.on(gpu, shelf, endless), worker=Crew(2))
+    service = Service(pool, zero.on(gpu, pool, endless), worker=WorkerGroup(2))
     stream = service.start([("spec", RECIPE)], CODE)
     items = follow(stream, until=lambda events: len(tokens_of(events)) > 20)
     stream.stop()
@@ -246,26 +246,26 @@ def follow(stream: Any, until: Callable[[list], bool]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        (Refused("the prompt is too long"), "the prompt is too long"),
+        (UserError("the prompt is too long"), "the prompt is too long"),
         (RuntimeError("the device ran out of memory"), "RuntimeError: the device ran out of memory"),
         (None, "GPU task aborted"),
     ],
 )
-def test_an_error_over_there_arrives_as_a_sentence(shelf: Shelf, fault: Exception | None, said: str) -> None:
+def test_an_error_over_there_arrives_as_a_sentence(pool: ModelPool, fault: Exception | None, said: str) -> None:
     def broken(*_: Any) -> Iterator[dict[str, Any]]:
         yield {"specdemo": 1}
         if fault is None:
             os._exit(1)  # as the lender does when the time is up
         raise fault
 
-    events = zero.on(Forking(), shelf, broken)(RECIPE, CODE, Shelf(), {})
-    with pytest.raises((Refused, RuntimeError)) as raised:
+    events = zero.on(Forking(), pool, broken)(RECIPE, CODE, ModelPool(), {})
+    with pytest.raises((UserError, RuntimeError)) as raised:
         list(events)
     assert said in reason(raised.value)
 
 
 @forks
-def test_a_visitors_context_reaches_the_lender(shelf: Shelf) -> None:
+def test_a_visitors_context_reaches_the_lender(pool: ModelPool) -> None:
     """There the quota is looked up: by the request, which is in the context of the handler that started the run."""
     seen = []
 
@@ -279,7 +279,7 @@ def test_a_visitors_context_reaches_the_lender(shelf: Shelf) -> None:
 
         return decorate
 
-    service = Service(shelf, zero.on(lender, shelf), worker=Crew(1))
+    service = Service(pool, zero.on(lender, pool), worker=WorkerGroup(1))
     context = contextvars.copy_context()
     context.run(asker.set, "visitor 7")
     stream = context.run(service.start, [("spec", RECIPE)], CODE)
@@ -296,9 +296,9 @@ def test_a_gpu_is_asked_for_as_long_as_the_request_may_take() -> None:
     assert zero.seconds_of(Recipe(max_tokens=256), large) > 256 * large / 1.6e12  # the memory's own speed: no faster
 
 
-def test_preflight_is_refused_where_no_device_stays(shelf: Shelf) -> None:
-    service = Service(shelf, generate, worker=Crew(1))
-    with pytest.raises(Refused, match="here one is lent to each run"):
+def test_preflight_is_refused_where_no_device_stays(pool: ModelPool) -> None:
+    service = Service(pool, generate, worker=WorkerGroup(1))
+    with pytest.raises(UserError, match="here one is lent to each run"):
         asyncio.run(service.preflight(RECIPE))
     service.worker.close()
 
@@ -351,7 +351,7 @@ def test_a_page_whose_device_hangs_is_not_healthy_though_it_answers() -> None:
 
 def test_a_page_that_cannot_decode_says_why() -> None:
     def broken(*_: Any) -> Iterator[dict[str, Any]]:
-        raise Refused("the weights are damaged: fetch them again")
+        raise UserError("the weights are damaged: fetch them again")
         yield
 
     with page(broken) as demo:
@@ -360,7 +360,7 @@ def test_a_page_that_cannot_decode_says_why() -> None:
 
 
 def test_what_visitors_run_counts_and_old_tokens_do_not() -> None:
-    service = Service(Shelf(), lambda *_: iter(()))
+    service = Service(ModelPool(), lambda *_: iter(()))
     look = Health(service, RECIPE, lately_s=100, patience_s=PATIENCE)
     assert not look.fresh and look.age_s is None
     service.last_token = time.monotonic() - 99

@@ -17,12 +17,12 @@ import pytest
 from fakes.trace_records import end, header, step
 
 from e2e.limited_page import Patient, limited_page
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.models.zoo import PAIRS
 from specdemo.recipe import POLICIES, Recipe
-from specdemo.ui.limits import PUBLIC, Limits, read
+from specdemo.ui.limits import PUBLIC, HostLimits, read_limits
 from specdemo.ui.page import build, launch_options
-from specdemo.ui.visitors import Budget, Visitors
+from specdemo.ui.visitors import TimeBudget, Visitors
 
 PATIENCE = 60.0
 CODE = "def fibonacci(n):"
@@ -136,7 +136,7 @@ def test_an_honest_user_is_served_beside_fifty_parallel_requests(served: Any, en
 
 
 def test_time_that_is_up_ends_a_run_clearly_and_keeps_what_is_there() -> None:
-    with limited_page(Limits(max_seconds=1)) as short:
+    with limited_page(HostLimits(max_seconds=1)) as short:
         lines = [json.loads(line) for line in client(short, "203.0.113.5").submit("endless", api_name="/generate")]
         frame = press_run(short.url, prompt="endless")
     assert lines[-1]["end"] == "cancelled" and lines[-1]["error"].startswith("a run may take 1 seconds here")
@@ -146,7 +146,7 @@ def test_time_that_is_up_ends_a_run_clearly_and_keeps_what_is_there() -> None:
 
 
 def test_a_visitor_who_has_had_enough_waits_and_another_does_not() -> None:
-    with limited_page(Limits(per_minute=2)) as slow:
+    with limited_page(HostLimits(per_minute=2)) as slow:
         eager, other = client(slow, "198.51.100.9"), client(slow, "198.51.100.10")
         for _ in range(2):
             assert eager.predict(CODE, max_tokens=1, api_name="/generate")
@@ -156,7 +156,7 @@ def test_a_visitor_who_has_had_enough_waits_and_another_does_not() -> None:
 
 
 def test_a_page_offers_only_what_it_grants() -> None:
-    limits = Limits(max_tokens=100, max_gamma=2, max_nodes=4)
+    limits = HostLimits(max_tokens=100, max_gamma=2, max_nodes=4)
     demo = build(limits=limits)
     demo.worker.close()
     shown = {
@@ -170,17 +170,20 @@ def test_a_page_offers_only_what_it_grants() -> None:
 @pytest.mark.parametrize(
     ("environment", "limits"),
     [
-        ({}, Limits()),
+        ({}, HostLimits()),
         ({"HOME": "/root", "SPECDEMO_PUBLIC": "1"}, PUBLIC),
         ({"SPACE_ID": "someone/page"}, PUBLIC),
-        ({"SPACE_ID": "someone/page", "SPECDEMO_PUBLIC": "0"}, Limits()),
-        ({"SPECDEMO_MAX_TOKENS": "128", "SPECDEMO_PAIRS": " bundled, "}, Limits(max_tokens=128, pairs=("bundled",))),
+        ({"SPACE_ID": "someone/page", "SPECDEMO_PUBLIC": "0"}, HostLimits()),
+        (
+            {"SPECDEMO_MAX_TOKENS": "128", "SPECDEMO_PAIRS": " bundled, "},
+            HostLimits(max_tokens=128, pairs=("bundled",)),
+        ),
         ({"SPECDEMO_PUBLIC": "1", "SPECDEMO_PER_MINUTE": "none"}, replace(PUBLIC, per_minute=None)),
-        ({"SPECDEMO_MODELS": "hub", "SPECDEMO_QUEUE": ""}, Limits(models="hub")),
+        ({"SPECDEMO_MODELS": "hub", "SPECDEMO_QUEUE": ""}, HostLimits(models="hub")),
     ],
 )
-def test_limits_are_read_from_the_environment(environment: dict[str, str], limits: Limits) -> None:
-    assert read(environment) == limits
+def test_limits_are_read_from_the_environment(environment: dict[str, str], limits: HostLimits) -> None:
+    assert read_limits(environment) == limits
 
 
 @pytest.mark.parametrize(
@@ -196,8 +199,8 @@ def test_limits_are_read_from_the_environment(environment: dict[str, str], limit
     ],
 )
 def test_a_variable_that_makes_no_sense_is_named(name: str, value: str, said: str) -> None:
-    with pytest.raises(Refused, match=said):
-        read({f"SPECDEMO_{name}": value})
+    with pytest.raises(UserError, match=said):
+        read_limits({f"SPECDEMO_{name}": value})
 
 
 @pytest.mark.parametrize(
@@ -217,30 +220,30 @@ def test_a_variable_that_makes_no_sense_is_named(name: str, value: str, said: st
     ],
 )
 def test_free_names_are_taken_where_the_host_takes_them(models: str, name: str, granted: bool) -> None:
-    limits, recipe = Limits(models=models), Recipe(target=name, method="ar")
+    limits, recipe = HostLimits(models=models), Recipe(target=name, method="ar")
     if granted:
         assert limits.grant(recipe, "x") == recipe
         return
-    with pytest.raises(Refused, match="choose one of the pairs bundled"):
+    with pytest.raises(UserError, match="choose one of the pairs bundled"):
         limits.grant(recipe, "x")
-    with pytest.raises(Refused, match="choose one of the pairs bundled"):  # nor by way of the drafter
+    with pytest.raises(UserError, match="choose one of the pairs bundled"):  # nor by way of the drafter
         limits.grant(Recipe(target="org/model" if models == "hub" else name, drafter=name), "x")
 
 
 def test_a_policys_own_bounds_are_drawn_in_and_what_was_asked_for_is_refused() -> None:
-    limits = Limits(max_gamma=2)
+    limits = HostLimits(max_gamma=2)
     for policy in POLICIES:
         granted = limits.grant(Recipe(policy=policy, gamma=2), "x")
         assert granted.gamma_bounds[0] <= granted.gamma_bounds[1] <= 2
-    with pytest.raises(Refused, match="gamma_max may be 2 at most here, not 3"):
+    with pytest.raises(UserError, match="gamma_max may be 2 at most here, not 3"):
         limits.grant(Recipe(policy="dynamic", gamma=2, gamma_max=3), "x")
 
 
 def test_only_the_numbers_that_a_method_looks_at_are_judged() -> None:
-    limits = Limits(max_nodes=2)
+    limits = HostLimits(max_nodes=2)
     assert limits.grant(Recipe(), "x") == Recipe()
     for method, name in (("tree", "tree_nodes"), ("beam", "num_beams"), ("lookahead", "lookahead_window")):
-        with pytest.raises(Refused, match=f"{name} may be 2 at most here"):
+        with pytest.raises(UserError, match=f"{name} may be 2 at most here"):
             limits.grant(Recipe(method=method), "x")
         assert limits.grant(limits.fit(Recipe(method=method)), "x").method == method
 
@@ -275,18 +278,18 @@ def test_the_time_is_counted_from_the_first_header_over_all_lanes() -> None:
             closed.append(name)
 
     clock.now += 1000  # loading and waiting are not counted
-    budget = Budget(25, clock)
+    budget = TimeBudget(25, clock)
     first, second = list(budget.spend(lane("spec"))), list(budget.spend(lane("ar")))
     assert first[-1] == end() and closed == ["spec", "ar"]
     assert [line["i"] for line in second if "i" in line] == [0, 1, 2, 3]  # 18 s + 4 x 2 s
     assert second[-1]["end"] == "cancelled" and second[-1]["metrics"]["tokens"] == 8
     assert "25 seconds" in second[-1]["error"]
-    assert list(Budget(None).spend(lane("free")))[-1] == end()
+    assert list(TimeBudget(None).spend(lane("free")))[-1] == end()
 
 
 def test_a_visitor_is_counted_and_then_forgotten() -> None:
     clock = Clock()
-    visitors = Visitors(Limits(at_once=2, per_minute=3), clock)
+    visitors = Visitors(HostLimits(at_once=2, per_minute=3), clock)
 
     def start(address: str) -> Going:
         visitors.admit(address)
@@ -295,12 +298,12 @@ def test_a_visitor_is_counted_and_then_forgotten() -> None:
         return run
 
     first, second = start("192.0.2.1"), start("192.0.2.1")
-    with pytest.raises(Refused, match="you have 2 runs going already"):
+    with pytest.raises(UserError, match="you have 2 runs going already"):
         start("192.0.2.1")
     first.done = second.done = True
     clock.now += 20
     start("192.0.2.1").done = True
-    with pytest.raises(Refused, match="3 runs a minute are allowed here: try again in 40 s"):
+    with pytest.raises(UserError, match="3 runs a minute are allowed here: try again in 40 s"):
         start("192.0.2.1")
     start("192.0.2.2").done = True  # somebody else
     clock.now += 40
@@ -327,11 +330,11 @@ def test_a_visitor_is_counted_and_then_forgotten() -> None:
     ],
 )
 def test_an_address_more_is_not_a_visitor_more(one: str, other: str, same: bool) -> None:
-    visitors = Visitors(Limits(at_once=1))
+    visitors = Visitors(HostLimits(at_once=1))
     visitors.entered(one, Going())
     admit: Callable[[], None] = lambda: visitors.admit(other)  # noqa: E731
     if same:
-        with pytest.raises(Refused, match="you have 1 run going already"):
+        with pytest.raises(UserError, match="you have 1 run going already"):
             admit()
     else:
         admit()

@@ -24,7 +24,7 @@ import app
 from specdemo.cli.arguments import parser
 from specdemo.models.zoo import PAIRS
 from specdemo.ui.health import PATIENCE_S
-from specdemo.ui.limits import PUBLIC, Limits, read
+from specdemo.ui.limits import PUBLIC, HostLimits, read_limits
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,13 +78,13 @@ def test_what_is_installed_is_what_is_required():
 
 def test_versions_agree_between_files():
     front = (ROOT / "README.md").read_text("utf-8").split("---")[1]
-    read = dict(line.split(": ", 1) for line in front.strip().splitlines() if re.match(r"\w+: ", line))
+    read_limits = dict(line.split(": ", 1) for line in front.strip().splitlines() if re.match(r"\w+: ", line))
     python = SpecifierSet(re.search(r'requires-python = "(.+)"', (ROOT / "pyproject.toml").read_text()).group(1))
     image = re.search(r"^FROM python:([\d.]+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE).group(1)
-    assert required("requirements.txt")["gradio"].specifier.contains(read["sdk_version"])
-    assert python.contains(read["python_version"].strip('"'))
+    assert required("requirements.txt")["gradio"].specifier.contains(read_limits["sdk_version"])
+    assert python.contains(read_limits["python_version"].strip('"'))
     assert python.contains(image)
-    assert (ROOT / read["app_file"]).is_file()
+    assert (ROOT / read_limits["app_file"]).is_file()
 
 
 def test_the_source_compiles_for_the_oldest_python():
@@ -161,7 +161,7 @@ def test_the_image_serves_the_port_that_it_exposes_and_asks_for_tokens():
     assert PATIENCE_S < timeout < outer  # so the page's own answer comes first, with its reason
     environment = dict(re.findall(r"(\w+)=(\S+)", " ".join(rest for name, rest in dockerfile() if name == "ENV")))
     assert environment["HF_HOME"] == steps["VOLUME"] and steps["VOLUME"].startswith(environment["HOME"])
-    assert read({"SPECDEMO_PUBLIC": environment["SPECDEMO_PUBLIC"]}) == PUBLIC
+    assert read_limits({"SPECDEMO_PUBLIC": environment["SPECDEMO_PUBLIC"]}) == PUBLIC
 
 
 def test_what_the_page_reads_is_let_into_the_image():
@@ -200,8 +200,8 @@ def test_the_program_runs_from_what_the_image_holds(tmp_path: Path) -> None:
 def test_the_readme_tells_every_limit_as_it_is():
     table = (ROOT / "README.md").read_text("utf-8").partition("### What visitors may ask for")[2].partition("\n## ")[0]
     rows = {row[0]: row[2:] for row in re.findall(r"\| `SPECDEMO_(\w+)` \| (.+) \| (\w+) \| (\w+) \|", table)}
-    assert list(rows) == [field.name.upper() for field in fields(Limits)]
-    for limits, column in ((Limits(), 0), (PUBLIC, 1)):
+    assert list(rows) == [field.name.upper() for field in fields(HostLimits)]
+    for limits, column in ((HostLimits(), 0), (PUBLIC, 1)):
         told = {name.lower(): str(getattr(limits, name.lower())).lower() for name in rows}
         told |= {"pairs": "all", "remote": {None: "any", (): "nobody"}[limits.remote]}
         assert told == {name.lower(): row[column] for name, row in rows.items()}

@@ -27,9 +27,9 @@ from e2e.page_fixtures import (
     text_of,
     written,
 )
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.generate import generate
-from specdemo.models.model_pool import Shelf
+from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import PAIRS
 from specdemo.recipe import METHODS, Recipe
 from specdemo.ui.method_notes import ABOUT
@@ -368,7 +368,7 @@ def test_the_api_streams_the_trace(served: Any) -> None:
     assert "specdemo" in lines[0] and "end" in lines[-1]
     assert [line["i"] for line in lines[1:-1]] == list(range(len(lines) - 2))
     recipe = Recipe(pair="bundled", **asked)
-    again = list(generate(recipe, CODE, Shelf()))
+    again = list(generate(recipe, CODE, ModelPool()))
     committed = [[token for line in trace if "i" in line for token in line["tokens"]] for trace in (lines, again)]
     assert committed[0] == committed[1] and len(committed[0]) == 12
     with pytest.raises(Exception, match="gamma must be"):
@@ -391,6 +391,6 @@ def test_a_client_that_goes_away_frees_the_worker(served: Any, scripts: Scripts)
 
 
 def test_the_page_begins_with_a_known_pair() -> None:
-    with pytest.raises(Refused, match="unknown pair"):
+    with pytest.raises(UserError, match="unknown pair"):
         build(pair="no such pair")
     assert "bundled" in PAIRS

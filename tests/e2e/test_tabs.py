@@ -29,11 +29,11 @@ class Listener:
         self.recipes: Any = ()
         self.records: list[dict[str, Any]] = []
 
-    def __call__(self, recipes: Any, prompts: Any, shelf: Any) -> Iterator[Any]:
+    def __call__(self, recipes: Any, prompts: Any, pool: Any) -> Iterator[Any]:
         self.recipes, self.records = recipes, []
         self.over.clear()
         try:
-            for item in bench.measure(recipes, prompts, shelf):
+            for item in bench.measure(recipes, prompts, pool):
                 if isinstance(item, dict):
                     self.records.append(item)
                 yield item

@@ -9,11 +9,11 @@ from functools import cache
 from typing import Any
 
 from fakes.tiny_models import Explorer, GuessDrafter, SiblingDrafter, TableModel, committed, letters_tokenizer, run
-from specdemo.core.decode import Plain
+from specdemo.core.decode import EmptyDrafter
 from specdemo.core.policies import Fixed
 from specdemo.core.rules import rejection
-from specdemo.core.sampling import Warp
-from specdemo.core.verifier import Target
+from specdemo.core.sampling import SamplingParams
+from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.hybrid import HybridDrafter
 from specdemo.drafters.lookahead import LookaheadDrafter
 from specdemo.drafters.lookup import LookupDrafter
@@ -30,37 +30,37 @@ SMALL = TableModel(VOCAB, seed=2)
 PEAKED = TableModel(VOCAB, seed=5, spread=4.0)  # confident enough for any draft-length policy
 PROMPT = (2, 0, 2, 0)
 STOP = (3,)
-WARPS = {
-    "plain": Warp(),
-    "warm": Warp(temperature=0.6),
-    "top-k": Warp(temperature=1.4, top_k=2),
-    "top-p": Warp(top_p=0.7),
-    "top-k and top-p": Warp(temperature=0.9, top_k=3, top_p=0.8),
-    "penalty": Warp(repetition_penalty=1.5),
-    "bad words": Warp(bad_words=((1,), (2, 0))),
-    "greedy": Warp(temperature=0),
+SAMPLING = {
+    "plain": SamplingParams(),
+    "warm": SamplingParams(temperature=0.6),
+    "top-k": SamplingParams(temperature=1.4, top_k=2),
+    "top-p": SamplingParams(top_p=0.7),
+    "top-k and top-p": SamplingParams(temperature=0.9, top_k=3, top_p=0.8),
+    "penalty": SamplingParams(repetition_penalty=1.5),
+    "bad words": SamplingParams(bad_words=((1,), (2, 0))),
+    "greedy": SamplingParams(temperature=0),
 }
 ROUNDING = 1e-5  # laws are float32
 
 
-def law_of(logits: list[float], warp: Warp, prefix: Sequence[int]) -> list[float]:
+def reference_probs(logits: list[float], sampling: SamplingParams, prefix: Sequence[int]) -> list[float]:
     """The oracle: one law by the book, in plain Python."""
     logits = list(logits)
     for token in set(prefix):
-        if warp.repetition_penalty != 1:
-            logits[token] *= warp.repetition_penalty if logits[token] < 0 else 1 / warp.repetition_penalty
-    for *before, last in warp.bad_words:
+        if sampling.repetition_penalty != 1:
+            logits[token] *= sampling.repetition_penalty if logits[token] < 0 else 1 / sampling.repetition_penalty
+    for *before, last in sampling.bad_words:
         if not before or list(prefix[-len(before) :]) == before:
             logits[last] = -math.inf
-    if warp.temperature == 0:
+    if sampling.temperature == 0:
         return [float(i == logits.index(max(logits))) for i in range(len(logits))]
-    weights = [math.exp(x / warp.temperature) for x in logits]
+    weights = [math.exp(x / sampling.temperature) for x in logits]
     order = sorted(range(len(weights)), key=lambda i: -weights[i])
-    kept = order[: warp.top_k or len(order)]
+    kept = order[: sampling.top_k or len(order)]
     total = sum(weights[i] for i in kept)
     mass, nucleus = 0.0, []
     for i in kept:
-        if mass < warp.top_p or not nucleus:
+        if mass < sampling.top_p or not nucleus:
             nucleus.append(i)
         mass += weights[i] / total
     total = sum(weights[i] for i in nucleus)
@@ -68,7 +68,7 @@ def law_of(logits: list[float], warp: Warp, prefix: Sequence[int]) -> list[float
 
 
 @cache
-def true_law(warp: Warp, length: int, stop: tuple[int, ...]) -> dict[tuple[int, ...], float]:
+def true_distribution(sampling: SamplingParams, length: int, stop: tuple[int, ...]) -> dict[tuple[int, ...], float]:
     """What plain sampling from the target gives, multiplied out."""
     done: dict[tuple[int, ...], float] = {}
     texts = {(): 1.0}
@@ -76,7 +76,7 @@ def true_law(warp: Warp, length: int, stop: tuple[int, ...]) -> dict[tuple[int, 
         longer: dict[tuple[int, ...], float] = {}
         for text, weight in texts.items():
             prefix = (*PROMPT, *text)
-            for token, chance in enumerate(law_of(TARGET.logits(prefix).tolist(), warp, prefix)):
+            for token, chance in enumerate(reference_probs(TARGET.logits(prefix).tolist(), sampling, prefix)):
                 if chance:
                     (done if token in stop else longer)[(*text, token)] = weight * chance
         texts = longer
@@ -103,38 +103,38 @@ def rewritten(tokens: tuple[int, ...], new: tuple[int, ...]) -> list[int]:
     return bridged(tokens).write(tokens, new)
 
 
-def universal(warp: Warp, source: Any) -> UniversalDrafter:
+def universal(sampling: SamplingParams, source: Any) -> UniversalDrafter:
     """A drafter of other letters, in another order, that merges others of them, and draws what it drafts."""
     return UniversalDrafter(
-        ModelDrafter(PEAKED.score, replace(warp, bad_words=()), source, VOCAB),
+        ModelDrafter(PEAKED.score, replace(sampling, bad_words=()), source, VOCAB),
         lambda tokens: bridged(tuple(tokens)).read(tokens),
         lambda tokens, new: rewritten(tuple(tokens), tuple(new)),
         context=99,
     )
 
 
-Make = Callable[[Warp, Explorer], Any]
+Make = Callable[[SamplingParams, Explorer], Any]
 DRAFTERS: dict[str, Make] = {
-    "none": lambda warp, source: Plain(),
-    "model": lambda warp, source: ModelDrafter(SMALL.score, warp, source, VOCAB),
-    "straight": lambda warp, source: ModelDrafter(SMALL.score, warp, source, VOCAB, extend=SMALL.extend),
-    "siblings": lambda warp, source: SiblingDrafter(SMALL, warp, source),
-    "n-grams": lambda warp, source: NGramDrafter(3, "multi", 2),
-    "tree": lambda warp, source: TreeDrafter(SMALL.score, warp, source, VOCAB, nodes=4, width=2),
-    "lookahead": lambda warp, source: LookaheadDrafter(window=1, n=2, guesses=2),
-    "suffix": lambda warp, source: SuffixDrafter(),
-    "lookup": lambda warp, source: LookupDrafter(),
-    "hybrid": lambda warp, source: HybridDrafter(
-        SuffixDrafter(), ModelDrafter(SMALL.score, warp, source, VOCAB), trusted=2
+    "none": lambda sampling, source: EmptyDrafter(),
+    "model": lambda sampling, source: ModelDrafter(SMALL.score, sampling, source, VOCAB),
+    "straight": lambda sampling, source: ModelDrafter(SMALL.score, sampling, source, VOCAB, extend=SMALL.extend),
+    "siblings": lambda sampling, source: SiblingDrafter(SMALL, sampling, source),
+    "n-grams": lambda sampling, source: NGramDrafter(3, "multi", 2),
+    "tree": lambda sampling, source: TreeDrafter(SMALL.score, sampling, source, VOCAB, nodes=4, width=2),
+    "lookahead": lambda sampling, source: LookaheadDrafter(window=1, n=2, guesses=2),
+    "suffix": lambda sampling, source: SuffixDrafter(),
+    "lookup": lambda sampling, source: LookupDrafter(),
+    "hybrid": lambda sampling, source: HybridDrafter(
+        SuffixDrafter(), ModelDrafter(SMALL.score, sampling, source, VOCAB), trusted=2
     ),
     "universal": universal,
-    "guesses": lambda warp, source: GuessDrafter(VOCAB),
-    "guessed forest": lambda warp, source: GuessDrafter(VOCAB, width=2),
+    "guesses": lambda sampling, source: GuessDrafter(VOCAB),
+    "guessed forest": lambda sampling, source: GuessDrafter(VOCAB, width=2),
 }
 
 
-def enumerate_law(
-    warp: Warp,
+def enumerate_distribution(
+    sampling: SamplingParams,
     make: Make,
     rule: Any = rejection,
     length: int = 3,
@@ -148,10 +148,10 @@ def enumerate_law(
 
     def once() -> tuple[int, ...]:
         nonlocal drafted, accepted
-        judge = Target(TARGET.score, warp, rule, explorer, explorer, candidates)
-        steps = run(PROMPT, judge, make(warp, explorer), Fixed(gamma), length, stop)
+        verifier = ModelVerifier(TARGET.score, sampling, rule, explorer, explorer, candidates)
+        steps = run(PROMPT, verifier, make(sampling, explorer), Fixed(gamma), length, stop)
         drafted += sum(len(step.draft) for step in steps)
         accepted += sum(len(step.verdict.accepted) for step in steps)
         return tuple(committed(steps))
 
-    return explorer.law(once), drafted, accepted
+    return explorer.distribution(once), drafted, accepted

@@ -9,17 +9,17 @@ import torch
 
 from fakes.enumeration import PROMPT, SMALL, TARGET, VOCAB
 from fakes.tiny_models import Explorer, committed, run
-from specdemo.core.decode import Plain
+from specdemo.core.decode import EmptyDrafter
 from specdemo.core.policies import Fixed
 from specdemo.core.rules import match
-from specdemo.core.sampling import Shared, Warp
-from specdemo.core.verifier import Target
+from specdemo.core.sampling import SamplingParams, SharedNoise
+from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.model import ModelDrafter
-from specdemo.remote.client import RemoteTarget
-from specdemo.remote.contexts import Contexts, Stale, Unknown
-from specdemo.remote.link import Wire
-from specdemo.remote.protocol import ENCODINGS, Message, Round, Sampling
-from specdemo.remote.transport import ContextGone, Overtaken
+from specdemo.remote.client import RemoteVerifier
+from specdemo.remote.contexts import Contexts, StaleRequest, UnknownContext
+from specdemo.remote.link import MeteredNetwork
+from specdemo.remote.protocol import ENCODINGS, VerifyConfig, VerifyRequest, WireMessage
+from specdemo.remote.transport import ContextGone, RequestSuperseded
 
 
 class Table:
@@ -41,22 +41,24 @@ class Direct:
     url = "direct"
 
     def __init__(self, cloud: Contexts, kind: str = "application/msgpack") -> None:
-        self.cloud, self.wire, self.encoding = cloud, Wire(), ENCODINGS[kind]
-        self.sent: list[Round] = []
-        self.answered: list[Message] = []
+        self.cloud, self.wire, self.encoding = cloud, MeteredNetwork(), ENCODINGS[kind]
+        self.sent: list[VerifyRequest] = []
+        self.answered: list[WireMessage] = []
 
-    def call(self, method: str, path: str, message: Message | None, answer: type[Message], timeout: float) -> Any:
+    def call(
+        self, method: str, path: str, message: WireMessage | None, answer: type[WireMessage], timeout: float
+    ) -> Any:
         if message is None:
             return answer(forgotten=self.cloud.forget(path.rpartition("/")[2]))
         body = self.encoding.dump(message)
         self.wire.tally.up += len(body)
-        self.sent.append(self.encoding.load(Round, body))
+        self.sent.append(self.encoding.load(VerifyRequest, body))
         try:
             body = self.encoding.dump(self.cloud.answer(self.sent[-1]))
-        except Unknown as error:
+        except UnknownContext as error:
             raise ContextGone(str(error)) from error
-        except Stale as error:
-            raise Overtaken(str(error)) from error
+        except StaleRequest as error:
+            raise RequestSuperseded(str(error)) from error
         self.wire.tally.down += len(body)
         self.answered.append(self.encoding.load(answer, body))
         return self.answered[-1]
@@ -80,37 +82,43 @@ class Once:
     def test(self, probability: float) -> tuple[bool, float]:
         return self._once(lambda: self.explorer.test(probability))
 
-    def draw(self, law: torch.Tensor, place: int = 0) -> int:
-        return self._once(lambda: self.explorer.draw(law))
+    def draw(self, probs: torch.Tensor, place: int = 0) -> int:
+        return self._once(lambda: self.explorer.draw(probs))
 
 
-def settings(warp: Warp, rule: str = "rejection", seed: int = 0, adjust: bool = True) -> Sampling:
-    return Sampling(
-        temp=warp.temperature,
-        top_k=warp.top_k,
-        top_p=warp.top_p,
-        rep_penalty=warp.repetition_penalty,
-        bad_words=[list(word) for word in warp.bad_words],
+def settings(sampling: SamplingParams, rule: str = "rejection", seed: int = 0, adjust: bool = True) -> VerifyConfig:
+    return VerifyConfig(
+        temp=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        rep_penalty=sampling.repetition_penalty,
+        bad_words=[list(word) for word in sampling.bad_words],
         seed=seed,
         rule=rule,
         adjust=adjust,
     )
 
 
-COUPLED = settings(Warp(), "coupled", seed=7)
+COUPLED = settings(SamplingParams(), "coupled", seed=7)
 LONG = 40
 
 
 def texts(http: Direct, seed: int = 7, max_tokens: int = LONG, **options: Any) -> Any:
     """The steps of a coupled text at temperature 1 with the other model's drafts."""
-    drafter = ModelDrafter(SMALL.score, Warp(), Shared(seed), VOCAB)
-    chosen = settings(Warp(), "coupled", seed)
-    judge = RemoteTarget(http, chosen, pause=lambda seconds: None, **options)
-    return run(PROMPT, judge, drafter, Fixed(3), max_tokens)
+    drafter = ModelDrafter(SMALL.score, SamplingParams(), SharedNoise(seed), VOCAB)
+    chosen = settings(SamplingParams(), "coupled", seed)
+    verifier = RemoteVerifier(http, chosen, pause=lambda seconds: None, **options)
+    return run(PROMPT, verifier, drafter, Fixed(3), max_tokens)
 
 
 def plain(seed: int = 7, max_tokens: int = LONG) -> list[int]:
     """What plain local decoding writes with the same noise."""
     return committed(
-        run(PROMPT, Target(TARGET.score, Warp(), match, Shared(seed), Shared(seed)), Plain(), Fixed(1), max_tokens)
+        run(
+            PROMPT,
+            ModelVerifier(TARGET.score, SamplingParams(), match, SharedNoise(seed), SharedNoise(seed)),
+            EmptyDrafter(),
+            Fixed(1),
+            max_tokens,
+        )
     )

@@ -32,8 +32,9 @@ from transformers import (
     T5GemmaModuleConfig,
 )
 
-from specdemo.core.decode import Drafter, Gamma, Judge, More, decode
-from specdemo.core.sampling import Warp
+from specdemo.core.decode import DraftBudget, Drafter, DraftLengthPolicy, Verifier, decode
+from specdemo.core.policies import Fixed
+from specdemo.core.sampling import SamplingParams
 from specdemo.core.step import Draft, Step
 
 
@@ -87,13 +88,13 @@ class Explorer:
     def test(self, probability: float) -> tuple[bool, float]:
         return not self.choose((probability, 1 - probability)), probability
 
-    def draw(self, law: Tensor, place: int = 0) -> int:
-        return self.choose(law.tolist())
+    def draw(self, probs: Tensor, place: int = 0) -> int:
+        return self.choose(probs.tolist())
 
-    def pick(self, law: Tensor, place: int = 0) -> Tensor:
-        return torch.tensor([self.draw(law)])
+    def pick(self, probs: Tensor, place: int = 0) -> Tensor:
+        return torch.tensor([self.draw(probs)])
 
-    def law(self, run: Callable[[], Any]) -> dict[Any, float]:
+    def distribution(self, run: Callable[[], Any]) -> dict[Any, float]:
         """The exact law of what `run` returns."""
         outcomes: dict[Any, float] = {}
         while self.open:
@@ -109,11 +110,11 @@ class GuessDrafter:
     def __init__(self, vocab: int, width: int = 1) -> None:
         self.vocab, self.width = vocab, width
 
-    def propose(self, tokens: Sequence[int], more: More) -> Draft:
+    def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
         drafted: list[int] = []
         parents: list[int] = []
         leaf = -1
-        while more(len(drafted), None):
+        while budget.may_extend(len(drafted), None):
             first = (sum(tokens) + 2 * len(tokens) + len(drafted)) % self.vocab
             siblings = [(first + k) % self.vocab for k in range(self.width)]
             parents += [leaf] * len(siblings)
@@ -127,31 +128,31 @@ class GuessDrafter:
 class SiblingDrafter:
     """Two siblings drawn without replacement, each with a child drawn in turn; laws as actually drawn from."""
 
-    def __init__(self, model: TableModel, warp: Warp, source: Any) -> None:
-        self.model, self.warp, self.source = model, warp, source
+    def __init__(self, model: TableModel, sampling: SamplingParams, source: Any) -> None:
+        self.model, self.sampling, self.source = model, sampling, source
 
-    def propose(self, tokens: Sequence[int], more: More) -> Draft:
+    def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
         drafted: list[int] = []
         parents: list[int] = []
-        laws: list[Tensor] = []
+        distributions: list[Tensor] = []
 
-        def add(parent: int, law: Tensor) -> None:
-            drafted.append(self.source.draw(law))
+        def add(parent: int, probs: Tensor) -> None:
+            drafted.append(self.source.draw(probs))
             parents.append(parent)
-            laws.append(law)
+            distributions.append(probs)
 
-        first = self.warp(self.model.logits(tokens)[None], [tokens])[0]
+        first = self.sampling(self.model.logits(tokens)[None], [tokens])[0]
         add(-1, first)
         second = first.clone()
         second[drafted[0]] = 0
-        if more(1, None) and second.sum() > 0:
+        if budget.may_extend(1, None) and second.sum() > 0:
             add(-1, second / second.sum())
         for parent in range(len(drafted)):
-            if more(len(drafted), None):
+            if budget.may_extend(len(drafted), None):
                 path = [*tokens, drafted[parent]]
-                add(parent, self.warp(self.model.logits(path)[None], [path])[0])
-        q = tuple(float(law[token]) for law, token in zip(laws, drafted, strict=True))
-        return Draft(tuple(drafted), tuple(parents), q, torch.stack(laws))
+                add(parent, self.sampling(self.model.logits(path)[None], [path])[0])
+        q = tuple(float(probs[token]) for probs, token in zip(distributions, drafted, strict=True))
+        return Draft(tuple(drafted), tuple(parents), q, torch.stack(distributions))
 
     def observe(self, step: Step) -> None: ...
 
@@ -162,11 +163,11 @@ class ForestDrafter:
     def __init__(self, inner: Drafter, vocab: int, seed: int = 0) -> None:
         self.inner, self.vocab, self.rng = inner, vocab, random.Random(seed)
 
-    def propose(self, tokens: Sequence[int], more: More) -> Draft:
+    def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
         drafted: list[int] = []
         parents: list[int] = []
         leaf = -1
-        for token in self.inner.propose(tokens, more).tokens:
+        for token in self.inner.propose(tokens, budget).tokens:
             siblings = [token, *(self.rng.randrange(self.vocab) for _ in range(self.rng.randrange(3)))]
             self.rng.shuffle(siblings)
             first = len(drafted)
@@ -181,16 +182,18 @@ class ForestDrafter:
 
 def run(
     prompt: Sequence[int],
-    judge: Judge,
+    verifier: Verifier,
     drafter: Drafter,
-    gamma: Gamma,
+    gamma: DraftLengthPolicy,
     max_tokens: int,
     stop: Sequence[int] = (),
 ) -> list[Step]:
     """All steps of a run under a clock that counts its readings."""
     ticks = count()
     return list(
-        decode(prompt, judge, drafter, gamma, max_tokens=max_tokens, stop=set(stop), clock=lambda: float(next(ticks)))
+        decode(
+            prompt, verifier, drafter, gamma, max_tokens=max_tokens, stop=set(stop), clock=lambda: float(next(ticks))
+        )
     )
 
 
@@ -334,3 +337,8 @@ TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+
+
+def up_to(limit: int) -> DraftBudget:
+    """Return a budget of `limit` tokens."""
+    return DraftBudget(limit, Fixed(limit))

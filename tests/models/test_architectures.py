@@ -12,20 +12,20 @@ import torch
 from fakes.tiny_models import CONFIGS, CONTEXT, Counting, ForestDrafter, blurred, committed, run, tiny_model
 from transformers import MambaConfig, MambaForCausalLM, PreTrainedModel
 
-from specdemo.core.decode import Drafter, More, Plain
-from specdemo.core.errors import Refused
+from specdemo.core.decode import DraftBudget, Drafter, EmptyDrafter
+from specdemo.core.errors import UserError
 from specdemo.core.metrics import Metrics
 from specdemo.core.policies import Fixed
 from specdemo.core.rules import rejection, top1
-from specdemo.core.sampling import Noise, Shared, Warp
+from specdemo.core.sampling import Noise, SamplingParams, SharedNoise
 from specdemo.core.step import Draft
-from specdemo.core.verifier import Target
+from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.model import ModelDrafter
 from specdemo.drafters.ngram import NGramDrafter
-from specdemo.models.engines.llama_weights import Lean
+from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.kv_cache import CachedModel
 
-GREEDY = Warp(temperature=0)
+GREEDY = SamplingParams(temperature=0)
 NOISE = Noise(0, "unused when greedy")
 VOCAB = 61
 
@@ -59,7 +59,7 @@ def test_greedy_text_is_that_of_transformers(kind: str) -> None:
     kind, _, lean = kind.partition(" ")
     model = tiny_model(kind)
     small = blurred(model, kind)
-    engines = (Lean(model), Lean(small)) if lean else (model, small)
+    engines = (LlamaWeights(model), LlamaWeights(small)) if lean else (model, small)
     totals = {name: Metrics() for name in ("model", "n-grams", "forest", "top1")}
     forests = "sliding" not in kind
     for i, (prompt, length) in enumerate(prompts(kind)):
@@ -78,8 +78,8 @@ def test_greedy_text_is_that_of_transformers(kind: str) -> None:
                 continue  # ordinary prompts; those before begin with nothing, end with the context or repeat themselves
             for name, drafter in cases.items():
                 rule = top1 if name == "top1" else rejection
-                judge = Target(CachedModel(engines[0]).score, GREEDY, rule, NOISE, NOISE, candidates=3)
-                steps = run(prompt, judge, drafter, Fixed(gamma), length)
+                verifier = ModelVerifier(CachedModel(engines[0]).score, GREEDY, rule, NOISE, NOISE, candidates=3)
+                steps = run(prompt, verifier, drafter, Fixed(gamma), length)
                 assert committed(steps) == expected, (name, gamma, prompt)
                 for step in steps:
                     totals[name].add(step)
@@ -110,13 +110,13 @@ def test_forest_rows_equal_their_own_paths(kind: str) -> None:
 
 def test_forests_on_a_sliding_window_are_refused_in_words() -> None:
     cached = CachedModel(tiny_model("mistral-sliding"))
-    with pytest.raises(Refused, match="sliding window"):
+    with pytest.raises(UserError, match="sliding window"):
         cached.score([1, 2], Draft((3, 4), (-1, -1)))
 
 
 def test_recurrent_models_are_refused_in_words() -> None:
     model = MambaForCausalLM(MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1, state_size=4))
-    with pytest.raises(Refused, match="cannot take back"):
+    with pytest.raises(UserError, match="cannot take back"):
         CachedModel(model)
 
 
@@ -173,8 +173,8 @@ def test_mutant_cache_that_forgets_to_roll_back() -> None:
     different = 0
     for prompt, length in list(prompts("llama"))[20:35]:
         drafter = ModelDrafter(CachedModel(small).score, GREEDY, NOISE, VOCAB)
-        judge = Target(Stale(model).score, GREEDY, rejection, NOISE, NOISE)
-        different += committed(run(prompt, judge, drafter, Fixed(4), length)) != generated(model, prompt, length)
+        verifier = ModelVerifier(Stale(model).score, GREEDY, rejection, NOISE, NOISE)
+        different += committed(run(prompt, verifier, drafter, Fixed(4), length)) != generated(model, prompt, length)
     assert different > 0
 
 
@@ -196,8 +196,8 @@ def test_mutant_drafter_that_forgets_its_last_draft() -> None:
                 return cached.score(tokens, draft)
 
         drafter = ModelDrafter(Forgetful().score, GREEDY, NOISE, VOCAB)
-        judge = Target(CachedModel(model).score, GREEDY, rejection, NOISE, NOISE)
-        return sum(len(step.verdict.accepted) for step in run([3, 1, 4], judge, drafter, Fixed(3), 24))
+        verifier = ModelVerifier(CachedModel(model).score, GREEDY, rejection, NOISE, NOISE)
+        return sum(len(step.verdict.accepted) for step in run([3, 1, 4], verifier, drafter, Fixed(3), 24))
 
     lost = [accepted(skip=False, seed=seed) - accepted(skip=True, seed=seed) for seed in range(4)]
     assert min(lost) >= 0 and sum(lost) >= 3
@@ -212,8 +212,8 @@ def test_straight_drafts_are_the_same_and_the_host_waits_no_longer_for_long_ones
     kind: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind, _, lean = kind.partition(" ")
-    model: Any = Lean(tiny_model(kind)) if lean else tiny_model(kind)
-    warp, reads = Warp(temperature=temperature), Counter()
+    model: Any = LlamaWeights(tiny_model(kind)) if lean else tiny_model(kind)
+    sampling, reads = SamplingParams(temperature=temperature), Counter()
 
     def counting(read: Any) -> Any:
         def counted(tensor: torch.Tensor, *args: Any) -> Any:
@@ -227,17 +227,17 @@ def test_straight_drafts_are_the_same_and_the_host_waits_no_longer_for_long_ones
     found = []
     for length in (2, 5):
         by_one, at_once = CachedModel(model), CachedModel(model)
-        slow = ModelDrafter(by_one.score, warp, Shared(3), VOCAB)
-        fast = ModelDrafter(at_once.score, warp, Shared(3), VOCAB, extend=at_once.extend)
+        slow = ModelDrafter(by_one.score, sampling, SharedNoise(3), VOCAB)
+        fast = ModelDrafter(at_once.score, sampling, SharedNoise(3), VOCAB, extend=at_once.extend)
         tokens = [5, 9, 5]
         for bonus in (1, 2, 3):  # what was drafted is kept, and a token of the target's own after it
-            expected = slow.propose(tokens, More(length, Fixed(length)))
+            expected = slow.propose(tokens, DraftBudget(length, Fixed(length)))
             reads.clear()
-            draft = fast.propose(tokens, More(length, Fixed(length)))
+            draft = fast.propose(tokens, DraftBudget(length, Fixed(length)))
             assert draft.tokens == expected.tokens and len(draft) == length
             if temperature:
-                assert draft.q == pytest.approx(expected.q, rel=1e-4)
-                assert torch.allclose(draft.law, expected.law, atol=1e-5)
+                assert draft.token_probs == pytest.approx(expected.token_probs, rel=1e-4)
+                assert torch.allclose(draft.probs, expected.probs, atol=1e-5)
             tokens = [*tokens, *draft.tokens, bonus]
         found.append(reads["waits"])
     assert 0 < found[0] == found[1]
@@ -247,9 +247,9 @@ def test_broken_logits_are_refused_in_straight_drafts() -> None:
     model = tiny_model("llama")
     model.lm_head.weight[3] = torch.nan
     cached = CachedModel(model)
-    drafter = ModelDrafter(cached.score, Warp(), NOISE, VOCAB, extend=cached.extend)
-    with pytest.raises(Refused, match="NaN"):
-        drafter.propose([1, 2], More(3, Fixed(3)))
+    drafter = ModelDrafter(cached.score, SamplingParams(), NOISE, VOCAB, extend=cached.extend)
+    with pytest.raises(UserError, match="NaN"):
+        drafter.propose([1, 2], DraftBudget(3, Fixed(3)))
 
 
 def test_a_pass_that_broke_leaves_a_usable_cache() -> None:
@@ -273,8 +273,8 @@ def test_padded_vocabularies_of_one_tokenizer() -> None:
         drafted: list[int] = []
         for prompt in ([7, 8, 9], [1], [20, 30], [40, 2, 3]):
             drafter = ModelDrafter(CachedModel(small).score, GREEDY, NOISE, VOCAB, width)
-            judge = Target(CachedModel(target).score, GREEDY, rejection, NOISE, NOISE)
-            steps = run(prompt, judge, drafter, Fixed(4), 16)
+            verifier = ModelVerifier(CachedModel(target).score, GREEDY, rejection, NOISE, NOISE)
+            steps = run(prompt, verifier, drafter, Fixed(4), 16)
             assert committed(steps) == generated(target, prompt, 16)
             drafted += [token for step in steps for token in step.draft.tokens]
         assert drafted and max(drafted) < min(width, VOCAB)
@@ -282,7 +282,7 @@ def test_padded_vocabularies_of_one_tokenizer() -> None:
 
 def test_plain_decoding_is_the_same_loop() -> None:
     model = tiny_model("qwen3")
-    judge = Target(CachedModel(model).score, GREEDY, rejection, NOISE, NOISE)
-    steps = run([1, 2], judge, Plain(), Fixed(4), 10)
+    verifier = ModelVerifier(CachedModel(model).score, GREEDY, rejection, NOISE, NOISE)
+    steps = run([1, 2], verifier, EmptyDrafter(), Fixed(4), 10)
     assert committed(steps) == generated(model, [1, 2], 10)
     assert {step.kind for step in steps} == {"plain"}

@@ -10,59 +10,62 @@ import torch
 from fakes.tiny_models import CONTEXT, blurred, committed, run, tiny_model
 from torch import Tensor
 
-from specdemo.core.decode import Plain
+from specdemo.core.decode import EmptyDrafter
 from specdemo.core.policies import Fixed
 from specdemo.core.rules import rejection
-from specdemo.core.sampling import Noise, Warp
+from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft
-from specdemo.core.verifier import Target
+from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.model import ModelDrafter
-from specdemo.models import batch_invariance as parity
-from specdemo.models.engines.llama import PARTS, LeanEngine, padded_keys
-from specdemo.models.engines.llama_weights import Lean
+from specdemo.models import batch_invariance as invariance
+from specdemo.models.engines.llama import PARTS, LlamaEngine, padded_keys
+from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.kv_cache import CachedModel
 
-GREEDY, NOISE = Warp(temperature=0), Noise(0, "unused when greedy")
+GREEDY, NOISE = SamplingParams(temperature=0), Noise(0, "unused when greedy")
 
 
 def disturbed(monkeypatch: pytest.MonkeyPatch, noise: Callable[[int], float]) -> None:
     """An engine whose logits depend on the number of rows of their pass."""
-    original = LeanEngine.run
+    original = LlamaEngine.run
 
-    def run(self: LeanEngine, new: list[int], held: int, draft: Draft) -> Tensor:
+    def run(self: LlamaEngine, new: list[int], held: int, draft: Draft) -> Tensor:
         return original(self, new, held, draft) + noise(len(new))
 
-    monkeypatch.setattr(LeanEngine, "run", run)
+    monkeypatch.setattr(LlamaEngine, "run", run)
 
 
 def test_rows_that_depend_on_their_number_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     disturbed(monkeypatch, lambda rows: 1e-4 * rows)
-    monkeypatch.setattr(parity, "FREE", 0.0)
-    found = parity.check(Lean(tiny_model("llama")))
+    monkeypatch.setattr(invariance, "FREE", 0.0)
+    found = invariance.check_invariance(LlamaWeights(tiny_model("llama")))
     assert not found.equal and found.pad == 1 and found.compared > 0
 
 
 def test_rows_in_equal_company_are_equal_if_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     disturbed(monkeypatch, lambda rows: 1e-4 * rows)
-    monkeypatch.setattr(parity, "FREE", 1e9)
-    model = Lean(tiny_model("llama"))
-    found = parity.check(model)
-    assert found.equal and found.pad == max(parity.ROWS)
+    monkeypatch.setattr(invariance, "FREE", 1e9)
+    model = LlamaWeights(tiny_model("llama"))
+    found = invariance.check_invariance(model)
+    assert found.equal and found.pad == max(invariance.ROWS)
 
 
 def test_broken_padding_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tail that reaches the rows that are read: the check must not call that equal."""
     disturbed(monkeypatch, lambda rows: 1e-4 * rows)
-    monkeypatch.setattr(parity, "FREE", 1e9)
+    monkeypatch.setattr(invariance, "FREE", 1e9)
     monkeypatch.setattr(CachedModel, "_filled", lambda self, draft, held, length: draft)
-    assert not parity.check(Lean(tiny_model("llama"))).equal
+    assert not invariance.check_invariance(LlamaWeights(tiny_model("llama"))).equal
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_yes_is_right(dtype: torch.dtype) -> None:
     """Where the check says so, speculative greedy text is plain greedy text in this dtype, for every gamma."""
-    model, small = Lean(tiny_model("llama").to(dtype)), Lean(blurred(tiny_model("llama"), "llama").to(dtype))
-    if not (found := parity.check(model)).equal:
+    model, small = (
+        LlamaWeights(tiny_model("llama").to(dtype)),
+        LlamaWeights(blurred(tiny_model("llama"), "llama").to(dtype)),
+    )
+    if not (found := invariance.check_invariance(model)).equal:
         pytest.skip("this machine's kernels give rows other bits in other company")
     assert found.pad == 1 and found.compared >= 24
     rng = random.Random(5)
@@ -73,12 +76,12 @@ def test_a_yes_is_right(dtype: torch.dtype) -> None:
 
         def text(drafter: object, gamma: int, prompt: list[int] = prompt, length: int = length) -> list[int]:
             nonlocal accepted
-            judge = Target(CachedModel(model).score, GREEDY, rejection, NOISE, NOISE)
-            steps = run(prompt, judge, drafter, Fixed(gamma), length)  # type: ignore[arg-type]
+            verifier = ModelVerifier(CachedModel(model).score, GREEDY, rejection, NOISE, NOISE)
+            steps = run(prompt, verifier, drafter, Fixed(gamma), length)  # type: ignore[arg-type]
             accepted += sum(len(step.verdict.accepted) for step in steps)
             return committed(steps)
 
-        plain = text(Plain(), 1)
+        plain = text(EmptyDrafter(), 1)
         for gamma in (1, 3, 5, 7):
             assert text(ModelDrafter(CachedModel(small).score, GREEDY, NOISE, 61), gamma) == plain
     assert accepted > 0
@@ -99,8 +102,8 @@ def test_filling_up_a_pass_changes_no_text(kind: str) -> None:
 
 
 def test_what_a_pass_costs() -> None:
-    cost = parity.check(Lean(tiny_model("llama"))).cost
-    assert list(cost) == list(parity.ROWS) and cost[1] == 1.0 and all(value > 0 for value in cost.values())
+    cost = invariance.check_invariance(LlamaWeights(tiny_model("llama"))).cost
+    assert list(cost) == list(invariance.ROWS) and cost[1] == 1.0 and all(value > 0 for value in cost.values())
 
 
 def test_attention_is_given_full_vectors_of_keys() -> None:

@@ -15,8 +15,8 @@ from specdemo.core.step import Draft
 from specdemo.generate import generate
 from specdemo.models.engines.packed_linear import can_pack
 from specdemo.models.kv_cache import CachedModel
-from specdemo.models.load import Loaded
-from specdemo.models.model_pool import Shelf
+from specdemo.models.load import LoadedModel
+from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import ASSETS
 from specdemo.prompts import load_prompts, load_written
 from specdemo.recipe import Recipe
@@ -25,13 +25,13 @@ GREEDY = {"temperature": 0, "dtype": "float32", "device": "cpu"}
 
 
 @pytest.fixture(scope="module")
-def shelf() -> Shelf:
-    return Shelf()
+def pool() -> ModelPool:
+    return ModelPool()
 
 
 @pytest.fixture(scope="module")
-def target(shelf: Shelf) -> Loaded:
-    return shelf.take(Recipe(**GREEDY).target_spec)
+def target(pool: ModelPool) -> LoadedModel:
+    return pool.take(Recipe(**GREEDY).target_spec)
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +40,13 @@ def oracle() -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(ASSETS / "pair" / "target", dtype=torch.float32)
 
 
-def run(recipe: Recipe, text: str, shelf: Shelf) -> tuple[list[int], dict[str, Any]]:
+def run(recipe: Recipe, text: str, pool: ModelPool) -> tuple[list[int], dict[str, Any]]:
     """Tokens and metrics."""
-    lines = [line for line in generate(recipe, text, shelf) if "phase" not in line]
+    lines = [line for line in generate(recipe, text, pool) if "phase" not in line]
     return [token for line in lines if "i" in line for token in line["tokens"]], lines[-1]["metrics"]
 
 
-def texts(target: Loaded) -> Iterator[tuple[str, int]]:
+def texts(target: LoadedModel) -> Iterator[tuple[str, int]]:
     """A third of the bundled prompts, one of a single token, and some that end at the context's last position."""
     prompts = [prompt.text for prompt in load_prompts()[::3]]
     assert len(prompts) >= 25
@@ -57,7 +57,7 @@ def texts(target: Loaded) -> Iterator[tuple[str, int]]:
         yield target.tokenizer.decode(long[:length]), 20
 
 
-def test_the_lean_engine_gives_the_logits_of_transformers(target: Loaded, oracle: PreTrainedModel) -> None:
+def test_the_lean_engine_gives_the_logits_of_transformers(target: LoadedModel, oracle: PreTrainedModel) -> None:
     tokens = target.tokenizer.encode("class Stack:\n    def push(self, item):")
     expected = oracle(torch.tensor([tokens])).logits[0]
     assert target.engine == "lean"
@@ -68,7 +68,7 @@ def test_the_lean_engine_gives_the_logits_of_transformers(target: Loaded, oracle
     assert target.weight_bytes == pytest.approx(plain + (embedding if can_pack(oracle.lm_head.weight) else 0), rel=0.01)
 
 
-def test_greedy_text_is_that_of_transformers(shelf: Shelf, target: Loaded, oracle: PreTrainedModel) -> None:
+def test_greedy_text_is_that_of_transformers(pool: ModelPool, target: LoadedModel, oracle: PreTrainedModel) -> None:
     drafted = accepted = 0
     for i, (text, length) in enumerate(texts(target)):
         ids = target.tokenizer(text, return_tensors="pt").input_ids
@@ -76,35 +76,35 @@ def test_greedy_text_is_that_of_transformers(shelf: Shelf, target: Loaded, oracl
         expected = oracle.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=length)[
             0, ids.shape[1] :
         ].tolist()
-        assert run(Recipe(method="nasd", gamma=4, max_tokens=length, **GREEDY), text, shelf)[0] == expected
+        assert run(Recipe(method="nasd", gamma=4, max_tokens=length, **GREEDY), text, pool)[0] == expected
         for gamma in (1, 2, 4, 8) if i % 8 == 0 else ((1, 2, 4, 8)[i % 4],):
-            tokens, metrics = run(Recipe(gamma=gamma, max_tokens=length, **GREEDY), text, shelf)
+            tokens, metrics = run(Recipe(gamma=gamma, max_tokens=length, **GREEDY), text, pool)
             assert tokens == expected, (text, gamma)
             drafted += metrics["drafted"]
             accepted += metrics["accepted"]
     assert drafted > accepted > 0.3 * drafted
 
 
-def test_the_drafter_is_worth_its_name(shelf: Shelf) -> None:
+def test_the_drafter_is_worth_its_name(pool: ModelPool) -> None:
     """Far below what the model card measured, far above what an untrained drafter gives (one in 4,096)."""
     for temperature in (0.0, 1.0):
         recipe = Recipe(**{**GREEDY, "temperature": temperature}, max_tokens=48)
-        beta = [run(recipe, prompt.text, shelf)[1] for prompt in load_prompts(kinds=["code"])[:6]]
+        beta = [run(recipe, prompt.text, pool)[1] for prompt in load_prompts(kinds=["code"])[:6]]
         assert sum(m["mean_beta"] * m["tested"] for m in beta) / sum(m["tested"] for m in beta) > 0.45
 
 
 @pytest.mark.parametrize("quantization", ["int8", "nf4"])
-def test_quantised_pairs(quantization: str, shelf: Shelf, target: Loaded) -> None:
+def test_quantised_pairs(quantization: str, pool: ModelPool, target: LoadedModel) -> None:
     """They load, run, take less memory, and speculate.
 
     A pass over several rows and one over a single row differ in their last bits here, so a near-tie may fall the other
     way; what must hold is that each pass's own first choices are what is kept.
     """
     recipe = Recipe(**{**GREEDY, "dtype": "auto"}, quantization=quantization, drafter_quantization=quantization)
-    small = shelf.take(recipe.target_spec)
+    small = pool.take(recipe.target_spec)
     assert small.weight_bytes < target.weight_bytes / (1.8 if quantization == "int8" else 2)
     for prompt in load_prompts(kinds=["code"])[:3]:
-        lines = list(islice((line for line in generate(recipe, prompt.text, shelf) if "i" in line), 20))
+        lines = list(islice((line for line in generate(recipe, prompt.text, pool) if "i" in line), 20))
         assert any(line["accepted"] for line in lines)
         for line in lines:
             nodes = [-1, *line["accepted"]]
@@ -122,12 +122,12 @@ def test_files_are_what_the_card_says(role: str) -> None:
             if "proj" in name:
                 assert tensor.get_shape()[1] % 64 == 0
     assert sum(path.stat().st_size for path in folder.iterdir()) < 24e6
-    loaded = Shelf().take(Recipe(target=str(folder), method="ar", device="cpu").target_spec)
+    loaded = ModelPool().take(Recipe(target=str(folder), method="ar", device="cpu").target_spec)
     assert CachedModel(loaded.model).context == 2048
     assert CachedModel(loaded.model).score([1, 2], Draft()).shape == (1, len(loaded.tokenizer))
 
 
-def test_the_texts_that_preflight_reads_are_what_the_target_writes(target: Loaded) -> None:
+def test_the_texts_that_preflight_reads_are_what_the_target_writes(target: LoadedModel) -> None:
     """Told by its first choices: whoever trains the target anew has to write them anew, too."""
     for prompt in load_written(0.0)[::8]:
         start = target.tokenizer.encode(prompt.text)

@@ -30,26 +30,26 @@ from tokenizers import processors
 from transformers import BartConfig, PreTrainedModel, PreTrainedTokenizerFast, T5Config
 
 from specdemo.cli.main import main
-from specdemo.core.decode import More, Plain
-from specdemo.core.errors import Refused
+from specdemo.core.decode import DraftBudget, EmptyDrafter
+from specdemo.core.errors import UserError
 from specdemo.core.policies import Fixed
 from specdemo.core.rules import match, rejection
-from specdemo.core.sampling import Noise, Warp
+from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft
-from specdemo.core.verifier import Target
+from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.model import ModelDrafter
 from specdemo.drafters.ngram import NGramDrafter
 from specdemo.drafters.suffix import SuffixDrafter
 from specdemo.generate import generate
 from specdemo.models.engines.encoder_decoder import opening
 from specdemo.models.kv_cache import CachedModel
-from specdemo.models.memory_plan import plan
-from specdemo.models.model_pool import Shelf
-from specdemo.models.spec import Spec
+from specdemo.models.memory_plan import plan_spec
+from specdemo.models.model_pool import ModelPool
+from specdemo.models.spec import ModelSpec
 from specdemo.preflight import preflight
 from specdemo.recipe import Recipe
 
-GREEDY, NOISE, VOCAB = Warp(temperature=0), Noise(0, "unused when greedy"), 61
+GREEDY, NOISE, VOCAB = SamplingParams(temperature=0), Noise(0, "unused when greedy"), 61
 
 
 def generated(model: PreTrainedModel, source: list[int], length: int) -> list[int]:
@@ -85,16 +85,18 @@ def test_greedy_text_is_that_of_transformers(kind: str) -> None:
     for source, length in sources(kind, 6 if thorough else 3):
         expected = generated(model, source, length)
         texts.add(tuple(expected[:8]))
-        judge = Target(CachedModel(model, source=source).score, GREEDY, rejection, NOISE, NOISE, candidates=3)
-        assert committed(run(start, judge, Plain(), Fixed(1), length)) == expected
+        verifier = ModelVerifier(CachedModel(model, source=source).score, GREEDY, rejection, NOISE, NOISE, candidates=3)
+        assert committed(run(start, verifier, EmptyDrafter(), Fixed(1), length)) == expected
         for gamma in (1, 2, 4) if thorough else (3,):
             cache = CachedModel(small, source=source)
             for drafter in (
                 ModelDrafter(cache.score, GREEDY, NOISE, VOCAB, extend=cache.extend),
                 NGramDrafter(4, "multi", 3, source=source),
             ):
-                judge = Target(CachedModel(model, source=source).score, GREEDY, rejection, NOISE, NOISE, candidates=3)
-                steps = run(start, judge, drafter, Fixed(gamma), length)
+                verifier = ModelVerifier(
+                    CachedModel(model, source=source).score, GREEDY, rejection, NOISE, NOISE, candidates=3
+                )
+                steps = run(start, verifier, drafter, Fixed(gamma), length)
                 assert committed(steps) == expected, (gamma, source)
                 drafted += sum(len(step.draft) for step in steps)
                 accepted += sum(len(step.verdict.accepted) for step in steps)
@@ -142,7 +144,7 @@ def test_the_law_is_the_targets(name: str, rule: Any) -> None:
     config = T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0)
     torch.manual_seed(3)
     model, small = from_config(config).eval(), from_config(config).eval()
-    source, warp = [2, 1, 2, 1, 3], Warp(temperature=4.0)
+    source, sampling = [2, 1, 2, 1, 3], SamplingParams(temperature=4.0)
     known: dict[tuple[int, ...], torch.Tensor] = {}
 
     def remembered(cached: CachedModel, which: int) -> Any:
@@ -163,35 +165,35 @@ def test_the_law_is_the_targets(name: str, rule: Any) -> None:
     def once() -> tuple[int, ...]:
         nonlocal accepted
         drafter: Any = {
-            "model": lambda: ModelDrafter(drafts, warp, explorer, 4),
+            "model": lambda: ModelDrafter(drafts, sampling, explorer, 4),
             "n-grams": lambda: NGramDrafter(3, "multi", 2, source=source),
             "suffix": lambda: SuffixDrafter(source=source),
         }[name]()
-        steps = run([0], Target(judged, warp, rule, explorer, explorer, 2), drafter, Fixed(2), 3)
+        steps = run([0], ModelVerifier(judged, sampling, rule, explorer, explorer, 2), drafter, Fixed(2), 3)
         accepted += sum(len(step.verdict.accepted) for step in steps)
         return tuple(committed(steps))
 
-    law = explorer.law(once)
+    probs = explorer.distribution(once)
     expected: dict[tuple[int, ...], float] = {(): 1.0}
     ids = torch.tensor([source])
     for _ in range(3):
         longer = {}
         for text, weight in expected.items():
             logits = model(input_ids=ids, decoder_input_ids=torch.tensor([[0, *text]])).logits[0, -1]
-            for token, x in enumerate((logits / warp.temperature).softmax(-1).tolist()):
+            for token, x in enumerate((logits / sampling.temperature).softmax(-1).tolist()):
                 longer[(*text, token)] = weight * x
         expected = longer
     assert accepted > 0 and max(expected.values()) < 0.9
-    assert sum(abs(law.get(text, 0.0) - x) for text, x in expected.items()) / 2 < 1e-5
-    assert math.isclose(sum(law.values()), 1, abs_tol=1e-5)
+    assert sum(abs(probs.get(text, 0.0) - x) for text, x in expected.items()) / 2 < 1e-5
+    assert math.isclose(sum(probs.values()), 1, abs_tol=1e-5)
 
 
 def test_ngrams_and_suffixes_draft_from_what_was_read() -> None:
     """A text that begins to repeat its source goes on with it; without the source nothing is known."""
     source = [5, 6, 7, 8, 9, 10, 11]
     for kind in (lambda **more: NGramDrafter(3, **more), SuffixDrafter):
-        assert kind(source=source).propose([0, 7, 8], More(3, Fixed(3))).tokens == (9, 10, 11)
-        assert kind().propose([0, 7, 8], More(3, Fixed(3))).tokens == ()
+        assert kind(source=source).propose([0, 7, 8], DraftBudget(3, Fixed(3))).tokens == (9, 10, 11)
+        assert kind().propose([0, 7, 8], DraftBudget(3, Fixed(3))).tokens == ()
 
 
 # --- checkpoints -------------------------------------------------------------------------------------------------
@@ -253,7 +255,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
-SHELF = Shelf()  # each checkpoint is loaded once
+SHELF = ModelPool()  # each checkpoint is loaded once
 PROMPT = "for i in range(10):\n    print(i, 'naïve café', '東京', '🙂🙃')\n"
 
 
@@ -301,7 +303,7 @@ def test_quantised_checkpoints_run_and_take_what_was_planned(
         device="cpu",
     )
     spec = base.target_spec.resolved()
-    planned, loaded = plan(spec, 256), SHELF.take(spec)
+    planned, loaded = plan_spec(spec, 256), SHELF.take(spec)
     assert planned.weights == pytest.approx(loaded.weight_bytes, rel=0.04)  # scales of so few weights count
     kept = [module.weight for path, module in loaded.model.named_modules() if path.endswith(".wo")]
     assert kept and all(weight is None or weight.dtype in (torch.float32, torch.bfloat16) for weight in kept)
@@ -322,7 +324,7 @@ def test_a_quantised_t5_says_nearly_what_the_whole_one_says(tmp_path: Path) -> N
     reading_tokenizer().save_pretrained(tmp_path)
     rows = {}
     for quantization in ("none", "int8", "nf4"):
-        model = SHELF.take(Spec(str(tmp_path), quantization=quantization, device="cpu")).model
+        model = SHELF.take(ModelSpec(str(tmp_path), quantization=quantization, device="cpu")).model
         rows[quantization] = CachedModel(model, source=list(range(3, 40))).read(list(range(1, 20))).float()
     off = {name: float((row - rows["none"]).norm() / rows["none"].norm()) for name, row in rows.items()}
     assert 0 < off["int8"] < 0.05 < off["nf4"] < 0.5, off
@@ -349,20 +351,20 @@ def test_the_terminal_shows_the_prompt_apart(models: dict[str, str], capsys: pyt
 def test_what_does_not_fit_is_refused_in_words(models: dict[str, str], tmp_path: Path) -> None:
     base = Recipe(target=models["t5"], drafter=models["t5"], device="cpu")
     for method in ("tree", "lookahead", "beam"):
-        with pytest.raises(Refused, match="takes one: choose method draft"):
+        with pytest.raises(UserError, match="takes one: choose method draft"):
             lines(replace(base, method=method))
-    with pytest.raises(Refused, match="self-speculation is for decoders"):
+    with pytest.raises(UserError, match="self-speculation is for decoders"):
         lines(replace(base, method="self"))
     for target, drafter, role in (("t5", "decoder", "target"), ("decoder", "t5", "drafter")):
-        with pytest.raises(Refused, match=f"the {role} has an encoder"):
+        with pytest.raises(UserError, match=f"the {role} has an encoder"):
             lines(replace(base, target=models[target], drafter=models[drafter]))
-    with pytest.raises(Refused, match="the encoder reads 80: shorten it by at least"):
+    with pytest.raises(UserError, match="the encoder reads 80: shorten it by at least"):
         lines(Recipe(target=models["bart"], method="ar", device="cpu"), "x = 1\n" * 60)
-    with pytest.raises(Refused, match="begins anew"):
-        preflight(replace(base, method="nasd"), [], Shelf())
-    with pytest.raises(Refused, match="chains only"):
+    with pytest.raises(UserError, match="begins anew"):
+        preflight(replace(base, method="nasd"), [], ModelPool())
+    with pytest.raises(UserError, match="chains only"):
         CachedModel(tiny_model("t5"), source=[3]).score([0], Draft((1, 2), (-1, -1)))
     lost = tiny_model("bart")
     lost.generation_config.decoder_start_token_id = lost.generation_config.bos_token_id = None
-    with pytest.raises(Refused, match="which token its decoder starts from"):
+    with pytest.raises(UserError, match="which token its decoder starts from"):
         opening(lost)

@@ -18,15 +18,15 @@ from fakes.hub_server import Faults, StandIn, serving
 from fakes.tiny_models import byte_level_tokenizer, save_model
 from transformers import BertConfig, MambaConfig
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.generate import generate
 from specdemo.models.hub import Hub, local_shapes
 from specdemo.models.load import load
-from specdemo.models.model_pool import Shelf
-from specdemo.models.spec import Spec
+from specdemo.models.model_pool import ModelPool
+from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import PAIRS
 from specdemo.recipe import Recipe
-from specdemo.worker import Errand, News
+from specdemo.worker import BackgroundTask, TaskProgress
 
 NAME, SECRET = "tiny/target", "hf_aSecretThatMustNotShow"
 ROOT = Path(__file__).parents[2]
@@ -67,16 +67,16 @@ def hub(server: StandIn, tmp_path: Path) -> Hub:
 
 
 def refusal(hub: Hub, name: str = NAME, revision: str | None = None) -> str:
-    with pytest.raises(Refused) as caught:
-        load(Spec(name, device="cpu", revision=revision), hub)
+    with pytest.raises(UserError) as caught:
+        load(ModelSpec(name, device="cpu", revision=revision), hub)
     sentence = str(caught.value)
     assert "\n" not in sentence and len(sentence) < 400 and SECRET not in sentence and "http" not in sentence
     return sentence
 
 
 def test_a_model_comes_with_progress_and_once(hub: Hub, server: StandIn, files: Path) -> None:
-    told: list[News] = []
-    loaded = load(Spec(NAME, device="cpu"), hub, told.append)
+    told: list[TaskProgress] = []
+    loaded = load(ModelSpec(NAME, device="cpu"), hub, told.append)
     assert loaded.stop
     size = (files / NAME / "model.safetensors").stat().st_size
     weights = [news.done for news in told if news.total == size]
@@ -85,13 +85,13 @@ def test_a_model_comes_with_progress_and_once(hub: Hub, server: StandIn, files: 
     assert read[-1].done == read[-1].total == len(local_shapes(NAME, files / NAME))
     assert server.trusted == {f"Bearer {SECRET}"} and not server.leaked
     server.asked.clear()
-    again = load(Spec(NAME, device="cpu"), hub)
+    again = load(ModelSpec(NAME, device="cpu"), hub)
     assert not server.gets("resolve") and not server.gets("cdn")
     assert torch.equal(again.model.embedding, loaded.model.embedding)
 
 
 def test_neither_code_nor_pickles_are_fetched(hub: Hub, server: StandIn) -> None:
-    load(Spec(NAME, device="cpu"), hub)
+    load(ModelSpec(NAME, device="cpu"), hub)
     assert server.gets("config.json") and server.gets("model.safetensors")
     assert not server.gets(".py") and not server.gets(".bin")
 
@@ -99,7 +99,7 @@ def test_neither_code_nor_pickles_are_fetched(hub: Hub, server: StandIn) -> None
 def test_the_bundled_pair_speculates_from_a_hub(hub: Hub) -> None:
     def text(**models: str) -> str:
         recipe = Recipe(**models, temperature=0, max_tokens=12, device="cpu")
-        lines = generate(recipe, "def add(a, b):\n", Shelf(hub=hub))
+        lines = generate(recipe, "def add(a, b):\n", ModelPool(hub=hub))
         return "".join(line.get("text", "") for line in lines if "phase" not in line)
 
     assert text(target="bundled/target", drafter="bundled/drafter") == text(pair="bundled")
@@ -107,7 +107,7 @@ def test_the_bundled_pair_speculates_from_a_hub(hub: Hub) -> None:
 
 def test_a_cut_file_goes_on_where_it_was_cut(hub: Hub, server: StandIn, files: Path) -> None:
     server.faults = Faults(cut_after=100_000, cuts=1)
-    assert load(Spec(NAME, device="cpu"), hub).stop
+    assert load(ModelSpec(NAME, device="cpu"), hub).stop
     first, second = server.gets("cdn")
     assert first is None and second is not None
     begin = int(second.removeprefix("bytes=").partition("-")[0])
@@ -121,7 +121,7 @@ def test_files_that_had_come_are_kept_when_a_download_is_begun_again(hub: Hub, s
     assert "was interrupted: run it again" in refusal(hub)
     server.faults = Faults()
     server.asked.clear()
-    assert load(Spec(NAME, device="cpu"), hub).stop
+    assert load(ModelSpec(NAME, device="cpu"), hub).stop
     assert server.gets("cdn") and not server.gets("tokenizer.json")
 
 
@@ -130,7 +130,7 @@ def test_shards_and_their_headers(hub: Hub, server: StandIn, files: Path) -> Non
     assert len(list((files / "tiny/sharded").glob("model-*"))) > 1
     assert shapes == local_shapes("tiny/sharded", files / "tiny/sharded")
     assert not any(hub.cache.rglob("*.safetensors")) and all(server.gets("cdn"))  # ranges only
-    assert load(Spec("tiny/sharded", device="cpu"), hub).stop
+    assert load(ModelSpec("tiny/sharded", device="cpu"), hub).stop
     assert hub.shapes("tiny/sharded") == shapes
 
 
@@ -138,32 +138,32 @@ def test_damage_on_the_way_is_found_and_mended(hub: Hub, server: StandIn) -> Non
     server.faults = Faults(corrupt=True)
     assert "model.safetensors of tiny/target came damaged" in refusal(hub)
     server.faults = Faults()
-    assert load(Spec(NAME, device="cpu"), hub).stop
+    assert load(ModelSpec(NAME, device="cpu"), hub).stop
 
 
 def test_giving_up_a_slow_download(hub: Hub, server: StandIn) -> None:
     server.faults = Faults(held_after=70_000)
-    shelf = Shelf(hub=hub)
+    pool = ModelPool(hub=hub)
     recipe = Recipe(target=NAME, method="ar", device="cpu", max_tokens=4)
-    run = generate(recipe, "def", shelf)
+    run = generate(recipe, "def", pool)
     event = next(
         line for line in run if 0 < line.get("done", 0) < line["total"]
     )  # of the weights: small files are whole
     assert event["phase"] == "loading" and "downloading" in event["text"]
     run.close()  # returns though the line is still held
-    assert recipe.target_spec not in shelf
+    assert recipe.target_spec not in pool
     server.faults.go_on.set()
     server.faults = Faults()
-    assert [line for line in generate(recipe, "def", shelf) if "phase" not in line][-1]["end"] in ("length", "stop")
+    assert [line for line in generate(recipe, "def", pool) if "phase" not in line][-1]["end"] in ("length", "stop")
 
 
 def test_giving_up_while_weights_are_read(files: Path) -> None:
-    shelf = Shelf()
-    spec = Spec(str(files / NAME), device="cpu")
-    news = shelf.bring([spec])
+    pool = ModelPool()
+    spec = ModelSpec(str(files / NAME), device="cpu")
+    news = pool.bring([spec])
     assert any("reading target, weight" in one.text for one in news)
     news.close()
-    assert spec not in shelf and shelf.take(spec).stop
+    assert spec not in pool and pool.take(spec).stop
 
 
 @pytest.mark.parametrize(
@@ -215,15 +215,15 @@ def test_no_network(tmp_path: Path) -> None:
 
 
 def test_what_is_here_needs_no_network(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    load(Spec(NAME, device="cpu"), hub)
-    assert load(Spec(NAME, device="cpu"), Hub("http://127.0.0.1:9", hub.cache)).stop
+    load(ModelSpec(NAME, device="cpu"), hub)
+    assert load(ModelSpec(NAME, device="cpu"), Hub("http://127.0.0.1:9", hub.cache)).stop
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert load(Spec(NAME, device="cpu"), hub).stop
+    assert load(ModelSpec(NAME, device="cpu"), hub).stop
     assert "offline mode" in refusal(hub, "tiny/drafter")
 
 
 def test_a_directory_asks_nobody(files: Path) -> None:
-    assert load(Spec(str(files / NAME), device="cpu"), Hub("http://127.0.0.1:9")).stop
+    assert load(ModelSpec(str(files / NAME), device="cpu"), Hub("http://127.0.0.1:9")).stop
 
 
 def test_a_disk_too_small(hub: Hub, server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +258,7 @@ def test_the_environment_names_the_hub(server: StandIn, tmp_path: Path) -> None:
 
 def test_an_errand_raises_where_it_is_waited_for() -> None:
     def fails(tell: object) -> None:
-        raise Refused("no")
+        raise UserError("no")
 
-    with pytest.raises(Refused, match="no"):
-        list(Errand(fails).progress())
+    with pytest.raises(UserError, match="no"):
+        list(BackgroundTask(fails).progress())

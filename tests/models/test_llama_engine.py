@@ -35,14 +35,14 @@ from transformers import (
 from specdemo.core.step import Draft
 from specdemo.models.engines import llama_weights as lean
 from specdemo.models.engines import packed_linear as packed
-from specdemo.models.engines.generic import SlotEngine
-from specdemo.models.engines.llama import CHUNK, LeanEngine
-from specdemo.models.engines.llama_weights import Lean, why_not
+from specdemo.models.engines.generic import TransformersEngine
+from specdemo.models.engines.llama import CHUNK, LlamaEngine
+from specdemo.models.engines.llama_weights import LlamaWeights, unsupported_reason
 from specdemo.models.engines.packed_linear import PackedLinear, can_pack, pack
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import load, reference
 from specdemo.models.memory import is_mapped, on_large_pages
-from specdemo.models.spec import Spec
+from specdemo.models.spec import ModelSpec
 
 ROOT = Path(__file__).parents[2]
 VOCAB = 61
@@ -98,8 +98,8 @@ def rounds(seed: int, most: int = 7) -> list[tuple[list[int], Draft]]:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_logits_are_those_of_transformers(name: str) -> None:
     model = random_model(VARIANTS[name])
-    assert why_not(model) is None
-    theirs, ours = CachedModel(model), CachedModel(Lean(model))
+    assert unsupported_reason(model) is None
+    theirs, ours = CachedModel(model), CachedModel(LlamaWeights(model))
     for tokens, draft in rounds(3):
         expected, found = theirs.score(tokens, draft), ours.score(tokens, draft)
         assert found.dtype == expected.dtype and found.shape == expected.shape
@@ -123,9 +123,9 @@ def test_a_recorded_pass_reads_nothing_but_its_buffers(name: str) -> None:
         recorded.append(forward())
         return forward
 
-    lean = Lean(model)
+    lean = LlamaWeights(model)
     plain, replayed = CachedModel(lean), CachedModel(lean)
-    replayed._engine = LeanEngine(lean, record)
+    replayed._engine = LlamaEngine(lean, record)
     script = rounds(3) + rounds(4)
     if name == "grouped":
         script += [([i % VOCAB for i in range(length)], Draft.chain((1, 2, 3))) for length in (600, 604, 1100)]
@@ -135,7 +135,7 @@ def test_a_recorded_pass_reads_nothing_but_its_buffers(name: str) -> None:
 
 
 def test_an_engine_serves_the_next_request_but_never_two_at_once() -> None:
-    lean = Lean(random_model(VARIANTS["grouped"]))
+    lean = LlamaWeights(random_model(VARIANTS["grouped"]))
     first, second = CachedModel(lean), CachedModel(lean)
     assert first._engine is not second._engine
     engine = first._engine
@@ -147,7 +147,7 @@ def test_an_engine_serves_the_next_request_but_never_two_at_once() -> None:
 
 
 def test_the_logits_that_are_kept_are_counted() -> None:
-    cached = CachedModel(Lean(random_model(VARIANTS["grouped"])))
+    cached = CachedModel(LlamaWeights(random_model(VARIANTS["grouped"])))
     cached.score([1, 2, 3], Draft.chain((1, 2, 3, 4)))
     assert cached.reserved_bytes >= cached._engine.reserved_bytes + 5 * VOCAB * 4
 
@@ -159,7 +159,7 @@ def test_bfloat16_rounds_where_transformers_does(name: str) -> None:
     rng = random.Random(2)
     tokens = [rng.randrange(VOCAB) for _ in range(CONTEXT)]
     expected = model(torch.tensor([tokens])).logits[0]
-    assert torch.equal(CachedModel(Lean(model)).score(tokens[:1], Draft.chain(tuple(tokens[1:]))), expected)
+    assert torch.equal(CachedModel(LlamaWeights(model)).score(tokens[:1], Draft.chain(tuple(tokens[1:]))), expected)
 
 
 def test_the_variants_are_told_apart() -> None:
@@ -175,7 +175,7 @@ def test_the_variants_are_told_apart() -> None:
 
 def test_room_grows_with_the_text() -> None:
     model = random_model(LlamaConfig(**{**LLAMA, "max_position_embeddings": 2048}))
-    theirs, ours = CachedModel(model), CachedModel(Lean(model))
+    theirs, ours = CachedModel(model), CachedModel(LlamaWeights(model))
     rng = random.Random(1)
     tokens = [rng.randrange(VOCAB) for _ in range(500)]
     for more in (3, 10, 30, 600, 20):
@@ -190,7 +190,7 @@ def test_long_prompts_are_fed_in_pieces() -> None:
     model = random_model(LlamaConfig(**{**LLAMA, "max_position_embeddings": 2048}))
     tokens = [i * i % VOCAB for i in range(2 * CHUNK + 37)]
     for draft in (Draft(), Draft((1, 2, 3), (-1, -1, 0))):
-        lean = Lean(model)
+        lean = LlamaWeights(model)
         ours = CachedModel(lean)
         mask = Mock(wraps=ours._engine._mask)
         ours._engine._mask = mask
@@ -213,13 +213,13 @@ def test_what_it_does_not_claim_runs_through_transformers_and_says_so(
     config: PretrainedConfig, words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=words):
-        Lean(random_model(config))
+        LlamaWeights(random_model(config))
     tokenizer = byte_level_tokenizer()
     config.vocab_size = len(tokenizer)
     model = random_model(config)
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    loaded = load(Spec(str(tmp_path), device="cpu"))
+    loaded = load(ModelSpec(str(tmp_path), device="cpu"))
     assert loaded.engine.startswith("transformers: ") and words in loaded.engine
     expected = model(torch.tensor([[1, 2, 3]])).logits[0, -1]
     assert torch.allclose(CachedModel(loaded.model).score([1, 2, 3], Draft())[0], expected, rtol=1e-4, atol=1e-4)
@@ -227,7 +227,9 @@ def test_what_it_does_not_claim_runs_through_transformers_and_says_so(
 
 @pytest.mark.parametrize("quantization", ["int8", "nf4"])
 def test_quantised_layers_are_called_as_they_are(quantization: str, tmp_path: Path) -> None:
-    spec = Spec(str(save_model(tmp_path / "model", byte_level_tokenizer())), quantization=quantization, device="cpu")
+    spec = ModelSpec(
+        str(save_model(tmp_path / "model", byte_level_tokenizer())), quantization=quantization, device="cpu"
+    )
     model, _ = reference(spec)
     loaded = load(spec)
     assert loaded.engine == "lean"
@@ -241,7 +243,7 @@ def test_quantised_layers_are_called_as_they_are(quantization: str, tmp_path: Pa
 def test_engines_hold_what_they_were_told_to_keep() -> None:
     """The two engines answer alike when driven directly: they are interchangeable behind the cache."""
     model = random_model(VARIANTS["grouped"])
-    for engine in (SlotEngine(model), LeanEngine(Lean(model))):
+    for engine in (TransformersEngine(model), LlamaEngine(LlamaWeights(model))):
         with torch.inference_mode():
             engine.run([1, 2, 3, 4], 0, Draft())
             full = engine.kv_bytes
@@ -263,7 +265,7 @@ def test_a_step_allocates_the_same_at_every_length() -> None:
     model = random_model(LlamaConfig(**{**LLAMA, "max_position_embeddings": 2048}))
     text = [i % VOCAB for i in range(2000)]
     grown = {}
-    for name, cached in (("lean", CachedModel(Lean(model))), ("transformers", CachedModel(model))):
+    for name, cached in (("lean", CachedModel(LlamaWeights(model))), ("transformers", CachedModel(model))):
         for draft in (Draft(), Draft.chain((1, 2, 3, 4))):
             sizes = []
             for length in (2000, 1000, 600):  # longest first: its room is made before anything is counted
@@ -309,7 +311,7 @@ def test_weights_move_to_large_pages_and_stay_what_they_were() -> None:
 
 
 @pytest.mark.skipif(not can_pack(torch.ones(1)), reason="oneDNN lays nothing out here")
-@pytest.mark.parametrize("lay_out", [partial(Lean, consume=True), pack])
+@pytest.mark.parametrize("lay_out", [partial(LlamaWeights, consume=True), pack])
 def test_matrices_are_let_go_as_they_are_laid_out(
     lay_out: Callable[[PreTrainedModel], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,16 +339,16 @@ def test_matrices_are_let_go_as_they_are_laid_out(
 def test_embeddings_are_copied_out_of_a_file_but_not_out_of_memory(tmp_path: Path) -> None:
     folder = save_model(tmp_path, byte_level_tokenizer())
     for dtype in ("float32", "bfloat16"):  # the file's own, and another
-        model, _ = reference(Spec(str(folder), dtype=dtype, device="cpu"))
+        model, _ = reference(ModelSpec(str(folder), dtype=dtype, device="cpu"))
         weight = model.model.embed_tokens.weight
         assert is_mapped(weight) == (dtype == "float32")
-        kept = Lean(model).embedding
+        kept = LlamaWeights(model).embedding
         assert not is_mapped(kept) and torch.equal(kept, weight)
         assert (kept.data_ptr() == weight.data_ptr()) == (dtype != "float32")
 
 
 def test_two_thousand_rounds_leave_memory_flat() -> None:
-    cached = CachedModel(Lean(random_model(LlamaConfig(**{**LLAMA, "max_position_embeddings": 2048}))))
+    cached = CachedModel(LlamaWeights(random_model(LlamaConfig(**{**LLAMA, "max_position_embeddings": 2048}))))
     rng, process = random.Random(0), psutil.Process()
     tokens, before = [1, 2, 3], 0
     for i in range(2000):
@@ -362,13 +364,13 @@ def test_two_thousand_rounds_leave_memory_flat() -> None:
 
 ROW_COUNTS = """
 import specdemo, torch
-from specdemo.models.memory import give_back, process_bytes
+from specdemo.models.memory import release_memory, process_bytes
 from specdemo.models.engines.packed_linear import PackedLinear
 layer = PackedLinear(torch.randn(256, 256), None)
 for n in range(1, 801):
     layer(torch.randn(n, 256))
     if n in (500, 800):
-        give_back()
+        release_memory()
         print(process_bytes())
 """
 

@@ -10,11 +10,11 @@ import torch
 from fakes.tiny_models import byte_level_tokenizer, save_model, sentencepiece_tokenizer
 from transformers import ViTConfig
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.generate import generate
 from specdemo.models.load import load, reference
-from specdemo.models.model_pool import Shelf
-from specdemo.models.spec import Spec
+from specdemo.models.model_pool import ModelPool
+from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import check_pair
 from specdemo.recipe import Recipe
 
@@ -24,8 +24,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("models") / "target", byte_level_tokenizer())
 
 
-def refusal(spec: Spec) -> str:
-    with pytest.raises(Refused) as caught:
+def refusal(spec: ModelSpec) -> str:
+    with pytest.raises(UserError) as caught:
         load(spec)
     sentence = str(caught.value)
     assert "\n" not in sentence and len(sentence) < 400
@@ -34,14 +34,16 @@ def refusal(spec: Spec) -> str:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_dtypes(checkpoint: Path, dtype: str) -> None:
-    loaded = load(Spec(str(checkpoint), dtype, device="cpu"))
+    loaded = load(ModelSpec(str(checkpoint), dtype, device="cpu"))
     assert loaded.model.dtype == getattr(torch, dtype)
     assert loaded.stop == {loaded.tokenizer.eos_token_id}
 
 
 def test_quantised_weights_take_less_memory(checkpoint: Path) -> None:
-    full, int8, nf4 = (load(Spec(str(checkpoint), "float16", q, "cpu")).weight_bytes for q in ("none", "int8", "nf4"))
-    half, _ = reference(Spec(str(checkpoint), "float16", device="cpu"))
+    full, int8, nf4 = (
+        load(ModelSpec(str(checkpoint), "float16", q, "cpu")).weight_bytes for q in ("none", "int8", "nf4")
+    )
+    half, _ = reference(ModelSpec(str(checkpoint), "float16", device="cpu"))
     linear = sum(p.numel() for name, p in half.named_parameters() if "proj" in name)
     assert full - int8 == pytest.approx(linear, rel=0.1)  # from 2 bytes to 1 and a scale per row
     assert full - nf4 == pytest.approx(1.5 * linear, rel=0.1)  # from 2 to 0.5 and scales
@@ -50,24 +52,24 @@ def test_quantised_weights_take_less_memory(checkpoint: Path) -> None:
 @pytest.mark.parametrize("quantization", ["int8", "nf4"])
 @pytest.mark.parametrize("method", ["draft", "nasd"])
 def test_quantised_speculation_runs(checkpoint: Path, quantization: str, method: str) -> None:
-    shelf = Shelf()
+    pool = ModelPool()
     settings = {"target": str(checkpoint), "drafter": str(checkpoint), "quantization": quantization, "device": "cpu"}
     recipe = Recipe(method=method, temperature=0, max_tokens=24, **settings)
-    lines = [line for line in generate(recipe, "def add(a, b, a, b, a, b):", shelf) if "phase" not in line]
+    lines = [line for line in generate(recipe, "def add(a, b, a, b, a, b):", pool) if "phase" not in line]
     assert lines[-1]["end"] == "length" and lines[-1]["metrics"]["tokens"] == 24
     if method == "draft":
         assert lines[-1]["metrics"]["accepted"] > 0
 
 
 def test_directories_that_are_no_models(tmp_path: Path) -> None:
-    assert "no config.json" in refusal(Spec(str(tmp_path)))
+    assert "no config.json" in refusal(ModelSpec(str(tmp_path)))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "a-kind-from-the-future"}))
-    assert "does not know" in refusal(Spec(str(tmp_path)))
+    assert "does not know" in refusal(ModelSpec(str(tmp_path)))
 
 
 def test_models_that_do_not_continue_text(tmp_path: Path) -> None:
     ViTConfig().save_pretrained(tmp_path / "vit")
-    assert "not a causal language model" in refusal(Spec(str(tmp_path / "vit")))
+    assert "not a causal language model" in refusal(ModelSpec(str(tmp_path / "vit")))
 
 
 def test_damaged_weights(tmp_path: Path) -> None:
@@ -75,57 +77,59 @@ def test_damaged_weights(tmp_path: Path) -> None:
     weights = folder / "model.safetensors"
     data = weights.read_bytes()
     weights.write_bytes(data[: len(data) // 2])
-    assert "damaged" in refusal(Spec(str(folder)))
+    assert "damaged" in refusal(ModelSpec(str(folder)))
     weights.write_bytes(b"\xff" * 100)
-    assert "damaged" in refusal(Spec(str(folder)))
+    assert "damaged" in refusal(ModelSpec(str(folder)))
     weights.unlink()
-    assert "no safetensors weights" in refusal(Spec(str(folder)))
+    assert "no safetensors weights" in refusal(ModelSpec(str(folder)))
 
 
 def test_a_hub_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert "offline mode" in refusal(Spec("someone/a-model-that-is-not-here"))
-    assert "check the spelling" in refusal(Spec(str(tmp_path / "nothing" / "here" / "at all")))
+    assert "offline mode" in refusal(ModelSpec("someone/a-model-that-is-not-here"))
+    assert "check the spelling" in refusal(ModelSpec(str(tmp_path / "nothing" / "here" / "at all")))
 
 
 def test_devices_that_are_not_there(checkpoint: Path) -> None:
-    assert "unknown device 'abacus'" in refusal(Spec(str(checkpoint), device="abacus"))
-    assert "there is no device cuda:77" in refusal(Spec(str(checkpoint), device="cuda:77"))
-    assert "unknown device 'meta'" in refusal(Spec(str(checkpoint), device="meta"))
+    assert "unknown device 'abacus'" in refusal(ModelSpec(str(checkpoint), device="abacus"))
+    assert "there is no device cuda:77" in refusal(ModelSpec(str(checkpoint), device="cuda:77"))
+    assert "unknown device 'meta'" in refusal(ModelSpec(str(checkpoint), device="meta"))
 
 
 def test_dimensions_that_4_bit_cannot_take_are_refused_before_loading(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "odd", byte_level_tokenizer(), hidden_size=48)
     (folder / "model.safetensors").unlink()
-    sentence = refusal(Spec(str(folder), quantization="nf4", device="cpu"))
+    sentence = refusal(ModelSpec(str(folder), quantization="nf4", device="cpu"))
     assert "48 inputs, not a multiple of 64" in sentence and "int8 or none" in sentence
 
 
 @pytest.mark.parametrize("quantization", ["int8", "nf4"])
 def test_quantisation_without_its_package(checkpoint: Path, quantization: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "needs the package bitsandbytes" in refusal(Spec(str(checkpoint), quantization=quantization, device="cpu"))
+    assert "needs the package bitsandbytes" in refusal(
+        ModelSpec(str(checkpoint), quantization=quantization, device="cpu")
+    )
 
 
 def test_pairs_by_tokenizer_identity() -> None:
     ours = byte_level_tokenizer()
     check_pair(ours, byte_level_tokenizer())
-    with pytest.raises(Refused, match=r"differ in [\d,]+ of [\d,]+ ids \(id 0 is '<\|end\|>' .*'<unk>'"):
+    with pytest.raises(UserError, match=r"differ in [\d,]+ of [\d,]+ ids \(id 0 is '<\|end\|>' .*'<unk>'"):
         check_pair(ours, sentencepiece_tokenizer())
     longer = byte_level_tokenizer()
     longer.add_tokens(["<extra>"])
-    with pytest.raises(Refused, match=r"differ in 1 of .*'<extra>' for the drafter"):
+    with pytest.raises(UserError, match=r"differ in 1 of .*'<extra>' for the drafter"):
         check_pair(ours, longer)
     other_end = byte_level_tokenizer()
     other_end.eos_token = "a"
-    with pytest.raises(Refused, match="eos_token_id"):
+    with pytest.raises(UserError, match="eos_token_id"):
         check_pair(ours, other_end)
 
 
 def test_nan_weights_end_the_run_in_words(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "nan", byte_level_tokenizer())
-    shelf = Shelf()
+    pool = ModelPool()
     recipe = Recipe(target=str(folder), method="ar", max_tokens=8, device="cpu")
-    shelf.take(recipe.target_spec).model.embedding.fill_(float("nan"))
-    lines = list(generate(recipe, "def", shelf))
+    pool.take(recipe.target_spec).model.embedding.fill_(float("nan"))
+    lines = list(generate(recipe, "def", pool))
     assert lines[-1]["end"] == "error" and "NaN" in lines[-1]["error"] and lines[-1]["metrics"]["tokens"] == 0

@@ -11,17 +11,17 @@ import torch
 from fakes.tiny_models import byte_level_tokenizer, save_model
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPTNeoXConfig
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
 from specdemo.models import zoo as pairs
 from specdemo.models.hub import Hub
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import load, reference
 from specdemo.models.memory import free_bytes
-from specdemo.models.memory_plan import lacking, plan, plan_of, refuse_lacking, smaller
-from specdemo.models.model_pool import Shelf
+from specdemo.models.memory_plan import check_memory, missing_bytes, plan_config, plan_spec, smaller
+from specdemo.models.model_pool import ModelPool
 from specdemo.models.quantization import skeleton
-from specdemo.models.spec import Spec, find_device
+from specdemo.models.spec import ModelSpec, find_device
 from specdemo.models.zoo import MODELS, PAIRS, offers
 
 BUNDLED = PAIRS["bundled"].drafter
@@ -29,8 +29,8 @@ BUNDLED = PAIRS["bundled"].drafter
 
 @pytest.mark.parametrize("quantization", ["none", "bf16", "fp16", "int8", "nf4", "fp4", "nf4-single", "fp4-single"])
 def test_weights_and_cache_are_as_planned(quantization: str) -> None:
-    spec = Spec(BUNDLED, quantization=quantization, device="cpu").resolved()
-    planned = plan(spec, 700)
+    spec = ModelSpec(BUNDLED, quantization=quantization, device="cpu").resolved()
+    planned = plan_spec(spec, 700)
     loaded = load(spec)
     assert planned.weights == pytest.approx(loaded.weight_bytes, rel=0.02)
     assert planned.parameters == sum(p.numel() for p in skeleton(loaded.model.config).parameters())
@@ -42,8 +42,8 @@ def test_weights_and_cache_are_as_planned(quantization: str) -> None:
 @pytest.mark.parametrize("quantization", ["none", "int8", "nf4"])
 @pytest.mark.parametrize("kind", [GPT2Config, GPTNeoXConfig])
 def test_models_that_run_through_transformers(kind: type, quantization: str, tmp_path: Path) -> None:
-    spec = Spec(str(_saved(kind, tmp_path)), quantization=quantization, device="cpu").resolved()
-    planned, loaded = plan(spec, 64), load(spec)
+    spec = ModelSpec(str(_saved(kind, tmp_path)), quantization=quantization, device="cpu").resolved()
+    planned, loaded = plan_spec(spec, 64), load(spec)
     assert loaded.engine.startswith("transformers")
     assert planned.weights == pytest.approx(loaded.weight_bytes, rel=0.02)
 
@@ -59,47 +59,51 @@ def _saved(kind: type, folder: Path) -> Path:
 
 
 def test_checkpoints_that_are_quantised_already(tmp_path: Path) -> None:
-    spec = Spec(BUNDLED, quantization="nf4", device="cpu")
+    spec = ModelSpec(BUNDLED, quantization="nf4", device="cpu")
     model, tokenizer = reference(spec)
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    as_it_is = Spec(str(tmp_path), device="cpu").resolved()
-    planned, loaded = plan(as_it_is, 64), load(as_it_is)
+    as_it_is = ModelSpec(str(tmp_path), device="cpu").resolved()
+    planned, loaded = plan_spec(as_it_is, 64), load(as_it_is)
     assert planned.weights == pytest.approx(loaded.weight_bytes, rel=0.05)
     assert loaded.weight_bytes == pytest.approx(load(spec).weight_bytes, rel=0.02)
-    with pytest.raises(Refused, match=r"quantised already \(bitsandbytes\): choose quantization none"):
+    with pytest.raises(UserError, match=r"quantised already \(bitsandbytes\): choose quantization none"):
         load(replace(as_it_is, quantization="int8"))
 
 
 def test_too_little_memory_is_refused_with_numbers_and_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = Spec(PAIRS["bundled"].target, device="cpu").resolved()
-    needed, four_bits = plan(spec, 256), plan(replace(spec, quantization="nf4"), 256)
+    spec = ModelSpec(PAIRS["bundled"].target, device="cpu").resolved()
+    needed, four_bits = plan_spec(spec, 256), plan_spec(replace(spec, quantization="nf4"), 256)
     assert four_bits.peak < needed.peak
     monkeypatch.setattr("specdemo.models.memory_plan.free_bytes", lambda device: (needed.peak + four_bits.peak) // 2)
-    with pytest.raises(Refused, match=r"target needs [\d.]+ MB on cpu \(weights .*are free: load it in .*which needs"):
-        Shelf().take(spec)
+    with pytest.raises(
+        UserError, match=r"target needs [\d.]+ MB on cpu \(weights .*are free: load it in .*which needs"
+    ):
+        ModelPool().take(spec)
     monkeypatch.setattr("specdemo.models.memory_plan.free_bytes", lambda device: 1_000_000)
-    with pytest.raises(Refused, match=r"and 1\.0 MB are free: choose a smaller pair"):
-        Shelf().take(spec)
-    assert not lacking([]) and refuse_lacking([]) is None
+    with pytest.raises(UserError, match=r"and 1\.0 MB are free: choose a smaller pair"):
+        ModelPool().take(spec)
+    assert not missing_bytes([]) and check_memory([]) is None
 
 
 def test_models_together_must_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, drafter = (Spec(getattr(PAIRS["bundled"], role), device="cpu").resolved() for role in ("target", "drafter"))
-    one, other = plan(target, 64), plan(drafter, 64)
+    target, drafter = (
+        ModelSpec(getattr(PAIRS["bundled"], role), device="cpu").resolved() for role in ("target", "drafter")
+    )
+    one, other = plan_spec(target, 64), plan_spec(drafter, 64)
     monkeypatch.setattr("specdemo.models.memory_plan.free_bytes", lambda device: max(one.peak, other.peak) + 1000)
-    assert not lacking([one]) and not lacking([other]) and "cpu" in lacking([one, other])
-    with pytest.raises(Refused, match="target and drafter need"):
-        list(Shelf().bring([target, drafter], 64))
+    assert not missing_bytes([one]) and not missing_bytes([other]) and "cpu" in missing_bytes([one, other])
+    with pytest.raises(UserError, match="target and drafter need"):
+        list(ModelPool().bring([target, drafter], 64))
 
 
 def test_others_make_room_for_what_does_not_fit_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    shelf = Shelf()
-    first = Spec(BUNDLED, device="cpu")
-    shelf.take(first)
-    monkeypatch.setattr("specdemo.models.memory_plan.free_bytes", lambda device: 0 if first in shelf else 1 << 40)
-    shelf.take(Spec(PAIRS["bundled"].target, device="cpu"))
-    assert first not in shelf
+    pool = ModelPool()
+    first = ModelSpec(BUNDLED, device="cpu")
+    pool.take(first)
+    monkeypatch.setattr("specdemo.models.memory_plan.free_bytes", lambda device: 0 if first in pool else 1 << 40)
+    pool.take(ModelSpec(PAIRS["bundled"].target, device="cpu"))
+    assert first not in pool
 
 
 @pytest.mark.parametrize(
@@ -117,7 +121,7 @@ def test_what_a_head_takes_while_it_is_laid_out(dtype: str, tied: bool, quantiza
     """Of a vocabulary like this all else is small."""
     shape = {"vocab_size": 60_000, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
     config = AutoConfig.for_model("llama", num_attention_heads=1, tie_word_embeddings=tied, **shape)
-    planned = plan_of(Spec("wide", device="cpu", dtype=dtype, quantization=quantization), config, 1)
+    planned = plan_config(ModelSpec("wide", device="cpu", dtype=dtype, quantization=quantization), config, 1)
     width = {"float32": 4, "bfloat16": 2, "float16": 2}[dtype]
     assert planned.loading // (60_000 * 64 * width) == heads
 
@@ -125,8 +129,8 @@ def test_what_a_head_takes_while_it_is_laid_out(dtype: str, tied: bool, quantiza
 def test_smaller_ways_grow_smaller() -> None:
     known = MODELS["HuggingFaceTB/SmolLM2-1.7B"]
     config = AutoConfig.for_model(known.kind, **known.shape)
-    spec = Spec(known.name, device="cpu").resolved()
-    sizes = [plan_of(one, config, 64).weights for one in (spec, *smaller(spec))]
+    spec = ModelSpec(known.name, device="cpu").resolved()
+    sizes = [plan_config(one, config, 64).weights for one in (spec, *smaller(spec))]
     assert len(sizes) == 4 and sizes == sorted(sizes, reverse=True)
     assert [one.quantization for one in smaller(replace(spec, quantization="int8"))] == ["nf4"]
 
@@ -134,8 +138,8 @@ def test_smaller_ways_grow_smaller() -> None:
 @pytest.mark.parametrize("name", ["HuggingFaceTB/SmolLM2-135M", "openai-community/gpt2", "Qwen/Qwen3-0.6B"])
 def test_the_pickers_estimate_is_that_of_the_plan(name: str) -> None:
     known = MODELS[name]
-    spec = Spec(name, device="cpu").resolved()
-    planned = plan_of(spec, AutoConfig.for_model(known.kind, **known.shape), 2048)
+    spec = ModelSpec(name, device="cpu").resolved()
+    planned = plan_config(spec, AutoConfig.for_model(known.kind, **known.shape), 2048)
     assert pairs._takes(name, True) == pytest.approx(planned.weights + planned.kv, rel=0.02)
 
 

@@ -9,16 +9,16 @@ import torch
 from fakes.tiny_models import byte_level_tokenizer, save_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.core.rules import RULES
-from specdemo.core.sampling import Noise, Warp
+from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft
-from specdemo.core.verifier import Target
-from specdemo.models.engines.llama_weights import why_not
+from specdemo.core.verifier import ModelVerifier
+from specdemo.models.engines.llama_weights import unsupported_reason
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import load
 from specdemo.models.placement import place, spread
-from specdemo.models.spec import SPREAD, Spec
+from specdemo.models.spec import SPREAD, ModelSpec
 from specdemo.recipe import Recipe
 
 LAYERS = 4
@@ -31,21 +31,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_layers_fill_the_devices_in_order(folder: Path) -> None:
-    spec, config = Spec(str(folder), device=SPREAD).resolved(), AutoConfig.from_pretrained(folder)
-    whole = load(Spec(str(folder), device="cpu")).weight_bytes
+    spec, config = ModelSpec(str(folder), device=SPREAD).resolved(), AutoConfig.from_pretrained(folder)
+    whole = load(ModelSpec(str(folder), device="cpu")).weight_bytes
     places = spread(spec, config, {0: int(0.6 * whole), "cpu": whole})
     where = [places[f"model.layers.{i}"] for i in range(LAYERS)]
     assert where[0] == 0 and where[-1] == "cpu" and where == sorted(where, key=str)
     assert set(spread(spec, config, {0: 10 * whole, "cpu": whole}).values()) == {0}
-    with pytest.raises(Refused, match="does not fit all devices together"):
+    with pytest.raises(UserError, match="does not fit all devices together"):
         spread(spec, config, {0: whole // 4, "cpu": whole // 4})
 
 
 def test_on_a_machine_with_one_device_spread_is_that_device(folder: Path) -> None:
-    spec = Spec(str(folder), device=SPREAD).resolved()
+    spec = ModelSpec(str(folder), device=SPREAD).resolved()
     if not torch.cuda.is_available():
         assert set(place(spec, AutoConfig.from_pretrained(folder))["device_map"].values()) == {"cpu"}
-    ours, theirs = load(spec), load(Spec(str(folder), device="cpu"))
+    ours, theirs = load(spec), load(ModelSpec(str(folder), device="cpu"))
     draft = Draft.chain((5, 6, 7))
     a, b = (CachedModel(one.model).score([1, 2, 3], draft).float().cpu() for one in (ours, theirs))
     assert torch.allclose(a, b, atol=2e-2 if torch.cuda.is_available() else 1e-4)
@@ -59,7 +59,7 @@ def test_a_model_that_moves_between_places_scores_as_ever(folder: Path, tmp_path
     parted = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, device_map={**places, **layers}, offload_folder=tmp_path
     ).eval()
-    assert why_not(parted) == "it is spread over several devices" and why_not(whole) is None
+    assert unsupported_reason(parted) == "it is spread over several devices" and unsupported_reason(whole) is None
     ours, theirs = CachedModel(parted), CachedModel(whole)
     for tokens, draft in (([1, 2, 3], ()), ([1, 2, 3, 4], (5, 6, 7)), ([1, 2, 3, 4, 5, 9], (8,))):
         a, b = (one.score(tokens, Draft.chain(draft)) for one in (ours, theirs))
@@ -77,15 +77,15 @@ def test_a_law_from_elsewhere_is_brought_to_the_targets_device() -> None:
             moved.append(device)
             return torch.full((1, 4), 0.25)
 
-    law = torch.full((1, 4), 0.25).as_subclass(Elsewhere)
-    target = Target(
+    probs = torch.full((1, 4), 0.25).as_subclass(Elsewhere)
+    target = ModelVerifier(
         lambda tokens, draft: torch.zeros(len(draft) + 1, 4),
-        Warp(temperature=1.0),
+        SamplingParams(temperature=1.0),
         RULES["rejection"].apply,
         Noise(0, "accept"),
         Noise(0, "correct"),
     )
-    verdict = target.judge([1], Draft((2,), (-1,), (0.25,), law))
+    verdict = target.verify([1], Draft((2,), (-1,), (0.25,), probs))
     assert moved == [torch.device("cpu")] and verdict.accepted == (0,)
 
 

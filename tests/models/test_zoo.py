@@ -10,13 +10,13 @@ import torch
 from fakes.tiny_models import byte_level_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.generate import generate
 from specdemo.models.engines.encoder_decoder import auto_class, has_encoder
 from specdemo.models.engines.generic import can_roll_back
-from specdemo.models.model_pool import Shelf
+from specdemo.models.model_pool import ModelPool
 from specdemo.models.quantization import skeleton
-from specdemo.models.zoo import MODELS, PAIRS, REVISIONS, Known
+from specdemo.models.zoo import MODELS, PAIRS, REVISIONS, HubModel
 from specdemo.preflight import preflight
 from specdemo.recipe import Recipe
 
@@ -24,7 +24,7 @@ SMALL = [known for known in MODELS.values() if known.parameters < 2e9]
 
 
 @pytest.mark.parametrize("known", SMALL, ids=lambda known: known.name)
-def test_a_shape_has_as_many_weights_as_the_model(known: Known) -> None:
+def test_a_shape_has_as_many_weights_as_the_model(known: HubModel) -> None:
     config = AutoConfig.for_model(known.kind, **known.shape)
     apart = known.shape.get("tie_word_embeddings") is False
     assert sum(weight.numel() for weight in skeleton(config, apart).parameters()) == known.parameters
@@ -32,7 +32,7 @@ def test_a_shape_has_as_many_weights_as_the_model(known: Known) -> None:
 
 
 @pytest.mark.parametrize("known", MODELS.values(), ids=lambda known: known.name)
-def test_every_model_can_take_back_tokens(known: Known) -> None:
+def test_every_model_can_take_back_tokens(known: HubModel) -> None:
     config = AutoConfig.for_model(known.kind, **known.shape)
     assert can_roll_back(auto_class(config)._model_mapping[type(config)], config)
     assert re.fullmatch("[0-9a-f]{40}", known.revision) and known.licence
@@ -57,10 +57,10 @@ def test_the_targets_of_pairs_are_the_larger_and_revisions_are_pinned() -> None:
     ("method", "said"), [("tree", "takes one"), ("beam", "takes one"), ("lookahead", "takes one"), ("self", "decoders")]
 )
 def test_what_a_pair_with_encoders_cannot_run_is_refused_before_it_is_fetched(method: str, said: str) -> None:
-    with pytest.raises(Refused, match=said):
+    with pytest.raises(UserError, match=said):
         Recipe(pair="flan-t5-xl", method=method)
-    with pytest.raises(Refused, match="begins anew"):
-        preflight(Recipe(pair="flan-t5-xl"), [], Shelf())
+    with pytest.raises(UserError, match="begins anew"):
+        preflight(Recipe(pair="flan-t5-xl"), [], ModelPool())
 
 
 @pytest.mark.parametrize("method", ["draft", "nasd"])
@@ -84,11 +84,11 @@ def test_gemmas_alternating_windows_roll_back(method: str, tmp_path: Path) -> No
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     models = {"target": str(tmp_path), "drafter": str(tmp_path), "drafter_quantization": "bf16"}
-    shelf = Shelf()
+    pool = ModelPool()
 
     def run(method: str) -> tuple[list[int], int]:
         recipe = Recipe(**models, method=method, temperature=0, max_tokens=48, gamma=4, device="cpu")
-        lines = [line for line in generate(recipe, "def add(a, b):\n    return", shelf) if "phase" not in line]
+        lines = [line for line in generate(recipe, "def add(a, b):\n    return", pool) if "phase" not in line]
         drafted = lines[-1]["metrics"]
         return [token for line in lines if "i" in line for token in line["tokens"]], drafted["drafted"]
 

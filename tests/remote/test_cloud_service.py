@@ -24,18 +24,18 @@ from fakes.remote import Table, contexts, plain
 from fastapi.testclient import TestClient
 
 from specdemo.cli.main import main
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.generate import generate
-from specdemo.models.model_pool import Shelf
+from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
-from specdemo.remote.config import Cloud
+from specdemo.remote.config import CloudConfig
 from specdemo.remote.contexts import Contexts
-from specdemo.remote.protocol import ENCODINGS, About
-from specdemo.remote.server import Limits, Rates, service
+from specdemo.remote.protocol import ENCODINGS, ServiceInfo
+from specdemo.remote.server import RateLimiter, ServiceLimits, service
 from specdemo.worker import Worker
 
 ROOT = Path(__file__).parents[2]
-ABOUT = About(
+ABOUT = ServiceInfo(
     name="table",
     vocab_size=VOCAB,
     context=64,
@@ -82,11 +82,11 @@ def test_without_the_token_nothing_is_told(sent: str | None) -> None:
 
 def test_an_address_may_ask_so_often() -> None:
     now = [0.0]
-    rates = Rates(2.0, 3, clock=lambda: now[0])
+    rates = RateLimiter(2.0, 3, clock=lambda: now[0])
     assert [rates.allow("a") for _ in range(4)] == [True, True, True, False] and rates.allow("b")
     now[0] = 0.5
     assert rates.allow("a") and not rates.allow("a")
-    limited = client(limits=Limits(rounds_per_second=1e-6, burst=1))
+    limited = client(limits=ServiceLimits(rounds_per_second=1e-6, burst=1))
     first, second = limited.get("/v1/target"), limited.get("/v1/target")
     assert (first.status_code, second.status_code, second.json()["code"]) == (200, 429, "busy")
 
@@ -94,7 +94,7 @@ def test_an_address_may_ask_so_often() -> None:
 # --- what is refused ---------------------------------------------------------------------------------------------
 
 BAD: dict[str, tuple[Any, int, str]] = {
-    "no object": ([], 422, "Round"),
+    "no object": ([], 422, "VerifyRequest"),
     "unknown field": ({**OPEN, "extra": 1}, 422, "extra"),
     "a number in quotes": ({**OPEN, "round": "0"}, 422, "round"),
     "a number that is a truth value": ({**OPEN, "round": True}, 422, "round"),
@@ -215,7 +215,7 @@ def _packed(body: Any) -> bytes:
     ],
 )
 def test_bodies_that_are_no_messages(body: bytes, kind: str, status: int) -> None:
-    small = client(limits=Limits(body_bytes=1000 if status == 413 else 1 << 20))
+    small = client(limits=ServiceLimits(body_bytes=1000 if status == 413 else 1 << 20))
     response = small.post("/v1/rounds", content=body, headers={"Content-Type": kind})
     assert response.status_code == status and response.content
 
@@ -229,7 +229,7 @@ def test_after_all_that_it_still_judges(cloud: TestClient) -> None:
 def test_what_it_takes_and_gives_is_described(cloud: TestClient) -> None:
     described = cloud.get("/openapi.json").json()
     assert set(described["paths"]) == {"/v1/target", "/v1/rounds", "/v1/texts", "/v1/contexts/{ctx_id}"}
-    fields = described["components"]["schemas"]["Round"]["properties"]
+    fields = described["components"]["schemas"]["VerifyRequest"]["properties"]
     assert {"ctx_id", "draft_tokens", "q_token_probs", "hard_mask", "k", "sampling_cfg"} <= set(fields)
     for operation in (one for path in described["paths"].values() for one in path.values()):
         for part in (operation.get("requestBody", {}), *operation["responses"].values()):
@@ -330,7 +330,7 @@ def failing(error: Exception) -> TestClient:
 
 def test_a_text_that_fails_half_way_says_why() -> None:
     body = {"tokens": [2, 0, 2, 0], "sampling_cfg": {}, "max_tokens": 9}
-    lines = failing(Refused("the model is tired: let it rest")).post("/v1/texts", json=body).text.splitlines()
+    lines = failing(UserError("the model is tired: let it rest")).post("/v1/texts", json=body).text.splitlines()
     assert len(lines) == 2 and lines[0].isdigit() and lines[1] == "error the model is tired: let it rest"
 
 
@@ -397,7 +397,7 @@ def secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECDEMO_TOKEN", "secret")
 
 
-SHELF = Shelf()
+SHELF = ModelPool()
 
 
 def tokens(**options: Any) -> list[int]:
@@ -408,7 +408,7 @@ def tokens(**options: Any) -> list[int]:
 
 @pytest.mark.parametrize("encoding", ["json", "msgpack"])
 def test_two_processes_write_what_one_writes(process: list[Process], secret: None, encoding: str) -> None:
-    cloud = Cloud(process[-1].url, encoding=encoding)
+    cloud = CloudConfig(process[-1].url, encoding=encoding)
     coupled = {"temperature": 1.0, "top_p": 1.0, "rule": "coupled", "seed": 3}
     for settings in ({"temperature": 0.0}, coupled):
         plainly = tokens(method="ar", **settings)
@@ -416,11 +416,13 @@ def test_two_processes_write_what_one_writes(process: list[Process], secret: Non
             assert tokens(method=method, cloud=cloud, **settings) == plainly, method
     if encoding == "json":
         return
-    assert tokens(cloud=Cloud(process[-1].url, mode="cloud_only"), **coupled) == tokens(method="ar", **coupled)
+    assert tokens(cloud=CloudConfig(process[-1].url, mode="cloud_only"), **coupled) == tokens(method="ar", **coupled)
 
 
 def test_the_trace_counts_what_went_over_the_wire(process: list[Process], secret: None) -> None:
-    recipe = Recipe(device="cpu", max_tokens=24, temperature=1.0, cloud=Cloud(process[-1].url, encoding="msgpack"))
+    recipe = Recipe(
+        device="cpu", max_tokens=24, temperature=1.0, cloud=CloudConfig(process[-1].url, encoding="msgpack")
+    )
     head, *steps, end = (line for line in generate(recipe, TEXT, SHELF) if "phase" not in line)
     assert head["exact"] and process[-1].url in head["environment"]["device"]
     assert head["recipe"]["cloud"]["remote"] == process[-1].url and "secret" not in json.dumps([head, steps, end])
@@ -439,7 +441,7 @@ def test_a_cloud_that_is_killed_in_mid_run_and_started_again_changes_nothing(
     process: list[Process], secret: None
 ) -> None:
     settings = {"temperature": 1.0, "top_p": 1.0, "seed": 11}
-    cloud = Cloud(process[-1].url, deadline_ms=200, lost_after_s=120)
+    cloud = CloudConfig(process[-1].url, deadline_ms=200, lost_after_s=120)
     faultless = tokens(cloud=cloud, **settings)
     recipe = Recipe(device="cpu", max_tokens=24, cloud=cloud, **settings)
     written, port = [], int(process[-1].url.rpartition(":")[2])
@@ -460,14 +462,14 @@ def test_an_edge_that_is_killed_in_mid_run_harms_nobody(process: list[Process], 
         assert any(json.loads(line).get("i") == 3 for line in edge.stdout)  # in the midst of its text
         edge.kill()
     assert edge.returncode == -signal.SIGKILL
-    assert tokens(cloud=Cloud(url), temperature=0.0) == tokens(method="ar", temperature=0.0)
+    assert tokens(cloud=CloudConfig(url), temperature=0.0) == tokens(method="ar", temperature=0.0)
 
 
 def test_what_does_not_fit_is_refused_in_one_sentence(
     process: list[Process], secret: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(Refused, match="there is no service at"):
-        tokens(cloud=Cloud("http://127.0.0.1:1", lost_after_s=1))
+    with pytest.raises(UserError, match="there is no service at"):
+        tokens(cloud=CloudConfig("http://127.0.0.1:1", lost_after_s=1))
     monkeypatch.setenv("SPECDEMO_TOKEN", "wrong")
-    with pytest.raises(Refused, match="bearer token"):
-        tokens(cloud=Cloud(process[-1].url))
+    with pytest.raises(UserError, match="bearer token"):
+        tokens(cloud=CloudConfig(process[-1].url))

@@ -13,23 +13,31 @@ from fakes.enumeration import PROMPT, SMALL, TARGET, VOCAB
 from fakes.remote import Direct, contexts, settings
 from fakes.tiny_models import committed, run, tiny_model
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.core.policies import Fixed
 from specdemo.core.rules import rejection
-from specdemo.core.sampling import Noise, Warp
+from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft
-from specdemo.core.verifier import Target
+from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.model import ModelDrafter
-from specdemo.models.engines.llama_weights import Lean
+from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_variants import with_dropout
 from specdemo.recipe import Recipe
-from specdemo.remote.client import Lost, Patience, RemoteTarget
-from specdemo.remote.config import Cloud
-from specdemo.remote.gates import Always, Gated, Gauge, document_frequency, hard, mc_dropout, signals
-from specdemo.remote.transport import Unanswered
+from specdemo.remote.client import ConnectionLost, Deadlines, RemoteVerifier
+from specdemo.remote.config import CloudConfig
+from specdemo.remote.gates import (
+    AlwaysVerify,
+    GatedVerifier,
+    RecordingPolicy,
+    document_frequency,
+    hard,
+    mc_dropout,
+    signals,
+)
+from specdemo.remote.transport import NoResponse
 
-GREEDY = Warp(temperature=0)
+GREEDY = SamplingParams(temperature=0)
 
 
 def small_text(count: int) -> list[int]:
@@ -51,8 +59,8 @@ def target_text(count: int) -> list[int]:
 
 
 def test_signals_are_what_their_names_say() -> None:
-    law = torch.tensor([[0.5, 0.25, 0.125, 0.125], [0.25, 0.25, 0.25, 0.25]])
-    found = signals(list(law.log()), Draft.chain((1, 3)))
+    probs = torch.tensor([[0.5, 0.25, 0.125, 0.125], [0.25, 0.25, 0.25, 0.25]])
+    found = signals(list(probs.log()), Draft.chain((1, 3)))
     assert found["nll"] == pytest.approx([math.log(4), math.log(4)])
     assert found["entropy"] == pytest.approx([1.75, 2.0])
     assert found["margin"] == pytest.approx([0.25, 0.0])
@@ -62,10 +70,10 @@ def test_signals_are_what_their_names_say() -> None:
 
 def gated(thresholds: dict[str, float], most_hard: float = 0.3, **options: Any) -> tuple[list[Any], Direct]:
     http = Direct(contexts())
-    gauge = Gauge(Fixed(2))
-    judge = Gated(RemoteTarget(http, settings(GREEDY)), gauge, thresholds, most_hard, **options)
+    gauge = RecordingPolicy(Fixed(2))
+    verifier = GatedVerifier(RemoteVerifier(http, settings(GREEDY)), gauge, thresholds, most_hard, **options)
     drafter = ModelDrafter(SMALL.score, GREEDY, Noise(0, "draft"), VOCAB, extend=SMALL.extend)
-    return run(PROMPT, judge, drafter, gauge, 13), http
+    return run(PROMPT, verifier, drafter, gauge, 13), http
 
 
 def test_a_gate_that_finds_everything_hard_leaves_the_targets_text() -> None:
@@ -100,11 +108,11 @@ def test_between_them_it_saves_calls_and_costs_agreement() -> None:
 
 
 def test_rules_that_always_ask() -> None:
-    assert Always(["numbers"])("in 1999") and not Always(["numbers"])("in a year")
-    assert Always(["names"])("of Paris") and not Always(["names"])("of paris, 1")
+    assert AlwaysVerify(["numbers"])("in 1999") and not AlwaysVerify(["numbers"])("in a year")
+    assert AlwaysVerify(["names"])("of Paris") and not AlwaysVerify(["names"])("of paris, 1")
     seen = document_frequency(["Common word", "common sense", "common rare_one"])
     assert seen == Counter({"common": 3, "word": 1, "sense": 1, "rare": 1, "one": 1})
-    assert Always(["rare"], seen)("a word") and not Always(["rare"], seen)("Common")
+    assert AlwaysVerify(["rare"], seen)("a word") and not AlwaysVerify(["rare"], seen)("Common")
     steps, _ = gated({}, always=lambda tokens, draft: True)
     assert committed(steps) == target_text(13)
     steps, _ = gated({}, always=lambda tokens, draft: 1 in draft.tokens)
@@ -113,7 +121,7 @@ def test_rules_that_always_ask() -> None:
 
 
 def test_dropout_varies_what_is_unsure_and_nothing_without_it() -> None:
-    model = Lean(tiny_model("llama"))
+    model = LlamaWeights(tiny_model("llama"))
     tokens, draft = [1, 2, 3], Draft.chain((4, 5, 6))
     silent = mc_dropout([CachedModel(with_dropout(model, seed, share=0.0)).score for seed in range(3)])
     assert silent(tokens, draft) == [0.0, 0.0, 0.0]
@@ -121,7 +129,7 @@ def test_dropout_varies_what_is_unsure_and_nothing_without_it() -> None:
     assert len(varied) == 3 and all(0 < value <= 0.25 for value in varied)
     whole = CachedModel(model).score(tokens, draft)
     assert torch.equal(whole, CachedModel(with_dropout(model, 0, share=0.0)).score(tokens, draft))
-    with pytest.raises(Refused, match="Llama family"):
+    with pytest.raises(UserError, match="Llama family"):
         with_dropout(tiny_model("gpt2"), 0)
 
 
@@ -141,41 +149,41 @@ class Held(Direct):
         return super().call(*args)
 
 
-def late_judge(http: Direct) -> RemoteTarget:
-    return RemoteTarget(http, settings(GREEDY), patience=Patience(deadline_s=0.3, strict=False))
+def late_judge(http: Direct) -> RemoteVerifier:
+    return RemoteVerifier(http, settings(GREEDY), patience=Deadlines(deadline_s=0.3, strict=False))
 
 
 def test_past_the_deadline_one_drafted_token_is_taken_and_said_to_be_provisional() -> None:
     http = Held()
-    judge, right = late_judge(http), target_text(8)
+    verifier, right = late_judge(http), target_text(8)
     text = list(PROMPT)
-    assert judge.judge(text, Draft()).token == right[0]
+    assert verifier.verify(text, Draft()).token == right[0]
     text.append(right[0])
     http.free.clear()
-    verdict = judge.judge(text, Draft.chain(tuple(right[1:4])))
+    verdict = verifier.verify(text, Draft.chain(tuple(right[1:4])))
     assert verdict.accepted == (0,) and verdict.token is None and verdict.notes["provisional"] == 1
     assert verdict.p == (None,) * 3
     text.append(right[1])
     http.free.set()  # the answer comes: it agrees, and says how the text goes on
     sent = len(http.sent)
-    verdict = judge.judge(text, Draft.chain((right[2], right[3], (right[4] + 1) % VOCAB)))
+    verdict = verifier.verify(text, Draft.chain((right[2], right[3], (right[4] + 1) % VOCAB)))
     assert verdict.notes["confirmed"] == 1 and verdict.notes["overruled"] == 0 and len(http.sent) <= sent + 1
     assert verdict.accepted == (0, 1) and verdict.token == right[4]
     text += [right[2], right[3], right[4]]
-    assert judge.judge(text, Draft()).token == right[5]
+    assert verifier.verify(text, Draft()).token == right[5]
 
 
 def test_a_provisional_token_that_the_target_would_not_have_written_is_counted() -> None:
     http = Held()
-    judge, right = late_judge(http), target_text(2)
+    verifier, right = late_judge(http), target_text(2)
     text = list(PROMPT)
-    text.append(judge.judge(text, Draft()).token)
+    text.append(verifier.verify(text, Draft()).token)
     http.free.clear()
     wrong = (right[1] + 1) % VOCAB
-    assert judge.judge(text, Draft.chain((wrong,))).accepted == (0,)
+    assert verifier.verify(text, Draft.chain((wrong,))).accepted == (0,)
     text.append(wrong)
     http.free.set()
-    verdict = judge.judge(text, Draft())  # the text stays; both ends hold it
+    verdict = verifier.verify(text, Draft())  # the text stays; both ends hold it
     assert verdict.notes["overruled"] == 1 and verdict.notes["confirmed"] == 0
     assert verdict.token == int(TARGET.logits(text).argmax())
     assert http.sent[-1].tokens == [wrong]
@@ -183,11 +191,11 @@ def test_a_provisional_token_that_the_target_would_not_have_written_is_counted()
 
 def test_a_late_cloud_in_strict_mode_is_waited_for() -> None:
     http = Held()
-    judge = RemoteTarget(http, settings(GREEDY), patience=Patience(deadline_s=0.3))
+    verifier = RemoteVerifier(http, settings(GREEDY), patience=Deadlines(deadline_s=0.3))
     http.free.clear()
     threading.Timer(0.0, http.free.set).start()
     drafter = ModelDrafter(SMALL.score, GREEDY, Noise(0, "draft"), VOCAB)
-    assert committed(run(PROMPT, judge, drafter, Fixed(2), 12)) == target_text(12)
+    assert committed(run(PROMPT, verifier, drafter, Fixed(2), 12)) == target_text(12)
 
 
 # --- lost clouds -------------------------------------------------------------------------------------------------
@@ -202,7 +210,7 @@ class Dying(Direct):
 
     def call(self, *args: Any) -> Any:
         if len(self.sent) >= self.rounds:
-            raise Unanswered("nobody there")
+            raise NoResponse("nobody there")
         return super().call(*args)
 
 
@@ -213,12 +221,12 @@ def test_a_cloud_that_is_lost_ends_the_run_or_leaves_it_to_the_edge() -> None:
         now[0] += 1.0
         return now[0]
 
-    quick = {"clock": clock, "pause": lambda seconds: None, "patience": Patience(lost_s=20)}
+    quick = {"clock": clock, "pause": lambda seconds: None, "patience": Deadlines(lost_s=20)}
     drafter = ModelDrafter(SMALL.score, GREEDY, Noise(0, "draft"), VOCAB)
-    with pytest.raises(Lost, match=r"has not answered for \d+ seconds \(nobody there\)"):
-        run(PROMPT, RemoteTarget(Dying(2), settings(GREEDY), **quick), drafter, Fixed(2), 12)
-    edge = Target(SMALL.score, GREEDY, rejection, Noise(0, "accept"), Noise(0, "edge"))
-    steps = run(PROMPT, RemoteTarget(Dying(2), settings(GREEDY), edge=edge, **quick), drafter, Fixed(2), 12)
+    with pytest.raises(ConnectionLost, match=r"has not answered for \d+ seconds \(nobody there\)"):
+        run(PROMPT, RemoteVerifier(Dying(2), settings(GREEDY), **quick), drafter, Fixed(2), 12)
+    edge = ModelVerifier(SMALL.score, GREEDY, rejection, Noise(0, "accept"), Noise(0, "edge"))
+    steps = run(PROMPT, RemoteVerifier(Dying(2), settings(GREEDY), edge=edge, **quick), drafter, Fixed(2), 12)
     lost = [step.verdict.notes.get("lost", 0.0) for step in steps]
     assert sum(lost) == 1 and len(committed(steps)) == 12
     before = steps[: lost.index(1.0)]
@@ -227,7 +235,7 @@ def test_a_cloud_that_is_lost_ends_the_run_or_leaves_it_to_the_edge() -> None:
     for token in committed(steps[lost.index(1.0) :]):
         assert token == int(SMALL.logits(text).argmax())
         text.append(token)
-    nobody = RemoteTarget(Dying(0), settings(GREEDY), edge=edge, **quick)
+    nobody = RemoteVerifier(Dying(0), settings(GREEDY), edge=edge, **quick)
     assert committed(run(PROMPT, nobody, drafter, Fixed(2), 8)) == small_text(8)
 
 
@@ -256,7 +264,7 @@ URL = "http://cloud:8300"
     ],
 )
 def test_every_lossy_choice_is_called_so(cloud: dict[str, Any], recipe: dict[str, Any], exact: bool) -> None:
-    assert Recipe(cloud=Cloud(URL, **cloud), **recipe).exact == exact
+    assert Recipe(cloud=CloudConfig(URL, **cloud), **recipe).exact == exact
 
 
 @pytest.mark.parametrize(
@@ -276,13 +284,13 @@ def test_every_lossy_choice_is_called_so(cloud: dict[str, Any], recipe: dict[str
     ],
 )
 def test_choices_that_cannot_be_meant_are_refused(cloud: dict[str, Any], recipe: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(Refused, match=sentence):
-        Recipe(cloud=Cloud(**{"remote": URL, **cloud}), **recipe)
+    with pytest.raises(UserError, match=sentence):
+        Recipe(cloud=CloudConfig(**{"remote": URL, **cloud}), **recipe)
 
 
 def test_one_end_by_itself_is_plain_decoding_there() -> None:
-    here = Recipe(cloud=Cloud(URL, mode="edge_only"), temperature=0.0)
+    here = Recipe(cloud=CloudConfig(URL, mode="edge_only"), temperature=0.0)
     assert here.running.method == "ar" and here.running.cloud is None
     assert here.running.models[0] == here.models[1] and here.running.temperature == 0
-    there = Recipe(cloud=Cloud(URL, mode="cloud_only")).running
+    there = Recipe(cloud=CloudConfig(URL, mode="cloud_only")).running
     assert there.method == "ar" and there.cloud is not None and there.models == here.models

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.cloud import Rounds
 from benchmarks.link import Cell, gamma_for
 from specdemo.core.theory import best_gamma, best_gamma_over, speedup_over, walltime_improvement
-from specdemo.remote.link import Link, Wire
+from specdemo.remote.link import LinkEmulation, MeteredNetwork
 
 
 class Echo(httpcore.NetworkStream):
@@ -34,13 +34,13 @@ class Backend(httpcore.NetworkBackend):
         return self.stream
 
 
-def wire(**link: Any) -> tuple[Wire, httpcore.NetworkStream, Echo, list[float]]:
+def wire(**link: Any) -> tuple[MeteredNetwork, httpcore.NetworkStream, Echo, list[float]]:
     now, inner = [0.0], Backend()
 
     def sleep(seconds: float) -> None:
         now[0] += seconds
 
-    made = Wire(Link(**link), sleep, lambda: now[0], inner)
+    made = MeteredNetwork(LinkEmulation(**link), sleep, lambda: now[0], inner)
     return made, made.connect_tcp("cloud", 1), inner.stream, now
 
 

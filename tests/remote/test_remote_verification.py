@@ -9,25 +9,36 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.enumeration import DRAFTERS, PROMPT, ROUNDING, SMALL, STOP, TARGET, VOCAB, WARPS, distance, true_law
+from fakes.enumeration import (
+    DRAFTERS,
+    PROMPT,
+    ROUNDING,
+    SAMPLING,
+    SMALL,
+    STOP,
+    TARGET,
+    VOCAB,
+    distance,
+    true_distribution,
+)
 from fakes.remote import COUPLED, LONG, Direct, Once, Table, contexts, plain, settings, texts
-from fakes.tiny_models import Explorer, committed, run
+from fakes.tiny_models import Explorer, committed, run, up_to
 
 from specdemo.core.policies import Fixed
 from specdemo.core.rules import RULES, rejection
-from specdemo.core.sampling import Noise, Shared, Warp
+from specdemo.core.sampling import Noise, SamplingParams, SharedNoise
 from specdemo.core.step import Draft
-from specdemo.core.verifier import Target
+from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.model import ModelDrafter
-from specdemo.remote.client import RemoteTarget
+from specdemo.remote.client import RemoteVerifier
 from specdemo.remote.cloud_verifier import keyed
-from specdemo.remote.contexts import Contexts, Stale, Unknown
-from specdemo.remote.protocol import ENCODINGS, Message, Round, Row, Sampling, digest
-from specdemo.remote.transport import ContextGone, Overtaken, Unanswered
+from specdemo.remote.contexts import Contexts, StaleRequest, UnknownContext
+from specdemo.remote.protocol import ENCODINGS, DraftRow, VerifyConfig, VerifyRequest, WireMessage, digest
+from specdemo.remote.transport import ContextGone, NoResponse, RequestSuperseded
 
 
-def remote_law(
-    warp: Warp,
+def remote_distribution(
+    sampling: SamplingParams,
     drafter: str,
     rule: str = "rejection",
     rows: str = "float32",
@@ -43,53 +54,53 @@ def remote_law(
         nonlocal drafted, accepted
         said: dict[Any, Any] = {}
 
-        def sources(settings: Sampling, place: int) -> tuple[Any, Any]:
+        def sources(settings: VerifyConfig, place: int) -> tuple[Any, Any]:
             both = Once(explorer, place, said)
             return both, both
 
         http = Direct(contexts(sources=sources), kind)
-        judge = RemoteTarget(http, settings(warp, rule, **more), rows=rows, candidates=2)
-        steps = run(PROMPT, judge, DRAFTERS[drafter](warp, explorer), Fixed(2), 3, STOP)
+        verifier = RemoteVerifier(http, settings(sampling, rule, **more), rows=rows, candidates=2)
+        steps = run(PROMPT, verifier, DRAFTERS[drafter](sampling, explorer), Fixed(2), 3, STOP)
         drafted += sum(len(step.draft) for step in steps)
         accepted += sum(len(step.verdict.accepted) for step in steps)
         with_rows.update(bool(message.rows) for message in http.sent)
         return tuple(committed(steps))
 
-    return explorer.law(once), drafted, accepted, with_rows
+    return explorer.distribution(once), drafted, accepted, with_rows
 
 
 @pytest.mark.parametrize("drafter", ["model", "siblings", "tree", "n-grams", "lookahead", "guessed forest", "hybrid"])
-@pytest.mark.parametrize("warp", ["plain", "top-p", "penalty", "greedy"])
-def test_rejection_over_the_wire_keeps_the_law(warp: str, drafter: str) -> None:
+@pytest.mark.parametrize("sampling", ["plain", "top-p", "penalty", "greedy"])
+def test_rejection_over_the_wire_keeps_the_law(sampling: str, drafter: str) -> None:
     """Point masses, sampled chains and sampled forests, whose corrections need the drafter's row."""
-    law, drafted, accepted, with_rows = remote_law(WARPS[warp], drafter)
-    assert distance(law, true_law(WARPS[warp], 3, STOP)) < ROUNDING
-    assert drafted > 0 and (accepted > 0 or drafter in ("n-grams", "lookahead") or warp == "greedy")
-    if drafter in ("model", "siblings") and warp != "greedy":
+    probs, drafted, accepted, with_rows = remote_distribution(SAMPLING[sampling], drafter)
+    assert distance(probs, true_distribution(SAMPLING[sampling], 3, STOP)) < ROUNDING
+    assert drafted > 0 and (accepted > 0 or drafter in ("n-grams", "lookahead") or sampling == "greedy")
+    if drafter in ("model", "siblings") and sampling != "greedy":
         assert with_rows == {True, False}  # fetched where something was rejected, and nowhere else
-    if drafter in ("n-grams", "lookahead", "guessed forest") or warp == "greedy" and drafter != "siblings":
+    if drafter in ("n-grams", "lookahead", "guessed forest") or sampling == "greedy" and drafter != "siblings":
         assert with_rows == {False}
 
 
 @pytest.mark.parametrize("rule", ["match", "coupled"])
 @pytest.mark.parametrize("drafter", ["model", "siblings", "guesses"])
 def test_rules_that_draw_from_p_need_ids_only(rule: str, drafter: str) -> None:
-    law, drafted, accepted, with_rows = remote_law(Warp(), drafter, rule)
-    assert distance(law, true_law(Warp(), 3, STOP)) < ROUNDING
+    probs, drafted, accepted, with_rows = remote_distribution(SamplingParams(), drafter, rule)
+    assert distance(probs, true_distribution(SamplingParams(), 3, STOP)) < ROUNDING
     assert drafted > accepted > 0 and with_rows == {False}
 
 
 def test_json_keeps_the_law_too() -> None:
-    law, _, _, with_rows = remote_law(Warp(), "model", kind="application/json")
-    assert distance(law, true_law(Warp(), 3, STOP)) < ROUNDING and with_rows == {True, False}
+    probs, _, _, with_rows = remote_distribution(SamplingParams(), "model", kind="application/json")
+    assert distance(probs, true_distribution(SamplingParams(), 3, STOP)) < ROUNDING and with_rows == {True, False}
 
 
 def test_the_scalar_residual_is_exact_for_point_masses_and_seen_for_sampled_drafts() -> None:
     """The guide's r(v) ~ p(v) - [v = y] q(y) (its section 3.1): the rest of q's mass is never taken off."""
-    law, _, _, with_rows = remote_law(Warp(), "guesses", rows="scalar")
-    assert distance(law, true_law(Warp(), 3, STOP)) < ROUNDING and with_rows == {False}
-    law, drafted, accepted, with_rows = remote_law(Warp(), "model", rows="scalar")
-    assert distance(law, true_law(Warp(), 3, STOP)) > 0.02
+    probs, _, _, with_rows = remote_distribution(SamplingParams(), "guesses", rows="scalar")
+    assert distance(probs, true_distribution(SamplingParams(), 3, STOP)) < ROUNDING and with_rows == {False}
+    probs, drafted, accepted, with_rows = remote_distribution(SamplingParams(), "model", rows="scalar")
+    assert distance(probs, true_distribution(SamplingParams(), 3, STOP)) > 0.02
     assert drafted > accepted > 0 and with_rows == {False}
 
 
@@ -112,31 +123,31 @@ def test_the_scalar_residual_is_off_by_what_theory_says() -> None:
         said: dict[Any, Any] = {}
         cloud = Contexts(Fixed4, vocab_size=4, context=8, sources=lambda s, place: (Once(explorer, place, said),) * 2)
         token = explorer.draw(q)
-        judge = RemoteTarget(Direct(cloud), Sampling(), rows="scalar")
-        verdict = judge.judge([1], Draft.chain((token,), (float(q[token]),), q[None]))
+        verifier = RemoteVerifier(Direct(cloud), VerifyConfig(), rows="scalar")
+        verdict = verifier.verify([1], Draft.chain((token,), (float(q[token]),), q[None]))
         return token if verdict.accepted else verdict.token
 
-    law = explorer.law(once)
-    assert [law.get(i, 0.0) for i in range(4)] == pytest.approx(expected.tolist(), abs=1e-6)
-    assert distance(law, dict(enumerate(p.tolist()))) > 0.05
+    probs = explorer.distribution(once)
+    assert [probs.get(i, 0.0) for i in range(4)] == pytest.approx(expected.tolist(), abs=1e-6)
+    assert distance(probs, dict(enumerate(p.tolist()))) > 0.05
 
 
 def test_half_precision_rows_are_off_by_no_more_than_rounding() -> None:
-    law, _, _, with_rows = remote_law(Warp(), "model", rows="float16")
-    assert 1e-7 < distance(law, true_law(Warp(), 3, STOP)) < 2e-3 and with_rows == {True, False}
+    probs, _, _, with_rows = remote_distribution(SamplingParams(), "model", rows="float16")
+    assert 1e-7 < distance(probs, true_distribution(SamplingParams(), 3, STOP)) < 2e-3 and with_rows == {True, False}
 
 
-@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if not rule.exact(Warp())])
+@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if not rule.exact(SamplingParams())])
 def test_the_guides_short_cuts_are_seen(rule: str) -> None:
-    law, drafted, accepted, _ = remote_law(Warp(), "model", rule)
-    assert drafted > accepted > 0 and distance(law, true_law(Warp(), 3, STOP)) > 0.02
-    law, *_ = remote_law(WARPS["greedy"], "model", rule)
-    assert distance(law, true_law(WARPS["greedy"], 3, STOP)) < ROUNDING
+    probs, drafted, accepted, _ = remote_distribution(SamplingParams(), "model", rule)
+    assert drafted > accepted > 0 and distance(probs, true_distribution(SamplingParams(), 3, STOP)) > 0.02
+    probs, *_ = remote_distribution(SAMPLING["greedy"], "model", rule)
+    assert distance(probs, true_distribution(SAMPLING["greedy"], 3, STOP)) < ROUNDING
 
 
 def test_corrections_from_p_over_the_wire_are_lossy() -> None:
-    law, _, _, with_rows = remote_law(Warp(), "model", adjust=False)
-    assert distance(law, true_law(Warp(), 3, STOP)) > 0.02 and with_rows == {False}
+    probs, _, _, with_rows = remote_distribution(SamplingParams(), "model", adjust=False)
+    assert distance(probs, true_distribution(SamplingParams(), 3, STOP)) > 0.02 and with_rows == {False}
 
 
 # --- token by token ----------------------------------------------------------------------------------------------
@@ -158,20 +169,24 @@ def test_what_the_edge_tells_of_a_verdict_is_what_the_cloud_found() -> None:
     """The same verdicts as a local target's with the same noise, but for betas of sampled drafts."""
 
     class Local:
-        def judge(self, tokens: Sequence[int], draft: Draft) -> Any:
-            accept, correct = keyed(settings(Warp(), seed=3), len(tokens))
-            return Target(TARGET.score, Warp(), rejection, accept, correct, 2, top=2).judge(tokens, draft)
+        def verify(self, tokens: Sequence[int], draft: Draft) -> Any:
+            accept, correct = keyed(settings(SamplingParams(), seed=3), len(tokens))
+            return ModelVerifier(TARGET.score, SamplingParams(), rejection, accept, correct, 2, top=2).verify(
+                tokens, draft
+            )
 
-    def steps(judge: Any) -> list[Any]:
-        return run(PROMPT, judge, ModelDrafter(SMALL.score, Warp(), Noise(3, "draft"), VOCAB), Fixed(3), 40)
+    def steps(verifier: Any) -> list[Any]:
+        return run(
+            PROMPT, verifier, ModelDrafter(SMALL.score, SamplingParams(), Noise(3, "draft"), VOCAB), Fixed(3), 40
+        )
 
-    ours = steps(RemoteTarget(Direct(contexts()), settings(Warp(), seed=3), candidates=2, top=2))
+    ours = steps(RemoteVerifier(Direct(contexts()), settings(SamplingParams(), seed=3), candidates=2, top=2))
     theirs = steps(Local())
     for a, b in zip(ours, theirs, strict=True):
         assert (a.tokens, a.draft) == (b.tokens, b.draft)
         assert (a.verdict.accepted, a.verdict.token) == (b.verdict.accepted, b.verdict.token)
         assert (a.verdict.p, a.verdict.draw, a.verdict.choices) == (b.verdict.p, b.verdict.draw, b.verdict.choices)
-        assert a.verdict.laws == b.verdict.laws and a.verdict.drafted == b.verdict.drafted
+        assert a.verdict.target_top == b.verdict.target_top and a.verdict.draft_top == b.verdict.draft_top
         assert [x is None for x in a.verdict.beta] == [x is None for x in b.verdict.beta]
         assert a.verdict.notes["escalated"] == 1 and a.verdict.notes["bytes_up"] > 0
 
@@ -185,10 +200,12 @@ class Faulty(Direct):
     def __init__(self, make: Callable[[], Contexts], seed: int, loss: float = 0.2, amnesia: float = 0.25) -> None:
         super().__init__(make())
         self.make, self.rng, self.loss, self.amnesia = make, random.Random(seed), loss, amnesia
-        self.old: list[Message] = []  # requests that are still on their way
+        self.old: list[WireMessage] = []  # requests that are still on their way
         self.faults = dict.fromkeys(("request lost", "answer lost", "restarted", "duplicate", "late duplicate"), 0)
 
-    def call(self, method: str, path: str, message: Message | None, answer: type[Message], timeout: float) -> Any:
+    def call(
+        self, method: str, path: str, message: WireMessage | None, answer: type[WireMessage], timeout: float
+    ) -> Any:
         def happens(fault: str, chance: float) -> bool:
             hit = self.rng.random() < chance
             self.faults[fault] += hit
@@ -200,17 +217,17 @@ class Faulty(Direct):
         if self.old and happens("late duplicate", 0.3):
             try:
                 super().call(method, path, self.rng.choice(self.old), answer, timeout)
-            except (ContextGone, Overtaken):
+            except (ContextGone, RequestSuperseded):
                 pass  # nobody is there to hear it
         if happens("request lost", self.loss):
             self.old.append(message)
-            raise Unanswered("lost")
+            raise NoResponse("lost")
         found = super().call(method, path, message, answer, timeout)
         self.old.append(message)
         if happens("duplicate", 0.2):
             assert super().call(method, path, message, answer, timeout) == found
         if happens("answer lost", self.loss):
-            raise Unanswered("lost")
+            raise NoResponse("lost")
         return found
 
 
@@ -225,9 +242,9 @@ def test_sampled_rounds_too_have_one_answer_however_often_they_are_asked() -> No
     """Rejection at temperature 1: chance is keyed by place, so faults change nothing of the text."""
 
     def text(http: Direct) -> list[int]:
-        judge = RemoteTarget(http, settings(Warp(), seed=1), pause=lambda seconds: None)
-        drafter = ModelDrafter(SMALL.score, Warp(), Noise(1, "draft"), VOCAB)
-        return committed(run(PROMPT, judge, drafter, Fixed(3), LONG))
+        verifier = RemoteVerifier(http, settings(SamplingParams(), seed=1), pause=lambda seconds: None)
+        drafter = ModelDrafter(SMALL.score, SamplingParams(), Noise(1, "draft"), VOCAB)
+        return committed(run(PROMPT, verifier, drafter, Fixed(3), LONG))
 
     faultless = text(Direct(contexts()))
     for seed in range(4):
@@ -242,15 +259,15 @@ def test_mutant_chance_that_is_not_keyed_by_place_shows() -> None:
     def forgetful() -> Contexts:
         streams: dict[int, Any] = {}
 
-        def sources(chosen: Sampling, place: int) -> Any:
+        def sources(chosen: VerifyConfig, place: int) -> Any:
             return streams.setdefault(chosen.seed, (Noise(chosen.seed, "accept"), Noise(chosen.seed, "correct")))
 
         return contexts(sources=sources)
 
     def text(http: Direct) -> list[int]:
-        judge = RemoteTarget(http, settings(Warp(), seed=1), pause=lambda seconds: None)
+        verifier = RemoteVerifier(http, settings(SamplingParams(), seed=1), pause=lambda seconds: None)
         return committed(
-            run(PROMPT, judge, ModelDrafter(SMALL.score, Warp(), Noise(1, "draft"), VOCAB), Fixed(3), LONG)
+            run(PROMPT, verifier, ModelDrafter(SMALL.score, SamplingParams(), Noise(1, "draft"), VOCAB), Fixed(3), LONG)
         )
 
     assert any(text(Faulty(forgetful, seed)) != text(Direct(forgetful())) for seed in range(4))
@@ -259,38 +276,30 @@ def test_mutant_chance_that_is_not_keyed_by_place_shows() -> None:
 def test_two_edges_with_one_context_each_write_their_own_text() -> None:
     cloud = contexts()
     judges = [
-        RemoteTarget(Direct(cloud), settings(Warp(), "coupled", seed), ctx_id="same", pause=lambda seconds: None)
+        RemoteVerifier(
+            Direct(cloud), settings(SamplingParams(), "coupled", seed), ctx_id="same", pause=lambda seconds: None
+        )
         for seed in (1, 2)
     ]
     written: list[list[int]] = [list(PROMPT), list(PROMPT)]
     for _ in range(12):  # in turn, so that each always finds the other's text
-        for seed, (judge, text) in enumerate(zip(judges, written, strict=True), 1):
-            drafter = ModelDrafter(SMALL.score, Warp(), Shared(seed), VOCAB)
-            draft = drafter.propose(text, MoreOf(2)) if len(text) > len(PROMPT) else Draft()
-            verdict = judge.judge(text, draft)
-            text += [*(draft.tokens[node] for node in verdict.accepted), *verdict.own]
+        for seed, (verifier, text) in enumerate(zip(judges, written, strict=True), 1):
+            drafter = ModelDrafter(SMALL.score, SamplingParams(), SharedNoise(seed), VOCAB)
+            draft = drafter.propose(text, up_to(2)) if len(text) > len(PROMPT) else Draft()
+            verdict = verifier.verify(text, draft)
+            text += [*(draft.tokens[node] for node in verdict.accepted), *verdict.target_tokens]
     for seed, text in enumerate(written, 1):
         assert text[len(PROMPT) :] == plain(seed)[: len(text) - len(PROMPT)]
     assert written[0] != written[1] and len(cloud) == 2
 
 
-class MoreOf:
-    """May a draft grow? Up to so many."""
-
-    sure = 0
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-
-    def __call__(self, n: int, logits: Any) -> bool:
-        return n < self.limit
-
-
 # --- contexts ----------------------------------------------------------------------------------------------------
 
 
-def a_round(**changes: Any) -> Round:
-    return Round(**{"ctx_id": "a", "round": 0, "base": 0, "k": 0, "tokens": [2, 0], "sampling_cfg": COUPLED, **changes})
+def a_round(**changes: Any) -> VerifyRequest:
+    return VerifyRequest(
+        **{"ctx_id": "a", "round": 0, "base": 0, "k": 0, "tokens": [2, 0], "sampling_cfg": COUPLED, **changes}
+    )
 
 
 def test_a_repeated_round_has_the_same_answer_and_costs_no_pass() -> None:
@@ -315,7 +324,7 @@ def test_old_epochs_and_overtaken_rounds_are_fenced_off() -> None:
         a_round(epoch=1, round=0),
         a_round(epoch=1, round=1, base=3, digest=digest(text), tokens=[1], sampling_cfg=None),
     ):
-        with pytest.raises(Stale):
+        with pytest.raises(StaleRequest):
             cloud.answer(late)
     text.append(second.bonus)
     assert cloud.answer(a_round(epoch=1, round=2, base=4, digest=digest(text), tokens=[], sampling_cfg=None)).round == 2
@@ -325,7 +334,7 @@ def test_a_text_that_came_apart_is_asked_for_whole() -> None:
     cloud = contexts()
     cloud.answer(a_round())
     for changes in ({"ctx_id": "b"}, {"base": 2, "digest": digest([2, 1])}, {"base": 9}, {"epoch": 2}):
-        with pytest.raises(Unknown):
+        with pytest.raises(UnknownContext):
             cloud.answer(a_round(**{"round": 1, "base": 2, "digest": digest([2, 0]), "tokens": [], **changes}))
 
 
@@ -341,9 +350,9 @@ def test_memory_is_bounded_and_the_longest_unused_go_first(limit: dict[str, int]
 
 def test_rows_that_came_along_count_as_memory() -> None:
     """A cache of 100 bytes, and four probabilities of four bytes."""
-    law = torch.full((VOCAB,), 1 / VOCAB)
-    drafted = {"draft_tokens": [1], "k": 1, "q_token_probs": [0.25], "rows": [Row.of(0, law)]}
-    chosen = settings(Warp())
+    probs = torch.full((VOCAB,), 1 / VOCAB)
+    drafted = {"draft_tokens": [1], "k": 1, "q_token_probs": [0.25], "rows": [DraftRow.of(0, probs)]}
+    chosen = settings(SamplingParams())
     held = []
     for budget_bytes in (100 + 4 * VOCAB, 99 + 4 * VOCAB):
         cloud = contexts(budget_bytes=budget_bytes)
@@ -367,6 +376,6 @@ def test_contexts_expire() -> None:
 def test_a_row_travels_the_shorter_way_and_arrives_as_it_was(type: Any) -> None:
     flat, peaked = torch.full((64,), 1 / 64), torch.zeros(64)
     peaked[5], peaked[40] = 0.75, 0.25
-    for law, dense in ((flat, True), (peaked, False)):
-        row = Row.of(3, law, type)
-        assert (row.ids is None) == dense and row.law(64).tolist() == law.tolist()
+    for probs, dense in ((flat, True), (peaked, False)):
+        row = DraftRow.of(3, probs, type)
+        assert (row.ids is None) == dense and row.probs(64).tolist() == probs.tolist()

@@ -11,7 +11,7 @@ from fakes.trace_records import ALL_KEPT, CUT, PREFILL, REJECTION, end, header, 
 
 from specdemo.ui.frames import Run, cells
 from specdemo.ui.labels import PLAIN, SPEC, speedup, tiles
-from specdemo.ui.run_store import Runs
+from specdemo.ui.run_store import RunStore
 from specdemo.ui.summary import sameness, verdict
 
 
@@ -225,7 +225,7 @@ def test_a_loss_is_called_a_loss() -> None:
     assert "try" in words
 
 
-def law(*top: tuple[int, float]) -> dict:
+def probs(*top: tuple[int, float]) -> dict:
     return {"entropy": 0.5, "top": [list(pair) for pair in top]}
 
 
@@ -240,8 +240,8 @@ def test_where_texts_part_the_targets_law_says_whether_it_was_a_near_tie(
     p: float, q: float, tone: str, words: str
 ) -> None:
     run = Run((SPEC, PLAIN))
-    laws = {"laws": [law((100, p), (999, q))] + [law((1, 1.0))] * 3, "texts": {100: "b", 999: "z"}}
-    for lane, line in ((SPEC, REJECTION | laws), (PLAIN, step(1, pieces=["z"], tokens=[999]))):
+    distributions = {"laws": [probs((100, p), (999, q))] + [probs((1, 1.0))] * 3, "texts": {100: "b", 999: "z"}}
+    for lane, line in ((SPEC, REJECTION | distributions), (PLAIN, step(1, pieces=["z"], tokens=[999]))):
         for event in (header(bit_equal=False), PREFILL, line, end()):
             run.absorb(lane, event)
     same = sameness(run.lanes)
@@ -281,7 +281,7 @@ def test_no_verdict_without_both_runs() -> None:
 
 
 def test_the_registry_is_bounded_and_drops_the_one_longest_unused() -> None:
-    runs = Runs(capacity=3)
+    runs = RunStore(capacity=3)
     first, second, third = (runs.new(f"visitor {i}", (SPEC,)) for i in range(3))
     assert runs.get(first.id) is first
     fourth = runs.new("visitor 3", (SPEC,))
@@ -291,7 +291,7 @@ def test_the_registry_is_bounded_and_drops_the_one_longest_unused() -> None:
 
 
 def test_the_registry_holds_so_many_lines_and_always_the_newest_run() -> None:
-    runs = Runs(most_lines=8)
+    runs = RunStore(most_lines=8)
     first, second = whole(Run()), whole(Run())
     runs.keep(first)
     runs.keep(second)
@@ -300,11 +300,11 @@ def test_the_registry_holds_so_many_lines_and_always_the_newest_run() -> None:
 
 @pytest.mark.parametrize("nonsense", [None, 7, [], {}, "no such run"])
 def test_nonsense_asked_of_the_registry_finds_nothing(nonsense: Any) -> None:
-    assert Runs().get(nonsense) is None
+    assert RunStore().get(nonsense) is None
 
 
 def test_one_run_per_visitor_and_leaving_stops_it() -> None:
-    runs, stopped = Runs(), []
+    runs, stopped = RunStore(), []
     for name in ("a", "b"):
         runs.new("one", (SPEC,)).stop = lambda name=name: stopped.append(name)
     assert stopped == ["a"]

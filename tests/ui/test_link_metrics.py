@@ -12,21 +12,21 @@ from typing import Any
 import pytest
 from fakes.trace_records import PREFILL, end, header, step
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
-from specdemo.models.spec import Spec
+from specdemo.models.spec import ModelSpec
 from specdemo.recipe import Recipe
-from specdemo.remote.client import RemoteTarget
-from specdemo.remote.config import Cloud
-from specdemo.remote.link import Wire
-from specdemo.remote.local_service import Own, Process, command
-from specdemo.remote.protocol import Sampling
+from specdemo.remote.client import RemoteVerifier
+from specdemo.remote.config import CloudConfig
+from specdemo.remote.link import MeteredNetwork
+from specdemo.remote.local_service import LocalServices, ServiceProcess, command
+from specdemo.remote.protocol import VerifyConfig
 from specdemo.ui import edge_cloud_modes as modes
 from specdemo.ui import link_speedup as best_k
 from specdemo.ui.frames import LOST, Run
 from specdemo.ui.labels import PLAIN, SPEC
 from specdemo.ui.lane_plan import lanes_of, plan_of
-from specdemo.ui.limits import PUBLIC, Limits, read
+from specdemo.ui.limits import PUBLIC, HostLimits, read_limits
 from specdemo.ui.link_metrics import HEADERS, edge_lane, measures, parts, steps, told, window
 from specdemo.ui.link_timeline import picture
 from specdemo.ui.settings import OF_CLOUD, cloud_of, from_link, recipe_of, restored
@@ -132,7 +132,7 @@ def test_the_best_k_is_the_best_of_all_and_grows_with_the_way() -> None:
 
 
 def test_without_a_verified_round_there_is_no_best_k() -> None:
-    with pytest.raises(Refused, match="no best length"):
+    with pytest.raises(UserError, match="no best length"):
         best_k.link_of(played(PREFILL, provisional(1)).lanes[SPEC])
 
 
@@ -140,11 +140,11 @@ def test_only_a_run_with_a_cloud_that_is_over_has_something_to_show() -> None:
     local = Run()
     for line in (header(), PREFILL, end()):
         local.absorb(SPEC, line)
-    with pytest.raises(Refused, match="under way"):
+    with pytest.raises(UserError, match="under way"):
         edge_lane(local)
     local.finish()
     for run, words in ((None, "Nothing has been run"), (local, "had no cloud")):
-        with pytest.raises(Refused, match=words):
+        with pytest.raises(UserError, match=words):
             edge_lane(run)
     lane = edge_lane(played(*LINES))
     assert steps(lane) == LINES
@@ -206,7 +206,7 @@ def test_a_trace_with_unjudged_tokens_comes_back_as_it_was() -> None:
     assert measures(steps(again.lanes[SPEC])) == measures(LINES)
     assert again.lanes[SPEC].lines[4]["remote"]["provisional"] == 1
     untested = provisional(1) | {"remote": None}
-    with pytest.raises(Refused, match="no path of tested nodes"):
+    with pytest.raises(UserError, match="no path of tested nodes"):
         read_traces("".join(f"{json.dumps(line)}\n" for line in (header(), PREFILL, untested)))
 
 
@@ -217,11 +217,11 @@ def test_settings_mean_what_the_terminals_options_mean() -> None:
     off = recipe_of({"method": "draft", "mode": "off", "rtt_ms": 30}, "cpu")
     assert off.cloud is None
     on = recipe_of({"mode": "speculative", "remote": " http://a:1 ", "rtt_ms": 30, "gates": ["nll", "names"]}, "cpu")
-    assert on.cloud == Cloud("http://a:1", rtt_ms=30, gates=("nll", "names")) and not on.exact
+    assert on.cloud == CloudConfig("http://a:1", rtt_ms=30, gates=("nll", "names")) and not on.exact
     own = recipe_of({"mode": "cloud_only", "remote": ""}, "cpu")
     assert own.needs_local_service and not on.needs_local_service
     assert not recipe_of({"mode": "edge_only"}, "cpu").needs_local_service
-    assert cloud_of({}) == Cloud("") and set(OF_CLOUD) >= {"remote", "mode", "gates", "loss"}
+    assert cloud_of({}) == CloudConfig("") and set(OF_CLOUD) >= {"remote", "mode", "gates", "loss"}
 
 
 BAD = {
@@ -246,7 +246,7 @@ USUAL = {
 @pytest.mark.parametrize("name", BAD)
 def test_what_cannot_be_meant_is_refused_on_or_off(name: str) -> None:
     value, words = BAD[name]
-    with pytest.raises(Refused, match=words):
+    with pytest.raises(UserError, match=words):
         recipe_of({"mode": "speculative", name: value}, "cpu")
     settings, refused = restored({"temperature": 1.0, name: value}, USUAL, "cpu")
     assert len(refused) == 1 and words in refused[0] and settings == USUAL | {"temperature": 1.0}
@@ -272,7 +272,7 @@ def test_what_is_decoded_elsewhere_is_compared_with_plain_decoding_here() -> Non
 
 
 def over(url: str, **more: Any) -> Recipe:
-    return Recipe(max_tokens=8, cloud=Cloud(url, **more))
+    return Recipe(max_tokens=8, cloud=CloudConfig(url, **more))
 
 
 @pytest.mark.parametrize(
@@ -288,25 +288,25 @@ def over(url: str, **more: Any) -> Recipe:
 )
 def test_a_public_page_asks_no_service_but_the_named(recipe: Recipe, words: str) -> None:
     named = replace(PUBLIC, remote=("http://good:1/", "https://better"))
-    with pytest.raises(Refused, match=words):
+    with pytest.raises(UserError, match=words):
         named.grant(recipe, "def")
     if "good" not in recipe.cloud.remote:
-        with pytest.raises(Refused, match="with mode off"):
+        with pytest.raises(UserError, match="with mode off"):
             PUBLIC.grant(recipe, "def")
-    assert Limits().grant(recipe, "def") == recipe
+    assert HostLimits().grant(recipe, "def") == recipe
     for fine in (over("http://good:1"), over("https://better/"), over("", mode="edge_only")):
         assert named.grant(fine, "def") == fine
 
 
 def test_the_named_services_are_read_from_the_environment() -> None:
     public = {"SPECDEMO_PUBLIC": "1"}
-    assert read({}).remote is None and read(public).remote == ()
-    assert read(public | {"SPECDEMO_REMOTE": "http://a:1, https://b"}).remote == ("http://a:1", "https://b")
-    assert read(public | {"SPECDEMO_REMOTE": "any"}).remote is None
-    assert read({"SPECDEMO_TOKEN": "secret"}) == Limits()
+    assert read_limits({}).remote is None and read_limits(public).remote == ()
+    assert read_limits(public | {"SPECDEMO_REMOTE": "http://a:1, https://b"}).remote == ("http://a:1", "https://b")
+    assert read_limits(public | {"SPECDEMO_REMOTE": "any"}).remote is None
+    assert read_limits({"SPECDEMO_TOKEN": "secret"}) == HostLimits()
     for nonsense in ("none", "a:1", "file:///etc"):
-        with pytest.raises(Refused, match="SPECDEMO_REMOTE must be addresses"):
-            read({"SPECDEMO_REMOTE": nonsense})
+        with pytest.raises(UserError, match="SPECDEMO_REMOTE must be addresses"):
+            read_limits({"SPECDEMO_REMOTE": nonsense})
 
 
 # --- waiting that can be stopped -----------------------------------------------------------------------------------
@@ -319,7 +319,7 @@ class Silent:
 
     def __init__(self) -> None:
         self.heard, self.over = threading.Event(), threading.Event()
-        self.wire = Wire()
+        self.wire = MeteredNetwork()
         self.calls: list[str] = []
         self.closed = False
 
@@ -327,7 +327,7 @@ class Silent:
         self.calls.append(method)
         self.heard.set()
         assert self.over.wait(PATIENCE)
-        raise Refused("too late")
+        raise UserError("too late")
 
     def close(self) -> None:
         self.closed = True
@@ -335,13 +335,13 @@ class Silent:
 
 def test_stop_does_not_wait_for_a_round_that_is_under_way() -> None:
     cloud, worker = Silent(), Worker()
-    judge = RemoteTarget(cloud, Sampling(temp=0.0))
+    verifier = RemoteVerifier(cloud, VerifyConfig(temp=0.0))
 
     def job() -> Iterator[Any]:
         try:
-            yield judge.judge([1, 2], Draft((3,), (-1,)))
+            yield verifier.verify([1, 2], Draft((3,), (-1,)))
         finally:
-            judge.close()
+            verifier.close()
 
     stream = worker.submit(job)
     assert cloud.heard.wait(PATIENCE)
@@ -374,20 +374,20 @@ class Ready:
     """Processes that cost nothing: what they say is where they listen, and they live until they are ended."""
 
     def __init__(self) -> None:
-        self.made: list[Process] = []
+        self.made: list[ServiceProcess] = []
 
-    def __call__(self, spec: Spec) -> Process:
+    def __call__(self, spec: ModelSpec) -> ServiceProcess:
         script = f"import sys; print('listening on http://{spec.name}', flush=True); sys.stdin.read()"
-        self.made.append(Process.start([sys.executable, "-S", "-c", script]))
+        self.made.append(ServiceProcess.start([sys.executable, "-S", "-c", script]))
         return self.made[-1]
 
 
-ONE, TWO = Spec("one"), Spec("two")
+ONE, TWO = ModelSpec("one"), ModelSpec("two")
 
 
 def test_one_process_serves_all_who_want_the_same_and_makes_room_for_another() -> None:
     ready = Ready()
-    own = Own(start=ready)
+    own = LocalServices(start=ready)
     with own.running([ONE, ONE]) as found, own.running([ONE]) as again, own.running([]) as none:
         assert found == again == {ONE: "http://one"} and none == {} and len(ready.made) == 1
     with own.running([ONE]):
@@ -404,7 +404,7 @@ def test_one_process_serves_all_who_want_the_same_and_makes_room_for_another() -
 
 def test_an_idle_one_is_ended() -> None:
     ready = Ready()
-    own = Own(idle_s=0.0, start=ready)
+    own = LocalServices(idle_s=0.0, start=ready)
     with own.running([ONE]):
         pass
     assert ready.made[0].process.wait(PATIENCE) is not None
@@ -412,8 +412,8 @@ def test_an_idle_one_is_ended() -> None:
 
 def test_one_that_does_not_start_says_why() -> None:
     said = "import sys; print('warning: x', file=sys.stderr); sys.exit('specdemo: there is no model of that name')"
-    own = Own(start=lambda spec: Process.start([sys.executable, "-S", "-c", said]))
-    with pytest.raises(Refused, match=r"did not start: there is no model of that name$"), own.running([ONE]):
+    own = LocalServices(start=lambda spec: ServiceProcess.start([sys.executable, "-S", "-c", said]))
+    with pytest.raises(UserError, match=r"did not start: there is no model of that name$"), own.running([ONE]):
         pass
 
 
@@ -423,13 +423,15 @@ def test_it_leaves_the_edge_a_core(monkeypatch: pytest.MonkeyPatch, said: str | 
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if said:
         monkeypatch.setenv("OMP_NUM_THREADS", said)
-    process = Process.start([sys.executable, "-c", "import os; print('listening on', os.environ['OMP_NUM_THREADS'])"])
+    process = ServiceProcess.start(
+        [sys.executable, "-c", "import os; print('listening on', os.environ['OMP_NUM_THREADS'])"]
+    )
     assert process.address() == (said or "3")
     process.end()
 
 
 def test_it_serves_the_very_target_on_this_machine_only() -> None:
-    words = command(Spec("m", "float32", "int8", "cpu"))
+    words = command(ModelSpec("m", "float32", "int8", "cpu"))
     for flag, value in (("--target", "m"), ("--dtype", "float32"), ("--quantization", "int8"), ("--port", "0")):
         assert words[words.index(flag) + 1] == value
     assert "--until-stdin-ends" in words and "--host" not in words  # the usual host is this machine
@@ -457,5 +459,5 @@ def test_three_modes_are_told_against_the_cloud_alone() -> None:
     assert (both["up kB"], both["down kB"], edge["up kB"]) == ("2.0", "4.0", "0.0")
     assert (both["exact"], edge["exact"]) == ("yes", "lossy")
     for count in (0, 99, "many", True, None):
-        with pytest.raises(Refused, match="prompts must be from 1 to"):
+        with pytest.raises(UserError, match="prompts must be from 1 to"):
             modes.three({}, "cpu", count, 16)

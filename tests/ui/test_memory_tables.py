@@ -9,8 +9,8 @@ import pytest
 from fakes.trace_records import end, header, step
 
 from specdemo.models import memory
-from specdemo.models.memory_plan import plan
-from specdemo.models.spec import Spec
+from specdemo.models.memory_plan import plan_spec
+from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import PAIRS, Pair
 from specdemo.ui import memory_tables as ledger
 from specdemo.ui.frames import Run
@@ -38,10 +38,10 @@ def test_pairs_are_planned_and_fit_or_not(monkeypatch: pytest.MonkeyPatch) -> No
         return rows(ledger.of_pairs("cpu", {"bundled": BUNDLED}))[f"{BUNDLED.title}; target in float32"]
 
     target, drafter, kv, total, fits = shown()
-    planned = [plan(Spec(name, device="cpu").resolved(), 1000) for name in (BUNDLED.target, BUNDLED.drafter)]
+    planned = [plan_spec(ModelSpec(name, device="cpu").resolved(), 1000) for name in (BUNDLED.target, BUNDLED.drafter)]
     assert [target, drafter] == [f"{one.weights / 1e6:,.1f}" for one in planned] and fits == "yes"
     assert float(target) + float(drafter) + float(kv) < float(total)
-    monkeypatch.setattr(memory, "room", lambda device: (60_000_000, 90_000_000))
+    monkeypatch.setattr(memory, "memory_limit", lambda device: (60_000_000, 90_000_000))
     assert shown()[-1] == f"no, by {float(total) - 60:.1f}"
 
 

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from specdemo.core.errors import Refused
-from specdemo.models.model_pool import Shelf
-from specdemo.models.spec import Spec
+from specdemo.core.errors import UserError
+from specdemo.models.model_pool import ModelPool
+from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import PAIRS
 from specdemo.recipe import Recipe
-from specdemo.ui.limits import PUBLIC, Limits, read
+from specdemo.ui.limits import PUBLIC, HostLimits, read_limits
 from specdemo.ui.page import build
 from specdemo.ui.service import Service
 
 
-class Watched(Shelf):
+class Watched(ModelPool):
     """Says when it was tidied."""
 
     def __init__(self, **options: Any) -> None:
@@ -34,19 +34,19 @@ class Watched(Shelf):
         return self.gone
 
 
-def engine(recipe: Recipe, prompt: str, shelf: Shelf, stores: Any) -> Iterator[dict[str, Any]]:
-    shelf.take(recipe.target_spec)
+def engine(recipe: Recipe, prompt: str, pool: ModelPool, stores: Any) -> Iterator[dict[str, Any]]:
+    pool.take(recipe.target_spec)
     yield {"end": "stop"}
 
 
 def test_unloading_says_how_much_went() -> None:
-    shelf = Shelf()
-    service = Service(shelf, engine)
+    pool = ModelPool()
+    service = Service(pool, engine)
     try:
         assert asyncio.run(service.unload()) == "No model was loaded."
-        shelf.take(Spec(PAIRS["bundled"].drafter, device="cpu"))
+        pool.take(ModelSpec(PAIRS["bundled"].drafter, device="cpu"))
         said = asyncio.run(service.unload())
-        assert said.endswith("MB of weights unloaded.") and not shelf.weight_bytes
+        assert said.endswith("MB of weights unloaded.") and not pool.weight_bytes
     finally:
         service.worker.close()
 
@@ -55,20 +55,20 @@ def test_where_visitors_share_the_models_nobody_unloads_them() -> None:
     """Neither the page offers it, nor does whatever calls the service get it."""
     for limits, offered in (
         (PUBLIC, False),
-        (read({"SPECDEMO_PUBLIC": "1", "SPECDEMO_QUEUE": "4"}), False),
-        (Limits(), True),
+        (read_limits({"SPECDEMO_PUBLIC": "1", "SPECDEMO_QUEUE": "4"}), False),
+        (HostLimits(), True),
     ):
         page = build(limits=limits, examples=None)
         ids = [one["props"].get("elem_id") for one in page.get_config_file()["components"]]
         page.worker.close()
         assert ("unload" in ids) == offered and "quantization" in ids
-    shelf = Shelf()
-    service = Service(shelf, engine, PUBLIC)
+    pool = ModelPool()
+    service = Service(pool, engine, PUBLIC)
     try:
-        shelf.take(Spec(PAIRS["bundled"].drafter, device="cpu"))
-        with pytest.raises(Refused, match="all visitors share the models here"):
+        pool.take(ModelSpec(PAIRS["bundled"].drafter, device="cpu"))
+        with pytest.raises(UserError, match="all visitors share the models here"):
             asyncio.run(service.unload())
-        assert shelf.weight_bytes
+        assert pool.weight_bytes
     finally:
         service.worker.close()
 
@@ -76,25 +76,25 @@ def test_where_visitors_share_the_models_nobody_unloads_them() -> None:
 def test_models_that_were_used_meanwhile_are_looked_at_again() -> None:
     """The clock stands while they are looked at first, as if somebody had just used them."""
     now = [0.0]
-    shelf = Watched(idle_s=0.05, clock=lambda: now[0])
-    service = Service(shelf, engine)
+    pool = Watched(idle_s=0.05, clock=lambda: now[0])
+    service = Service(pool, engine)
     try:
         recipe = Recipe(target=PAIRS["bundled"].drafter, method="ar", device="cpu")
         assert service.probe(recipe).wait(60)  # not only what visitors run
-        assert shelf.tidied.wait(60) and shelf.gone == 0
+        assert pool.tidied.wait(60) and pool.gone == 0
         now[0] = 1.0
-        assert shelf.emptied.wait(60) and not shelf.weight_bytes
+        assert pool.emptied.wait(60) and not pool.weight_bytes
     finally:
         service.worker.close()
 
 
 def test_idle_models_are_unloaded_without_being_asked() -> None:
-    shelf = Watched(idle_s=0.05)
-    service = Service(shelf, engine)
+    pool = Watched(idle_s=0.05)
+    service = Service(pool, engine)
     try:
         recipe = Recipe(target=PAIRS["bundled"].drafter, method="ar", device="cpu")
         stream = service.start([("spec", recipe)], "def")
         assert stream.wait(60) and stream.error is None
-        assert shelf.tidied.wait(60) and shelf.gone == 1
+        assert pool.tidied.wait(60) and pool.gone == 1
     finally:
         service.worker.close()

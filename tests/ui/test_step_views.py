@@ -11,7 +11,7 @@ import pytest
 from fakes.trace_records import ALL_KEPT, CUT, PREFILL, REJECTION, end, header, step
 
 from specdemo.generate import generate
-from specdemo.models.model_pool import Shelf
+from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
 from specdemo.ui import step_views as rounds
 from specdemo.ui.frames import Run
@@ -28,7 +28,7 @@ def lane(*lines: dict, **recipe: Any) -> Lane:
     return run.lanes[SPEC]
 
 
-def law(**top: float) -> dict:
+def probs(**top: float) -> dict:
     """A law over tokens named a, b, c, ..."""
     return {"entropy": 0.5, "top": [[ord(name), p] for name, p in top.items()]}
 
@@ -36,8 +36,8 @@ def law(**top: float) -> dict:
 TEXTS = {"texts": {str(ord(name)): name for name in "abcdX"}}
 # the draft is b, c, d; b is kept, c is not
 LAWS = {
-    "laws": [law(b=0.5, a=0.3, c=0.2), law(X=0.7, c=0.2, d=0.1), law(a=1.0), law(a=1.0)],
-    "drafted": [law(b=0.25, a=0.75), law(c=0.6, X=0.4), law(d=1.0)],
+    "laws": [probs(b=0.5, a=0.3, c=0.2), probs(X=0.7, c=0.2, d=0.1), probs(a=1.0), probs(a=1.0)],
+    "drafted": [probs(b=0.25, a=0.75), probs(c=0.6, X=0.4), probs(d=1.0)],
 }
 SEEN = REJECTION | LAWS | TEXTS | {"draft": [ord("b"), ord("c"), ord("d")], "draw": [0.1, 0.9, None]}
 
@@ -67,8 +67,8 @@ def test_the_correction_comes_from_the_residual() -> None:
 
 
 def test_what_was_not_recorded_is_not_made_up() -> None:
-    laws = LAWS | {"drafted": [law(b=0.25), law(c=0.6), law(d=1.0)]}  # the rest of q is not there
-    found = rounds.picture(lane(PREFILL, SEEN | laws), 1)
+    distributions = LAWS | {"drafted": [probs(b=0.25), probs(c=0.6), probs(d=1.0)]}  # the rest of q is not there
+    found = rounds.picture(lane(PREFILL, SEEN | distributions), 1)
     assert ("a", 0.3, None) in found["nodes"][0]["bars"]
     bare = rounds.picture(lane(PREFILL, REJECTION), 1)
     assert bare["nodes"][0]["bars"] == [] and bare["last"]["bars"] == []
@@ -144,7 +144,7 @@ def test_what_if_needs_chains_that_were_tested() -> None:
 def test_other_gammas_of_a_real_run_agree_with_the_run_itself() -> None:
     run = Run()
     recipe = Recipe(pair="bundled", gamma=3, temperature=1.0, max_tokens=160, seed=3, top=5)
-    for event in generate(recipe, "def add(a, b):\n    ", Shelf()):
+    for event in generate(recipe, "def add(a, b):\n    ", ModelPool()):
         run.absorb(SPEC, event)
     made = run.lanes[SPEC]
     found, _ = rounds.what_if(made)

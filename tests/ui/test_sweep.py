@@ -11,12 +11,12 @@ from fakes.bench_records import run
 from fakes.trace_records import end, header, step
 
 from specdemo import bench
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
 from specdemo.ui.labels import SPEC
-from specdemo.ui.sweep import HEADERS, MOST_RUNS, MOST_TOKENS, Outcome, Sweep, bars, cells, duration, sweep
+from specdemo.ui.sweep import HEADERS, MOST_RUNS, MOST_TOKENS, Sweep, SweepResult, bars, cells, duration, sweep
 
 ASKED: dict[str, Any] = {
     "methods": ["draft", "nasd"],
@@ -35,7 +35,7 @@ def meant(tokens: int = 16, latest: Run | None = None, **changes: Any) -> Sweep:
 def test_recipes_are_those_of_the_terminal_and_prompts_take_turns() -> None:
     found = meant()
     lanes = ["ar", "draft gamma=2", "draft gamma=3", "nasd gamma=2", "nasd gamma=3"]
-    assert [bench.label(recipe) for recipe in found.recipes] == [f"{lane} T=0" for lane in lanes]
+    assert [bench.recipe_label(recipe) for recipe in found.recipes] == [f"{lane} T=0" for lane in lanes]
     assert [prompt.name for prompt in found.prompts] == ["code 1", "prose 1", "code 2", "prose 2"]
     assert found.runs == 20 and found.tokens == 320
     assert len(meant(kinds=["adversarial"], each=24).prompts) == 20  # there are no more
@@ -56,16 +56,16 @@ def test_recipes_are_those_of_the_terminal_and_prompts_take_turns() -> None:
     ],
 )
 def test_what_means_nothing_is_refused(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(Refused, match=re.escape(words)):
+    with pytest.raises(UserError, match=re.escape(words)):
         meant(**changes)
 
 
 def test_too_much_is_refused_with_its_size_and_a_guess_at_its_time() -> None:
     most = MOST_TOKENS // 20  # 20 runs
     assert meant(most).tokens == MOST_TOKENS
-    with pytest.raises(Refused, match=rf"20 runs of at most {most + 1} tokens, about 4 minutes at an assumed 100"):
+    with pytest.raises(UserError, match=rf"20 runs of at most {most + 1} tokens, about 4 minutes at an assumed 100"):
         meant(most + 1)
-    with pytest.raises(Refused, match="5 recipes × 84 prompts = 420 runs"):
+    with pytest.raises(UserError, match="5 recipes × 84 prompts = 420 runs"):
         meant(1, kinds=["code", "repetitive", "prose", "adversarial"], each=24)
 
 
@@ -80,11 +80,11 @@ def test_the_guess_is_made_from_the_visitors_latest_run() -> None:
 
 
 @pytest.fixture
-def outcome() -> Outcome:
+def outcome() -> SweepResult:
     """Plain decoding and a recipe on two classes: it wins on one and loses on the other."""
     recipes = (Recipe(method="ar", temperature=0), Recipe(temperature=0, gamma=2))
     prompts = [prompt for prompt in load_prompts() if prompt.name in ("code 1", "code 2", "prose 1")]
-    return Outcome(Sweep(recipes, tuple(prompts)))
+    return SweepResult(Sweep(recipes, tuple(prompts)))
 
 
 WHERE = {"processor": "CPU", "device": "cpu", "dtype": "float32", "threads": 1, "engine": "lean"}
@@ -96,7 +96,7 @@ def record(name: str, seconds: float) -> dict[str, Any]:
     return {"kind": name[:-2], "name": name, "runs": [run(1.0, environment=WHERE), run(seconds, drafted=20)]}
 
 
-def test_the_table_on_the_page_is_the_benchs(outcome: Outcome) -> None:
+def test_the_table_on_the_page_is_the_benchs(outcome: SweepResult) -> None:
     records = [record("code 1", 1.0), record("code 2", 4.0), record("prose 1", 2.5)]
     for one in records:
         outcome.absorb(one)
@@ -118,16 +118,16 @@ def test_the_table_on_the_page_is_the_benchs(outcome: Outcome) -> None:
     assert json.loads(line) == json.loads(bench.as_json(rows)) and line.count("\n") == 1
 
 
-def test_progress_counts_finished_runs_and_says_what_is_left(outcome: Outcome) -> None:
+def test_progress_counts_finished_runs_and_says_what_is_left(outcome: SweepResult) -> None:
     assert "waiting for the device" in outcome.progress(0) and "queued: 2 ahead" in outcome.progress(0, ahead=2)
-    outcome.absorb(bench.Turn(0, 6, "ar T=0"))
+    outcome.absorb(bench.BenchProgress(0, 6, "ar T=0"))
     assert not outcome.timing and 'value="0"' in outcome.progress(5) and "to go" not in outcome.progress(5)
-    outcome.absorb(bench.Turn(3, 6, "<b>, ar T=0"))
+    outcome.absorb(bench.BenchProgress(3, 6, "<b>, ar T=0"))
     told = outcome.progress(8.0)  # two runs in eight seconds, four to go
     assert outcome.timing and 'value="2" max="6"' in told and "3 of 6: &lt;b&gt;, ar T=0 · about 16 s to go" in told
 
 
-def test_the_end_says_whether_that_is_all(outcome: Outcome) -> None:
+def test_the_end_says_whether_that_is_all(outcome: SweepResult) -> None:
     assert "stopped: nothing is measured" in outcome.ending()
     outcome.absorb(record("code 1", 1.0))
     assert "stopped: partial, 1 of 3 prompts are measured" in outcome.ending()

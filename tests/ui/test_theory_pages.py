@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fakes.trace_records import ALL_KEPT, PREFILL, REJECTION, end, header, step
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.core.rules import RULES
 from specdemo.core.theory import best_gamma, expected_tokens, operations, walltime_improvement
 from specdemo.ui import theory_curves as understand
@@ -22,7 +22,7 @@ from specdemo.ui.frames import Run
 from specdemo.ui.labels import PLAIN, SPEC
 from specdemo.ui.tabs.theory import DRAWINGS
 from specdemo.ui.theory_curves import BOUNDS, DOT, RUN, SET, Settings, set_words, settings_from, settings_of
-from specdemo.ui.theory_point import Point, point_of, point_words
+from specdemo.ui.theory_point import TheoryPoint, point_of, point_words
 
 STEP = {"draft_s": 0.0, "verify_s": 0.02, "host_s": 0.005}  # of plain decoding: 25 ms
 
@@ -100,7 +100,7 @@ def test_where_there_is_no_point_it_is_said_why() -> None:
         (ended([PREFILL]), "nothing tested"),
         (ended([PREFILL, step(1, pieces=["x"])]), "nothing tested"),
     ):
-        with pytest.raises(Refused, match=why):
+        with pytest.raises(UserError, match=why):
             point_of(run)
 
 
@@ -227,22 +227,26 @@ def test_tables_without_a_run_or_without_a_clock() -> None:
     ],
 )
 def test_what_is_no_law_is_refused(values: list, why: str) -> None:
-    with pytest.raises(Refused, match=why):
-        worked.law_of("p", values)
+    with pytest.raises(UserError, match=why):
+        worked.reference_probs("p", values)
 
 
 def test_what_does_not_add_up_is_normalised_and_said() -> None:
-    assert worked.law_of("q", [0.1, 0.2, 0.3, 0.4]) == (pytest.approx([0.1, 0.2, 0.3, 0.4]), "")
-    law, note = worked.law_of("q", [0.3, 0.4, 0.1, 0.3])
-    assert sum(law) == pytest.approx(1) and law[1] == pytest.approx(0.4 / 1.1)
+    assert worked.reference_probs("q", [0.1, 0.2, 0.3, 0.4]) == (pytest.approx([0.1, 0.2, 0.3, 0.4]), "")
+    probs, note = worked.reference_probs("q", [0.3, 0.4, 0.1, 0.3])
+    assert sum(probs) == pytest.approx(1) and probs[1] == pytest.approx(0.4 / 1.1)
     assert note == "q adds up to 1.1, so it was divided by that. "
 
 
 def some_laws() -> list[tuple[list[float], list[float]]]:
     chance = random.Random(3)
-    laws = [[chance.random() ** 3 for _ in range(4)] for _ in range(20)]
-    laws = [[x / sum(law) for x in law] for law in laws] + [[1.0, 0, 0, 0], [0, 1.0, 0, 0], [0.5, 0.5, 0, 0]]
-    return [(p, q) for p in laws for q in laws]
+    distributions = [[chance.random() ** 3 for _ in range(4)] for _ in range(20)]
+    distributions = [[x / sum(probs) for x in probs] for probs in distributions] + [
+        [1.0, 0, 0, 0],
+        [0, 1.0, 0, 0],
+        [0.5, 0.5, 0, 0],
+    ]
+    return [(p, q) for p in distributions for q in distributions]
 
 
 def test_the_example_adds_up_to_p() -> None:
@@ -289,9 +293,9 @@ def test_a_lossy_rule_is_not_called_exact_where_it_happens_to_fit(monkeypatch: p
     done = worked.try_rule(choice, worked.P, worked.P, 1, seed=5)
     words = worked.trial_words(choice, done, worked.P, worked.P)
     assert words.startswith("**No difference seen**") and "lossy all the same" in words
-    with pytest.raises(Refused, match="unknown rule"):
+    with pytest.raises(UserError, match="unknown rule"):
         worked.try_rule("best", worked.P, worked.Q, 1, 0)
 
 
 def test_a_point_has_a_field_for_every_slider() -> None:
-    assert set(BOUNDS) <= set(Point.__dataclass_fields__) and list(BOUNDS) == list(Settings.__dataclass_fields__)
+    assert set(BOUNDS) <= set(TheoryPoint.__dataclass_fields__) and list(BOUNDS) == list(Settings.__dataclass_fields__)

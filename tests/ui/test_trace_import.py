@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from fakes.trace_records import ALL_KEPT, CUT, PREFILL, REJECTION, end, header, whole
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.generate import generate
-from specdemo.models.model_pool import Shelf
+from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import ASSETS
 from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
@@ -28,7 +28,7 @@ def test_a_saved_trace_comes_back_as_the_run_that_it_was() -> None:
     run = Run((SPEC, PLAIN))
     recipe = Recipe(pair="bundled", max_tokens=24, top=3, temperature=1.0)
     for lane, method in ((PLAIN, "ar"), (SPEC, "tree")):
-        for event in generate(Recipe(**{**vars(recipe), "method": method}), "def f(x):\n    ", Shelf()):
+        for event in generate(Recipe(**{**vars(recipe), "method": method}), "def f(x):\n    ", ModelPool()):
             run.absorb(lane, event)
     run.finish()
     again = read_traces(run.trace(SPEC) + run.trace(PLAIN))
@@ -57,7 +57,7 @@ def test_up_to_four_traces_stand_side_by_side() -> None:
     assert read_traces(text(*plain)).plan == (PLAIN,)
     assert read_traces(text(*LINES, *plain, *LINES)).plan == (SPEC, PLAIN, "third")
     assert read_traces(text(*plain, *plain)).plan == (SPEC, PLAIN)
-    with pytest.raises(Refused, match="has 5 traces: 4 are the most"):
+    with pytest.raises(UserError, match="has 5 traces: 4 are the most"):
         read_traces(text(*LINES * 5))
 
 
@@ -108,7 +108,7 @@ def changed(line: dict, **more: Any) -> str:
     ],
 )
 def test_what_is_no_trace_is_refused_in_words(given: Any, words: str) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(UserError) as refused:
         read_traces(given)
     said = str(refused.value)
     assert words in said and len(said) < 400 and "\n" not in said
@@ -117,9 +117,9 @@ def test_what_is_no_trace_is_refused_in_words(given: Any, words: str) -> None:
 def test_a_million_steps_are_refused_before_they_are_made() -> None:
     line = json.dumps(PREFILL)
     many = "\n".join([json.dumps(header()), *(line.replace('"i": 0', f'"i": {i}') for i in range(MOST_STEPS + 1))])
-    with pytest.raises(Refused, match="more than 20,000 steps"):
+    with pytest.raises(UserError, match="more than 20,000 steps"):
         read_traces(many)
-    with pytest.raises(Refused, match="are the most that can be shown"):
+    with pytest.raises(UserError, match="are the most that can be shown"):
         read_traces("x" * (LARGEST + 1))
 
 

@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
 from specdemo.ui.labels import SPEC
-from specdemo.ui.run_store import Runs
+from specdemo.ui.run_store import RunStore
 from specdemo.ui.websocket import Sockets
 
 LINES = [header(), step(0, pieces=["a"]), step(1, pieces=["b", "c"], draft=("b", "x"), accepted=(0,), tested=2), end()]
@@ -21,7 +21,7 @@ LINES = [header(), step(0, pieces=["a"]), step(1, pieces=["b", "c"], draft=("b",
 class House:
     """A server with one run, to which lines are added in the server's own thread."""
 
-    def __init__(self, client: TestClient, runs: Runs, sockets: Sockets) -> None:
+    def __init__(self, client: TestClient, runs: RunStore, sockets: Sockets) -> None:
         self.client, self._sockets = client, sockets
         self.run = runs.new("visitor", (SPEC,))
 
@@ -47,7 +47,7 @@ class House:
 
 @pytest.fixture
 def house() -> Iterator[House]:
-    runs = Runs()
+    runs = RunStore()
     sockets = Sockets(runs)
     with TestClient(Starlette(routes=sockets.routes())) as client:
         yield House(client, runs, sockets)

@@ -21,9 +21,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
-from specdemo.models.engines.generic import Slots, refuse_recurrent
+from specdemo.models.engines.generic import InPlaceCacheLayer, refuse_recurrent
 
 
 def has_encoder(config: PretrainedConfig) -> bool:
@@ -39,12 +39,14 @@ def auto_class(config: PretrainedConfig) -> type[AutoModelForCausalLM] | type[Au
 def opening(model: PreTrainedModel) -> list[int]:
     """The decoder's tokens before anything that it writes: where it starts, and a first token if one is forced on it.
 
-    Raises `Refused` for a model that does not say where it starts.
+    Raises `UserError` for a model that does not say where it starts.
     """
     settings = model.generation_config
     start = settings.bos_token_id if settings.decoder_start_token_id is None else settings.decoder_start_token_id
     if start is None:
-        raise Refused(f"{type(model).__name__} does not say which token its decoder starts from: choose another model")
+        raise UserError(
+            f"{type(model).__name__} does not say which token its decoder starts from: choose another model"
+        )
     return [start] if settings.forced_bos_token_id is None else [start, settings.forced_bos_token_id]
 
 
@@ -55,17 +57,19 @@ class EncoderDecoderEngine:
         refuse_recurrent(type(model), model.config)
         self._model, self._source = model, list(source)
         self._read: Any = None  # what the encoder made of the source
-        self._own = Cache(layer_class_to_replicate=Slots)
+        self._own = Cache(layer_class_to_replicate=InPlaceCacheLayer)
         self._crossed = DynamicCache()
         self._cache = EncoderDecoderCache(self._own, self._crossed)
 
     def run(self, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
         """Feed `new` after the `held` positions; logits `[len(draft) + 1, vocab]` of the last rows.
 
-        Raises `Refused` for forests: where a token stands is counted by these decoders themselves.
+        Raises `UserError` for forests: where a token stands is counted by these decoders themselves.
         """
         if not draft.is_chain:
-            raise Refused(f"{type(self._model).__name__} can be shown chains only: choose a method that drafts a chain")
+            raise UserError(
+                f"{type(self._model).__name__} can be shown chains only: choose a method that drafts a chain"
+            )
         device = self._model.device
         if self._read is None:
             self._read = self._model.get_encoder()(input_ids=torch.tensor([self._source], device=device))

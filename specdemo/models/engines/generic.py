@@ -7,12 +7,12 @@ from torch import Tensor
 from transformers import Cache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
 from specdemo.models.engines.draft_mask import positions, visible
 
 
-class Slots(CacheLayerMixin):
+class InPlaceCacheLayer(CacheLayerMixin):
     """One layer's keys and values in a buffer that is written in place; rolling back moves a length.
 
     It keeps every position, under a sliding window too (the mask hides what has left the window), because a window
@@ -100,30 +100,30 @@ def can_roll_back(kind: type[PreTrainedModel], config: PretrainedConfig) -> bool
 
 
 def refuse_recurrent(kind: type[PreTrainedModel], config: PretrainedConfig) -> None:
-    """Raise `Refused` for a kind of model that cannot take back a token."""
+    """Raise `UserError` for a kind of model that cannot take back a token."""
     if not can_roll_back(kind, config):
-        raise Refused(
+        raise UserError(
             f"{kind.__name__} keeps a recurrent state that cannot take back a rejected token: "
             "choose a model with attention layers only"
         )
 
 
-class SlotEngine:
+class TransformersEngine:
     """The model's own forward pass, with `Slots` as its cache."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         refuse_recurrent(type(model), model.config)
         self._model, self._windowed = model, has_window(model)
-        self._layers = [Slots() for _ in range(model.config.get_text_config().num_hidden_layers)]
+        self._layers = [InPlaceCacheLayer() for _ in range(model.config.get_text_config().num_hidden_layers)]
         self._cache = Cache(layers=self._layers)
 
     def run(self, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
         """Feed `new` after the `held` positions; logits `[len(draft) + 1, vocab]` of the last rows.
 
-        Raises `Refused` for forests on a model with a sliding window.
+        Raises `UserError` for forests on a model with a sliding window.
         """
         if self._windowed and not draft.is_chain:
-            raise Refused(
+            raise UserError(
                 f"{type(self._model).__name__} has a sliding window, whose mask fits chains only: choose a method "
                 "that drafts a chain"
             )

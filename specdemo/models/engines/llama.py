@@ -1,4 +1,4 @@
-"""A pass of `Lean` weights: one request's keys and values, attention whose rows keep their bits, CUDA graphs."""
+"""A pass of `LlamaWeights` weights: one request's keys and values, attention whose rows keep their bits, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specdemo.core.step import Draft
 from specdemo.models.engines.draft_mask import positions, visible
-from specdemo.models.engines.llama_weights import Lean
+from specdemo.models.engines.llama_weights import LlamaWeights
 
 CHUNK = 512  # rows of a long prompt that are fed at a time: masks grow with rows times keys
 FEW = 16  # rows up to which masks and recordings are kept ready
@@ -32,7 +32,7 @@ def padded_keys(count: int) -> int:
     return whole * BLOCK + (next(width for width in PARTS if width >= part) if part else 0)
 
 
-Record = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
+Recorder = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Recording:
 
 
 @dataclass(frozen=True)
-class Shape:
+class PassShape:
     """What passes over so many rows work with."""
 
     angles: tuple[Tensor, ...]  # for all heads `[n, heads, ...]`, and
@@ -75,19 +75,19 @@ def record_graph(forward: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return replay
 
 
-class LeanEngine:
-    """A forward pass of `Lean` weights over the keys and values of one request."""
+class LlamaEngine:
+    """A forward pass of `LlamaWeights` weights over the keys and values of one request."""
 
-    def __init__(self, model: Lean, record: Record | None = None) -> None:
+    def __init__(self, model: LlamaWeights, record: Recorder | None = None) -> None:
         """`record` makes a pass repeatable at less cost, if the device can; None: as it needs."""
         self._model = model
         self._record = record or (record_graph if model.recordable else None)
         self._recordings: dict[tuple[int, int], Recording] = {}  # by rows and keys
         self._length = self._reached = self._room = 0
         self._kv = torch.empty(0, 0, 0, 0)  # [layers, heads of keys and then of values, positions, dim]
-        self._angles = torch.empty(0)  # as `Lean.rotation` gives them, by position
+        self._angles = torch.empty(0)  # as `LlamaWeights.rotation` gives them, by position
         # What is the same in every pass, or in the next few:
-        self._shapes: dict[int, Shape] = {}  # by rows
+        self._shapes: dict[int, PassShape] = {}  # by rows
         self._masks: dict[int, Tensor] = {}  # by rows
         self._seen: tuple[int, tuple[Tensor, ...], tuple[Tensor, ...]] = (0, (), ())  # width, keys and values by layer
 
@@ -145,7 +145,7 @@ class LeanEngine:
         return logits
 
     def _forward(
-        self, ids: Tensor, mask: Tensor, shape: Shape, write: Callable[[int, Tensor], object], asked: int
+        self, ids: Tensor, mask: Tensor, shape: PassShape, write: Callable[[int, Tensor], object], asked: int
     ) -> Tensor:
         """Logits of the last `asked` rows; `write(layer, states)` stores keys and values `[n, 2 * kv_heads, dim]`."""
         model, n = self._model, len(ids)
@@ -168,7 +168,7 @@ class LeanEngine:
             rows = rows.add_(layer.down(F.silu(gate).mul_(up)))
         return model.head(model.leave(rows[-asked:]))
 
-    def _replay(self, ids: Tensor, mask: Tensor, shape: Shape, held: int) -> Tensor:
+    def _replay(self, ids: Tensor, mask: Tensor, shape: PassShape, held: int) -> Tensor:
         """The logits of every row, from a pass of this shape that was recorded once."""
         n, width = len(ids), mask.shape[1]
         slots = torch.arange(held, held + n, device=ids.device)
@@ -204,7 +204,7 @@ class LeanEngine:
         self._recordings.clear()  # they hold the old buffers' addresses
         self._seen = (0, (), ())
 
-    def _shape(self, n: int, angles: Tensor) -> Shape:
+    def _shape(self, n: int, angles: Tensor) -> PassShape:
         """What a pass over n rows works with. Values are turned by no angle, so as to be written with the keys."""
         model = self._model
         if n not in self._shapes:
@@ -219,7 +219,7 @@ class LeanEngine:
             )
             asked = query[0, :, : n * group].unflatten(1, (n, group)).transpose(0, 1)
             kept = {rows: shape for rows, shape in self._shapes.items() if rows <= FEW}
-            self._shapes = kept | {n: Shape(both.unbind(), both[:, :, :turned], query, asked)}
+            self._shapes = kept | {n: PassShape(both.unbind(), both[:, :, :turned], query, asked)}
         shape = self._shapes[n]
         shape.turned.copy_(angles)
         return shape
@@ -242,12 +242,12 @@ class LeanEngine:
         return F.pad(mask, (0, 0, 0, -len(mask) % ROWS)).to(model.device)
 
 
-def borrow(model: Lean) -> LeanEngine:
+def borrow_engine(model: LlamaWeights) -> LlamaEngine:
     """An engine for one request: what an earlier one gave back, with its buffers and recordings, or a new one."""
-    return model.idle.pop() if model.idle else LeanEngine(model)
+    return model.idle.pop() if model.idle else LlamaEngine(model)
 
 
-def give_back(model: Lean, engine: LeanEngine) -> None:
+def return_engine(model: LlamaWeights, engine: LlamaEngine) -> None:
     """Keep it for the next request; one is enough, since requests mostly follow one another."""
     if not model.idle:
         engine.clear()

@@ -29,7 +29,7 @@ ROPES = ("default", "linear", "llama3", "yarn")  # the kinds whose angles depend
 Rows = Callable[[Tensor], Tensor]
 
 
-def why_not(model: PreTrainedModel) -> str | None:
+def unsupported_reason(model: PreTrainedModel) -> str | None:
     """Why this model has to run through `transformers`; None if it need not."""
     config = model.config
     if type(model).__name__ not in FAMILY:
@@ -58,7 +58,7 @@ class Layer:
     down: Rows
 
 
-class Lean:
+class LlamaWeights:
     """The weights of a loaded model, fused and packed; shared by any number of engines.
 
     Raises `ValueError` for a model that `why_not` turns down.
@@ -66,7 +66,7 @@ class Lean:
 
     def __init__(self, model: PreTrainedModel, consume: bool = False) -> None:
         """`consume`: the model's matrices are let go as they are laid out, so that few of them are held twice."""
-        if reason := why_not(model):
+        if reason := unsupported_reason(model):
             raise ValueError(reason)
         self.config, self.generation_config = model.config, model.generation_config
         self.dtype, self.device = model.dtype, model.device
@@ -110,7 +110,7 @@ class Lean:
             part.numel() * part.element_size() for part in self._parts if isinstance(part, Tensor)
         )
 
-    def with_layers(self, kept: Sequence[int]) -> Lean:
+    def with_layers(self, kept: Sequence[int]) -> LlamaWeights:
         """The same weights through these layers only."""
         thin = copy.copy(self)
         thin.layers, thin.idle = [self.layers[i] for i in kept], []

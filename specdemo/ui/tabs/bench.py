@@ -10,7 +10,7 @@ from typing import Any
 
 import gradio as gr
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.core.policies import POLICIES
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
@@ -19,7 +19,7 @@ from specdemo.ui.live_updates import followed
 from specdemo.ui.service import Service
 from specdemo.ui.settings import OFF, recipe_of
 from specdemo.ui.streams import reason
-from specdemo.ui.sweep import COLOURS, DRAFTING, HEADERS, PLAIN, Outcome, Sweep, bars, cells, sweep
+from specdemo.ui.sweep import COLOURS, DRAFTING, HEADERS, PLAIN, Sweep, SweepResult, bars, cells, sweep
 from specdemo.worker import WorkerBusy
 
 INTRO = """Every recipe continues every prompt, one right after the other in a shuffled order, after each has run once
@@ -117,16 +117,16 @@ def bench_tab(
         visitor = request.session_hash or ""
         try:
             return f"{meant(visitor, values).told(service.runs.latest(visitor))}."
-        except Refused as error:
+        except UserError as error:
             return f"**{html.escape(str(error))}.**"
 
     async def measured(request: gr.Request, *values: Any) -> AsyncIterator[dict[Any, Any]]:
         visitor = request.session_hash or ""
         ready = {go: gr.Button(interactive=True), halt: gr.Button(interactive=False)}
         try:
-            outcome = Outcome(meant(visitor, values))
+            outcome = SweepResult(meant(visitor, values))
             stream = service.bench(outcome.sweep.recipes, outcome.sweep.prompts, visitor, address_of(request))
-        except (Refused, WorkerBusy) as error:
+        except (UserError, WorkerBusy) as error:
             yield {status: f"<p role='status'>{html.escape(reason(error))}</p>", results: gr.Column(visible=False)}
             return
         yield {

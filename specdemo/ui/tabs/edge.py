@@ -13,7 +13,7 @@ from typing import Any
 
 import gradio as gr
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.ui import edge_cloud_modes as modes
 from specdemo.ui import link_speedup as best_k
 from specdemo.ui.api import address_of
@@ -23,7 +23,7 @@ from specdemo.ui.link_timeline import picture
 from specdemo.ui.live_updates import followed
 from specdemo.ui.service import Service
 from specdemo.ui.streams import reason
-from specdemo.ui.sweep import Outcome
+from specdemo.ui.sweep import SweepResult
 from specdemo.ui.tabs.bench import LOOK as PROGRESS
 from specdemo.ui.tabs.plots import lines, shown
 from specdemo.worker import WorkerBusy
@@ -76,13 +76,13 @@ def edge_tab(service: Service, controls: Mapping[str, gr.components.Component], 
     def look(shown_id: Any, request: gr.Request) -> dict[Any, Any]:
         try:
             lane = lane_of(shown_id, request)
-        except Refused as none:
+        except UserError as none:
             return {words: f"*{html.escape(str(none))}.*", found: gr.Column(visible=False)}
         rounds = steps(lane)
         try:
             link = best_k.link_of(lane)
             said = best_k.told(link)
-        except Refused as none:
+        except UserError as none:
             link, said = None, f"*{none}.*"
         return {
             words: told(lane),
@@ -98,7 +98,7 @@ def edge_tab(service: Service, controls: Mapping[str, gr.components.Component], 
     def move(shown_id: Any, at: Any, request: gr.Request) -> Any:
         try:
             rounds = steps(lane_of(shown_id, request))
-        except Refused:
+        except UserError:
             return gr.skip()
         return picture(*window(rounds, int(at), AT_ONCE)) if isinstance(at, (int, float)) else gr.skip()
 
@@ -129,9 +129,9 @@ def _three_modes(service: Service, controls: Mapping[str, gr.components.Componen
         visitor = request.session_hash or ""
         ready = {go: gr.Button(interactive=True), halt: gr.Button(interactive=False)}
         try:
-            outcome = Outcome(modes.three(dict(zip(controls, values, strict=True)), device, prompts, tokens))
+            outcome = SweepResult(modes.three(dict(zip(controls, values, strict=True)), device, prompts, tokens))
             stream = service.bench(outcome.sweep.recipes, outcome.sweep.prompts, visitor, address_of(request))
-        except (Refused, WorkerBusy) as error:
+        except (UserError, WorkerBusy) as error:
             yield {status: f"<p role='status'>{html.escape(reason(error))}</p>", results: gr.Column(visible=False)}
             return
         yield {go: gr.Button(interactive=False), halt: gr.Button(interactive=True), results: gr.Column(visible=False)}

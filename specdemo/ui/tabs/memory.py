@@ -6,7 +6,7 @@ import html
 
 import gradio as gr
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.ui.memory_tables import of_machine, of_pairs, of_run
 from specdemo.ui.service import Service
 
@@ -30,7 +30,7 @@ def memory_tab(service: Service, device: str, looked_at: gr.Tab) -> None:
     def look(request: gr.Request) -> tuple[str, str, str]:
         try:
             return of_run(service.runs.latest(request.session_hash or "")), of_machine(device), of_pairs(device)
-        except Refused as error:
+        except UserError as error:
             return html.escape(str(error)), "", ""
 
     gr.on(

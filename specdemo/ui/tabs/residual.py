@@ -8,7 +8,7 @@ from typing import Any
 
 import gradio as gr
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.ui import worked_example as worked
 from specdemo.ui.tabs.plots import bars, shown
 
@@ -41,7 +41,7 @@ def residual(looked_at: gr.Tab) -> None:
     def explain(*values: float | None) -> Any:
         try:
             target, drafter, note = _laws(values)
-        except Refused as error:
+        except UserError as error:
             return [f"**{error}.**", None]
         return [note + worked.example_words(target, drafter), shown(parts, worked.example_bars(target, drafter))]
 
@@ -49,7 +49,7 @@ def residual(looked_at: gr.Tab) -> None:
         try:
             target, drafter, note = _laws(values)
             done = worked.try_rule(choice, target, drafter, length, secrets.randbits(31))
-        except Refused as error:
+        except UserError as error:
             return [f"**{error}.**", None, gr.Column(visible=False)]
         said = note + worked.trial_words(choice, done, target, drafter)
         return [said, shown(shares, worked.trial_bars(done, target, drafter)), gr.Column(visible=True)]
@@ -71,7 +71,7 @@ def _law(name: str, usual: Sequence[float]) -> list[gr.Number]:
 def _laws(values: Sequence[float | None]) -> tuple[list[float], list[float], str]:
     """p, q, and what had to be done to them."""
     half = len(worked.TOKENS)
-    p, changed = worked.law_of("p", values[:half])
-    q, likewise = worked.law_of("q", values[half:])
+    p, changed = worked.reference_probs("p", values[:half])
+    q, likewise = worked.reference_probs("q", values[half:])
     note = changed + likewise
     return p, q, f"{note}\n\n" if note else ""

@@ -11,14 +11,14 @@ from typing import Any
 
 import gradio as gr
 
-from specdemo.core.errors import Refused
+from specdemo.core.errors import UserError
 from specdemo.ui import theory_curves as understand
 from specdemo.ui import theory_tables as tables
 from specdemo.ui.frames import Run
 from specdemo.ui.tabs.plots import lines, shown
 from specdemo.ui.tabs.residual import residual
 from specdemo.ui.theory_curves import BOUNDS, COSTS, DOT, ENDLESS, GAMMAS, PLAIN, RUN, SET, SHARE, THEOREM, Settings
-from specdemo.ui.theory_point import Point, point_of, point_words
+from specdemo.ui.theory_point import TheoryPoint, point_of, point_words
 
 Latest = Callable[[str], Run | None]
 
@@ -75,7 +75,7 @@ def theory_tab(latest: Latest, looked_at: gr.Tab) -> None:
     with gr.Row():
         here = gr.Button("Set the sliders to this run", size="sm", scale=0, min_width=260, elem_id="theory-set")
     told, words = gr.Markdown(elem_id="theory-run"), gr.Markdown(elem_id="theory-words")
-    plots: list[tuple[Callable[[Settings, Point | None], list], gr.LinePlot]] = []
+    plots: list[tuple[Callable[[Settings, TheoryPoint | None], list], gr.LinePlot]] = []
     for row in DRAWINGS:
         with gr.Row():
             for curves, title, x, y, colours, named, legend, name in row:
@@ -86,10 +86,10 @@ def theory_tab(latest: Latest, looked_at: gr.Tab) -> None:
         papers = [gr.Markdown(elem_classes="figures") for _ in range(3)]
     residual(looked_at)
 
-    def point(request: gr.Request) -> tuple[Point | None, str]:
+    def point(request: gr.Request) -> tuple[TheoryPoint | None, str]:
         try:
             found = point_of(latest(request.session_hash or ""))
-        except Refused as none:
+        except UserError as none:
             return None, f"*{none}.*"
         return found, point_words(found)
 
