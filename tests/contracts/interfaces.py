@@ -1,0 +1,203 @@
+"""Access to the program from outside: the terminal, the cloud service and the page.
+
+The only file of these tests that imports specdemo; change it here when a module moves. As a script it records the
+golden files again: `python tests/contracts/interfaces.py --write`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import runpy
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from unittest import mock
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+NAMES, TRACES = HERE / "names.json", HERE / "traces"
+OLD_TRACES = ROOT / "assets" / "traces"
+TOKEN = "golden"  # of the cloud service
+WAIT_S = 120.0
+
+
+def limit_variables() -> list[str]:
+    """Environment variables that limit visitors: an unknown one is refused with the list of the known ones."""
+    from specdemo.limits import read
+
+    return _refused(lambda: read({"SPECDEMO_UNKNOWN": "1"}))
+
+
+def preflight(target: str, drafter: str) -> dict[str, Any]:
+    """Result of the API endpoint /preflight, which accepts ready pairs only; here for a pair on disk."""
+    from specdemo.bench import Prompt
+    from specdemo.models.shelf import Shelf
+    from specdemo.preflight import preflight
+    from specdemo.recipe import Recipe
+
+    recipe = Recipe(target=target, drafter=drafter, device="cpu", top_p=1.0)
+    return preflight(recipe, [Prompt("code", "one", "def f(x):\n    return x\n")], Shelf()).as_dict()
+
+
+def _refused(call: Any) -> list[str]:
+    try:
+        call()
+    except ValueError as error:
+        return listed(str(error))
+    raise AssertionError("an unknown name was accepted")
+
+
+def listed(sentence: str) -> list[str]:
+    """Names at the end of a sentence that lists the valid ones."""
+    sentence = re.sub(r",? (?:and|or) (?=[\w.:-]+$)", ", ", sentence.strip().rstrip("."))
+    return re.search(r"[\w.:-]+(?:, [\w.:-]+)*$", sentence).group().split(", ")
+
+
+def terminal(*arguments: str) -> tuple[int, str, str]:
+    """Run `python -m specdemo ARGUMENTS` in this process, which saves the import of torch: exit code and output."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with (
+        mock.patch.object(sys, "argv", ["specdemo", *arguments]),
+        mock.patch.object(sys, "path", [str(ROOT), *sys.path]),
+        mock.patch.dict(os.environ, {"COLUMNS": "200", "SPECDEMO_TOKEN": TOKEN}),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            runpy.run_module("specdemo", run_name="__main__")
+        except SystemExit as stop:
+            code = stop.code or 0
+    return code, out.getvalue(), err.getvalue()
+
+
+def script(*command: str) -> str:
+    """Standard output of a quick command in the repository root."""
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
+
+class Program:
+    """A server in its own process; `url` waits for the line with its address."""
+
+    def __init__(self, *arguments: str, **environment: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", **environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._lines: list[str] = []
+        self._found, self._url = threading.Event(), ""
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in self._process.stdout:
+            self._lines.append(line)
+            if not self._url and (address := re.search(r"https?://[^\s/]+", line)):
+                self._url = address.group()
+                self._found.set()
+        self._found.set()
+
+    @property
+    def url(self) -> str:
+        """Address, without a final slash."""
+        assert self._found.wait(WAIT_S) and self._url, "".join(self._lines)
+        return self._url
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.terminate()
+        self._process.wait(WAIT_S)
+
+    def request(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, str]:
+        """Status and text of one HTTP request; a body that is no text is sent as JSON."""
+        data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        headers = {"content-type": "application/json", **{name.replace("_", "-"): v for name, v in headers.items()}}
+        try:
+            with urlopen(Request(self.url + path, data, headers, method=method), timeout=WAIT_S) as answer:
+                return answer.status, answer.read().decode()
+        except HTTPError as error:
+            return error.code, error.read().decode()
+
+
+class Service(Program):
+    """`python -m specdemo serve`."""
+
+    def __init__(self, target: str) -> None:
+        limits = ("--rate", "20", "--body-mb", "0.1")
+        where = ("--target", target, "--device", "cpu", "--port", "0", "--until-stdin-ends")
+        super().__init__("-m", "specdemo", "serve", *where, *limits, SPECDEMO_TOKEN=TOKEN)
+
+    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, str]:
+        """`request` with the token."""
+        return self.request(method, path, body, **{"authorization": f"Bearer {TOKEN}", **headers})
+
+
+class Page(Program):
+    """`python app.py`."""
+
+    def __init__(self) -> None:
+        super().__init__("app.py", "--port", _free_port(), "--no-browser")
+
+    def json(self, path: str) -> Any:
+        """Body of a GET request."""
+        return json.loads(self.request("GET", path)[1])
+
+    def call(self, function: str, data: Any) -> str | None:
+        """Result of a server function of the cockpit, as the browser gets it."""
+        config = self.json("/config")
+        (cockpit,) = (one for one in config["components"] if one["props"].get("elem_id") == "cockpit")
+        body = {"data": data, "component_id": cockpit["id"], "fn_name": function, "session_hash": "golden"}
+        status, text = self.request("POST", f"{config['api_prefix']}/component_server", body)
+        assert status == 200, text
+        return json.loads(text)
+
+
+def _free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        return str(door.getsockname()[1])
+
+
+@contextlib.contextmanager
+def started() -> Iterator[tuple[tuple[str, str], Service, Page]]:
+    """Directories of a target and a drafter, the cloud service of that target, and the page."""
+    from .models import save_pair
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as opened:
+        page = opened.enter_context(contextlib.closing(Page()))
+        models = save_pair(Path(folder))
+        service = opened.enter_context(contextlib.closing(Service(models[0])))
+        yield models, service, page
+
+
+def write() -> None:
+    """Record all golden files."""
+    from . import names, traces
+
+    TRACES.mkdir(exist_ok=True)
+    with started() as (models, service, page):
+        for name, flags in traces.RUNS.items():
+            (TRACES / f"{name}.jsonl").write_text(traces.text(traces.record(models, flags)), encoding="utf-8")
+        found = names.collect(models, service, page)
+        NAMES.write_text(json.dumps(found, indent=1, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--write"]:
+        sys.exit("usage: python tests/contracts/interfaces.py --write")
+    sys.path[:0] = [str(ROOT), str(HERE.parent)]
+    import_module("contracts.interfaces").write()

@@ -1,0 +1,350 @@
+"""Collect every external name of the program as nested dictionaries and lists of names."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import struct
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from . import dom, traces
+from .interfaces import (
+    ROOT,
+    Page,
+    Service,
+    limit_variables,
+    listed,
+    preflight,
+    script,
+    terminal,
+)
+
+# Names that no quick request shows; each must remain a quoted constant somewhere in the sources.
+CONSTANTS = ("slow", "gone", "alive", "why", "SPECDEMO_TOKEN", "cancelled", "stop", "lost", "edge", "remote")
+SOURCES = ("app.py", "specdemo", "benchmarks", "training")
+
+
+def collect(models: tuple[str, str], service: Service, page: Page) -> dict[str, Any]:
+    """All sections, one after the other."""
+    return {name: section(models, service, page) for name, section in SECTIONS.items()}
+
+
+def missing(golden: Any, current: Any, path: str = "") -> list[str]:
+    """Names of `golden` that `current` lacks. Additional names are allowed."""
+    if isinstance(golden, dict):
+        if not isinstance(current, dict):
+            return [path]
+        return [one for key, value in golden.items() for one in missing(value, current.get(key), f"{path}/{key}")]
+    if isinstance(golden, list):
+        return [f"{path}/{one}" for one in golden if one not in (current or ())]
+    return [] if golden == current else [f"{path} is {current!r}, not {golden!r}"]
+
+
+# --- terminal --------------------------------------------------------------------------------------------------
+
+
+def commands(*_: Any) -> dict[str, Any]:
+    """Commands of `python -m specdemo` and their arguments."""
+    names = re.search(r"\{([\w,-]+)\}", terminal("--help")[1]).group(1).split(",")
+    return {name: _arguments(terminal(name, "--help")[1]) for name in names}
+
+
+def launcher(*_: Any) -> dict[str, str]:
+    """Arguments of app.py."""
+    return _arguments(script(sys.executable, "app.py", "--help"))
+
+
+def make(*_: Any) -> list[str]:
+    """Targets of the Makefile."""
+    return re.findall(r"^\s+make (\w+)", script("make", "help"), re.MULTILINE)
+
+
+def _arguments(text: str) -> dict[str, str]:
+    """Positional arguments and flags of a help text; a flag takes nothing, a value or several values."""
+    usage = re.sub(r"\s+", " ", text.partition("\n\n")[0])
+    found = dict.fromkeys(re.findall(r" (\w+)$", usage), "positional")
+    for flag in re.findall(r"^  (?:-\w, )?(--[\w-]+)", text, re.MULTILINE):
+        value = re.search(re.escape(flag) + r"(?: \| --no-[\w-]+)?(?: ([A-Z_]+)( \[[A-Z_]+ \.\.\.\])?)?[\]) ]", usage)
+        found[flag] = "switch" if not value or not value.group(1) else "values" if value.group(2) else "value"
+    return found
+
+
+CHOICES = {
+    "method": ("--method",),
+    "policy": ("--policy",),
+    "rule": ("--rule",),
+    "dtype": ("--dtype",),
+    "quantization": ("--quantization",),
+    "drafter quantization": ("--drafter-quantization",),
+    "pair": ("--pair",),
+    "ngram levels": ("--ngram-levels",),
+    "mode": ("--remote", "http://localhost", "--mode"),
+    "encoding": ("--remote", "http://localhost", "--encoding"),
+    "q rows": ("--remote", "http://localhost", "--q-rows"),
+    "on loss": ("--remote", "http://localhost", "--on-loss"),
+    "gate": ("--remote", "http://localhost", "--gate"),
+    "device": ("--device",),
+}
+
+
+def choices(*_: Any) -> dict[str, list[str]]:
+    """Valid values of options, as the error for an invalid value lists them."""
+    found = {name: _listed("run", "x", *flags, "invalid") for name, flags in CHOICES.items()}
+    return {**found, "prompt class": _listed("bench", "--kind", "invalid")}
+
+
+def _listed(*arguments: str) -> list[str]:
+    code, out, err = terminal(*arguments)
+    assert code == 2 and not out, (arguments, code, out, err)
+    return listed(err.splitlines()[-1])
+
+
+def environment(*_: Any) -> list[str]:
+    """Environment variables; the token's one is used by every request to the cloud service."""
+    return limit_variables()
+
+
+def constants(*_: Any) -> list[str]:
+    """Those of `CONSTANTS` that the sources contain in quotes."""
+    files = [path for name in SOURCES if (ROOT / name).exists() for path in (ROOT / name, *(ROOT / name).rglob("*.py"))]
+    text = "".join(path.read_text("utf-8") for path in files if path.is_file())
+    return [name for name in CONSTANTS if f'"{name}"' in text]
+
+
+# --- traces ----------------------------------------------------------------------------------------------------
+
+
+def trace(models: tuple[str, str], service: Service, page: Page) -> dict[str, Any]:
+    """Keys of the trace; what depends on the policy or the link is found in one run of each."""
+    target, drafter = models
+    first = ("run", traces.PROMPT, "--json", "--device", "cpu", "--target", target, "--drafter", drafter)
+    kept: dict[str, dict[str, None]] = {}
+
+    def keys(section: str, *values: Any) -> None:
+        for value in values:
+            kept.setdefault(section, {}).update(dict.fromkeys(value or ()))
+
+    def run(*flags: str) -> list[dict[str, Any]]:
+        code, out, err = terminal(*first, *flags)
+        assert code == 0, (flags, err)
+        head, *steps, end = map(json.loads, out.splitlines())
+        keys("header", head)
+        keys("recipe", head["recipe"])
+        keys("recipe.cloud", head["recipe"]["cloud"])
+        keys("environment", head["environment"])
+        keys("environment.parity", head["environment"].get("parity"))
+        keys("end", end)
+        keys("end, values", [end["end"]])
+        keys("metrics", end["metrics"])
+        keys("metrics.remote", end["metrics"].get("remote"))
+        for step in steps:
+            keys("step", step)
+            keys("kind, values", [step["kind"]])
+            keys("memory", step["memory"])
+            keys("remote", step.get("remote"))
+            keys("laws, drafted", *step.get("laws", ()), *step.get("drafted", ()))
+        return steps
+
+    for flags in (("--top", "2"), ("--method", "beam"), ("--method", "ar")):
+        run("--max-tokens", "8", *flags)
+    policies = {}
+    for policy in _listed("run", "x", "--policy", "invalid"):
+        steps = run("--max-tokens", "8", "--policy", policy)
+        policies[policy] = sorted({key for step in steps for key in step["policy"]})
+    for flags in REMOTE:
+        run("--max-tokens", "6", "--remote", service.url, "--deadline-ms", "5000", *flags)
+    return {**{section: sorted(found) for section, found in kept.items()}, "policy": policies}
+
+
+REMOTE = (
+    ("--temperature", "1"),
+    ("--encoding", "msgpack", "--temperature", "1", "--q-rows", "scalar"),
+    ("--gate", "nll", "entropy", "margin", "numbers", "--gate-ratio", "0.5"),
+    ("--gate", "nll", "--gate-nll", "900"),
+    ("--gate", "variance", "names", "rare"),
+    ("--provisional", "--deadline-ms", "1", "--rtt-ms", "30", "--max-tokens", "8"),
+    ("--mode", "cloud_only"),
+    ("--mode", "edge_only"),
+)
+
+
+def bench(models: tuple[str, str], *_: Any) -> dict[str, list[str]]:
+    """Keys of a row in the JSON line of `bench`."""
+    target, drafter = models
+    flags = ("--method", "draft", "--gamma", "2", "--kind", "adversarial", "--max-tokens", "2")
+    code, out, err = terminal("bench", "--target", target, "--drafter", drafter, "--device", "cpu", *flags)
+    assert code == 0, err
+    ((name, rows),) = json.loads(out.splitlines()[-1]).items()
+    return {name: sorted(rows[0])}
+
+
+def forecast(models: tuple[str, str], *_: Any) -> dict[str, list[str]]:
+    """Keys of the result of the API endpoint /preflight."""
+    found = preflight(*models)
+    return {"result": sorted(found), "estimates": sorted(found["estimates"][0])}
+
+
+# --- cloud service ---------------------------------------------------------------------------------------------
+
+
+def network(_: Any, service: Service, __: Any) -> dict[str, Any]:
+    """Routes, message fields and error codes of the cloud service."""
+    status, text = service.ask("GET", "/openapi.json")
+    assert status == 200, text
+    schema = json.loads(text)
+    routes: dict[str, Any] = {}
+    for path, operations in schema["paths"].items():
+        for method, operation in operations.items():
+            answers = operation["responses"]
+            routes[f"{method.upper()} {path}"] = {
+                "request": _content(schema, operation.get("requestBody", {})),
+                "response": _content(schema, answers["200"]),
+                "errors": sorted(set(answers) - {"200"}),
+                "error": _content(schema, answers["422"]),
+            }
+    return {"routes": routes, "codes": _codes(service), "texts": _texts(service)}
+
+
+def _content(schema: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
+    return {kind: _fields(schema, one.get("schema", {})) for kind, one in part.get("content", {}).items()}
+
+
+def _fields(schema: dict[str, Any], part: dict[str, Any]) -> Any:
+    """Field names of a schema, with references resolved: component names are not part of the contract."""
+    if "$ref" in part:
+        part = schema["components"]["schemas"][part["$ref"].rpartition("/")[2]]
+    if "properties" in part:
+        return {name: _fields(schema, one) for name, one in part["properties"].items()}
+    for one in (*part.get("anyOf", ()), *part.get("allOf", ()), *([part["items"]] if "items" in part else ())):
+        if found := _fields(schema, one):
+            return found
+    return sorted(map(str, part["enum"])) if "enum" in part else {}
+
+
+def _codes(service: Service) -> dict[str, int]:
+    """Error codes with their HTTP status, each provoked by a request that deserves it."""
+    text = [1, 2, 3]
+    opening = {"ctx_id": "golden", "epoch": 1, "round": 0, "base": 0, "tokens": text, "k": 0}
+    sampling = {"temp": 0.0, "seed": 1, "rule": "rejection"}
+    status, answer = service.ask("POST", "/v1/rounds", {**opening, "sampling_cfg": sampling})
+    assert status == 200, answer
+    seen = hashlib.blake2b(struct.pack("<3I", *text), digest_size=8).hexdigest()
+    onward = {**opening, "round": 1, "base": 3, "digest": seen, "tokens": [json.loads(answer)["bonus"]]}
+    status, answer = service.ask("POST", "/v1/rounds", onward)
+    assert status == 200, answer  # a prefix is identified by this digest
+    requests = [
+        service.request("GET", "/v1/target"),
+        service.ask("GET", "/nowhere"),
+        service.ask("POST", "/v1/rounds", {**onward, "ctx_id": "unknown"}),
+        service.ask("POST", "/v1/rounds", {**onward, "epoch": 0}),
+        service.ask("POST", "/v1/rounds", {"nonsense": 1}),
+        service.ask("POST", "/v1/rounds", b"x", content_type="text/plain"),
+        service.ask("POST", "/v1/rounds", b" " * 200_000),
+        service.ask("DELETE", "/v1/contexts/golden"),
+        *_until_busy(service),
+    ]
+    problems = [(status, json.loads(body)) for status, body in requests if status != 200]
+    return {problem["code"]: status for status, problem in problems if problem["error"]}
+
+
+def _until_busy(service: Service) -> Iterator[tuple[int, str]]:
+    for _ in range(1000):
+        answer = service.ask("GET", "/v1/target")
+        if answer[0] == 429:
+            yield answer
+            return
+
+
+def _texts(service: Service) -> list[str]:
+    """The words among the lines of /v1/texts, which are token ids otherwise."""
+    body = {"tokens": [1, 2, 3], "sampling_cfg": {"temp": 0.0}, "max_tokens": 2}
+    for _ in range(50):  # requests were sent faster than the service allows
+        status, text = service.ask("POST", "/v1/texts", body)
+        if status == 200:
+            return [line for line in text.splitlines() if not line.isdigit()]
+        time.sleep(0.1)
+    raise AssertionError(text)
+
+
+# --- page ------------------------------------------------------------------------------------------------------
+
+
+def page_names(_: Any, __: Any, page: Page) -> dict[str, Any]:
+    """API endpoints, settings, storage keys, routes and elements, from the page's own description."""
+    config = page.json("/config")
+    parts = [one["props"] for one in config["components"]]
+    endpoints = page.json(f"{config['api_prefix']}/info")["named_endpoints"]
+    scripts = [js for one in config["dependencies"] if isinstance(js := one.get("js"), str)]
+    scripts += [one["js_on_load"] for one in parts if one.get("js_on_load")]
+    settings = next(filter(None, (re.search(r'\["[\w", ]*"prompt", "compare"\]', js) for js in scripts)))
+    return {
+        "api": {
+            name: {one["parameter_name"]: one["parameter_has_default"] for one in endpoint["parameters"]}
+            for name, endpoint in endpoints.items()
+        },
+        "api prefix": config["api_prefix"],
+        "links and stored settings": json.loads(settings.group()),
+        "browser state": {one["storage_key"]: one["secret"] for one in parts if "storage_key" in one},
+        "storage keys and events": sorted(set(re.findall(r"\"(specdemo[-:][\w-]+)\"", "".join(scripts)))),
+        "elements": sorted({one["elem_id"] for one in parts if one.get("elem_id")}),
+        "classes": sorted({name for one in parts for name in one.get("elem_classes") or ()}),
+        "server functions": next(one["server_fns"] for one in parts if one.get("server_fns")),
+        "routes": [path for path in ("/health",) if page.request("POST", path)[0] == 405],
+    }
+
+
+def frames(_: Any, __: Any, page: Page) -> dict[str, Any]:
+    """Keys of the frames that the page sends to the browser, and of the answers of its server functions."""
+    text = dom.lanes()
+    frame = json.loads(page.call("import_trace", text))
+    same = json.loads(page.call("import_trace", dom.same_text()))["same"]
+    run, records = frame["run"], frame["r"]
+    first = {lane: next(one["head"] for one in records if one["l"] == lane and "head" in one) for lane in frame["plan"]}
+    rounds = [one for one in records if "head" not in one and "note" not in one]
+    picture = json.loads(page.call("round", [run, "spec", 1]))
+    figures = json.loads(page.call("figures", [run, "spec"]))
+    return {
+        "frame": sorted(frame),
+        "lanes": frame["plan"],
+        "phase": frame["phase"][:1],
+        "tiles": sorted(frame["tiles"]),
+        "same": sorted(same),
+        "record": sorted({key for one in records for key in one}),
+        "head": sorted(first["spec"]),
+        "by": sorted({one["by"] for one in rounds if "by" in one}),
+        "cell": len(rounds[0]["c"][0]),
+        "cell, kinds": sorted({cell[0] for one in rounds for cell in one["c"]}),
+        "refused": sorted(json.loads(page.call("import_trace", "nonsense"))),
+        "missed": sorted(json.loads(page.call("trace_since", [run, 1]))),
+        "round": sorted(picture),
+        "round, node": sorted(picture["nodes"][0]),
+        "round, last": sorted(picture["last"]),
+        "round, times": sorted(picture["times"]),
+        "figures": sorted(figures),
+        "figures, what_if": sorted(figures["what_if"]),
+        "csv": page.call("csv", [run, "spec"]).splitlines()[0].split(","),
+        "all lanes exported": len(page.call("trace", [run, "all"]).splitlines()) == len(text.splitlines()),
+        "recorded": [name for name, _ in json.loads(page.call("recorded", ""))],
+        "socket": sorted(dom.frame_of_socket(f"{page.url}/frames/{run}")),
+    }
+
+
+SECTIONS = {
+    "commands": commands,
+    "app.py": launcher,
+    "make": make,
+    "choices": choices,
+    "environment variables": environment,
+    "constants": constants,
+    "bench": bench,
+    "preflight": forecast,
+    "trace": trace,
+    "service": network,
+    "page": page_names,
+    "frames": frames,
+    "document": lambda models, service, page: dom.document(page.url),
+}
