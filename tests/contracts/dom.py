@@ -51,7 +51,7 @@ def same_text() -> str:
 
 def document(url: str) -> dict[str, Any]:
     """Names in the cockpit's part of the document."""
-    import browser
+    from e2e import browser
     from playwright.sync_api import sync_playwright
 
     path = browser.executable()

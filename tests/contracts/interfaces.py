@@ -35,20 +35,20 @@ WAIT_S = 120.0
 
 def limit_variables() -> list[str]:
     """Environment variables that limit visitors: an unknown one is refused with the list of the known ones."""
-    from specdemo.limits import read
+    from specdemo.ui.limits import read_limits as read
 
     return _refused(lambda: read({"SPECDEMO_UNKNOWN": "1"}))
 
 
 def preflight(target: str, drafter: str) -> dict[str, Any]:
     """Result of the API endpoint /preflight, which accepts ready pairs only; here for a pair on disk."""
-    from specdemo.bench import Prompt
-    from specdemo.models.shelf import Shelf
+    from specdemo.prompts import Prompt
+    from specdemo.models.model_pool import ModelPool
     from specdemo.preflight import preflight
     from specdemo.recipe import Recipe
 
     recipe = Recipe(target=target, drafter=drafter, device="cpu", top_p=1.0)
-    return preflight(recipe, [Prompt("code", "one", "def f(x):\n    return x\n")], Shelf()).as_dict()
+    return preflight(recipe, [Prompt("code", "one", "def f(x):\n    return x\n")], ModelPool()).as_dict()
 
 
 def _refused(call: Any) -> list[str]:
