@@ -42,9 +42,9 @@ def limit_variables() -> list[str]:
 
 def preflight(target: str, drafter: str) -> dict[str, Any]:
     """Result of the API endpoint /preflight, which accepts ready pairs only; here for a pair on disk."""
-    from specdemo.prompts import Prompt
     from specdemo.models.model_pool import ModelPool
     from specdemo.preflight import preflight
+    from specdemo.prompts import Prompt
     from specdemo.recipe import Recipe
 
     recipe = Recipe(target=target, drafter=drafter, device="cpu", top_p=1.0)
