@@ -223,7 +223,7 @@ def test_a_public_page_asks_nobody(served: Any) -> None:
         shown = {one["props"].get("elem_id") for one in public.config["components"]}
         assert "method" in shown and not shown & {"edge-cloud", "mode", "remote", "rtt-ms"}
         client = gradio_client.Client(public.url, verbose=False, analytics_enabled=False)
-        for remote, said in ((served.url, "no services but the named"), ("", "no cloud of its own is started here")):
+        for remote, said in ((served.url, "only listed services"), ("", "no local cloud service is started here")):
             with pytest.raises(Exception, match=said):
                 client.predict(CODE, mode="speculative", remote=remote, api_name="/generate")
     assert not public.clouds._running

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 import gradio as gr
 
-from specdemo.recipe import Recipe
-from specdemo.ui.method_notes import ABOUT
+from specdemo.recipe import METHODS, Recipe
 from specdemo.ui.service import Service
 from specdemo.ui.tabs.bench import bench_tab
 from specdemo.ui.tabs.edge import edge_tab
@@ -19,7 +18,7 @@ def strip(service: Service, controls: Mapping[str, gr.components.Component], usu
     """All tabs; what comes back is the text about the method, which follows the choice of one."""
     with gr.Tabs(elem_id="tabs"):
         with gr.Tab("The method", id="method"):
-            about = gr.Markdown(ABOUT[usual.method], elem_id="about")
+            about = gr.Markdown(METHODS[usual.method].notes, elem_id="about")
         with gr.Tab("Theory", id="theory") as looked_at:
             theory_tab(service.runs.latest, looked_at)
         with gr.Tab("Edge-cloud", id="edge") as looked_at:
