@@ -48,7 +48,7 @@ Stores = dict[Any, Any]  # state of a visitor's earlier runs: n-grams and KV cac
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Objects of one run: the roles of the decoding loop, and the caches for memory statistics."""
+    """Objects of a run: the roles of the decoding loop, and the caches for memory statistics."""
 
     verifier: Verifier
     drafter: Drafter
@@ -128,7 +128,7 @@ class ModelContext:
         return self._shared if shared and self._shared is not None else Noise(self.seed, name)
 
     def with_store(self, make: Callable[[Any], Any], *key: Any) -> Any:
-        """Return `make(store)` with the store of earlier runs, if the recipe keeps stores."""
+        """Return `make(store)` with the store of earlier runs, if the recipe uses them."""
         if self._stores is None or not self.recipe.ngram_keep:
             return make(None)
         key = (self.recipe.method, self.recipe.target_spec.name, *key)
@@ -140,7 +140,7 @@ class ModelContext:
         """Return the model with a KV cache; in a conversation, with the cache of earlier turns."""
         if not self.recipe.chat or self._stores is None or loaded.encoder:
             return CachedModel(loaded.model, pad, _source(loaded, self._prompt))
-        key = ("keys and values", loaded.spec, self.recipe.method)  # compared lanes share nothing
+        key = ("keys and values", loaded.spec, self.recipe.method)  # compared lanes share no cache
         cache = self._stores.get(key)
         if cache is None or cache.model is not loaded.model:
             cache = self._stores[key] = CachedModel(loaded.model, pad)
@@ -160,7 +160,7 @@ def build_pipeline(
     """
     if drafter is not None and target.encoder != drafter.encoder:
         role = "target" if target.encoder else "drafter"
-        raise UserError(f"the {role} has an encoder and the other model has none: choose two of one kind")
+        raise UserError(f"the {role} has an encoder and the other model is a decoder: choose two of the same kind")
     if target.encoder:
         refuse_with_encoder(recipe.method)
     method, context = METHODS[recipe.method], ModelContext(recipe, target, drafter, stores, prompt)
@@ -181,7 +181,7 @@ def build_pipeline(
 
 
 def _bridge(recipe: Recipe, target: LoadedModel | RemoteModel, drafter: LoadedModel | None) -> Bridge | None:
-    """Return the bridge between two vocabularies, None for one. Raises `UserError` unless the recipe allows it."""
+    """Return a bridge if the vocabularies differ. Raises `UserError` unless the recipe allows it."""
     if drafter is None:
         return None
     try:
@@ -194,7 +194,7 @@ def _bridge(recipe: Recipe, target: LoadedModel | RemoteModel, drafter: LoadedMo
 
 
 def _cost_model(context: ModelContext) -> CostModel:
-    """Return the costs known before the first step; none for a remote target."""
+    """Return the costs known before the first step; empty for a remote target."""
     if context.target_cache is None:
         return CostModel()
     weights = sum(cache.weight_bytes for cache in context.draft_caches)

@@ -19,7 +19,7 @@ _SIZES = {"low": 1, "high": 1 << 20}
 
 @options()
 class RunOptions:
-    """Options of every run; methods add options of their own."""
+    """Options of every run; methods add further options."""
 
     pair: str | None = option(
         None, "Drafter and target", "a ready pair (default: bundled)", choices=PAIRS, basic=True
@@ -173,7 +173,7 @@ class RunOptions:
     threshold: float | None = option(
         None,
         "Threshold (0: default of the rule)",
-        "threshold of a rule that has one",
+        "threshold of rules ratio, threshold and typical",
         above=0,
         high=1,
         step=0.05,
@@ -192,7 +192,7 @@ class RunOptions:
         lossy=True,
         applies="drafts",
     )
-    cloud: CloudConfig | None = None  # None: the target runs in this process
+    cloud: CloudConfig | None = None  # if absent, the target runs in this process
 
 
 def _models_fit(chosen: Recipe) -> None:
@@ -201,7 +201,7 @@ def _models_fit(chosen: Recipe) -> None:
     if chosen.drafter and not chosen.target:
         raise UserError("a drafter needs a target: give both")
     if METHODS[chosen.method].second_model and chosen.models[1] is None:
-        raise UserError(f"method {chosen.method} needs a drafter: give one, or choose method nasd, self or ar")
+        raise UserError(f"method {chosen.method} needs a drafter: add it, or choose method nasd, self or ar")
     if chosen.encoder:
         refuse_with_encoder(chosen.method)  # before gigabytes are downloaded
 
@@ -214,7 +214,7 @@ def _gamma_bounds_in_order(chosen: Recipe) -> None:
 def _rule_fits(chosen: Recipe) -> None:
     if chosen.threshold is not None and RULES[chosen.rule].threshold is None:
         names = ", ".join(name for name, rule in RULES.items() if rule.threshold is not None)
-        raise UserError(f"rule {chosen.rule} has no threshold: rules that have one are {names}")
+        raise UserError(f"rule {chosen.rule} has no threshold: choose {names}")
     if chosen.skip_sample_adjustment and not RULES[chosen.rule].adjusts:
         raise UserError(f"rule {chosen.rule} has no sample adjustment to skip: choose rule rejection")
 
@@ -227,7 +227,7 @@ def _network_values_fit(chosen: Recipe) -> None:
             f"with a remote target, temperature is 0 or at least {COLDEST}, repetition_penalty from 0.01 to 100"
         )
     if not -(1 << 63) <= chosen.seed < 1 << 63:
-        raise UserError("with a remote target, a seed has 64 bits: choose a smaller one")
+        raise UserError("with a remote target, a seed has 64 bits: choose a smaller number")
 
 
 def _cloud_fits_method(chosen: Recipe) -> None:
@@ -246,7 +246,7 @@ def _cloud_fits_method(chosen: Recipe) -> None:
         names = ", ".join(one.name for one in METHODS.values() if one.gates)
         raise UserError(f"gates need the distributions of a draft model: choose method {names}, not {method.name}")
     if cloud.provisional and not method.drafts:
-        raise UserError(f"method {method.name} drafts nothing to commit after the deadline: choose another method")
+        raise UserError(f"method {method.name} has no drafts to commit after the deadline: choose another method")
 
 
 CHECKS = (_models_fit, _gamma_bounds_in_order, _rule_fits, _network_values_fit, _cloud_fits_method)
@@ -254,7 +254,7 @@ CHECKS = (_models_fit, _gamma_bounds_in_order, _rule_fits, _network_values_fit, 
 
 @options(checks=CHECKS)
 class Recipe(*reversed(option_classes()), RunOptions):
-    """All options of one run. Raises `UserError` for invalid values."""
+    """All options of a run. Raises `UserError` for invalid values."""
 
     @property
     def gamma_bounds(self) -> tuple[int, int]:
@@ -285,7 +285,7 @@ class Recipe(*reversed(option_classes()), RunOptions):
 
     @property
     def drafter_spec(self) -> ModelSpec | None:
-        """Return how to load the drafter, or None if the method needs no second model."""
+        """Return how to load the drafter, `None` if the method needs no second model."""
         name = self.models[1]
         if not METHODS[self.method].second_model or name is None:
             return None

@@ -16,7 +16,7 @@ _MODELS = ["pair", *(name for name, option in Recipe.OPTIONS.items() if option.g
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser that reports an error in one line, with exit code 2."""
+    """Parser that reports errors in a single line, with exit code 2."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
         """Exit without the usage text."""
@@ -73,7 +73,7 @@ def _options(*names: str) -> list[Option]:
 
 
 def _run(command: argparse.ArgumentParser) -> None:
-    command.add_argument("prompt", help="text to continue; - reads standard input")
+    command.add_argument("prompt", help="text to continue; - for standard input")
     _add_options(command, Recipe.OPTIONS.values())
     _add_options(command, CloudConfig.OPTIONS.values())
     output = command.add_mutually_exclusive_group()

@@ -24,7 +24,7 @@ from specdemo.remote.server import ServiceLimits
 
 
 def run_command(command: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    """Return the exit code of `command`: 2, with one line on standard error, if it raises `UserError`."""
+    """Return the exit code of `command`: 2 after a `UserError`, which is printed to standard error."""
     try:
         return command(options)
     except UserError as error:

@@ -25,14 +25,14 @@ def reference() -> str:
     commands = next(action for action in top._actions if isinstance(action, argparse._SubParsersAction))
     titles = {choice.dest: choice.help for choice in commands._choices_actions}
     for name, command in commands.choices.items():
-        lines += ["", f"## `specdemo {name}`", "", f"{titles[name].capitalize()}.", "", *_flags(name, command)]
+        lines += ["", f"## `specdemo {name}`", "", f"{titles[name].capitalize()}.", "", *_flags(command)]
     return "\n".join(lines) + "\n"
 
 
 def _methods() -> Iterator[str]:
     yield from _head("method", "description", "drafts", "models", "options")
     for name, method in METHODS.items():
-        drafts = f"{method.shape}, {'sampled' if method.sampled else 'point mass'}" if method.drafts else "none"
+        drafts = f"{method.shape}, {'sampled' if method.sampled else 'point mass'}" if method.drafts else "no drafts"
         models = "target and drafter" if method.second_model else "target"
         names = ", ".join(f"`{option}`" for option in method.option_names)
         yield _row(f"`{name}`", method.title, drafts, models, names)
@@ -60,13 +60,25 @@ def _values(option: Option) -> str:
     return option.range or {bool: "on, off", int: "whole number", float: "number"}.get(option.type, "text")
 
 
-def _flags(name: str, command: argparse.ArgumentParser) -> Iterator[str]:
-    """Yield the arguments of a command; those of `run` without the options listed above."""
+def _flags(command: argparse.ArgumentParser) -> Iterator[str]:
+    """Yield the arguments of a command: the flags of options by name, the others with a description."""
+    table = {**Recipe.OPTIONS, **CloudConfig.OPTIONS}
+    actions = [action for action in command._actions if action.dest != "help"]
+    shared = [action for action in actions if action.dest in table]
+    defaults = {action.option_strings[0]: action.default for action in shared}
+    flags = (
+        f"`{flag}`" + (f" (default: {_words(value)})" if value is not None else "") for flag, value in defaults.items()
+    )
+    yield f"Options of a run: {'all' if len(shared) == len(table) else ', '.join(flags)}."
+    yield ""
     yield from _head("argument", "description")
-    listed = {*Recipe.OPTIONS, *CloudConfig.OPTIONS} if name == "run" else set()
-    for action in command._actions:
-        if action.dest not in {*listed, "help"}:
+    for action in actions:
+        if action.dest not in table:
             yield _row(f"`{action.option_strings[0] if action.option_strings else action.dest}`", action.help or "")
+
+
+def _words(value: object) -> str:
+    return "`" + " ".join(map(str, value if isinstance(value, list) else [value])) + "`"
 
 
 def _head(*titles: str) -> Iterator[str]:

@@ -21,7 +21,7 @@ _LARGEST = 1 << 1023  # integers above it are not representable as float
 
 @dataclass(frozen=True)
 class Option:
-    """Everything about one option except its value."""
+    """Declaration of an option."""
 
     default: Any
     label: str
@@ -29,7 +29,7 @@ class Option:
     low: float | None = None
     high: float | None = None
     above: float | None = None  # exclusive lower bound
-    slider: tuple[float, float, float] | None = None  # lowest, highest, step; None: a number field
+    slider: tuple[float, float, float] | None = None  # lowest, highest, step; `None`: a number field
     step: float = 1  # of a number field
     choices: Mapping[str, Any] | None = None  # valid names; values are titles or objects with a `title`
     noun: str = ""  # of an invalid name in an error message
@@ -38,12 +38,12 @@ class Option:
     basic: bool = False  # visible without opening a group
     lossy: bool = False  # changes the distribution of the text unless off
     limit: str = ""  # field of `HostLimits` that bounds the value
-    host: bool = False  # set by whoever starts the program; visitors of a public page cannot change it
+    host: bool = False  # fixed on a public page
     applies: str = ""  # attribute of `Method` that a method needs for this option to have an effect
     flag: str = ""
     metavar: str | None = None
     name: str = ""
-    type: Any = None  # of a value that is not None: bool, int, float, str or a tuple type
+    type: Any = None  # of present values: bool, int, float, str or a tuple type
 
     @property
     def element(self) -> str:
@@ -68,12 +68,12 @@ class Option:
         return "" if self.low is None else f"from {self.low} to {self.high}"
 
     def titles(self) -> dict[str, str]:
-        """Return the choices with one line of text each."""
+        """Return a line of text per choice."""
         return {name: getattr(value, "title", value) for name, value in (self.choices or {}).items()}
 
 
 def option(default: Any, label: str, help: str = "", **properties: Any) -> Any:
-    """Declare an option as the default of a field; `properties` are those of `Option`."""
+    """Declare an option as the default of a field; `properties` are further fields of `Option`."""
     declared = Option(default, label, help or label[0].lower() + label[1:], **properties)
     bounds = {"ge": declared.low, "gt": declared.above, "le": declared.high}
     return Field(
@@ -88,24 +88,15 @@ def option(default: Any, label: str, help: str = "", **properties: Any) -> Any:
 def options(group: str = "", checks: tuple[Callable[[Any], None], ...] = ()) -> Callable[[type], type]:
     """Turn a class of options into a frozen, validated dataclass with a table `OPTIONS` of its fields by name.
 
-    Invalid values raise `UserError` with one sentence. `checks` are rules about several fields. They run
-    in order, after those of base classes.
+    Invalid values raise `UserError`. `checks` are rules about several fields; they run in order, after the checks of
+    base classes.
     """
 
     def decorate(cls: type) -> type:
         cls = pydantic_dataclass(frozen=True, config=_CONFIG)(cls)
-        table = {}
-        for name, field in cls.__pydantic_fields__.items():
-            if isinstance(field.json_schema_extra, dict) and "option" in field.json_schema_extra:
-                declared = field.json_schema_extra["option"]
-                inherited = next((base.OPTIONS[name] for base in cls.__mro__[1:] if name in _table(base)), None)
-                flag = declared.flag or "--" + name.replace("_", "-")
-                kind, group_name = _value_type(field.annotation), declared.group or group
-                table[name] = inherited or replace(declared, name=name, type=kind, group=group_name, flag=flag)
-        cls.OPTIONS = table
-        cls.CHECKS = (
-            tuple(dict.fromkeys(check for base in cls.__mro__ for check in vars(base).get("CHECKS", ()))) + checks
-        )
+        cls.OPTIONS = _table(cls, group)
+        cls.CHECKS = tuple(dict.fromkeys(check for base in cls.__mro__ for check in vars(base).get("CHECKS", ())))
+        cls.CHECKS += checks
         construct = cls.__init__
 
         @wraps(construct)
@@ -113,12 +104,9 @@ def options(group: str = "", checks: tuple[Callable[[Any], None], ...] = ()) -> 
             try:
                 construct(self, *args, **values)
             except ValidationError as error:
-                raise UserError(_sentence(error, table)) from None
-            for declared in table.values():
-                if declared.choices is not None:
-                    value = getattr(self, declared.name)
-                    for name in value if declared.many else [value] if value else ():
-                        check_name(declared.noun or declared.name, name, declared.choices)
+                raise UserError(_sentence(error, cls.OPTIONS)) from None
+            for declared in cls.OPTIONS.values():
+                _check_names(declared, getattr(self, declared.name))
             for check in cls.CHECKS:
                 check(self)
 
@@ -128,6 +116,32 @@ def options(group: str = "", checks: tuple[Callable[[Any], None], ...] = ()) -> 
     return decorate
 
 
+def _table(cls: type, group: str) -> dict[str, Option]:
+    """Return the options of a class by name; inherited options as declared in the base class."""
+    table = {}
+    for name, field in cls.__pydantic_fields__.items():
+        if not isinstance(field.json_schema_extra, dict):
+            continue
+        bases = (getattr(base, "OPTIONS", {}) for base in cls.__mro__[1:])
+        inherited = next((options[name] for options in bases if name in options), None)
+        declared = field.json_schema_extra["option"]
+        table[name] = inherited or replace(
+            declared,
+            name=name,
+            type=_value_type(field.annotation),
+            group=declared.group or group,
+            flag=declared.flag or "--" + name.replace("_", "-"),
+        )
+    return table
+
+
+def _check_names(declared: Option, value: Any) -> None:
+    if declared.choices is None or (not value and declared.default is None):
+        return
+    for name in value if declared.many else [value]:
+        check_name(declared.noun or declared.name, name, declared.choices)
+
+
 def _value_type(annotation: Any) -> Any:
     """Return `T` of `T | None`, and other types as they are."""
     if typing.get_origin(annotation) in (None, tuple):
@@ -135,12 +149,8 @@ def _value_type(annotation: Any) -> Any:
     return next(part for part in typing.get_args(annotation) if part is not type(None))
 
 
-def _table(cls: type) -> Mapping[str, Option]:
-    return getattr(cls, "OPTIONS", {})
-
-
 def _sentence(error: ValidationError, table: Mapping[str, Option]) -> str:
-    """Return the first problem as one sentence."""
+    """Return the first problem as a sentence."""
     problem = error.errors(include_url=False)[0]
     name, value = str(problem["loc"][0]), problem["input"]
     if name not in table:

@@ -1,4 +1,4 @@
-"""Registry of decoding methods: one file each, one entry here."""
+"""Registry of decoding methods; each has a file and an entry here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Beam search: the verifier searches, nothing is drafted."""
+"""Beam search: the verifier searches, drafts are empty."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ METHOD = Method(
     name="beam",
     title="beam search for the most probable text",
     notes="""\
-**Beam search** extends the most probable texts by one token per pass and keeps the best ones. All beams share one pass
-as a forest over the same KV cache. A token is committed once all beams agree on it. Grey text is the best beam at this
-moment. Nothing is sampled, and open-ended text tends to repeat. It is slower than autoregressive decoding.
+**Beam search** extends the most probable texts by a token per pass and drops the others. All beams share a pass as
+a forest over the same KV cache. A token is committed once all beams agree on it. Grey text is the best beam at this
+moment. There is no sampling, and open-ended text tends to repeat. It is slower than autoregressive decoding.
 *Graves 1211.3711; length penalty of Wu et al. 1609.08144, as implemented in transformers.*""",
     build=lambda context: EmptyDrafter(),
     options=(BeamOptions,),

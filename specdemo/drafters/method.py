@@ -40,7 +40,7 @@ class VocabularyBridge(Protocol):
 
 
 class BuildContext(Protocol):
-    """Everything from which a method builds its drafter, and its verifier if it has a special one."""
+    """Inputs from which a method builds its drafter, and its verifier if it overrides the default."""
 
     options: Any  # values of all options, by name
     sampling: SamplingParams  # in target tokens
@@ -49,16 +49,16 @@ class BuildContext(Protocol):
     source: Sequence[int]  # encoder input; empty for decoders
     stop: Collection[int]  # stop tokens
     seed: int
-    bridge: VocabularyBridge | None  # None for a shared vocabulary
+    bridge: VocabularyBridge | None  # `None` for a shared vocabulary
 
     def scorer(self, role: Literal["drafter", "target"], layers: Callable[[int], Sequence[int]] | None = None) -> Any:
         """Return a `Scorer`; `layers` selects layers, given their number."""
 
     def noise(self, name: str, *, shared: bool = True) -> Any:
-        """Return the random stream `name`; the stream shared with the target if the rule has one and `shared`."""
+        """Return the random stream `name`; the stream shared with the target if `shared` and the rule has it."""
 
     def with_store(self, make: Callable[[Any], Any], *key: Any) -> Any:
-        """Return `make(store)` with the store that earlier runs saved under `key`, or None; save the new one."""
+        """Return `make(store)` with the store saved under `key`, or with `None`; save the store of the result."""
 
 
 def _one_candidate(options: Any) -> int:
@@ -84,8 +84,8 @@ class Method:
     decoder_only: bool = False
     gates: bool = False  # gates can evaluate the draft distributions
     preflight: Literal["distributions", "replay"] | None = None  # how acceptance is estimated in advance
-    verifier: Callable[[BuildContext], Verifier] | None = None  # None: `ModelVerifier` with the acceptance rule
-    policy: Callable[[Any], DraftLengthPolicy] | None = None  # None: the policy of the recipe
+    verifier: Callable[[BuildContext], Verifier] | None = None  # default: `ModelVerifier` with the acceptance rule
+    policy: Callable[[Any], DraftLengthPolicy] | None = None  # default: the policy of the recipe
     candidates: Callable[[Any], int] = _one_candidate  # most probable target tokens that a verdict must contain
 
     @property

@@ -21,7 +21,7 @@ class SelfOptions:
 
     exit_layer: int | None = option(
         None,
-        "Layers kept (0: half of them)",
+        "Number of layers (0: half of them)",
         "keep the first K layers (default: half)",
         low=1,
         high=1 << 10,

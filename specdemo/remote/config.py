@@ -1,4 +1,4 @@
-"""Options of edge-cloud decoding, by name; the authentication token comes from the environment."""
+"""Options of edge-cloud decoding, by name. The authentication token is an environment variable."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class CloudConfig:
     remote: str = option(
         "",
         "Service",
-        "the target is a service (see serve) at this address; on the page, empty starts a local one",
+        "the target is a service (see serve) at this address; if empty on the page, a local service",
         metavar="URL",
     )
     mode: str = option("speculative", "Mode", "roles of edge and cloud", choices=MODES)

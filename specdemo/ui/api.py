@@ -23,7 +23,7 @@ _UNRECORDED = {"top": 0}  # the page records distributions for its inspector, th
 
 
 def address_of(request: gr.Request) -> str:
-    """Return the client address; behind a proxy, `FORWARDED_ALLOW_IPS` selects it."""
+    """Return the client address; with a proxy, `FORWARDED_ALLOW_IPS` selects it."""
     return request.client.host if request.client else ""
 
 
@@ -39,7 +39,7 @@ def endpoints(service: Service, usual: Recipe, device: str) -> dict[str, Callabl
     async def generate(request: gr.Request, prompt: str, *values: Any) -> AsyncIterator[str]:
         """Decode a prompt. Stream the trace as JSON lines: a header, the steps, an end.
 
-        `mode` other than off: the target is the service at `remote`, or a local one if that is empty.
+        `mode` other than off: the target is the service at `remote`, or a local service if that is empty.
         """
         try:
             stream = service.start([(SPEC, recipe_from(values))], prompt, address=address_of(request))
@@ -64,7 +64,7 @@ def endpoints(service: Service, usual: Recipe, device: str) -> dict[str, Callabl
 
 
 def api_defaults(usual: Recipe) -> dict[str, Any]:
-    """Return the default of every parameter that stands for an option."""
+    """Return the default of every option parameter."""
     values = {name: setting_of(option, getattr(usual, name, option.default)) for name, option in OPTIONS.items()}
     return {**values, **_UNRECORDED}
 

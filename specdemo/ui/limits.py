@@ -28,7 +28,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 
 @dataclass(frozen=True)
 class HostLimits:
-    """Limits per request and per visitor. None: no limit."""
+    """Limits per request and per visitor; `None` is unlimited."""
 
     public: bool = False  # visitors share the models, so they cannot unload them
     pairs: tuple[str, ...] = tuple(PAIRS)  # the first is the default of the page
@@ -41,7 +41,7 @@ class HostLimits:
     queue: int | None = 32  # queued runs
     at_once: int | None = None  # queued and active runs per visitor
     per_minute: int | None = None  # started runs per visitor
-    remote: tuple[str, ...] | None = None  # allowed services; None: any, and a local one started by the page
+    remote: tuple[str, ...] | None = None  # allowed services; `None`: any, and a local service started by the page
 
     def __post_init__(self) -> None:
         check_name("rule for models", self.models, MODEL_RULES)
@@ -82,7 +82,7 @@ class HostLimits:
         return replace(recipe, **{name: high for name, high in bounds.items() if (getattr(recipe, name) or 0) > high})
 
     def highest(self, name: str) -> int | None:
-        """Return the limit of an option, None if it has no limit."""
+        """Return the limit of an option, if it has a limit."""
         return self._bounds().get(name)
 
     def _bounds(self) -> dict[str, int]:
@@ -138,8 +138,8 @@ PUBLIC = HostLimits(
 def read_limits(environment: Mapping[str, str]) -> HostLimits:
     """Return the limits set by the environment.
 
-    Defaults are `PUBLIC` if `SPECDEMO_PUBLIC` is 1 or the page is a Hugging Face Space. Numbers are whole and at least
-    1, or `none`. Raises `UserError` for unknown or invalid variables.
+    Defaults are `PUBLIC` if `SPECDEMO_PUBLIC` is 1 or the page is a Hugging Face Space. Numbers are integers from 1,
+    or `none`. Raises `UserError` for unknown or invalid variables.
     """
     texts = {name.removeprefix(PREFIX).lower(): text for name, text in environment.items() if name.startswith(PREFIX)}
     texts = {name: text.strip() for name, text in texts.items() if text.strip() and PREFIX + name.upper() != TOKEN}

@@ -1,6 +1,6 @@
 """The page: `build` creates layout and event handlers, `launch_options` returns how to serve it.
 
-Handlers consume streams of the service, whose single worker queues all runs. Gradio's concurrency limits are not used,
+Handlers consume streams of the service. Its single worker queues all runs. Gradio's concurrency limits are not used,
 since they release a slot before its work has ended.
 """
 
@@ -169,7 +169,7 @@ _MORE_ACTIONS = {
 
 def _connect_runs(parts: _Parts, handlers: _Handlers) -> None:
     settings = list(parts.settings.values())
-    # One input with all values: Gradio visits every input of an event for every frame that the event yields.
+    # A single input with all values: Gradio visits every input of an event for every frame that the event yields.
     pressed = gr.Textbox(visible=False)
     run = (
         parts.buttons["run"]
@@ -186,7 +186,7 @@ def _connect_runs(parts: _Parts, handlers: _Handlers) -> None:
             pressed,
             parts.cockpit,
             preprocess=False,  # the schema validates raw values
-            trigger_mode="multiple",  # the cockpit passes one click at a time
+            trigger_mode="multiple",  # the cockpit passes clicks one by one
             **_QUEUED,
         )
     )
@@ -227,7 +227,7 @@ class _Handlers:
         self._service, self._sockets, self._device, self._defaults = service, sockets, device, defaults
 
     async def show(self, request: gr.Request, pressed: Any) -> AsyncIterator[str]:
-        """Run the recipe and the kept lanes; yield frames for the cockpit."""
+        """Run the recipe and the stored lanes; yield frames for the cockpit."""
         visitor = request.session_hash or ""
         try:
             kept, *values = json.loads(pressed)
@@ -279,16 +279,16 @@ class _Handlers:
             gr.Warning(html.escape(str(error)))
             return gr.skip(), told_of_lanes(lanes)
         if len(lanes) > len(EXTRA):
-            gr.Warning(f"{len(EXTRA)} lanes are kept already: drop them first")
+            gr.Warning(f"{len(EXTRA)} lanes are stored already: drop them first")
             return gr.skip(), told_of_lanes(lanes[:-1])
         return [*(kept or []), wanted], told_of_lanes(lanes)
 
     def find(self, saved: Any, kept: Any, request: gr.Request) -> tuple[str, str]:
-        """Return the settings to restore, from the link or the browser, and the text about kept lanes."""
+        """Return the settings to restore, from the link or the browser, and the text about stored lanes."""
         link = from_link(dict(request.query_params), self._defaults)
         settings, errors = restored(link or saved, self._defaults, self._device)
         for error in errors:
-            gr.Warning(html.escape(f"A setting keeps its default: {error}"))
+            gr.Warning(html.escape(f"Invalid setting ignored: {error}"))
         if link and settings.get("mode", OFF) != OFF and settings["remote"]:
             gr.Warning(html.escape(f"This link has prompts sent to {settings['remote']}: run it only if you trust it."))
         changed = {name: value for name, value in settings.items() if value != self._defaults[name]}
@@ -300,7 +300,7 @@ class _Handlers:
         gr.Info("The next prompt begins a new conversation.")
 
     def leave(self, request: gr.Request) -> None:
-        """Release everything of a visitor."""
+        """Release all resources of a visitor."""
         self._service.leave(request.session_hash or "")
 
     def _recipe(self, settings: Settings) -> Recipe:

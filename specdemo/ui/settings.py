@@ -1,7 +1,7 @@
 """Settings from links, browser storage and the API, checked against the schema of options.
 
-Settings are a flat mapping by option name, plus `prompt` and `compare`. A value that is None in a recipe is 0 or ""
-here, since browsers cannot leave every field empty; tuples of numbers or texts are one text.
+Settings are a flat mapping by option name, plus `prompt` and `compare`. A missing value (`None` in a recipe) is 0 or
+"", since browsers cannot leave every field empty. Tuples of numbers or texts are a single text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NAME_CHARACTERS = 300  # enough for a local directory
 
 
 def setting_of(option: Option, value: Any) -> Any:
-    """Return the setting that stands for an option's value."""
+    """Return an option's value as a setting."""
     if option.name == "mode":
         return OFF
     if value is None:
@@ -52,7 +52,7 @@ def from_link(query: Mapping[str, str], defaults: Settings) -> Settings:
 
 
 def restored(wanted: Any, defaults: Settings, device: str) -> tuple[Settings, list[str]]:
-    """Return `defaults` updated with every valid value of `wanted`, and an error message for each invalid one."""
+    """Return `defaults` updated with every valid value of `wanted`, and the error messages of invalid values."""
     settings, errors = dict(defaults), []
     known = wanted.items() if isinstance(wanted, Mapping) else ()
     changed = {name: value for name, value in known if name in defaults and value != defaults[name]}
@@ -100,7 +100,7 @@ def kept_recipes(kept: Any, defaults: Settings, device: str) -> list[Recipe]:
 
 
 def recipe_of(settings: Mapping[str, Any], device: str) -> Recipe:
-    """Return the recipe of raw settings; `device` is used unless they name one. Raises `UserError`."""
+    """Return the recipe of raw settings; `device` is the default device. Raises `UserError`."""
     values = {"device": device, **_values(Recipe.OPTIONS, settings)}
     if values.get("target"):
         values.pop("pair", None)  # model names replace a ready pair

@@ -280,7 +280,7 @@ def test_every_lossy_choice_is_called_so(cloud: dict[str, Any], recipe: dict[str
         ({}, {"method": "beam"}, "needs a local target"),
         ({"on_loss": "edge"}, {"method": "nasd"}, "could continue alone"),
         ({"gates": ("nll",)}, {"method": "tree"}, "choose method draft"),
-        ({"provisional": True}, {"method": "ar"}, "drafts nothing"),
+        ({"provisional": True}, {"method": "ar"}, "has no drafts"),
     ],
 )
 def test_choices_that_cannot_be_meant_are_refused(cloud: dict[str, Any], recipe: dict[str, Any], sentence: str) -> None:
