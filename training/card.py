@@ -146,7 +146,7 @@ Shared byte-level BPE tokenizer with 4,096 entries, tied embeddings, RoPE with a
 ## Data
 
 The standard library of CPython including its tests, without generated tables and files above 400 kB: {train:,} training
-tokens, {held:,} held-out tokens in {files} complete files. The text is under the PSF licence; no other text was used.
+tokens, {held:,} validation tokens in {files} complete files. The text is under the PSF licence; no other text was used.
 
 ## Recipe
 
@@ -162,12 +162,12 @@ tokens, {held:,} held-out tokens in {files} complete files. The text is under th
 
 ## Drafter shape
 
-Held-out alpha (mean sum min(p, q), temperature 1) and c (drafter pass / target pass in the program's engine, float32,
+Validation alpha (mean sum min(p, q), temperature 1) and c (drafter pass / target pass in the program's engine, float32,
 2-core CPU) after the same short training; Theorem 3.8 at the best gamma. {chosen} was selected and trained further.
 
 {curve}
 
-## Held-out results
+## Validation results
 
 | | |
 |---|---|
@@ -177,7 +177,7 @@ Held-out alpha (mean sum min(p, q), temperature 1) and c (drafter pass / target 
 | first choices agree, on the files' text | {first:.3f} |
 | greedy continuations of 256 tokens that end in a loop | {looping} of {prompts} |
 
-Generation with the program: {prompts} prompts of {prompt_tokens} tokens from the middle of held-out files,
+Generation with the program: {prompts} prompts of {prompt_tokens} tokens from the middle of validation files,
 {tokens} new tokens each. alpha is the mean of sum min(p, q) over all tested positions.
 
 | temperature | gamma | alpha | accepted / drafted | tokens per target pass |
