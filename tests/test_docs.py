@@ -85,3 +85,21 @@ def test_every_study_in_a_command_exists() -> None:
 
 def test_the_readme_fits_one_screen() -> None:
     assert len((ROOT / "README.md").read_bytes()) <= 7_000
+
+
+def test_the_figures_of_the_readme_are_those_of_the_bench_table() -> None:
+    bench = (ROOT / "docs/performance.md").read_text("utf-8").partition("begin: bench -->")[2].partition("<!-- end")[0]
+    measured = {
+        (kind, method, temperature): (speedup, interval)
+        for kind, method, temperature, speedup, interval in re.findall(
+            r"^\| (\w+) +\| (\w+)[^|]* T=(\d) +\| \d+ +\| ([\d.]+) +\| ([\d.-]+) +\|", bench, re.MULTILINE
+        )
+    }
+    rows = re.findall(
+        r"^\| (\w+), temperature (\d) \| `(\w+)`[^|]*\| ([\d.]+) \| ([\d.-]+) \|",
+        (ROOT / "README.md").read_text("utf-8"),
+        re.MULTILINE,
+    )
+    assert len(rows) == 4
+    for kind, temperature, method, *figures in rows:
+        assert measured[kind, method, temperature] == tuple(figures)
