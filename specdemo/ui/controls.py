@@ -160,8 +160,10 @@ def _is_number_field(option: Option) -> bool:
     return option.type in (int, float) and option.slider is None and not option.choices
 
 
-def _sentence(option: Option) -> str:
-    return option.help[0].upper() + option.help[1:] + "."
+def _sentence(option: Option) -> str | None:
+    """Return the help text as a sentence, unless it repeats the label."""
+    sentence = option.help[0].upper() + option.help[1:]
+    return None if sentence == option.label else f"{sentence}."
 
 
 def examples_row(shown: dict[str, Any], prompt: gr.Textbox, controls: Controls) -> None:
