@@ -23,7 +23,7 @@ from specdemo.core.theory import (
 )
 from specdemo.ui.theory_point import TheoryPoint
 
-SLIDER_SERIES, SLIDER_DOT, RUN_SERIES, BASELINE_SERIES = "set", "sliders", "this run", "baseline"
+SLIDER_SERIES, SLIDER_DOT, RUN_SERIES, BASELINE_SERIES = "sliders", "slider dot", "this run", "baseline"
 THEOREM_SERIES, SHARE_SERIES = "Theorem 3.8", "accepted / drafted"
 CURVE_GAMMAS = (1, 3, 10)
 CURVE_COSTS = (0.01, 0.05, 0.2)

@@ -85,14 +85,14 @@ function drawBars(bars, ...names) { // a row per token: p above q, their minimum
     const masses = names.length > 1 ? `${number(p)} ${number(q)}` : number(p);
     return make("div", { class: "law" }, make("code", { text: shown(text) }), track, make("span", { class: "mass", text: masses }));
   });
-  const words = names.length > 1 ? "most probable tokens: p and q; the overlap is β" : `most probable tokens of ${names[0]}`;
+  const words = names.length > 1 ? "top tokens: p, q (overlap: β)" : `top tokens: ${names[0]}`;
   return make("div", { class: "laws" }, make("p", { class: "quiet", text: words }), ...rows);
 }
 
 function drawLast(last) {
   const card = make("article", { class: "node", "data-state": last.kind }, make("h3", {},
     make("span", { class: "tok", "data-kind": last.kind, text: shown(last.text) }), make("small", { text: last.kind })));
-  if (last.bars.length) card.append(drawBars(last.bars, last.law === "p" ? "p" : "the residual"));
+  if (last.bars.length) card.append(drawBars(last.bars, last.law === "p" ? "p" : "residual"));
   card.append(make("p", { class: "why", text: last.words }));
   return card;
 }

@@ -24,7 +24,7 @@ from specdemo.ui.tabs.measurement import UNPROCESSED, MeasurementPanel
 from specdemo.ui.tabs.plots import line_plot, plot_value
 
 _TIMELINE_STEPS = 12
-_INTRO = """The drafter runs on the edge device and the target in the cloud. Only token ids cross the network. Choose a
+_INTRO = """The drafter runs on the edge device and the target in the cloud. They exchange token ids. Choose a
 mode under *Edge and cloud* in the settings, then press *Run*."""
 _LOCAL_CLOUD = """Without a service address, a cloud process starts on this machine. The emulated link sets its delay
 and bandwidth."""

@@ -24,11 +24,11 @@ step. c: one draft token. v: verification of γ + 1 rows. o: overhead per step. 
 the sliders and *this run*. *Leviathan et al. 2211.17192, Figures 2 to 4.*"""
 _LABELS = {
     "alpha": "α: acceptance rate",
-    "c": "c: cost per draft token (steps)",
+    "c": "c: draft token (steps)",
     "gamma": "γ: draft length (tokens)",
-    "v": "v: verification cost (steps)",
+    "v": "v: verification (steps)",
     "o": "o: overhead (steps)",
-    "c_hat": "ĉ: operations per draft token",
+    "c_hat": "ĉ: draft operations",
 }
 _SHADES = [f"var(--curve-{i})" for i in range(1, 5)]
 _COMMON = {
