@@ -1,8 +1,4 @@
-"""Colours of the page, defined once for the style sheets, plots and exported pictures.
-
-`stylesheet` exports every entry as the CSS variable `--NAME`. Plots refer to the variables, so they follow the theme
-without a redraw.
-"""
+"""Colours of the page. Plots use the CSS variables of `stylesheet`, so they follow the theme without a redraw."""
 
 from __future__ import annotations
 
@@ -55,7 +51,7 @@ CATEGORIES = ("#7a8698", "#0072b2", "#e69f00", "#009e73", "#cc79a7")  # grey, th
 
 
 def stylesheet() -> str:
-    """CSS that defines the variables of both themes and of the colour-blind palette."""
+    """Define every colour as the CSS variable `--NAME`, for both themes."""
     blocks = ((":root", LIGHT), (".dark", DARK), (".cockpit.safe", SAFE_LIGHT), (".dark .cockpit.safe", SAFE_DARK))
     return "".join(_block(selector, colours) for selector, colours in blocks)
 

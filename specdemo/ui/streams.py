@@ -1,7 +1,4 @@
-"""Asynchronous access to the worker's output streams.
-
-A stream is polled at most 12 times per second. Closing the iterator (end, Stop, closed tab, error) cancels its job.
-"""
+"""Asynchronous access to the worker's output streams."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 async def drain(stream: Stream) -> AsyncIterator[list]:
-    """Yield new items until the job has finished; cancel the job on early exit."""
+    """Yield new items until the job has finished. Closing the iterator cancels the job."""
     count = 0
     try:
         while True:
@@ -34,7 +31,7 @@ async def drain(stream: Stream) -> AsyncIterator[list]:
 
 
 def reason(error: BaseException) -> str:
-    """Convert an exception to one sentence for the visitor; log it if it is unexpected."""
+    """Convert an exception to a sentence for the visitor; log unexpected exceptions."""
     if isinstance(error, (UserError, WorkerBusy)):
         text = str(error)
     else:

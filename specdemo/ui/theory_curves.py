@@ -1,7 +1,6 @@
-"""Curves and explanatory text of the Theory tab, computed from the closed forms.
+"""Curves and texts of the Theory tab.
 
-A curve is a list of points (x, y, series). A series of one point is drawn as a dot; a point of None appears only in the
-legend.
+A curve is a list of points (x, y, series). A point of None appears only in the legend.
 """
 
 from __future__ import annotations
@@ -60,18 +59,16 @@ class TheorySettings:
         return 1 + (self.v - 1) * (rows - 1) / self.gamma if self.v > 1 else self.v
 
     def modelled_speedup(self, gamma: int) -> float:
-        """Speed-up of the cost model at draft length `gamma`."""
         tokens = expected_tokens(self.alpha, gamma)
         return speedup(tokens, gamma, self.c, self.verify_cost(gamma + 1), self.o) if gamma else 1.0
 
     @property
     def best_gamma(self) -> int:
-        """Draft length with the largest speed-up of the cost model."""
         return best_gamma(self.alpha, self.c, _MAX_GAMMA, self.verify_cost, self.o)
 
 
 def parse_settings(values: Sequence[Any]) -> TheorySettings | None:
-    """Validate raw slider values in the order of `SLIDER_BOUNDS`; None if a number is incomplete."""
+    """Validate raw slider values; return None for incomplete numbers."""
     for value, (minimum, maximum, _) in zip(values, SLIDER_BOUNDS.values(), strict=True):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not minimum <= value <= maximum:
             return None
@@ -129,7 +126,7 @@ def best_gamma_curves(settings: TheorySettings, run: TheoryPoint | None, longest
 
 
 def gamma_curves(settings: TheorySettings, run: TheoryPoint | None) -> list[CurvePoint]:
-    """Speed-up over gamma by Theorem 3.8 and by the cost model."""
+    """Speed-up over gamma."""
     gammas = range(17)
     rows = [(0.0, 1.0, BASELINE_SERIES), (16.0, 1.0, BASELINE_SERIES)]
     rows += [(gamma, walltime_improvement(settings.alpha, gamma, settings.c), THEOREM_SERIES) for gamma in gammas]
@@ -139,7 +136,7 @@ def gamma_curves(settings: TheorySettings, run: TheoryPoint | None) -> list[Curv
 
 
 def share_curves(settings: TheorySettings, run: TheoryPoint | None) -> list[CurvePoint]:
-    """Both definitions of alpha over gamma: per tested token (constant) and accepted / drafted (decreasing)."""
+    """Both definitions of alpha over gamma."""
     rows: list[CurvePoint] = [(gamma, settings.alpha, SLIDER_SERIES) for gamma in range(1, 17)]
     rows += [(gamma, accepted_share(settings.alpha, gamma), SHARE_SERIES) for gamma in range(1, 17)]
     rows.append((settings.gamma, accepted_share(settings.alpha, settings.gamma), SLIDER_DOT))
@@ -153,7 +150,7 @@ def _over_alpha(value: Callable[[float, float], float]) -> Iterator[CurvePoint]:
 def _slider_curve(
     settings: TheorySettings, value: Callable[[float, float], float], run: TheoryPoint | None, measured: float | None
 ) -> list[CurvePoint]:
-    """Curve over alpha at the sliders' gamma, then the sliders' dot and the run's dot."""
+    """Curve at the sliders' gamma, and both dots."""
     rows: list[CurvePoint] = [(alpha, value(alpha, settings.gamma), SLIDER_SERIES) for alpha in _ALPHAS]
     rows.append((settings.alpha, value(settings.alpha, settings.gamma), SLIDER_DOT))
     return [*rows, _run_dot(run and run.alpha, measured)]
@@ -164,7 +161,7 @@ def _run_dot(x: float | None, y: float | None) -> CurvePoint:
 
 
 def describe_settings(settings: TheorySettings) -> str:
-    """Summarize the closed forms at the sliders' values as a Markdown list of five items."""
+    """Summarize the closed forms in Markdown."""
     alpha, c, gamma = settings.alpha, settings.c, settings.gamma
     best, theorem_best = settings.best_gamma, best_gamma(alpha, c, _MAX_GAMMA)
     lines = [

@@ -1,6 +1,6 @@
 """Markdown tables of the Theory tab, each with a row for the latest run.
 
-Speed-ups measured by other authors are quoted with their source; all other values are computed.
+Only published measurements are quoted; all other values are computed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ _GUIDE = ((2, 0.8), (4, 0.7), (6, 0.6), (8, 0.5))  # gamma and accepted / drafte
 
 
 def gamma_table(settings: TheorySettings, run: TheoryPoint | None) -> str:
-    """Closed forms by draft length at the sliders' alpha."""
     alpha = settings.alpha
     rows = [
         (
@@ -95,8 +94,8 @@ def leviathan_table_2(run: TheoryPoint | None) -> str:
         rows.append((name, temperature, run.gamma, run.alpha, run.c, run.speedup, run.theorem, realised))
     head = ("task, drafter", "T", "γ", "α", "c", "measured", "Theorem 3.8", "realised")
     return (
-        "Leviathan et al., Table 2: measured by the authors, T5-XXL on a TPU v4, batch size 1. "
-        f"Theorem 3.8 is computed.\n\n{markdown_table(head, rows)}"
+        "Leviathan et al., Table 2: T5-XXL on a TPU v4, batch size 1. "
+        f"Speed-ups are measured by the authors; Theorem 3.8 is computed.\n\n{markdown_table(head, rows)}"
     )
 
 
@@ -122,7 +121,7 @@ def guide_table(run: TheoryPoint | None) -> str:
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Format a Markdown table: floats with two digits, halves rounded up as in papers; a dash for None."""
+    """Format rows in Markdown: two digits, halves rounded up as in the papers, dash for None."""
 
     def cell(value: object) -> str:
         if value is None:

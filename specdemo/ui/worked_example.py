@@ -1,7 +1,4 @@
-"""Worked example of the Theory tab: p and q over four tokens, the fate of each token, and trials of any rule.
-
-All values are computed with the acceptance rules used for decoding.
-"""
+"""Worked example of the Theory tab: p and q over four tokens, and trials of the acceptance rules."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from specdemo.core.theory import bretagnolle_huber, divergence, overlap, pinsker
 from specdemo.ui.theory_tables import markdown_table
 
 EXAMPLE_TOKENS = "abcd"
-EXAMPLE_P = (0.45, 0.32, 0.18, 0.05)  # every lossy rule visibly changes the distribution of this p and q
+EXAMPLE_P = (0.45, 0.32, 0.18, 0.05)  # every lossy rule visibly changes this p
 EXAMPLE_Q = (0.20, 0.30, 0.15, 0.35)
 TRIAL_TOKENS = 10_000
 EXAMPLE_ORDER = [f"{probs}({token})" for token in EXAMPLE_TOKENS for probs in "pq"]
@@ -29,15 +26,12 @@ ProbabilityBar = tuple[str, float, str]  # label, height, part
 
 
 def rule_choices() -> dict[str, tuple[str, bool]]:
-    """Map dropdown titles to (rule name, whether corrections are drawn from the residual)."""
+    """Map dropdown titles to (rule name, draw corrections from the residual)."""
     return {f"{name}: {rule.title}": (name, True) for name, rule in RULES.items()} | {_UNADJUSTED: ("rejection", False)}
 
 
 def parse_probs(name: str, values: Sequence[float | None]) -> tuple[list[float], str]:
-    """Validate and normalize typed probabilities; return them with a note if normalized.
-
-    Raises `UserError` for missing, non-finite or negative values and for a sum of 0 or infinity.
-    """
+    """Validate and normalize typed probabilities; return them with a note. Raises `UserError`."""
     weights: list[float] = []
     for token, value in zip(EXAMPLE_TOKENS, values, strict=True):
         if value is None or not math.isfinite(value):
@@ -53,7 +47,7 @@ def parse_probs(name: str, values: Sequence[float | None]) -> tuple[list[float],
 
 
 def describe_example(p: Sequence[float], q: Sequence[float]) -> str:
-    """Show per token why the output follows p, and compare the acceptance rate with its KL bounds."""
+    """Explain per token why the output follows p; compare beta with its KL bounds."""
     beta, kl = overlap(p, q), divergence(p, q)
     corrections = residual(torch.tensor(p, dtype=torch.float64), torch.tensor(q, dtype=torch.float64)).tolist()
     rows = []
@@ -95,7 +89,7 @@ def try_rule(choice: str, p: Sequence[float], q: Sequence[float], gamma: int, se
 
 
 def describe_trial(choice: str, result: Trial, p: Sequence[float], q: Sequence[float]) -> str:
-    """State whether the drawn tokens follow p within statistical error, with a table of their shares."""
+    """Compare the drawn tokens with p."""
     name, adjust = rule_choices()[choice]
     exact = RULES[name].exact(SamplingParams()) and adjust
     shares, count = result.shares(len(p)), len(result.tokens)
@@ -123,7 +117,6 @@ def describe_trial(choice: str, result: Trial, p: Sequence[float], q: Sequence[f
 
 
 def trial_bars(result: Trial, p: Sequence[float], q: Sequence[float]) -> list[ProbabilityBar]:
-    """Grouped bars of p, the drawn shares and q."""
     shares = result.shares(len(p))
     return [
         (f"{token} {part}", height, part)

@@ -1,4 +1,4 @@
-"""Cockpit of the page: status, tiles, lanes, replay and step inspector, drawn in the browser from JSON frames."""
+"""Status, tiles, lanes, replay and step inspector, drawn in the browser from JSON frames."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import gradio as gr
 
 _FOLDER = Path(__file__).parent
-_SCRIPTS = (  # share one scope; later files use names of earlier ones at load time
+_SCRIPTS = (  # one scope, in order of dependency
     "lanes",
     "socket",
     "tiles",

@@ -144,7 +144,7 @@ async function showFigures() {
   $("#chart-positions").replaceChildren(chartPositions(found.positions));
   $("#chart-times").replaceChildren(chartTimes(found.rows));
   $("#chart-whatif").replaceChildren(chartWhatIf(found.what_if, found.why_not));
-  const head = make("thead", {}, make("tr", {}, ...found.columns.map((text) => make("th", { scope: "col", text: text.replace(/_/g, " ") }))));
+  const head = make("thead", {}, make("tr", {}, ...found.columns.map((text) => make("th", { scope: "col", text: text.replace(/_/g, " ").replace("round", "step") }))));
   const body = make("tbody");
   for (const cells of found.rows) {
     const row = make("tr", {}, ...cells.map((cell, k) => make("td", { text: cell === null ? "–" : k === 12 ? shown(cell) : String(cell) })));

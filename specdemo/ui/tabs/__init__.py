@@ -1,4 +1,4 @@
-"""Tabs below the lanes, one module each; their contents are updated when a tab is selected."""
+"""Tabs below the lanes; each is updated when it is selected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specdemo.ui.tabs.theory import theory_tab
 def build_tabs(
     service: Service, controls: Mapping[str, gr.components.Component], defaults: Recipe, device: str
 ) -> gr.Markdown:
-    """Lay out all tabs; return the description of the method, which the page updates. `controls` are the sidebar's."""
+    """Lay out all tabs; return the description of the method, which the page updates."""
     with gr.Tabs(elem_id="tabs"):
         with gr.Tab("Method", id="method"):
             about = gr.Markdown(ABOUT[defaults.method], elem_id="about")

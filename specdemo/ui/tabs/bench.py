@@ -34,7 +34,7 @@ _SAVE_JS = """(text) => {
 
 
 def bench_tab(service: Service, controls: Mapping[str, gr.components.Component], defaults: Recipe, tab: gr.Tab) -> None:
-    """Lay out and wire the tab. `controls` are the sidebar's, keyed by recipe field."""
+    """Lay out the tab. `controls` of the sidebar are keyed by recipe field."""
     kinds = list(dict.fromkeys(prompt.kind for prompt in load_prompts()))
     gr.Markdown(_INTRO)
     grid = _grid_controls(kinds, defaults.gamma)
@@ -83,7 +83,7 @@ def bench_tab(service: Service, controls: Mapping[str, gr.components.Component],
 
 
 def _grid_controls(kinds: list[str], gamma: int) -> dict[str, gr.components.Component]:
-    """Lay out the controls, keyed by the parameters of `sweep`, and `max_tokens`."""
+    """Controls keyed by the parameters of `sweep`, and `max_tokens`."""
 
     def group(choices: list[Any], value: list[Any], label: str, name: str) -> gr.CheckboxGroup:
         return gr.CheckboxGroup(choices, value=value, label=label, min_width=280, elem_id=f"bench-{name}")
@@ -122,7 +122,7 @@ def _speedup_plot(kinds: list[str]) -> gr.BarPlot:
 
 
 def _save_buttons() -> list[gr.Textbox]:
-    """Lay out a button per file; return the hidden textboxes with the texts to save."""
+    """Return the hidden textboxes with the texts to save."""
     texts = [gr.Textbox(visible=False) for _ in _FILES]
     with gr.Row():
         for text, (name, kind) in zip(texts, _FILES.items(), strict=True):

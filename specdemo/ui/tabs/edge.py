@@ -1,7 +1,4 @@
-"""Edge-cloud tab: timeline, measurements and best draft length of a run over a link; comparison of three modes.
-
-Drawn when the tab is selected or on request, never while tokens stream.
-"""
+"""Edge-cloud tab: timeline, measurements and best draft length of a run over a link; comparison of modes."""
 
 from __future__ import annotations
 
@@ -24,8 +21,8 @@ from specdemo.ui.tabs.measurement import UNPROCESSED, MeasurementPanel
 from specdemo.ui.tabs.plots import line_plot, plot_value
 
 _TIMELINE_STEPS = 12
-_INTRO = """The drafter runs on the edge device and the target in the cloud. They exchange token ids. Choose a
-mode under *Edge and cloud* in the settings, then press *Run*."""
+_INTRO = """The edge device runs the drafter; the cloud runs the target. They exchange token ids. Choose a mode under
+*Edge and cloud*, then press *Run*."""
 _LOCAL_CLOUD = """Without a service address, a cloud process starts on this machine. The emulated link sets its delay
 and bandwidth."""
 _TIMELINE_CSS = """.timeline { overflow-x: auto; }
@@ -42,14 +39,12 @@ rect { fill: var(--of); }
 .key li::before { content: ""; display: inline-block; width: 10px; height: 10px; margin-right: 6px; }
 .key li::before { background: var(--of); }"""
 _SERIES = {best_k.CURVE: "var(--curve-set)", best_k.RUN: "var(--dot-run)", best_k.BEST: "var(--dot-set)"}
-# Replaces the first input by the id of the run shown in the browser, which may be an imported trace.
+# Replace the first input by the id of the displayed run, which may be imported.
 _SHOWN_RUN_JS = """(...values) => [document.querySelector("[data-run]")?.dataset.run ?? "", ...values.slice(1)]"""
 
 
 @dataclass(frozen=True)
 class _RunView:
-    """Components that show one run."""
-
     summary: gr.Markdown
     refresh: gr.Button
     details: gr.Column
@@ -62,7 +57,6 @@ class _RunView:
 
 
 def edge_tab(service: Service, controls: Mapping[str, gr.components.Component], device: str, tab: gr.Tab) -> None:
-    """Lay out and wire the tab. `controls` are the sidebar's."""
     gr.Markdown(_INTRO if service.limits.remote is not None else f"{_INTRO} {_LOCAL_CLOUD}")
     _run_section(service, tab)
     _modes_section(service, controls, device)
@@ -101,7 +95,7 @@ def _run_view() -> _RunView:
     refresh = gr.Button("Refresh", size="sm", scale=0, elem_id="edge-refresh")
     with gr.Column(visible=False) as details:
         gr.Markdown("### Timeline of steps")
-        label = f"First step shown (of {_TIMELINE_STEPS})"
+        label = f"First of {_TIMELINE_STEPS} steps"
         first = gr.Slider(0, 1, 0, step=1, label=label, elem_id="edge-first")
         timeline = gr.HTML(elem_id="edge-timeline", css_template=_TIMELINE_CSS, apply_default_css=False)
         gr.Markdown("### Measurements per step")

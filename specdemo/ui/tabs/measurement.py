@@ -1,4 +1,4 @@
-"""Run and Stop buttons, progress and results of a benchmark started from a tab."""
+"""Benchmarks started from a tab."""
 
 from __future__ import annotations
 

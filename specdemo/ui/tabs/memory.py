@@ -1,4 +1,4 @@
-"""Memory tab: updated when it is selected, and by a button."""
+"""Memory tab."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ p { color: var(--quiet); font-size: 13px; max-width: 80ch; margin: 8px 0 4px; }"
 
 
 def memory_tab(service: Service, device: str, tab: gr.Tab) -> None:
-    """Lay out and wire the tab."""
     titles = {"run": "Latest run", "machine": "This machine", "pairs": "Memory required per pair"}
     tables = []
     for name, title in titles.items():

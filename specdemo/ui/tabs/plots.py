@@ -1,8 +1,4 @@
-"""Native gradio plots of the tabs: curves, dots and bars from rows (x, y, series).
-
-Colours are CSS variables of `palette.py`, so existing plots follow a change of theme. tabs.css draws a curve of one
-point as a dot, selected by its colour.
-"""
+"""Gradio plots of rows (x, y, series). Colours are CSS variables; tabs.css draws curves of one point as dots."""
 
 from __future__ import annotations
 
@@ -21,7 +17,6 @@ def line_plot(
     elem_id: str,
     legend_title: str = " ",
 ) -> gr.LinePlot:
-    """Create an empty plot of curves; the legend lists only `legend_series`."""
     return gr.LinePlot(
         x="x",
         y="y",
@@ -40,7 +35,6 @@ def line_plot(
 
 
 def probability_plot(title: str, colours: dict[str, str], order: list[str], elem_id: str) -> gr.BarPlot:
-    """Create an empty bar plot of probabilities with bars in `order`."""
     return gr.BarPlot(
         x="x",
         y="y",
@@ -59,7 +53,7 @@ def probability_plot(title: str, colours: dict[str, str], order: list[str], elem
 
 
 def plot_value(plot: gr.LinePlot | gr.BarPlot, rows: Sequence[tuple[Any, Any, str]]) -> dict[str, Any]:
-    """Convert rows to the value of a plot, in gradio's serialized form of a data frame."""
+    """Rows in gradio's serialized form of a data frame."""
     mark = plot.get_mark()
     return {
         "columns": ["x", "y", "part"],

@@ -1,4 +1,4 @@
-"""Worked example in the Theory tab: why the output follows the target's distribution, and a trial of any rule."""
+"""Worked example in the Theory tab."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ q."""
 
 
 def residual_example(tab: gr.Tab) -> None:
-    """Lay out and wire the example, which is drawn when `tab` is selected."""
     gr.Markdown(_INTRO)
     p, q = _probability_inputs("p", worked.EXAMPLE_P), _probability_inputs("q", worked.EXAMPLE_Q)
     example_text = gr.Markdown(elem_id="theory-residual", elem_classes="figures")

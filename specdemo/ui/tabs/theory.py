@@ -1,7 +1,4 @@
-"""Theory tab: the closed forms at the sliders' values, with the latest run in every plot and table.
-
-Drawn when the tab is selected or a slider moves, never while tokens stream.
-"""
+"""Theory tab: closed forms at the sliders' values, with the latest run in every plot and table."""
 
 from __future__ import annotations
 
@@ -19,9 +16,9 @@ from specdemo.ui.tabs.plots import line_plot, plot_value
 from specdemo.ui.tabs.residual import residual_example
 from specdemo.ui.theory_point import TheoryPoint, point_of, point_words
 
-_INTRO = """Speed depends on the acceptance rate α and on the costs of a step. All costs are relative to one baseline
-step. c: one draft token. v: verification of γ + 1 rows. o: overhead per step. ĉ: operations per draft token. Dots show
-the sliders and *this run*. *Leviathan et al. 2211.17192, Figures 2 to 4.*"""
+_INTRO = """Speed depends on the acceptance rate α and the cost of steps. Costs are relative to a baseline step: c per
+draft token, v for verifying γ + 1 rows, o for overhead. ĉ: operations per draft token. Dots show the sliders and *this
+run*. *Leviathan et al. 2211.17192, Figures 2 to 4.*"""
 _LABELS = {
     "alpha": "α: acceptance rate",
     "c": "c: draft token (steps)",
@@ -58,7 +55,6 @@ class TheoryPlot:
     elem_id: str
 
     def component(self) -> gr.LinePlot:
-        """Create the empty plot."""
         series = (curves.RUN_SERIES, curves.SLIDER_SERIES, *self.legend_series)
         return line_plot(self.title, self.x, self.y, self.colours, series, self.elem_id, self.legend_title)
 
@@ -93,7 +89,7 @@ THEORY_PLOTS = (
 
 
 def theory_tab(latest_run: Callable[[str], Run | None], tab: gr.Tab) -> None:
-    """Lay out and wire the tab. `latest_run` maps a session hash to its latest run."""
+    """Lay out the tab. `latest_run` maps a session hash to a run."""
     gr.Markdown(_INTRO)
     sliders = _sliders()
     with gr.Row():
@@ -135,7 +131,6 @@ def theory_tab(latest_run: Callable[[str], Run | None], tab: gr.Tab) -> None:
 def _values(
     settings: curves.TheorySettings, run: TheoryPoint | None, run_text: str, plots: list[gr.LinePlot]
 ) -> list[Any]:
-    """Values of the texts, plots and tables in the order of the layout."""
     return [
         run_text,
         curves.describe_settings(settings),
@@ -156,7 +151,6 @@ def _plots() -> list[gr.LinePlot]:
 
 
 def _sliders() -> list[gr.Slider]:
-    """Lay out the sliders in the order of `SLIDER_BOUNDS`, three per row."""
     defaults, sliders = curves.TheorySettings(), []
     names = list(curves.SLIDER_BOUNDS)
     for row in (names[:3], names[3:]):
