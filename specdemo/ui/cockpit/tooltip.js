@@ -1,4 +1,4 @@
-// Tooltip of the token under the pointer or the keyboard focus.
+// One token in a few words, where the pointer or the keyboard is.
 
 const UNSEEN = {
   provisional: "The cloud was late: the drafter's own first token, committed without a verdict.",
@@ -57,13 +57,13 @@ function showTip(span) {
 }
 
 function hideTip() {
-  if ($("#tip").hidden) return; // avoids a search of the page on every scroll
+  if ($("#tip").hidden) return; // else every scroll would search the whole page
   $("#tip").hidden = true;
   $(".mates")?.classList.remove("mates");
   $("[aria-describedby]")?.removeAttribute("aria-describedby");
 }
 
-function walk(lane, key) { // roving focus: Tab focuses a lane, arrow keys move between its tokens
+function walk(lane, key) { // a lane is one stop of the Tab key; the arrows go from token to token inside it
   const shown = [...lane.querySelectorAll(".tok")].filter((span) => span.getClientRects().length);
   if (!shown.length) return false;
   const here = shown.indexOf(document.activeElement);
