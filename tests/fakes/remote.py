@@ -54,7 +54,7 @@ class DirectClient:
         timeout: float,
     ) -> Any:
         if message is None:
-            return kind(deleted=self.cloud.delete(path.rpartition("/")[2]))
+            return response_type(deleted=self.cloud.delete(path.rpartition("/")[2]))
         body = self.codec.dump(message)
         self.network.counts.up += len(body)
         self.sent.append(self.codec.load(VerifyRequest, body))
@@ -65,7 +65,7 @@ class DirectClient:
         except StaleRequest as error:
             raise RequestSuperseded(str(error)) from error
         self.network.counts.down += len(body)
-        self.responses.append(self.codec.load(kind, body))
+        self.responses.append(self.codec.load(response_type, body))
         return self.responses[-1]
 
     def close(self) -> None: ...

@@ -30,7 +30,8 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.contexts import Contexts
-from specdemo.remote.protocol import CODECS, ServiceInfo
+from specdemo.remote.http_client import HttpClient, NoResponse
+from specdemo.remote.protocol import CODECS, ServiceInfo, StreamRequest, VerifyConfig
 from specdemo.remote.server import RateLimiter, ServiceLimits, create_app
 from specdemo.worker import Worker
 
@@ -469,3 +470,48 @@ def test_unreachable_or_unauthorised_service_gets_a_sentence(
     monkeypatch.setenv("SPECDEMO_TOKEN", "wrong")
     with pytest.raises(UserError, match="bearer token"):
         tokens(cloud=CloudConfig(process[-1].url))
+
+
+# --- shutdown ------------------------------------------------------------------------------------------------------
+
+
+def _ignore_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell does for background jobs
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_ends_streams_and_the_process_with_exit_code_0(number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "specdemo", "serve", "--port", "0", "--device", "cpu", "--until-stdin-ends"]
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdin=subprocess.PIPE,  # remains open
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=_ignore_interrupts,
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        url = process.stdout.readline().removeprefix("listening on ").strip()
+        client = HttpClient(url)
+        info = client.call("GET", "/v1/target", None, ServiceInfo, 10)
+        banned = [[token] for token in info.stop]
+        request = StreamRequest(tokens=[1, 2], config=VerifyConfig(bad_words=banned), max_tokens=1 << 17)
+        tokens = client.tokens("/v1/texts", request, 10)
+        assert next(tokens) is not None
+        process.send_signal(number)
+        with pytest.raises(NoResponse, match="cut off"):
+            for _ in tokens:
+                pass
+        assert process.wait(15) == 0 and process.stderr.read() == ""
+        with pytest.raises(NoResponse):
+            client.call("GET", "/v1/target", None, ServiceInfo, 10)
+
+
+def test_closed_worker_responds_unavailable() -> None:
+    worker = Worker()
+    stopped = client(worker)
+    worker.close()
+    response = stopped.post("/v1/rounds", json=OPEN)
+    assert response.status_code == 503 and "shutting down" in response.json()["error"]
