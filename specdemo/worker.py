@@ -57,7 +57,7 @@ def interruptible(call: Callable[[], T]) -> T:
 
 
 class Stream(Generic[T]):
-    """Results of a job, in an append-only list. Read `done` before `items`, or the last items may be missed.
+    """Append-only results of a job. Read `done` before `items` to get the last items.
 
     `on_change` is called in the worker's thread after each item and at the end.
     """
@@ -123,7 +123,7 @@ class Worker:
         return stream
 
     def ahead(self, stream: Stream) -> int:
-        """Number of jobs that must start or end before this job starts."""
+        """Number of jobs that must start or end first."""
         with self._changed:
             if stream not in self._queued:
                 return 0
@@ -137,7 +137,7 @@ class Worker:
             return len(self._open) + len(self._queued)
 
     def close(self, timeout: float | None = 10.0) -> None:
-        """Stop all jobs, run their `finally` blocks in the worker's thread, and end the thread."""
+        """Stop all jobs, including their `finally` blocks, and end the thread."""
         with self._changed:
             self._closed = True
             for stream in (*self._open, *self._queued):
@@ -172,7 +172,7 @@ class Worker:
             return self._open[0] if self._open else None
 
     def _advance(self, stream: Stream) -> bool:
-        """Run one step of a job; return False if the job has ended. Exceptions are stored in its stream."""
+        """Run a step of a job; return False if the job has ended."""
         try:
             if stream.stopping:
                 close = getattr(stream._steps, "close", None)
@@ -192,7 +192,7 @@ class Worker:
 
 
 class WorkerGroup:
-    """Workers with one open job each, for jobs that bring a device (ZeroGPU)."""
+    """Workers with an open job each, for jobs with separate devices (ZeroGPU)."""
 
     def __init__(self, workers: int = 4, waiting: int | None = 32) -> None:
         each = None if waiting is None else -(-waiting // workers)
@@ -203,7 +203,7 @@ class WorkerGroup:
         return min(self._workers, key=lambda worker: worker.active).submit(job)
 
     def ahead(self, stream: Stream) -> int:
-        """Number of jobs that must end before this job starts."""
+        """Number of jobs that must end first."""
         return max(worker.ahead(stream) for worker in self._workers)
 
     @property

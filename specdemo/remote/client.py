@@ -1,7 +1,6 @@
-"""Verifiers of the edge: drafts verified by the cloud, text streamed from the cloud, and fallback verdicts.
+"""Remote verification and streaming at the edge, with fallback verdicts.
 
-The client tracks the text of its context in the cloud and sends only new tokens. A request without a response is
-repeated under its step number, so a draft is never verified twice.
+Only new tokens are sent. A request without a response is repeated under its step number.
 """
 
 from __future__ import annotations
@@ -35,27 +34,25 @@ from specdemo.remote.protocol import (
 )
 from specdemo.worker import Stopped, interruptible
 
-MAX_TIMEOUT_S = 8.0  # of one attempt; doubled up to this
+MAX_TIMEOUT_S = 8.0  # of an attempt
 RowFormat = Literal["float32", "float16", "scalar"]
 
 
 class ConnectionLost(UserError):
-    """The cloud did not respond for `Deadlines.lost_s` seconds."""
+    """No response for `Deadlines.lost_s` seconds."""
 
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Time limits. `strict`: wait for each response; otherwise commit provisionally after `deadline_s`."""
+    """Time limits; unless `strict`, a token is committed provisionally after `deadline_s`."""
 
-    deadline_s: float = 0.4  # of a step (practice guide, section 8)
-    lost_s: float = 30.0  # without a response
+    deadline_s: float = 0.4
+    lost_s: float = 30.0
     strict: bool = True
 
 
 @dataclass(frozen=True)
 class _LateResponse:
-    """Step without a response at its deadline; later tokens are provisional."""
-
     response: Future[tuple[VerifyResponse, dict[str, float]]]
     length: int  # tokens before the step
 
@@ -63,9 +60,8 @@ class _LateResponse:
 class RemoteVerifier:
     """Verify drafts in the cloud (practice guide, sections 3 and 5).
 
-    Requests contain no q for point masses and for rules that sample from p, and the scalar probabilities otherwise.
-    `rows` sets the format of the rows requested for corrections; "scalar" never sends rows (lossy for sampled drafts).
-    After `ConnectionLost`, `edge` continues alone if given.
+    Point masses, and rules that sample from p, need no q. Otherwise the draft probabilities are sent, and rows on
+    demand in the format `rows`; "scalar" sends no rows (lossy). `edge` continues after a lost connection.
     """
 
     def __init__(
@@ -86,13 +82,13 @@ class RemoteVerifier:
         self._candidates, self._top, self._deadlines, self._edge = candidates, top, deadlines, edge
         self._clock, self._sleep = clock, sleep
         self._context_id, self._epoch, self._step = context_id or uuid.uuid4().hex, 0, -1
-        self._cloud_tokens: list[int] = []  # text of the context in the cloud
+        self._cloud_tokens: list[int] = []
         self._late: _LateResponse | None = None
         self._alone = self._closed = False
-        self._sender = ThreadPoolExecutor(1, "cloud")  # a request may outlive its deadline
+        self._sender = ThreadPoolExecutor(1, "cloud")  # requests may outlive deadlines
 
     def verify(self, tokens: Sequence[int], draft: Draft, hard_mask: Sequence[int] | None = None) -> Verdict:
-        """Return the cloud's verdict, or a provisional or local verdict if it is late or lost."""
+        """Return the cloud's verdict, or a fallback."""
         if self._alone:
             return self._verify_locally(tokens, draft, {})
         before = replace(self._http.network.counts)
@@ -112,7 +108,7 @@ class RemoteVerifier:
         return replace(verdict, notes={**verdict.notes, **traffic, **times})
 
     def close(self) -> None:
-        """Delete the context in the cloud if it is reachable, and disconnect."""
+        """Delete the context and disconnect."""
         self._closed = True
         self._sender.shutdown(wait=False, cancel_futures=True)
         if not self._alone and self._cloud_tokens and self._late is None:
@@ -134,7 +130,7 @@ class RemoteVerifier:
             try:
                 response, measured = interruptible(request)
             except Stopped:
-                self._alone = True  # the request is still running: disconnect without deleting the context
+                self._alone = True  # the request is still running
                 raise
         else:
             future = self._sender.submit(request)
@@ -150,7 +146,7 @@ class RemoteVerifier:
     def _exchange(
         self, tokens: list[int], draft: Draft, hard_mask: Sequence[int] | None
     ) -> tuple[VerifyResponse, dict[str, float]]:
-        """Send the request until a response arrives; return it with its cost. Raise `ConnectionLost`."""
+        """Repeat the request until a response arrives; return it with its cost."""
         start, timeout, sent, rows = self._clock(), self._deadlines.deadline_s, 0, []
         cloud_s = rtt_s = 0.0
         while True:
@@ -163,7 +159,7 @@ class RemoteVerifier:
                     raise NoResponse("the response belongs to another step")
             except ContextGone:
                 self._epoch, self._cloud_tokens = self._epoch + 1, []
-            except RequestSuperseded:  # another edge, or a late copy of this request: use a new context
+            except RequestSuperseded:  # by another edge or a late copy
                 self._context_id, self._epoch, self._cloud_tokens = uuid.uuid4().hex, 0, []
             except NoResponse as failure:
                 if self._closed:
@@ -217,7 +213,7 @@ class RemoteVerifier:
     # --- late and lost responses ----------------------------------------------------------------------------------
 
     def _resolve_late(self, tokens: Sequence[int], draft: Draft, notes: dict[str, float]) -> Verdict | None:
-        """Compare a late response with the provisional tokens; return a verdict on `draft` if it implies one."""
+        """Compare a late response with the provisional tokens and apply it to `draft`."""
         late = self._late
         assert late is not None
         if draft.tokens:
@@ -247,10 +243,7 @@ class RemoteVerifier:
 
 
 class StreamingVerifier:
-    """Autoregressive text of the cloud, streamed without a round trip per token.
-
-    An interrupted stream is resumed; noise is keyed by position, so the text is the same.
-    """
+    """Stream autoregressive text from the cloud; interrupted streams are resumed."""
 
     def __init__(
         self,
@@ -266,7 +259,7 @@ class StreamingVerifier:
         self._stream: Iterator[int | None] | None = None
 
     def verify(self, tokens: Sequence[int], draft: Draft, hard_mask: Sequence[int] | None = None) -> Verdict:
-        """Return the next token of the stream; `draft` is empty."""
+        """Return the next token; `draft` is empty."""
         counts = self._http.network.counts
         up, down, start = counts.up, counts.down, self._clock()
         while (token := self._next(tokens, start)) is None:
@@ -308,7 +301,7 @@ def _raise_if_lost(failure: NoResponse, url: str, elapsed: float, deadlines: Dea
         ) from failure
 
 
-# --- fallback verdicts: the target was skipped, is late, or is lost ----------------------------------------------
+# --- fallback verdicts ----------------------------------------------
 
 
 def unverified_verdict(draft: Draft, accepted: tuple[int, ...], notes: Mapping[str, float]) -> Verdict:
@@ -318,12 +311,11 @@ def unverified_verdict(draft: Draft, accepted: tuple[int, ...], notes: Mapping[s
 
 
 def provisional_verdict(draft: Draft, notes: Mapping[str, float]) -> Verdict:
-    """Commit the first draft token at the deadline (practice guide, section 8)."""
+    """Commit the first draft token (practice guide, section 8)."""
     return unverified_verdict(draft, (0,), {**notes, "provisional": 1.0})
 
 
 def first_path(draft: Draft) -> tuple[int, ...]:
-    """Follow the first child from the root."""
     children, path, node = draft.children(), [], -1
     while node in children:
         node = children[node][0]
@@ -332,7 +324,7 @@ def first_path(draft: Draft) -> tuple[int, ...]:
 
 
 def verdict_from_tokens(draft: Draft, tokens: Sequence[int], notes: Mapping[str, float]) -> Verdict:
-    """Verify `draft` against the target's next `tokens`: the matching path plus one token."""
+    """Accept the path of `draft` that matches the target's `tokens`, plus a token."""
     children, path, node = draft.children(), [], -1
     for token in tokens[:-1]:
         child = next((child for child in children.get(node, ()) if draft.tokens[child] == token), None)

@@ -1,6 +1,6 @@
-"""Verification of a request in the cloud, and the conversion of drafts and verdicts from and to messages.
+"""Verification of requests, and conversion between verdicts and messages.
 
-Noise is keyed by token position: a repeated request gets the same response, from another process too.
+Noise is keyed by token position, so repeated requests get the same response, even after a restart.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NoiseSources = Callable[[VerifyConfig, int], tuple[Any, Any]]  # config, positio
 
 
 def position_noise(config: VerifyConfig, position: int) -> tuple[Any, Any]:
-    """Return acceptance and token noise of the step whose first token has this position."""
+    """Return acceptance and token noise of the step at `position`."""
     accept = Noise(config.seed, f"accept/{position}")
     if RULES[config.rule].shares_noise:
         return accept, SharedNoise(config.seed)
@@ -32,7 +32,7 @@ def position_noise(config: VerifyConfig, position: int) -> tuple[Any, Any]:
 
 
 class SentRows:
-    """Draft distributions sent by the edge; a missing row raises `RowNeeded`."""
+    """Received draft distributions; missing rows raise `RowNeeded`."""
 
     def __init__(self, rows: Mapping[int, Tensor]) -> None:
         self._rows = rows
@@ -44,10 +44,7 @@ class SentRows:
 
 
 class ScalarRows:
-    """Rows with the drafted token's probability only: the residual becomes p(v) - [v = y] q (practice guide, 3.1).
-
-    Exact for point masses only.
-    """
+    """Rows with only the drafted token's probability (practice guide, 3.1); exact for point masses."""
 
     def __init__(self, draft: Draft, vocab_size: int, device: torch.device) -> None:
         self._draft, self._vocab_size, self._device = draft, vocab_size, device
@@ -64,18 +61,18 @@ def check_token_ids(tokens: Sequence[int], vocab_size: int) -> None:
 
 
 def draft_from_request(request: VerifyRequest, vocab_size: int, device: torch.device) -> Draft:
-    """Convert and validate the draft of a request. Raise `UserError` for an invalid draft."""
+    """Validate and convert the draft of a request."""
     n = len(request.draft_tokens)
     if request.k != n:
         raise UserError(f"k is {request.k} and {n} tokens were drafted: send k tokens")
     lists = {"parents": request.parents, "q_token_probs": request.token_probs, "hard_mask": request.hard_mask}
     for name, values in lists.items():
         if values is not None and len(values) != n:
-            raise UserError(f"{name} has {len(values)} entries for {n} draft tokens: send one for each")
+            raise UserError(f"{name} has {len(values)} entries for {n} draft tokens: send {n} entries")
     check_token_ids([*request.draft_tokens, *request.tokens], vocab_size)
     parents = request.parents if request.parents is not None else list(range(-1, n - 1))
     if any(parent >= node for node, parent in enumerate(parents)):
-        raise UserError("a node's parent must come before it: order the draft from the root")
+        raise UserError("a node's parent must precede it: order the draft from the root")
     q = None if request.token_probs is None else tuple(request.token_probs)
     draft = Draft(tuple(request.draft_tokens), tuple(parents), q)
     if q is None:
@@ -91,7 +88,7 @@ def draft_from_request(request: VerifyRequest, vocab_size: int, device: torch.de
 def build_verifier(
     config: VerifyConfig, score: Score, position: int, sources: NoiseSources = position_noise, **display: int
 ) -> ModelVerifier:
-    """Build the verifier of the step at `position`. Raise `UserError` for an unknown rule or an invalid option."""
+    """Build the verifier of the step at `position`."""
     if config.rule not in RULES:
         raise UserError(f"unknown rule {config.rule!r}: known are {', '.join(RULES)}")
     rule = RULES[config.rule]
@@ -166,10 +163,7 @@ def check_response(response: VerifyResponse, draft: Draft) -> None:
 
 
 def verdict_from_response(response: VerifyResponse, draft: Draft, draft_top: tuple = ()) -> Verdict:
-    """Convert a response to the verdict on `draft`, at the edge.
-
-    A tested node's beta is min(1, p / q) of its token, whose mean over q is sum min(p, q).
-    """
+    """Convert a response to a verdict; beta is min(1, p / q), with mean sum min(p, q) over q."""
     accepted = tuple(response.accepted_nodes)
     tested = response.tested
     if tested is None:
@@ -192,6 +186,5 @@ def verdict_from_response(response: VerifyResponse, draft: Draft, draft_top: tup
 
 
 def _acceptance(p: float, draft: Draft, node: int) -> float:
-    """Return min(1, p / q) of a drafted token."""
     q = 1.0 if draft.token_probs is None else draft.token_probs[node]
     return min(1.0, p / q) if q else 0.0

@@ -1,7 +1,6 @@
-"""Server-side contexts: text and KV cache per edge, identified by id, verified by digest, bounded in memory and time.
+"""Server-side contexts: text and KV cache per edge, used in the worker's thread.
 
-A context is only a cache: an edge whose context was dropped sends its complete text again. All methods run in the
-worker's thread.
+After an eviction the edge sends its complete text again.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from specdemo.remote.protocol import StreamRequest, VerifyConfig, VerifyRequest,
 
 
 class UnknownContext(UserError):
-    """The context does not exist or differs from the edge's text: the complete text is needed."""
+    """Context missing or different from the edge's text."""
 
 
 class StaleRequest(UserError):
-    """The request belongs to an earlier epoch or step: another edge owns the context."""
+    """Request of an earlier epoch or step."""
 
 
 class ScoringCache(Protocol):
@@ -49,7 +48,7 @@ class ScoringCache(Protocol):
 
 @dataclass
 class EdgeContext:
-    """Text of one edge and its last request with response."""
+    """Text of an edge, and its last request with response."""
 
     epoch: int
     config: VerifyConfig
@@ -61,13 +60,12 @@ class EdgeContext:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of the cache and of the rows in the last request."""
         rows = self.request.rows or () if self.request else ()
         return self.cache.reserved_bytes + sum(len(row.values) + len(row.ids or b"") for row in rows)
 
 
 class Contexts:
-    """At most `max_contexts` contexts, `budget_bytes` in total, each dropped after `expiry_s` seconds unused."""
+    """Contexts, evicted by count, total bytes and idle time."""
 
     def __init__(
         self,
@@ -96,14 +94,13 @@ class Contexts:
         return sum(context.reserved_bytes for context in self._contexts.values())
 
     def delete(self, context_id: str) -> bool:
-        """Delete a context; return False if it does not exist."""
+        """Return False if the context does not exist."""
         return self._contexts.pop(context_id, None) is not None
 
     def verify(self, request: VerifyRequest) -> VerifyResponse:
         """Verify a draft; a repeated request gets the same response.
 
-        Raise `UnknownContext` if the complete text is needed, `StaleRequest` if another step owns the context, and
-        `UserError` for invalid input.
+        Raises: UnknownContext, StaleRequest, UserError.
         """
         self._drop_expired()
         draft = draft_from_request(request, self._vocab_size, self._device)
@@ -128,7 +125,7 @@ class Contexts:
         return response
 
     def stream(self, request: StreamRequest) -> Iterator[int]:
-        """Decode autoregressively up to a stop token or the context length, without storing a context."""
+        """Decode autoregressively up to a stop token or the context length."""
         self._check_config(request.config)
         tokens, cache = list(request.tokens), self._make_cache()
         check_token_ids(tokens, self._vocab_size)
@@ -158,18 +155,18 @@ class Contexts:
         return False
 
     def _open(self, request: VerifyRequest) -> EdgeContext:
-        """Create a context; a context with the same id passes on its KV cache."""
+        """Create a context; reuse the KV cache of its predecessor."""
         if request.config is None:
             raise UserError("a new context requires sampling_cfg: send it with the complete text")
         if not request.tokens:
-            raise UserError("there is nothing to continue: send the text's tokens")
+            raise UserError("the text is empty: send its tokens")
         self._check_config(request.config)
         old = self._contexts.get(request.context_id)
         cache = old.cache if old else self._make_cache()
         return EdgeContext(request.epoch, request.config, cache, [], self._clock())
 
     def _continue(self, context: EdgeContext | None, request: VerifyRequest) -> EdgeContext:
-        """Return the context if it matches the request's epoch, prefix and config."""
+        """Check epoch, prefix and config."""
         if context is None or request.epoch > context.epoch:
             raise UnknownContext("this context does not exist: send the complete text")
         if request.base > len(context.tokens) or digest(context.tokens[: request.base]) != request.digest:
@@ -179,7 +176,7 @@ class Contexts:
         return context
 
     def _check_config(self, config: VerifyConfig) -> None:
-        build_verifier(config, _no_score, 0, self._sources)  # raises for an invalid rule
+        build_verifier(config, _no_score, 0, self._sources)
         check_token_ids([token for word in config.bad_words for token in word], self._vocab_size)
 
     def _check_length(self, count: int) -> None:

@@ -1,4 +1,4 @@
-"""Gates: send only uncertain drafts to the cloud (practice guide, section 4). Lossy: the rest is the drafter's text."""
+"""Gates: verify only uncertain drafts (practice guide, section 4); lossy."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _WORD = re.compile(r"[^\W\d_]+")
 
 
 class ClosableVerifier(Protocol):
-    """Verifier with a connection to close; `hard_mask` marks the uncertain draft tokens."""
+    """Verifier with a connection; `hard_mask` marks uncertain draft tokens."""
 
     def verify(self, tokens: Sequence[int], draft: Draft, hard_mask: Sequence[int] | None = None) -> Verdict:
-        """Return the verdict on `draft` as a continuation of `tokens`."""
+        """Verify `draft` as a continuation of `tokens`."""
 
     def close(self) -> None:
         """Disconnect."""
 
 
 class RecordingPolicy:
-    """Draft-length policy that records the drafter's raw distributions: before temperature, top-k and top-p."""
+    """Draft-length policy that records raw draft distributions, before temperature, top-k and top-p."""
 
     needs_logits = True
 
@@ -60,7 +60,7 @@ class RecordingPolicy:
 
 
 def signals(log_probs: Sequence[Tensor], draft: Draft) -> dict[str, list[float]]:
-    """Compute per draft token: -log q (nats), entropy of q (bits), margin between its two most probable tokens."""
+    """Compute -log q (nats), entropy (bits) and top-2 margin per draft token."""
     rows = torch.stack(list(log_probs))  # [n, vocab]
     chosen = rows.gather(-1, torch.tensor(draft.tokens, device=rows.device)[:, None])[:, 0]
     probs = rows.exp()
@@ -73,7 +73,7 @@ def signals(log_probs: Sequence[Tensor], draft: Draft) -> dict[str, list[float]]
 
 
 def hard_tokens(values: Mapping[str, Sequence[float]], thresholds: Mapping[str, float]) -> list[int]:
-    """Return 1 for each token with a signal above its threshold (margin: below)."""
+    """Mark tokens with a signal above its threshold (margin: below)."""
     columns = [
         [value < limit if name == "margin" else value > limit for value in values[name]]
         for name, limit in thresholds.items()
@@ -82,7 +82,7 @@ def hard_tokens(values: Mapping[str, Sequence[float]], thresholds: Mapping[str, 
 
 
 def mc_dropout(scores: Sequence[Callable[[Sequence[int], Draft], Tensor]]) -> Variance:
-    """Return the variance of each draft token's probability over models that differ by dropout (arXiv 1506.02142)."""
+    """Variance of draft token probabilities under dropout (arXiv 1506.02142)."""
 
     def variance(tokens: Sequence[int], draft: Draft) -> list[float]:
         chosen = torch.tensor(draft.tokens)
@@ -95,10 +95,10 @@ def mc_dropout(scores: Sequence[Callable[[Sequence[int], Draft], Tensor]]) -> Va
 
 
 class AlwaysVerify:
-    """Rules for text that always requires the cloud: numbers, names, rare words."""
+    """Rules for text that requires verification: numbers, names, rare words."""
 
     def __init__(self, rules: Sequence[str], documents: Counter[str] | None = None, rare_below: int = 3) -> None:
-        """Create the rules. `documents`: number of files that contain each word; fewer than `rare_below` is rare."""
+        """`documents` counts the files that contain each word; below `rare_below` a word is rare."""
         self._rules, self._documents, self._rare_below = rules, documents or Counter(), rare_below
 
     def __call__(self, text: str) -> bool:
@@ -111,12 +111,11 @@ class AlwaysVerify:
 
 
 def document_frequency(texts: Iterable[str]) -> Counter[str]:
-    """Count the texts that contain each word."""
     return Counter(word for text in texts for word in {word.lower() for word in _WORD.findall(text)})
 
 
 class GatedVerifier:
-    """Verify a draft with `inner` if its share of hard tokens exceeds `max_hard`; otherwise commit it."""
+    """Verify drafts with more than `max_hard` hard tokens (share); commit the others."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""HTTP client of the cloud service, on persistent connections."""
+"""HTTP client of the cloud service."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _NETWORK_ERRORS = (httpcore.TimeoutException, httpcore.NetworkError, httpcore.Pr
 
 
 class NoResponse(Exception):
-    """No response arrived within the timeout; the request may be repeated."""
+    """No response in time; the request may be repeated."""
 
 
 class ServiceBusy(NoResponse):
-    """The job queue or the rate limit of the service is exhausted."""
+    """Job queue full or rate limit reached."""
 
 
 class ContextGone(Exception):
-    """The service has no such context: send the complete text."""
+    """The service needs the complete text."""
 
 
 class RequestSuperseded(Exception):
@@ -31,7 +31,7 @@ class RequestSuperseded(Exception):
 
 
 class HttpClient:
-    """Connection to the service at `url`; `network.counts` counts its bytes."""
+    """Persistent connections to `url`."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class HttpClient:
     ) -> MessageT:
         """Send `message` and parse the response.
 
-        Raise `NoResponse`, `ServiceBusy`, `ContextGone`, `RequestSuperseded`, or `UserError` for other failures.
+        Raises: NoResponse, ServiceBusy, ContextGone, RequestSuperseded, UserError.
         """
         try:
             response = self._pool.request(method, self.url + path, **self._options(message, timeout))
@@ -68,7 +68,7 @@ class HttpClient:
             raise UserError(f"{self.url} is not a specdemo service of this version: {error}") from error
 
     def tokens(self, path: str, message: NetworkMessage, timeout: float) -> Iterator[int | None]:
-        """Yield streamed token ids, then None. Raise `NoResponse` if the stream is cut off."""
+        """Yield token ids, then None; raise `NoResponse` if cut off."""
         try:
             with self._pool.stream("POST", self.url + path, **self._options(message, timeout)) as response:
                 if response.status != 200:

@@ -1,4 +1,4 @@
-"""Network backend below HTTP that counts bytes and emulates a slower link."""
+"""Byte counts and link emulation below HTTP."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import httpcore
 
 @dataclass(frozen=True)
 class LinkEmulation:
-    """Delay, loss and bandwidth added to the real link. A lost message never arrives, so its sender times out."""
+    """Delay, loss and bandwidth added to the real link; lost messages time out."""
 
     rtt_s: float = 0.0
-    jitter_s: float = 0.0  # maximum extra delay each way, uniform
-    loss: float = 0.0  # share of messages, each way
+    jitter_s: float = 0.0  # each way, uniform maximum
+    loss: float = 0.0  # share, each way
     up_bps: float = 0.0  # bits per second; 0: unlimited
     down_bps: float = 0.0
     seed: int = 0
@@ -25,17 +25,15 @@ class LinkEmulation:
 
 @dataclass
 class ByteCounts:
-    """Bytes of HTTP messages with headers, without the overhead of TCP and TLS."""
+    """Traffic of HTTP messages with headers, without TCP and TLS."""
 
     up: int = 0
     down: int = 0
-    up_s: float = 0.0  # seconds writing, emulated delay included
-    down_s: float = 0.0  # seconds from the first byte of a response to its last, emulated delay included
+    up_s: float = 0.0  # includes emulated delay
+    down_s: float = 0.0  # first to last byte of responses
 
 
 class MeteredNetwork(httpcore.NetworkBackend):
-    """TCP backend with byte counts and an emulated link."""
-
     def __init__(
         self,
         link: LinkEmulation | None = None,
@@ -50,7 +48,7 @@ class MeteredNetwork(httpcore.NetworkBackend):
         self._inner = inner or httpcore.SyncBackend()
 
     def connect_tcp(self, host: str, port: int, timeout: float | None = None, **options: Any) -> httpcore.NetworkStream:
-        """Connect; the handshake takes a round trip."""
+        """Connect, delayed by a round trip."""
         stream = self._inner.connect_tcp(host, port, timeout, **options)
         self.sleep(self.link.rtt_s)
         return MeteredStream(self, stream)
@@ -59,12 +57,11 @@ class MeteredNetwork(httpcore.NetworkBackend):
         return self.link.rtt_s / 2 + self.link.jitter_s * self._rng.random()
 
     def is_lost(self) -> bool:
-        """Draw the fate of the next message."""
         return self._rng.random() < self.link.loss
 
 
 class MeteredStream(httpcore.NetworkStream):
-    """One connection. Consecutive writes, or consecutive reads, form a message."""
+    """Connection; consecutive writes or consecutive reads form a message."""
 
     def __init__(self, network: MeteredNetwork, inner: httpcore.NetworkStream) -> None:
         self._network, self._inner = network, inner
@@ -85,7 +82,7 @@ class MeteredStream(httpcore.NetworkStream):
         network.counts.up_s += network.clock() - start
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        """Receive. Raise `ReadTimeout` for a message that is lost or late."""
+        """Receive; raise `ReadTimeout` for lost and late messages."""
         network, link = self._network, self._network.link
         start = network.clock()
         first, self._sending = self._sending, False
@@ -111,7 +108,7 @@ class MeteredStream(httpcore.NetworkStream):
     def start_tls(
         self, ssl_context: Any, server_hostname: str | None = None, timeout: float | None = None
     ) -> MeteredStream:
-        """Wrap the TLS stream: bytes are counted before encryption."""
+        """Count bytes before encryption."""
         return MeteredStream(self._network, self._inner.start_tls(ssl_context, server_hostname, timeout))
 
     def get_extra_info(self, info: str) -> Any:

@@ -1,8 +1,4 @@
-"""Cloud services in local processes, for recipes without a service address.
-
-A service is started on first use, shared by all users of the same target, and stopped after an idle period or when this
-process ends.
-"""
+"""Cloud services in local processes, for recipes without a service address."""
 
 from __future__ import annotations
 
@@ -28,16 +24,16 @@ _MAX_ERROR_CHARACTERS = 300
 
 
 def cores_but_one() -> int:
-    """Number of threads that leaves a core for the other process.
+    """Number of threads that leaves a core to another process.
 
-    torch's threads synchronise several hundred times per token; a thread on a shared core delays all of them.
+    torch's threads synchronise hundreds of times per token: sharing a core delays all of them.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores - 1)
 
 
 def serve_command(spec: ModelSpec) -> list[str]:
-    """Command line of a service on a free local port that ends with its standard input."""
+    """Command line of a service that ends with its standard input."""
     options = {"target": spec.name, "dtype": spec.dtype, "quantization": spec.quantization, "device": spec.device}
     flags = [part for name, value in options.items() for part in (f"--{name}", value)]
     return [sys.executable, "-m", "specdemo", "serve", "--port", "0", "--until-stdin-ends", *flags]
@@ -45,7 +41,7 @@ def serve_command(spec: ModelSpec) -> list[str]:
 
 @dataclass
 class ServiceProcess:
-    """Process of a service; `url` is set once it listens."""
+    """Service process and its users."""
 
     process: subprocess.Popen[str]
     errors: IO[str]
@@ -55,7 +51,7 @@ class ServiceProcess:
 
     @classmethod
     def start(cls, arguments: Sequence[str]) -> ServiceProcess:
-        """Start the process, with `cores_but_one` threads unless OMP_NUM_THREADS is set."""
+        """Start the process with `cores_but_one` threads by default."""
         errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
         path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors, "text": True}
@@ -63,7 +59,7 @@ class ServiceProcess:
         return cls(subprocess.Popen(arguments, env=environment, **pipes), errors)
 
     def address(self) -> str:
-        """Block until the service listens. Raise `UserError` with its error message if it fails to start."""
+        """Block until the service listens; raise `UserError` if it fails."""
         with self._url_lock:
             if self.url is None:
                 line = self.process.stdout.readline()
@@ -74,7 +70,7 @@ class ServiceProcess:
             return self.url
 
     def end(self) -> None:
-        """Terminate the process; kill it after a timeout."""
+        """Terminate the process, if necessary by SIGKILL."""
         with suppress(OSError):
             self.process.stdin.close()
         self.process.terminate()
@@ -95,7 +91,7 @@ class ServiceProcess:
 
 
 class LocalServices:
-    """Pool of services by target. Idle services are stopped after `idle_s` seconds or when another target starts."""
+    """Services by target. Idle services stop after `idle_s` seconds or when another target starts."""
 
     def __init__(self, idle_s: float = 600.0, start: Callable[[ModelSpec], ServiceProcess] | None = None) -> None:
         self._idle_s = idle_s
@@ -117,7 +113,6 @@ class LocalServices:
                 self._release(used.values())
 
     def close(self) -> None:
-        """Stop all services."""
         with self._lock:
             self._stop(list(self._running))
 
@@ -125,7 +120,7 @@ class LocalServices:
         with self._lock:
             if self._timer is not None:
                 self._timer.cancel()
-            self._stop(  # to free memory: each process contains a target
+            self._stop(  # free memory for the new target
                 [other for other, it in self._running.items() if not it.alive or (other != spec and not it.users)]
             )
             if spec not in self._running:

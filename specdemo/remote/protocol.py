@@ -1,8 +1,6 @@
 """Messages between edge and cloud, and their JSON and msgpack encodings.
 
-Field names on the network are frozen; `_key` maps them to the Python names. They follow the practice guide (section 5),
-plus fields that make verification exact and safe to retry: the tokens committed since the last shared prefix, that
-prefix's length and digest, a step number and an epoch.
+Field names on the network are frozen (practice guide, section 5); `_key` maps them to Python names.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ RowType = Literal["f4", "f2"]
 
 
 def _key(name: str) -> FieldInfo:
-    """Set the field's name on the network."""
     return Field(validation_alias=name, serialization_alias=name)
 
 
@@ -45,7 +42,7 @@ def _check_temperature(value: float) -> float:
 
 
 class NetworkMessage(BaseModel):
-    """Base class. Unknown fields, quoted numbers, NaN and infinity are invalid."""
+    """Base class; rejects unknown fields, quoted numbers, NaN and infinity."""
 
     model_config = ConfigDict(
         strict=True,
@@ -53,7 +50,7 @@ class NetworkMessage(BaseModel):
         allow_inf_nan=False,
         ser_json_bytes="base64",
         val_json_bytes="base64",
-        validate_by_name=True,  # in Python code; `CODECS` accept network names only
+        validate_by_name=True,  # not in `CODECS`
         validate_by_alias=True,
     )
 
@@ -62,7 +59,7 @@ MessageT = TypeVar("MessageT", bound=NetworkMessage)
 
 
 class VerifyConfig(NetworkMessage):
-    """Sampling parameters, seed and acceptance rule; sent when a context is opened."""
+    """Sampling parameters, seed and acceptance rule of a context."""
 
     temperature: Annotated[float, _key("temp"), AfterValidator(_check_temperature), Field(le=100)] = 1.0
     top_k: Count = 0
@@ -72,7 +69,7 @@ class VerifyConfig(NetworkMessage):
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] = 0
     rule: str = "rejection"
     threshold: Probability | None = None
-    adjust: bool = True  # sample corrections from the residual; False: from p (lossy)
+    adjust: bool = True  # False: sample corrections from p (lossy)
 
     @property
     def sampling(self) -> SamplingParams:
@@ -81,7 +78,7 @@ class VerifyConfig(NetworkMessage):
 
 
 class DraftRow(NetworkMessage):
-    """Draft distribution at a node, dense or sparse, in little-endian bytes."""
+    """Draft distribution at a node, little-endian."""
 
     node: Count
     type: RowType = "f4"
@@ -90,7 +87,7 @@ class DraftRow(NetworkMessage):
 
     @classmethod
     def of(cls, node: int, probs: Tensor, type: RowType = "f4") -> DraftRow:
-        """Encode `probs` `[vocab]` in the shorter of the two forms."""
+        """Encode `probs` `[vocab]`, dense or sparse."""
         row = probs.float().cpu().numpy()
         nonzero = row.nonzero()[0]
         size = int(type[1])
@@ -99,7 +96,7 @@ class DraftRow(NetworkMessage):
         return cls(node=node, type=type, values=_to_bytes(row, type))
 
     def probs(self, vocab_size: int) -> Tensor:
-        """Decode to float32 `[vocab_size]`. Raise `UserError` for an invalid distribution or another width."""
+        """Decode to float32 `[vocab_size]`."""
         if len(self.values) % int(self.type[1]) or len(self.ids or b"") % 4:
             raise UserError(f"the row of node {self.node} ends in the middle of a number: send complete numbers")
         values = np.frombuffer(self.values, f"<{self.type}").astype(np.float32)
@@ -116,12 +113,11 @@ class DraftRow(NetworkMessage):
 
 
 class VerifyRequest(NetworkMessage):
-    """Edge to cloud: a draft, and the tokens committed since the shared prefix of `base` tokens.
+    """Draft, and the tokens committed since the shared prefix of `base` tokens.
 
-    A request repeated under the same step number gets the same response. With `base` 0, `tokens` is the complete text
-    and opens the context; `config` is then required. Without `token_probs` each draft token is a point mass, or the
-    rule does not use q. With them and `rows`, the cloud requests a missing row; without `rows` it corrects from the
-    scalar probabilities (lossy).
+    A repeated request gets the same response. `base` 0 opens the context and requires `config`. `token_probs` is None
+    for point masses and rules without q. With `rows`, the cloud requests missing rows; without, it uses `token_probs`
+    (lossy).
     """
 
     context_id: Annotated[str, _key("ctx_id"), Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
@@ -139,13 +135,11 @@ class VerifyRequest(NetworkMessage):
     rows: Annotated[list[DraftRow], Field(max_length=MAX_DRAFT)] | None = None
     hard_mask: Annotated[list[Literal[0, 1]], Field(max_length=MAX_DRAFT)] | None = None
     config: Annotated[VerifyConfig | None, _key("sampling_cfg")] = None
-    candidates: Annotated[int, Field(ge=1, le=64)] = 1  # most probable target tokens to return per row
-    top: Annotated[int, Field(ge=0, le=64)] = 0  # tokens of each target distribution to return
+    candidates: Annotated[int, Field(ge=1, le=64)] = 1  # target tokens to return per row
+    top: Annotated[int, Field(ge=0, le=64)] = 0
 
 
 class VerifyMetrics(NetworkMessage):
-    """Acceptance and cost of a step."""
-
     alpha_mean: float | None = None  # mean min(1, p / q) of the tested tokens
     la_over_k: float | None = None
     cloud_s: float = 0.0  # forward pass and rule
@@ -153,9 +147,7 @@ class VerifyMetrics(NetworkMessage):
 
 
 class TopTokensMessage(NetworkMessage):
-    """Entropy (nats) and most probable tokens of a distribution."""
-
-    entropy: float
+    entropy: float  # nats
     ids: list[Token]
     p: list[float]
 
@@ -168,10 +160,7 @@ class TopTokensMessage(NetworkMessage):
 
 
 class VerifyResponse(NetworkMessage):
-    """Cloud to edge: the verdict. Without a rejection, `bonus` is set instead of `correction`.
-
-    `wanted_row` requests the draft distribution of a node: the edge repeats the request with that row.
-    """
+    """Verdict, or a request for the draft row of node `wanted_row`."""
 
     epoch: Count
     step: Annotated[Count, _key("round")]
@@ -181,10 +170,10 @@ class VerifyResponse(NetworkMessage):
     wanted_row: Annotated[Count | None, _key("wants")] = None
     accepted: list[Count] | None = None  # nodes; forests only
     tested: list[Count] | None = None  # nodes; forests only
-    p: list[float] = []  # target probability of each node
-    draws: list[float] | None = None  # of the tested nodes, in order
-    choices: list[list[Token]] = []  # most probable target tokens of each row
-    target_top: Annotated[list[TopTokensMessage] | None, _key("laws")] = None  # of each row, if requested
+    p: list[float] = []  # of each node
+    draws: list[float] | None = None  # of the tested nodes
+    choices: list[list[Token]] = []  # of each row
+    target_top: Annotated[list[TopTokensMessage] | None, _key("laws")] = None
     metrics: VerifyMetrics = VerifyMetrics()
 
     @property
@@ -193,12 +182,11 @@ class VerifyResponse(NetworkMessage):
 
     @property
     def token(self) -> int | None:
-        """The correction, or the bonus token."""
         return self.bonus if self.correction is None else self.correction
 
 
 class StreamRequest(NetworkMessage):
-    """Edge to cloud: decode autoregressively from `tokens`; the response streams a token id per line."""
+    """Request for autoregressive decoding."""
 
     tokens: Annotated[list[Token], Field(min_length=1, max_length=MAX_TEXT)]
     config: Annotated[VerifyConfig, _key("sampling_cfg")]
@@ -206,21 +194,15 @@ class StreamRequest(NetworkMessage):
 
 
 class ErrorResponse(NetworkMessage):
-    """Error sentence and machine-readable code."""
-
     error: str
     code: str
 
 
 class DeleteResponse(NetworkMessage):
-    """`deleted` is False if the context did not exist."""
-
     deleted: Annotated[bool, _key("forgotten")]
 
 
 class ServiceInfo(NetworkMessage):
-    """Description of the target; an edge checks its tokenizer against it."""
-
     name: str
     vocab_size: Count
     context: Count
@@ -235,7 +217,7 @@ class ServiceInfo(NetworkMessage):
 
 
 def digest(tokens: Sequence[int]) -> str:
-    """Return the 64-bit BLAKE2b hash of `tokens` in hexadecimal, or "" without tokens."""
+    """Return a 64-bit BLAKE2b hash of `tokens` in hexadecimal."""
     return hashlib.blake2b(struct.pack(f"<{len(tokens)}I", *tokens), digest_size=8).hexdigest() if tokens else ""
 
 
@@ -247,7 +229,7 @@ _FLOAT32_LIST = 1  # msgpack extension type
 
 
 def _compact(value: Any) -> Any:
-    """Pack lists of numbers that float32 represents exactly into four bytes each instead of nine."""
+    """Pack float lists as float32 if that is exact."""
     if isinstance(value, dict):
         return {key: _compact(item) for key, item in value.items()}
     if isinstance(value, list) and value and all(isinstance(item, float) for item in value):
@@ -277,13 +259,11 @@ def _from_msgpack(kind: type[MessageT], body: bytes) -> MessageT:
 
 @dataclass(frozen=True)
 class Codec:
-    """Conversion between messages and bytes."""
-
     dump: Callable[[NetworkMessage], bytes]
     parse: Callable[[type[Any], bytes], Any]
 
     def load(self, kind: type[MessageT], body: bytes) -> MessageT:
-        """Parse a message. Raise `UserError` with the first invalid field."""
+        """Parse a message; `UserError` names the first invalid field."""
         try:
             return self.parse(kind, body)
         except ValidationError as error:

@@ -21,28 +21,26 @@ from specdemo.remote.link import LinkEmulation
 from specdemo.remote.protocol import ServiceInfo, VerifyConfig
 from specdemo.worker import interruptible
 
-TOKEN = "SPECDEMO_TOKEN"  # environment variable at both ends; command lines are visible to other users
+TOKEN = "SPECDEMO_TOKEN"  # environment variable; command lines are public
 
 
 @dataclass(frozen=True)
 class RemoteModel:
-    """The target as a remote model: tokenizer, description and connection."""
+    """Remote target: tokenizer, description and connection."""
 
     http: HttpClient
     info: ServiceInfo
     tokenizer: Any
     cloud: CloudConfig
 
-    encoder = False  # the service supports decoder-only models
+    encoder = False  # unsupported by the service
 
     @cached_property
     def stop(self) -> frozenset[int]:
-        """Stop token ids."""
         return frozenset(self.info.stop)
 
     @property
     def bit_equal(self) -> bool:
-        """True if the target is batch-invariant."""
         return self.info.bit_equal
 
     @property
@@ -51,7 +49,7 @@ class RemoteModel:
 
     @property
     def environment(self) -> dict[str, Any]:
-        """Description of the remote machine for the trace header."""
+        """Remote machine in the trace header."""
         info = self.info
         return {
             "device": f"{info.device} at {self.cloud.remote}",
@@ -68,7 +66,7 @@ class RemoteModel:
 def connect(
     cloud: CloudConfig, target: ModelSpec, seed: int, clock: Callable[[], float] = time.monotonic
 ) -> RemoteModel:
-    """Connect to the service. Raise `UserError` if it is unreachable or its tokenizer differs from `target`'s."""
+    """Connect to the service; raise `UserError` if it is unreachable or has another tokenizer."""
     link = LinkEmulation(
         cloud.rtt_ms / 1000, cloud.jitter_ms / 1000, cloud.loss, cloud.up_mbit * 1e6, cloud.down_mbit * 1e6, seed
     )
@@ -97,7 +95,7 @@ def connect(
 def remote_verifier(
     model: RemoteModel, config: VerifyConfig, *, max_tokens: int, edge: Verifier | None, **display: int
 ) -> RemoteVerifier | StreamingVerifier:
-    """Build the verifier for the mode of `model.cloud`; `edge` continues after a lost connection."""
+    """Build the verifier for the mode of `model.cloud`."""
     cloud = model.cloud
     deadlines = Deadlines(cloud.deadline_ms / 1000, cloud.lost_after_s, not cloud.provisional)
     if cloud.mode == "cloud_only":

@@ -39,7 +39,7 @@ def serve_model(
     limits: ServiceLimits | None = None,
     waiting: int = 64,
 ) -> FastAPI:
-    """Create the application for a loaded target, with its worker."""
+    """Create the application for a loaded target."""
     invariance, model = target.invariance, target.model
     vocab_size = model.config.get_text_config().vocab_size
     info = ServiceInfo(
@@ -69,9 +69,9 @@ def serve_model(
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Bind a socket; port 0 selects a free port. Raise `UserError` if the address is unavailable."""
+    """Bind a socket; port 0 selects a free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # otherwise asyncio leaves Nagle enabled
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # lets asyncio disable Nagle
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
@@ -82,7 +82,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """Stop open jobs at shutdown, and return normally; uvicorn raises SIGINT or SIGTERM again."""
+    """Stop jobs at shutdown, and return; uvicorn would raise the signal again."""
 
     def __init__(self, config: uvicorn.Config, worker: Worker, announce: Callable[[], None] | None) -> None:
         super().__init__(config)
@@ -99,7 +99,7 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle signals, even if they were ignored before, as in a shell's background jobs."""
+        """Handle signals, even if ignored before, as in shell background jobs."""
         previous = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
@@ -116,10 +116,7 @@ def listen(
     leash: IO[bytes] | None = None,
     announce: Callable[[], None] | None = None,
 ) -> None:
-    """Serve until SIGINT, SIGTERM or the end of `leash`; with a certificate, over TLS.
-
-    `announce` is called when requests are accepted and signals are handled.
-    """
+    """Serve until SIGINT, SIGTERM or the end of `leash`; call `announce` when ready."""
     config = uvicorn.Config(
         app,
         log_level="warning",
@@ -133,7 +130,7 @@ def listen(
     server = _Server(config, app.state.worker, announce)
 
     def watch(file: int) -> None:
-        while os.read(file, 4096):  # a buffered reader would block the interpreter's exit
+        while os.read(file, 4096):  # a buffered reader blocks the interpreter's exit
             pass
         server.should_exit = True
 

@@ -1,4 +1,4 @@
-"""HTTP service of the cloud: authentication, limits, job queue; `Contexts` verifies the drafts."""
+"""HTTP service: authentication, limits, job queue."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class ServiceLimits:
 
 
 class RateLimiter:
-    """Token bucket per address: `burst` requests, refilled at `rate` per second."""
+    """Token bucket per address, refilled at `rate` per second."""
 
     def __init__(self, rate: float, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._rate, self._burst, self._clock = rate, burst, clock
-        self._buckets: dict[str, tuple[float, float]] = {}  # by address: remaining requests, time
+        self._buckets: dict[str, tuple[float, float]] = {}  # remaining requests, time
 
     def allow(self, address: str) -> bool:
         if not self._rate:
@@ -69,8 +69,6 @@ class RateLimiter:
 
 
 class ServiceError(Exception):
-    """A request answered with an `ErrorResponse`."""
-
     def __init__(self, status: int, code: str, sentence: str) -> None:
         super().__init__(sentence)
         self.status, self.problem = status, ErrorResponse(error=sentence, code=code)
@@ -87,7 +85,7 @@ def create_app(
     token: str | None = None,
     limits: ServiceLimits | None = None,
 ) -> FastAPI:
-    """Create the application. With `token`, requests without this bearer token get status 401."""
+    """Create the application; `token` is the required bearer token."""
     limits = limits or ServiceLimits()
     app = FastAPI(
         title="specdemo cloud",
@@ -114,10 +112,10 @@ def create_app(
 
     @app.post("/v1/texts", response_class=StreamingResponse, openapi_extra=_body(StreamRequest), **common)
     async def texts(request: Request) -> Response:
-        """Decode autoregressively: a token id per line, then `end`, or `error` with the cause."""
+        """Decode autoregressively: a token id per line, then `end` or `error` with the cause."""
         message = await _read(request, StreamRequest, limits.body_bytes)
         tokens = stream_queued(worker, lambda: contexts.stream(message))
-        first = await anext(tokens)  # errors before the first token get a status code
+        first = await anext(tokens)  # earlier errors get a status code
         return StreamingResponse(_lines(first, tokens), media_type="text/plain")
 
     @app.delete("/v1/contexts/{ctx_id}", response_model=DeleteResponse, **common)
@@ -126,7 +124,7 @@ def create_app(
         deleted = await run_queued(worker, request, lambda: contexts.delete(ctx_id))
         return _message(request, DeleteResponse(deleted=deleted))
 
-    app.openapi = partial(_openapi, app)  # type: ignore[method-assign]  # documented way to add unparsed bodies
+    app.openapi = partial(_openapi, app)  # type: ignore[method-assign]  # documented by FastAPI
     return app
 
 
@@ -186,7 +184,7 @@ def _content_type(request: Request) -> str:
 
 
 def _message(request: Request, message: NetworkMessage, status: int = 200) -> Response:
-    """Encode like the request, JSON by default."""
+    """Encode like the request; default JSON."""
     kind = _content_type(request)
     kind = kind if kind in CODECS else "application/json"
     return Response(CODECS[kind].dump(message), status, media_type=kind)
@@ -203,7 +201,7 @@ def _problem(request: Request, status: int, problem: ErrorResponse, headers: dic
 
 
 async def _read(request: Request, kind: type[MessageT], max_bytes: int) -> MessageT:
-    """Parse the request body. Raise `ServiceError` if it is too long, too slow or invalid."""
+    """Parse the request body within the limits."""
     content_type = _content_type(request)
     if content_type not in CODECS:
         raise ServiceError(415, "type", f"content type {content_type!r} is unsupported: use {' or '.join(CODECS)}")
@@ -228,13 +226,13 @@ async def _read(request: Request, kind: type[MessageT], max_bytes: int) -> Messa
 
 
 async def _lines(first: int, tokens: AsyncIterator[int]) -> AsyncIterator[bytes]:
-    """Yield a token per line, then `end` or the error; a text without a last line was cut off."""
+    """Yield a token per line, then `end` or the error."""
     yield f"{first}\n".encode()
     try:
         async for token in tokens:
             yield f"{token}\n".encode()
     except ServiceError as error:  # too late for a status code
-        if error.status != 503:  # the client resumes the text at the next service
+        if error.status != 503:  # cut off: the client will resume
             yield f"error {error}\n".encode()
         return
     yield b"end\n"
@@ -254,7 +252,7 @@ def _service_error(error: BaseException) -> BaseException:
 
 
 async def stream_queued(worker: Worker, job: Callable[[], Iterator[Any]]) -> AsyncIterator[Any]:
-    """Yield the items of a job in the worker's thread. Closing the iterator stops the job."""
+    """Yield the items of a job; closing the iterator stops it."""
     loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
     def notify() -> None:
@@ -291,7 +289,7 @@ def _stopping() -> ServiceError:
 
 
 async def run_queued(worker: Worker, request: Request, call: Callable[[], Any]) -> Any:
-    """Return the result of `call()` in the worker's thread; cancel it if the client disconnects while it is queued."""
+    """Run `call()` in the worker's thread; cancel it if the client disconnects before."""
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
