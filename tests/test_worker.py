@@ -30,7 +30,7 @@ def worker() -> Iterator[Worker]:
 
 
 class Gate:
-    """Job that yields 0, 1, 2, ..., one step per call of `open`."""
+    """Job that yields 0, 1, 2, ..., advanced by `open`."""
 
     def __init__(self, log: list | None = None, name: str = "") -> None:
         self.turns = threading.Semaphore(0)
@@ -185,7 +185,7 @@ def test_number_of_open_jobs_is_bounded() -> None:
     gates = [Gate() for _ in range(3)]
     streams = [worker.submit(gate) for gate in gates]
     gates[0].open()
-    assert gates[1].inside.wait(PATIENCE)  # one full turn has passed
+    assert gates[1].inside.wait(PATIENCE)  # all open jobs have advanced
     assert not streams[2].started and worker.ahead(streams[2]) == 1
     streams[0].stop(), streams[1].stop()
     gates[1].open()

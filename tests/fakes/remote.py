@@ -1,4 +1,4 @@
-"""Edge and cloud in one process, with the real codecs."""
+"""Edge and cloud in the same process, with the real codecs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run over a link in numbers, from traces written by hand; what settings mean; waiting that can be stopped."""
+"""Link metrics of traces, settings, interruptible waits, local services."""
 
 from __future__ import annotations
 
