@@ -101,7 +101,7 @@ class ModelContext:
     @property
     def vocab_size(self) -> int:
         """Return the vocabulary size of the target."""
-        return self.target_cache.vocab_size if self.target_cache else self.target.about.vocab_size
+        return self.target_cache.vocab_size if self.target_cache else self.target.info.vocab_size
 
     @cached_property
     def drafter_sampling(self) -> SamplingParams:
@@ -174,7 +174,7 @@ def build_pipeline(
     context_length = min([cache.context for cache in same_tokens] + [sys.maxsize])
     if isinstance(target, RemoteModel):
         remote, policy = build_remote_verifier(recipe, target, context.sampling, policy, caches)
-        context_length = min(context_length, target.about.context)
+        context_length = min(context_length, target.info.context)
         return Pipeline(remote, proposer, policy, caches, context_length, remote.close)
     verifier = method.verifier(context) if method.verifier else _verifier(context)
     return Pipeline(verifier, proposer, policy, (*local, *caches), context_length)
@@ -244,14 +244,13 @@ def build_remote_verifier(
     if cloud.on_loss == "edge" and caches:
 
         def score(tokens: Sequence[int], draft: Draft) -> Tensor:
-            return fitted(caches[0].score(tokens, draft), target.about.vocab_size)
+            return fitted(caches[0].score(tokens, draft), target.info.vocab_size)
 
         accept, correct = Noise(recipe.seed, "edge accept"), Noise(recipe.seed, "edge")
         edge = ModelVerifier(score, sampling, rejection, accept, correct, candidates, recipe.top)
     verifier = remote_verifier(
         target,
         settings,
-        plain=cloud.mode == "cloud_only",
         max_tokens=recipe.max_tokens,
         edge=edge,
         candidates=candidates,

@@ -36,7 +36,7 @@ from specdemo.ui.run_queries import Archive
 from specdemo.ui.service import Engine, Service
 from specdemo.ui.settings import OFF, Settings, from_link, kept_recipes, recipe_of, recipe_settings, restored
 from specdemo.ui.streams import reason
-from specdemo.ui.tabs.strip import strip
+from specdemo.ui.tabs import build_tabs
 from specdemo.ui.theme import launch_options
 from specdemo.ui.websocket import Sockets
 from specdemo.worker import Worker, WorkerBusy, WorkerGroup
@@ -152,7 +152,7 @@ def _layout(service: Service, usual: Recipe, device: str, examples: dict[str, An
         kept_lanes=gr.Markdown(elem_id="kept-lanes"),
         estimate=gr.Markdown(elem_id="estimate"),
         cockpit=cockpit(Archive(service.runs).answers),
-        about=strip(service, controls, usual, device),
+        about=build_tabs(service, controls, usual, device),
         saved=gr.BrowserState(storage_key="specdemo-settings", secret="specdemo"),
         kept=gr.BrowserState(storage_key="specdemo-lanes", secret="specdemo"),
     )
@@ -211,13 +211,13 @@ def _connect_settings(demo: gr.Blocks, parts: _Parts, handlers: _Handlers) -> No
     settings, defaults = list(parts.settings.values()), parts.defaults
     facts = {"NAMES": json.dumps(list(parts.settings)), "USUAL": json.dumps(list(defaults.values()))}
     changes = [component.change for component in settings]
-    gr.on(changes, None, settings, parts.saved, js=script("save", facts), **_IMMEDIATE)
-    parts.buttons["link"].click(None, settings, None, js=script("link", facts), **_PRIVATE)
+    gr.on(changes, None, settings, parts.saved, js=script("save_settings", facts), **_IMMEDIATE)
+    parts.buttons["link"].click(None, settings, None, js=script("copy_link", facts), **_PRIVATE)
     parts.buttons["reset"].click(None, None, settings, js=f"() => {facts['USUAL']}", **_PRIVATE)
     restorable = gr.Textbox(visible=False)
     demo.load(
         handlers.find, [parts.saved, parts.kept], [restorable, parts.kept_lanes], preprocess=False, **_QUEUED
-    ).then(None, [restorable, *settings], settings, js=script("restore", facts), **_PRIVATE)
+    ).then(None, [restorable, *settings], settings, js=script("restore_settings", facts), **_PRIVATE)
 
 
 class _Handlers:
