@@ -95,7 +95,7 @@ class ModelContext:
         self.draft_caches: list[CachedModel] = []
         self._shared = SharedNoise(recipe.seed) if RULES[recipe.rule].shares_noise else None
         self.target_cache: CachedModel | None = None
-        if isinstance(target, LoadedModel):
+        if not isinstance(target, RemoteModel):
             self.target_cache = self._cached(target, target.invariance.pad)
 
     @property
@@ -115,7 +115,7 @@ class ModelContext:
             assert self.target_cache is not None
             return self.target_cache
         model = self.target if role == "target" else self.drafter
-        assert isinstance(model, LoadedModel)
+        assert model is not None and not isinstance(model, RemoteModel)
         if layers is None:
             cache = self._cached(model)
         else:

@@ -163,6 +163,12 @@ def test_a_recipe_is_a_frozen_mapping_of_plain_values() -> None:
         replace(recipe, gamma=0)
 
 
+@pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if option.choices and name != "pair"])
+def test_every_choice_has_a_title(name: str) -> None:
+    for title in OPTIONS[name].titles().values():
+        assert isinstance(title, str) and title and "<" not in title
+
+
 def test_few_controls_are_visible_at_first(page: Any) -> None:
     """Controls outside closed groups, tabs and the cockpit, plus the titles of those groups."""
 

@@ -69,7 +69,8 @@ class Option:
 
     def titles(self) -> dict[str, str]:
         """Return a line of text per choice."""
-        return {name: getattr(value, "title", value) for name, value in (self.choices or {}).items()}
+        known = (self.choices or {}).items()
+        return {name: value if isinstance(value, str) else value.title for name, value in known}
 
 
 def option(default: Any, label: str, help: str = "", **properties: Any) -> Any:

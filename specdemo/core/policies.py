@@ -355,7 +355,9 @@ POLICIES = {
         lambda gamma, least, most, prices: Heuristic(min(most, gamma), most),
         most=20,
     ),
-    "egag": Policy("by the entropy of the draft distribution (EGAG)", lambda gamma, least, most, prices: Egag(least, most)),
+    "egag": Policy(
+        "by the entropy of the draft distribution (EGAG)", lambda gamma, least, most, prices: Egag(least, most)
+    ),
     "adaedl": Policy(
         "until an entropy bound on acceptance fails (AdaEDL)", lambda gamma, least, most, prices: AdaEdl(most)
     ),
@@ -367,6 +369,7 @@ POLICIES = {
         "until the path's probability is below 0.2", lambda gamma, least, most, prices: PathProbability(most)
     ),
     "auto": Policy(
-        "highest tokens per second by measured costs and acceptance", lambda gamma, least, most, prices: Auto(most, prices)
+        "highest tokens per second by measured costs and acceptance",
+        lambda gamma, least, most, prices: Auto(most, prices),
     ),
 }
