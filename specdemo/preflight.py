@@ -92,8 +92,9 @@ def texts_for(recipe: Recipe, kinds: Sequence[str] = ()) -> list[Prompt]:
 def preflight(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool) -> Preflight:
     """Estimates for `recipe` with drafts of every length. Raises `UserError` where models or method do not fit."""
     if METHODS[recipe.method].preflight is None:
-        names = sorted((method.preflight, name) for name, method in METHODS.items() if method.preflight)
-        raise UserError(f"preflight knows the methods {', '.join(name for _, name in names)}, not {recipe.method}")
+        names = [name for name, method in METHODS.items() if method.preflight]
+        names.sort(key=lambda name: METHODS[name].preflight)
+        raise UserError(f"preflight knows the methods {', '.join(names)}, not {recipe.method}")
     target, drafter, pipeline = load_comparable(recipe, pool)
     sampling = SamplingParams(recipe.temperature, recipe.top_k, recipe.top_p)
     texts = usable_texts(target, prompts, recipe.max_tokens, pipeline.context)
