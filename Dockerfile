@@ -30,8 +30,6 @@ COPY --chown=user . .
 # Models fetched from the hub outlive the container.
 VOLUME /home/user/.cache/huggingface
 EXPOSE 7860
-# The first process of a container ignores SIGTERM; Python ends in good order on this one.
-STOPSIGNAL SIGINT
 # Healthy means that a token was produced lately, or can be produced now; the first one needs the models loaded.
 HEALTHCHECK --interval=60s --timeout=30s --start-period=180s \
     CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:7860/health', timeout=25).close()"]

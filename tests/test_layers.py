@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 # A folder or root module may import itself and every line above its own, never a neighbour on the same line.
 ORDER = (
-    {"core", "worker"},
+    {"core", "worker", "signals"},
     {"models", "drafters"},
     {"remote"},
     {"recipe", "prompts"},

@@ -105,7 +105,7 @@ def test_lossy_rules_are_off_by_what_theory_says(rule: Any, expected: list[float
     p, q = torch.tensor([0.6, 0.3, 0.1]), torch.tensor([0.2, 0.3, 0.5])
 
     def once() -> int:
-        token = explorer.draw(q)
+        token = explorer.sample(q)
         draft = Draft.chain((token,), (float(q[token]),), q[None])
         verdict = rule(draft, torch.stack([p, p]), explorer, explorer, 1)
         return token if verdict.accepted else verdict.token
@@ -164,7 +164,7 @@ def test_corrections_from_p_are_lossy() -> None:
     p, q = torch.tensor([0.6, 0.3, 0.1]), torch.tensor([0.2, 0.3, 0.5])
 
     def once() -> int:
-        token = explorer.draw(q)
+        token = explorer.sample(q)
         verdict = rejection(
             Draft.chain((token,), (float(q[token]),), q[None]), torch.stack([p, p]), explorer, explorer, 1, adjust=False
         )
@@ -199,11 +199,11 @@ def test_mutant_match_that_draws_again() -> None:
     def drawing(draft: Draft, p: Tensor, accept: Any, correct: Any, start: int, again: bool) -> Verdict:
         accepted = []
         for node, token in enumerate(draft.tokens):
-            drawn = accept.draw(p[node])
+            drawn = accept.sample(p[node])
             if drawn != token:
-                return Verdict(tuple(accepted), correct.draw(p[node]) if again else drawn)
+                return Verdict(tuple(accepted), correct.sample(p[node]) if again else drawn)
             accepted.append(node)
-        return Verdict(tuple(accepted), correct.draw(p[len(draft)]))
+        return Verdict(tuple(accepted), correct.sample(p[len(draft)]))
 
     def of(again: bool) -> float:
         return mutant_distribution(DRAFTERS["guesses"], lambda *args: drawing(*args, again=again), SamplingParams())
@@ -291,7 +291,7 @@ def chi_square(shared: bool) -> float:
     counts = [0] * 4
     for seed in range(12_000):
         draw, accept, correct = (Noise(seed, stream) for stream in streams)
-        token = draw.draw(q)
+        token = draw.sample(q)
         verdict = rejection(Draft.chain((token,), (float(q[token]),), q[None]), torch.stack([p, p]), accept, correct, 1)
         counts[token if verdict.accepted else verdict.token] += 1
     return sum((n - 12_000 * x) ** 2 / (12_000 * x) for n, x in zip(counts, p.tolist(), strict=True))
@@ -318,7 +318,7 @@ def test_what_p_forbids_is_rejected_even_by_a_draw_of_zero(q: float) -> None:
         def test(self, probability: float) -> tuple[bool, float]:
             return 0.0 < probability, 0.0
 
-        def draw(self, probs: Tensor, place: int) -> int:
+        def sample(self, probs: Tensor, position: int) -> int:
             return int(probs.argmax())
 
     p = torch.tensor([[0.0, 1.0], [0.0, 1.0]])

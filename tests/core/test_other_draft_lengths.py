@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from specdemo.core.simulate import chances, other_gammas, rounds
+from specdemo.core.simulate import acceptance_probs, expected_steps, other_gammas
 from specdemo.core.step import Draft, Step, Verdict
 from specdemo.core.theory import expected_tokens
 
@@ -30,14 +30,14 @@ def test_expected_rounds_are_the_mean_of_drawn_ones(gamma: int) -> None:
     chance = [rng.random() for _ in range(40)]
     many = [len(drawn(chance, gamma, rng)) for _ in range(4000)]
     sigma = statistics.stdev(many) / len(many) ** 0.5 if gamma else 1e-9
-    assert abs(rounds(chance, gamma) - statistics.fmean(many)) < 5 * sigma  # wrong once in 1.7 million
+    assert abs(expected_steps(chance, gamma) - statistics.fmean(many)) < 5 * sigma  # wrong once in 1.7 million
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
 def test_even_chances_give_the_closed_form(alpha: float) -> None:
     n = 4000
     for gamma in (1, 2, 5):
-        assert n / rounds([alpha] * n, gamma) == pytest.approx(expected_tokens(alpha, gamma), rel=2e-3)
+        assert n / expected_steps([alpha] * n, gamma) == pytest.approx(expected_tokens(alpha, gamma), rel=2e-3)
 
 
 def step(i: int, betas: list[float | None], kept: int, tokens: int, **more: float) -> Step:
@@ -61,7 +61,7 @@ def run(seed: int, count: int = 300, gamma: int = 3) -> tuple[list[Step], list[f
 
 def test_the_chances_of_a_run_are_those_of_its_text() -> None:
     steps, chance = run(1)
-    found = chances(steps)
+    found = acceptance_probs(steps)
     assert len(found) == len(chance)
     known = [(a, b) for a, b in zip(found, chance, strict=True) if a in (0.2, 0.6, 0.95)]
     assert len(known) > 0.8 * len(chance) and all(a == b for a, b in known)  # all but the bonus tokens
@@ -88,8 +88,8 @@ def test_a_dear_drafter_is_told_to_draft_less() -> None:
 
 
 def test_nothing_is_made_of_nothing() -> None:
-    assert chances([step(0, [], 0, 1), step(1, [], 0, 1)]) == []
+    assert acceptance_probs([step(0, [], 0, 1), step(1, [], 0, 1)]) == []
     assert other_gammas([step(0, [], 0, 1), step(1, [], 0, 1)], [1, 2], lambda rows: 1.0) == []
     forest = Step(1, (7,), Draft((1, 2), (-1, -1)), Verdict((), 7, (0.5, 0.5), (None, None), (0.5, 0.5)), 3, 0, 0, 0, 0)
-    with pytest.raises(ValueError, match="no chains"):
-        chances([forest])
+    with pytest.raises(ValueError, match="chains only"):
+        acceptance_probs([forest])

@@ -76,7 +76,7 @@ def test_egag_is_short_where_the_drafter_is_unsure() -> None:
     assert policy.notes == pytest.approx({"h_norm": 0.5, "h_norm_ema": 0.5, "gamma": 5})
     policy.may_extend(0, FLAT)
     assert policy.notes["h_norm_ema"] == pytest.approx(0.75, abs=1e-6)
-    assert Egag(2, 9, smooth=0.75).called_for == 4  # 2 + 7 / 4
+    assert Egag(2, 9, h_norm_ema=0.75).entropy_gamma == 4  # 2 + 7 / 4
     assert length(Egag(1, 8)) == 8  # n-grams have no law to read
 
 

@@ -72,7 +72,7 @@ def test_bad_words_that_ban_everything_are_refused() -> None:
         SamplingParams(bad_words=((0,), (1,)))(torch.zeros(1, 2), [[0]])
 
 
-@pytest.mark.parametrize("way", [Noise.draw, Noise._invert, Noise._race])
+@pytest.mark.parametrize("way", [Noise.sample, Noise._inverse_cdf, Noise._exponential_race])
 def test_draws_follow_their_law(way: Callable[[Noise, torch.Tensor], int]) -> None:
     """20,000 draws; by chance alone one seed in 10^5 would exceed 26 (3 degrees of freedom), and the seed is fixed."""
     probs = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0])
@@ -88,22 +88,22 @@ def test_the_ends_of_the_unit_interval_draw_possible_tokens(u: float, monkeypatc
     noise = Noise(0, "draw")
     monkeypatch.setattr(noise._uniform, "random", lambda: u)
     for probs in ([0.0, 0.25, 0.75, 0.0], [0.0, 1 / 3, 1 / 3, 1 / 3, 0.0], [1.0], [0.0, 1.0]):
-        assert probs[noise.draw(torch.tensor(probs))] > 0
-    assert noise.draw(torch.tensor([0.0, 0.25, 0.75, 0.0])) == (1 if u == 0 else 2)
+        assert probs[noise.sample(torch.tensor(probs))] > 0
+    assert noise.sample(torch.tensor([0.0, 0.25, 0.75, 0.0])) == (1 if u == 0 else 2)
 
 
 def test_shared_noise_follows_the_law_and_is_keyed_by_place() -> None:
     """20,000 places, as above; at one place every law is drawn from with the same noise, however often it is asked."""
     probs, n = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0]), 20_000
     shared = SharedNoise(3)
-    counts = torch.bincount(torch.tensor([shared.draw(probs, place) for place in range(n)]), minlength=5)
+    counts = torch.bincount(torch.tensor([shared.sample(probs, place) for place in range(n)]), minlength=5)
     assert counts[4] == 0
     assert float(((counts[:4] - n * probs[:4]) ** 2 / (n * probs[:4])).sum()) < 26
-    assert [SharedNoise(3).draw(probs, place) for place in range(50)] == [
-        shared.draw(probs, place) for place in range(50)
+    assert [SharedNoise(3).sample(probs, place) for place in range(50)] == [
+        shared.sample(probs, place) for place in range(50)
     ]
-    assert [SharedNoise(4).draw(probs, place) for place in range(50)] != [
-        shared.draw(probs, place) for place in range(50)
+    assert [SharedNoise(4).sample(probs, place) for place in range(50)] != [
+        shared.sample(probs, place) for place in range(50)
     ]
 
 
@@ -135,7 +135,7 @@ def test_noise_repeats_from_its_seed_and_differs_by_stream() -> None:
 
     def series(seed: int, stream: str) -> list[object]:
         noise = Noise(seed, stream)
-        return [value for _ in range(5) for value in (noise.test(0.5), noise.draw(probs))]
+        return [value for _ in range(5) for value in (noise.test(0.5), noise.sample(probs))]
 
     assert series(1, "accept") == series(1, "accept")
     assert series(1, "accept") != series(2, "accept")

@@ -41,7 +41,7 @@ def test_mutants_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def again(draft: Draft, p: Any, accept: Any, correct: Any, start: int) -> Verdict:
         """The match rule with a correction that is drawn anew: the drafted token comes too often."""
         verdict = match(draft, p, accept, correct, start)
-        return replace(verdict, token=correct.draw(p[0], start))
+        return replace(verdict, token=correct.sample(p[0], start))
 
     def lenient(draft: Draft, p: Any, accept: Any, correct: Any, start: int, **more: Any) -> Verdict:
         class Coin:
@@ -68,7 +68,7 @@ def test_rejection_keeps_the_overlap() -> None:
 def test_coupled_tokens_are_those_of_plain_drawing(gamma: int) -> None:
     done = trial("coupled", torch.tensor(P), torch.tensor(Q), gamma, 300, seed=3)
     noise = SharedNoise(3)
-    assert list(done.tokens) == [noise.draw(torch.tensor(P), place) for place in range(300)] and done.accepted > 0
+    assert list(done.tokens) == [noise.sample(torch.tensor(P), place) for place in range(300)] and done.accepted > 0
 
 
 def outcomes(p: list[float], count: int) -> Counter:

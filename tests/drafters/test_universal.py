@@ -209,7 +209,7 @@ def test_mutant_that_tests_with_the_drafters_own_q() -> None:
         explorer = Explorer()
 
         def once() -> int:
-            token = explorer.draw(q)
+            token = explorer.sample(q)
             draft = Draft.chain((token,), (float(q[token]),) if claim else None)
             verdict = rejection(draft, torch.stack([p, p]), explorer, explorer, 1)
             return token if verdict.accepted else verdict.token

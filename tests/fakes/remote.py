@@ -82,8 +82,8 @@ class Once:
     def test(self, probability: float) -> tuple[bool, float]:
         return self._once(lambda: self.explorer.test(probability))
 
-    def draw(self, probs: torch.Tensor, place: int = 0) -> int:
-        return self._once(lambda: self.explorer.draw(probs))
+    def sample(self, probs: torch.Tensor, position: int = 0) -> int:
+        return self._once(lambda: self.explorer.sample(probs))
 
 
 def settings(sampling: SamplingParams, rule: str = "rejection", seed: int = 0, adjust: bool = True) -> VerifyConfig:

@@ -122,7 +122,7 @@ def test_the_scalar_residual_is_off_by_what_theory_says() -> None:
     def once() -> int:
         said: dict[Any, Any] = {}
         cloud = Contexts(Fixed4, vocab_size=4, context=8, sources=lambda s, place: (Once(explorer, place, said),) * 2)
-        token = explorer.draw(q)
+        token = explorer.sample(q)
         verifier = RemoteVerifier(Direct(cloud), VerifyConfig(), rows="scalar")
         verdict = verifier.verify([1], Draft.chain((token,), (float(q[token]),), q[None]))
         return token if verdict.accepted else verdict.token
