@@ -1,5 +1,5 @@
-# Two commands are enough: `make run` opens the page, `make test` proves the program.
-# ARGS goes through to the program: make run ARGS="--port 8000", make test ARGS="-k greedy -x".
+# `make run` opens the page, `make test` runs all tests.
+# ARGS is passed to the program: make run ARGS="--port 8000", make test ARGS="-k greedy -x".
 
 VENV ?= .venv
 # The first interpreter on the path that will do; choose another with PYTHON=...
@@ -11,10 +11,10 @@ READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint format bench clean
+.PHONY: help setup run test test-fast lint format bench clean
 
 help: ## list the commands
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 16
 
 setup: $(READY) ## create .venv and install what the program needs; done once, and again when requirements change
 
@@ -24,6 +24,9 @@ run: $(READY) ## open the page
 test: $(READY_DEV) ## run every test, in a real browser too
 	@$(BIN)/python tests/e2e/browser.py
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(ARGS)
+
+test-fast: $(READY_DEV) ## run the tests that need no browser, no bundled weights and less than a minute
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not slow" $(ARGS)
 
 lint: $(READY_DEV) ## check style and formatting
 	@$(BIN)/ruff check .

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import time
 import webbrowser
 from typing import Any
 
@@ -16,6 +17,7 @@ from specdemo.signals import handle_signals
 PORT = 7860
 PORT_COUNT = 100  # ports tried if none is requested
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")  # reachable from this machine only
+FLUSH_S = 0.5  # for the last lines of runs: Gradio discards pending messages when its queue is closed
 PROXIES = "127.0.0.1,10.0.0.0/8,172.16.0.0/12,192.168.0.0/16"  # trusted on a Space to report client addresses
 
 
@@ -106,10 +108,18 @@ def _serve(args: argparse.Namespace, port: int) -> int:
         if not (args.window and _show_window(local_url, args.browser)):
             page.block_thread()
     finally:
-        page.worker.close()  # first: ends the runs, so that their last lines are sent before the sockets close
-        page.clouds.close()
-        page.close(verbose=False)
+        _close(page)
     return 0
+
+
+def _close(page: Any) -> None:
+    """End the runs, then the local services, then the server."""
+    running = page.worker.active
+    page.worker.close()
+    if running:
+        time.sleep(FLUSH_S)
+    page.clouds.close()
+    page.close(verbose=False)
 
 
 def _build(args: argparse.Namespace) -> Any:
