@@ -131,7 +131,6 @@ def decode(
         )
         policy.observe(step)
         drafter.observe(step)
-        step = replace(step, host_s=clock() - verified)
-        yield step
+        yield (step := replace(step, host_s=clock() - verified))
         if (step.tokens and step.tokens[-1] in stop) or len(tokens) >= end:
             return
