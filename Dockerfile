@@ -30,7 +30,7 @@ COPY --chown=user . .
 # Downloaded models persist in a volume.
 VOLUME /home/user/.cache/huggingface
 EXPOSE 7860
-# Healthy means that a token was produced lately, or can be produced now; the first one needs the models loaded.
+# Healthy: a token was produced recently or can be produced now. The start period covers model loading.
 HEALTHCHECK --interval=60s --timeout=30s --start-period=180s \
     CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:7860/health', timeout=25).close()"]
 CMD ["python", "app.py", "--host", "0.0.0.0", "--port", "7860", "--no-browser"]
