@@ -100,7 +100,7 @@ class BeamSearch:
         return log_probs
 
     def _candidates(self, log_probs: Tensor) -> list[Beam]:
-        """Best extensions, enough to retain `num_beams` running beams if every stop token ends every beam."""
+        """Best extensions: at least `num_beams` remain if every stop token ends every beam."""
         scores = log_probs.new_tensor([beam.score for beam in self._running])
         sums = (log_probs + scores[:, None]).flatten()
         best = sums.topk(min(len(sums), max(2, 1 + len(self._stop)) * self._num_beams))
@@ -114,7 +114,7 @@ class BeamSearch:
     def _forest(self, committed: int) -> tuple[Draft, list[int]]:
         """Running beams after `committed` tokens as a forest in level order, and each beam's last node.
 
-        All levels but the last were in the previous forest, so a model that caches nodes processes a node per beam.
+        Only the last level is new, so a model that caches nodes processes a node per beam.
         """
         nodes: dict[tuple[int, int], int] = {}  # (parent, token) -> node
         leaves = [-1] * len(self._running)

@@ -46,7 +46,7 @@ class Drafter(Protocol):
 
 
 class Verifier(Protocol):
-    """Selects the accepted part of a draft and appends tokens of the target."""
+    """Selects the accepted draft tokens and appends tokens of the target."""
 
     def verify(self, tokens: Sequence[int], draft: Draft) -> Verdict:
         """Verify `draft` as a continuation of `tokens` in one target pass."""
@@ -61,14 +61,14 @@ class DraftLengthPolicy(Protocol):
 
     @property
     def needs_logits(self) -> bool:
-        """True if `may_extend` depends on logits; if False, drafts of `gamma` tokens are allowed."""
+        """If False, `may_extend` ignores logits and allows `gamma` tokens."""
 
     @property
     def notes(self) -> Mapping[str, float]:
         """Values recorded in the trace with each step."""
 
     def may_extend(self, n: int, logits: Any) -> bool:
-        """Return True if a draft of n tokens may grow; see `DraftBudget.may_extend`."""
+        """See `DraftBudget.may_extend`."""
 
     def observe(self, step: Step) -> None:
         """Update after a step."""

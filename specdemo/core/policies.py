@@ -1,7 +1,7 @@
 """Draft-length policies.
 
-A policy is queried before each token is sampled, so policies never bias the output. Drafters without logits pass None;
-policies based on logits then allow their maximum length.
+Policies are queried before tokens are sampled, so they never bias the output. Without logits (None), policies based on
+them allow their maximum length.
 """
 
 from __future__ import annotations
@@ -68,14 +68,12 @@ class Auto:
 
     @property
     def notes(self) -> dict[str, float]:
-        """Estimated acceptance at the first position, and estimated c."""
         return {"auto_a1": self._acceptances()[0], "auto_c": self._c}
 
     def may_extend(self, n: int, logits: Any) -> bool:
         return n < self.gamma
 
     def observe(self, step: Step) -> None:
-        """Update the estimates and choose the next gamma; the prefill is ignored."""
         if step.i == 0:
             return
         drafted, accepted = len(step.draft), len(step.verdict.accepted)
@@ -131,8 +129,6 @@ def _acceptance(step: Step, position: int) -> float:
 
 
 class PolicyDefaults:
-    """Defaults of a policy that needs neither logits nor feedback."""
-
     needs_logits = False
 
     @property

@@ -18,17 +18,17 @@ ProbRows = Tensor | Sequence[PointMass]  # `[rows, vocab]`
 
 
 class AcceptanceTest(Protocol):
-    """Random decisions: `Noise`, or an enumeration in tests."""
+    """Random decisions: `Noise` or an enumeration."""
 
     def test(self, probability: float) -> tuple[bool, float]:
         """Return True with this probability, and the random number."""
 
 
 class TokenSampler(Protocol):
-    """Random tokens: `Noise`, `SharedNoise`, or an enumeration in tests."""
+    """Random tokens: `Noise`, `SharedNoise` or an enumeration."""
 
     def sample(self, probs: Tensor, position: int) -> int:
-        """Sample a token from `probs` `[vocab]` for this position of the text."""
+        """Sample a token from `probs` `[vocab]`."""
 
 
 def residual(p: Probs, q: Tensor) -> Probs:
@@ -67,10 +67,7 @@ def rejection(
 
 
 def deterministic_rule(passes: Callable[[int, float, float, Probs, float], bool]) -> Callable[..., Verdict]:
-    """Build a deterministic rule: accept a child iff `passes(token, p, q, row of p, threshold)`.
-
-    Corrections are sampled from p, or with `adjust=True` from the residual.
-    """
+    """Build a rule that accepts a child iff `passes(token, p, q, row of p, threshold)`."""
 
     def rule(
         draft: Draft,
@@ -212,7 +209,7 @@ class Rule:
     title: str
     exact: Callable[[SamplingParams], bool]
     threshold: float | None = None  # default threshold; None if the rule has no threshold
-    shares_noise: bool = False  # drafter and target sample with the same noise, keyed by position
+    shares_noise: bool = False  # between drafter and target
     adjusts: bool = False  # corrections may be sampled from p instead of the residual
     needs_q: bool = False  # acceptance depends on the drafter's distribution
 

@@ -1,7 +1,6 @@
 """Logits processing and sampling.
 
-Target and drafter share a `SamplingParams`, so p and q differ only by the models. Temperature 0 is the one-hot
-distribution of the largest logit.
+Target and drafter share a `SamplingParams`. Temperature 0 is the one-hot distribution of the largest logit.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or bool(self.bad_words)
 
     def __call__(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-        """Convert raw logits to distributions `[rows, vocab]`."""
         return self.logits_to_probs(self.process_logits(logits, paths))
 
     def process_logits(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
@@ -162,11 +160,9 @@ class SharedNoise:
         self._arrival: dict[int, Tensor] = {}
 
     def sample(self, probs: Tensor, position: int) -> int:
-        """Sample a token from `probs` `[vocab]` with the noise of `position`."""
         return int(self.sample_on_device(probs, position))
 
     def sample_on_device(self, probs: Tensor, position: int) -> Tensor:
-        """Sample a token and leave it on the device: `[1]`."""
         if position not in self._arrival:
             if len(self._arrival) >= self._memory:
                 del self._arrival[next(iter(self._arrival))]

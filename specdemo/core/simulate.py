@@ -1,8 +1,4 @@
-"""Predictions without running a model.
-
-`trial` samples a text under an acceptance rule from fixed distributions p and q, to be compared with p. `other_gammas`
-estimates the speed of other draft lengths from the acceptance probabilities of a recorded run.
-"""
+"""Simulation without models: texts under a rule from fixed p and q, and other draft lengths for a recorded run."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ from specdemo.core.step import Draft, Step
 
 @dataclass(frozen=True)
 class Trial:
-    """Result of `trial`: sampled tokens and acceptance counts."""
+    """Result of `trial`."""
 
     tokens: tuple[int, ...]
     rounds: int
@@ -38,8 +34,7 @@ class Trial:
 def trial(rule: str, p: Tensor, q: Tensor, gamma: int, count: int, seed: int, *, adjust: bool = True) -> Trial:
     """Sample `count` tokens in steps of `gamma` >= 1 drafts from `q` `[vocab]`, verified against `p` `[vocab]`.
 
-    `rule` is a key of `RULES`, used with its default threshold. `adjust=False` samples corrections from p if the rule
-    supports it.
+    `rule` is a key of `RULES`. `adjust=False` samples corrections from p if the rule supports it.
     """
     entry = RULES[rule]
     options = {} if entry.threshold is None else {"threshold": entry.threshold}
@@ -135,8 +130,6 @@ def expected_steps(probs: Sequence[float], gamma: int) -> float:
 
 @dataclass(frozen=True)
 class GammaEstimate:
-    """Estimated speed with draft length `gamma`."""
-
     gamma: int
     tokens_per_pass: float
     tokens_per_second: float

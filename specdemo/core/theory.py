@@ -1,8 +1,8 @@
 """Closed-form results on speculative decoding.
 
-`alpha` is E[beta], the acceptance probability per tested token, independent of gamma (2211.17192, section 3.1). Some
-publications define alpha as accepted / drafted, which decreases with gamma; that is `share` in this module. `c` is the
-drafter's time per token divided by the target's. Distributions are sequences of probabilities.
+`alpha` is E[beta], the acceptance probability per tested token, independent of gamma (2211.17192, section 3.1). `share`
+is accepted / drafted, which decreases with gamma and is also called alpha in the literature. `c` is the drafter's time
+per token divided by the target's.
 """
 
 from __future__ import annotations
@@ -38,16 +38,15 @@ def walltime_improvement(alpha: float, gamma: float, c: float) -> float:
 def speedup(tokens: float, drafted: float, c: float, v: float = 1.0, o: float = 0.0) -> float:
     """Cost model: `tokens` per step divided by the cost of a step, in one-row target passes.
 
-    A step drafts `drafted` tokens at `c` each, verifies them in a pass that costs `v`, and has overhead `o`. Theorem
-    3.8 of 2211.17192 is v = 1, o = 0.
+    `c` per draft token, `v` per verification pass, overhead `o`. Theorem 3.8 of 2211.17192 is v = 1, o = 0.
     """
     return tokens / (v + drafted * c + o)
 
 
 def share_speedup(share: float, gamma: float, c: float) -> float:
-    """Speed-up formula of practice guides, (1 + gamma alpha) / (1 + gamma rho): alpha is `share`, rho is `c`.
+    """Speed-up formula of practice guides, (1 + gamma alpha) / (1 + gamma rho), with alpha = `share`, rho = `c`.
 
-    Equal to Theorem 3.8 for `share = accepted_share(alpha, gamma)`.
+    Equals Theorem 3.8 for `share = accepted_share(alpha, gamma)`.
     """
     return speedup(1 + gamma * share, gamma, c)
 
@@ -63,7 +62,7 @@ def operations(alpha: float, gamma: float, c: float) -> float:
 def can_improve(alpha: float, c: float) -> bool:
     """Return True iff some gamma improves the walltime (2211.17192, Corollary 3.9).
 
-    The converse: gamma drafts gain alpha + ... + alpha^gamma <= gamma alpha and cost gamma c.
+    Converse: gamma drafts gain alpha + ... + alpha^gamma <= gamma alpha and cost gamma c.
     """
     return alpha > c
 
@@ -78,7 +77,7 @@ def best_gamma(
 ) -> int:
     """Return the draft length with the largest `speedup`, 0 if drafting never pays (2211.17192, section 3.5).
 
-    `v(rows)` is the cost of a pass over `rows` rows; the default is Theorem 3.8.
+    `v(rows)` is the cost of a pass.
     """
 
     def gain(gamma: int) -> float:
@@ -88,7 +87,7 @@ def best_gamma(
 
 
 def thumb_gamma(c: float) -> float:
-    """Rule of thumb sqrt(1 / rho - 1) with rho = `c` > 0, which ignores acceptance; see `best_gamma`."""
+    """Rule of thumb sqrt(1 / rho - 1) with rho = `c` > 0; it ignores acceptance."""
     return math.sqrt(max(0.0, 1 / c - 1))
 
 
@@ -119,7 +118,7 @@ def bretagnolle_huber(kl: float) -> float:
 def speedup_over(alpha: float, gamma: float, c: float, r: float, v: float = 1.0) -> float:
     """Speed-up over a network link relative to local AR decoding, S = E[tokens] / (v + gamma c + r).
 
-    `r` is the round-trip time and `v` the cost of a verification pass, in AR steps of the target.
+    `r` is the round-trip time in AR steps of the target.
     """
     return speedup(expected_tokens(alpha, gamma), gamma, c, v, r)
 

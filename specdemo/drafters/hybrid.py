@@ -10,10 +10,7 @@ from specdemo.drafters.suffix import SuffixDrafter
 
 
 class HybridDrafter:
-    """Use the suffix drafter if its match has at least `trusted` tokens, otherwise the model.
-
-    A draft contains either point masses or sampled tokens.
-    """
+    """Use the suffix drafter if its match has at least `trusted` tokens, otherwise the model."""
 
     def __init__(self, suffixes: SuffixDrafter, model: Drafter, trusted: int = 4) -> None:
         self._suffixes, self._model, self._trusted = suffixes, model, trusted

@@ -66,7 +66,6 @@ class LookaheadDrafter:
             self._comb.append(nodes)
 
     def observe(self, step: Step) -> None:
-        """Update guesses and n-grams with the target's tokens after the comb."""
         if not self._comb or not step.draft.tokens:
             return
         last = [step.verdict.choices[node + 1][0] for node in self._comb[-1]]

@@ -1,6 +1,6 @@
 """Prompt lookup as in transformers: copy the tokens that followed an earlier occurrence of the last few tokens.
 
-A baseline; it scans the entire text in each step.
+A baseline: each step scans the text.
 """
 
 from __future__ import annotations

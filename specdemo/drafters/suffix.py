@@ -24,11 +24,10 @@ class SuffixStore:
         self._last = 0
 
     def __len__(self) -> int:
-        """Number of states, at most two per token."""
         return len(self._next)
 
     def begin(self) -> None:
-        """Start a new text; matches do not cross the separator."""
+        """Start a new text, which matches do not cross."""
         if self.text:
             self.add(-1 - len(self.text))
 

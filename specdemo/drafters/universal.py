@@ -2,8 +2,7 @@
 
 A text has many tokenisations, so the distribution over target tokens is unknown; drafts are verified as point masses.
 This is exact for sampled drafts too: a draft depends on the committed text and on random numbers independent of the
-target's. Given the draft, a point mass y is accepted with p(y) and corrected from p without y, so tokens follow p
-for any draft. Acceptance is p(y) instead of sum min(p, q).
+target's. Given the draft, a point mass y is accepted with p(y) and corrected from p without y, so tokens follow p.
 """
 
 from __future__ import annotations
