@@ -1,12 +1,13 @@
-"""Selection of the fast tests: everything except `SLOW`, `make test-fast`.
+"""Selection of the tests of `make test-fast`: all tests without the marker `slow`.
 
-Slow tests use a browser, the bundled weights, other processes or long runs. Their files are listed here by path; single
-tests in other files are marked `@pytest.mark.slow`.
+Slow are the files in `SLOW` (browser, other processes, long runs), tests that mention the bundled pair, since they load
+its weights, and tests marked with `@pytest.mark.slow`.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import CodeType
 
 import pytest
 import torch
@@ -19,6 +20,11 @@ SLOW = (
     "e2e",
     "training",
     "bench/test_bench.py",
+    "bench/test_equality.py",
+    "contracts/test_names.py",
+    "core/test_beam.py",
+    "drafters/test_self_speculation.py",
+    "drafters/test_tree.py",
     "drafters/test_universal.py",
     "models/test_architectures.py",
     "models/test_batch_invariance.py",
@@ -37,6 +43,12 @@ def is_slow(path: Path) -> bool:
     return any(name == slow or name.startswith(f"{slow}/") for slow in SLOW)
 
 
+def mentions_bundled_pair(code: CodeType) -> bool:
+    if "BUNDLED" in code.co_names or "bundled" in code.co_consts:
+        return True
+    return any(mentions_bundled_pair(inner) for inner in code.co_consts if isinstance(inner, CodeType))
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Do not import slow files in fast runs: collecting them takes seconds."""
     return True if config.option.markexpr == "not slow" and is_slow(collection_path) else None
@@ -44,5 +56,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if is_slow(item.path):
+        function = getattr(item, "function", None)
+        if is_slow(item.path) or (function is not None and mentions_bundled_pair(function.__code__)):
             item.add_marker(pytest.mark.slow)

@@ -1,6 +1,7 @@
-"""Laws by enumeration: every draw is explored, so an exact rule's error is rounding and a lossy one's is seen.
+"""Output distributions by enumeration of all random outcomes.
 
-The vocabulary has three or four tokens, texts have up to three: joint laws, not marginals.
+Errors of exact rules are rounding errors; lossy rules are detected. Joint distributions of up to three tokens from
+vocabularies of three or four.
 """
 
 from __future__ import annotations
@@ -135,14 +136,11 @@ def test_coupled_text_equals_ar_text(temperature: float, drafter: str) -> None:
     assert accepted > 0 and (len(texts) > 20 or temperature == 0)
 
 
-@pytest.mark.parametrize("rule", ["rejection", "match"])
+@pytest.mark.parametrize("rule", ["rejection", pytest.param("match", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_drafter_rule_and_policy_is_exact(policy: str, drafter: str, rule: str) -> None:
-    """Every drafter under every exact rule and policy, greedy and not: the text has the target's own law.
-
-    A policy decides before a token is drawn, so how long a draft becomes says nothing of what is in it.
-    """
+    """The output has the target's distribution at any temperature."""
     lengths = set()
     for name in ("greedy", "plain", "top-p", "penalty"):
         sampling, explorer = SAMPLING[name], Explorer()
@@ -159,7 +157,7 @@ def test_every_drafter_rule_and_policy_is_exact(policy: str, drafter: str, rule:
 
 
 def test_corrections_from_p_are_lossy() -> None:
-    """Skipping the adjustment adds the rejected mass to p: the law is off by sum max(q-p,0) * TV(p, residual)."""
+    """Skipping the adjustment adds the rejected mass to p: the error is sum max(q-p,0) * TV(p, residual)."""
     explorer = Explorer()
     p, q = torch.tensor([0.6, 0.3, 0.1]), torch.tensor([0.2, 0.3, 0.5])
 
@@ -177,7 +175,7 @@ def test_corrections_from_p_are_lossy() -> None:
     assert distance(probs, dict(enumerate(p.tolist()))) == pytest.approx(0.16, abs=1e-6)
 
 
-# --- mutants: bugs that well-known projects shipped; each must be seen by the test above it ----------------------
+# --- mutants: bugs of well-known projects, which the enumeration must detect ----------------------
 
 
 def mutant_distribution(make: Make, rule: Any = rejection, sampling: SamplingParams = SAMPLING["top-k"]) -> float:
@@ -185,7 +183,7 @@ def mutant_distribution(make: Make, rule: Any = rejection, sampling: SamplingPar
 
 
 def test_mutant_greedy_draft_verified_by_softmax() -> None:
-    """Argmax drafted, softmax compared: greedy in name only."""
+    """Draft by argmax, verify with the softmax."""
     greedy = SamplingParams(temperature=0)
     probs, _, _ = enumerate_distribution(
         SamplingParams(), lambda sampling, source: ModelDrafter(SMALL.score, greedy, source, VOCAB)
@@ -194,7 +192,7 @@ def test_mutant_greedy_draft_verified_by_softmax() -> None:
 
 
 def test_mutant_match_with_a_second_sample() -> None:
-    """A sample that misses the draft is the correction; drawing anew gives the drafted token 2p - p^2."""
+    """A sample not in the draft is the correction; sampling again gives the draft token 2p - p^2."""
 
     def drawing(draft: Draft, p: Tensor, accept: Any, correct: Any, start: int, again: bool) -> Verdict:
         accepted = []
@@ -221,7 +219,7 @@ def test_mutant_match_with_a_second_sample() -> None:
 
 
 def test_mutant_raw_q() -> None:
-    """q must be the law sampled from, not the softmax of the raw logits."""
+    """q must be the distribution sampled from, not the softmax of the raw logits."""
 
     class Raw(ModelDrafter):
         def propose(self, tokens: Sequence[int], budget: Any) -> Draft:
@@ -236,7 +234,7 @@ def test_mutant_raw_q() -> None:
 
 
 def test_mutant_dropping_sampled_tokens() -> None:
-    """A sampled token dropped for being improbable biases the text; deciding before the draw does not."""
+    """Dropping improbable samples biases the text; deciding before sampling does not."""
 
     class Dropping(ModelDrafter):
         def propose(self, tokens: Sequence[int], budget: Any) -> Draft:
@@ -268,7 +266,7 @@ def test_mutant_dropping_sampled_tokens() -> None:
 
 @pytest.mark.parametrize("lenience", [1.05])
 def test_mutant_lenient_acceptance(lenience: float) -> None:
-    """Even five per cent too much acceptance shows."""
+    """An acceptance probability 5 % too large is detected."""
 
     class Lenient:
         def __init__(self, source: Explorer) -> None:
@@ -284,7 +282,7 @@ def test_mutant_lenient_acceptance(lenience: float) -> None:
 
 
 def chi_square(shared: bool) -> float:
-    """Of 12,000 texts of one drafted token against their law, with the program's own noise."""
+    """Chi-square of 12,000 samples with one draft token each."""
     p = torch.tensor([0.5, 0.3, 0.15, 0.05])
     q = torch.tensor([0.1, 0.2, 0.3, 0.4])
     streams = ["draft", "draft", "draft"] if shared else ["draft", "accept", "correct"]

@@ -1,4 +1,4 @@
-"""Draft-length policies: each rule by hand, bounds kept, and the choice that pays found."""
+"""Draft-length policies: rules computed by hand, bounds, and the optimum of `Auto`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def step(drafted: int, accepted: int, draft_s: float = 0.0, verify_s: float = 1.
 
 
 def length(policy: Any, logits: torch.Tensor | None = None) -> int:
-    """How long a draft becomes under laws that are all alike."""
+    """Draft length if every token has these logits."""
     n = 0
     while policy.may_extend(n, None) and policy.may_extend(n, logits):
         n += 1
@@ -54,7 +54,7 @@ def test_dynamic_follows_its_thresholds_and_bounds() -> None:
         policy.observe(step(policy.gamma, policy.gamma))
     assert policy.gamma == 12
     policy.observe(step(0, 0))
-    assert policy.gamma == 12  # a round without a draft says nothing
+    assert policy.gamma == 12  # steps without a draft are ignored
 
 
 def test_heuristic_equals_that_of_transformers() -> None:
@@ -77,7 +77,7 @@ def test_egag_shortens_drafts_at_high_entropy() -> None:
     policy.may_extend(0, FLAT)
     assert policy.notes["h_norm_ema"] == pytest.approx(0.75, abs=1e-6)
     assert Egag(2, 9, h_norm_ema=0.75).entropy_gamma == 4  # 2 + 7 / 4
-    assert length(Egag(1, 8)) == 8  # n-grams have no law to read
+    assert length(Egag(1, 8)) == 8  # n-gram drafters have no logits
 
 
 def test_entropy_bounds_and_confidence_end_drafts() -> None:
@@ -89,7 +89,7 @@ def test_entropy_bounds_and_confidence_end_drafts() -> None:
     assert length(PathProbability(8), two) == 2  # 1/2, 1/4, and 1/8 is below 0.2
     assert length(PathProbability(8), SURE) == 8
     policy = PathProbability(8)
-    assert [length(policy, two) for _ in range(3)] == [2, 2, 2]  # each draft begins anew
+    assert [length(policy, two) for _ in range(3)] == [2, 2, 2]  # reset for each draft
 
 
 def test_adaedl_adjusts_its_threshold_to_acceptance() -> None:

@@ -1,4 +1,4 @@
-"""Laws against transformers' own logits processors, and draws against their law."""
+"""Logits processing against transformers' processors, and samples against their distribution."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_samples_follow_their_distribution(way: Callable[[Noise, torch.Tensor], 
 
 @pytest.mark.parametrize("u", [0.0, 0.25, 1 - 2**-53])
 def test_uniform_numbers_0_and_1_select_possible_tokens(u: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The least and the largest uniform number there is, on laws that begin and end with impossible tokens."""
+    """Smallest and largest uniform numbers, with impossible tokens at both ends."""
     noise = Noise(0, "draw")
     monkeypatch.setattr(noise._uniform, "random", lambda: u)
     for probs in ([0.0, 0.25, 0.75, 0.0], [0.0, 1 / 3, 1 / 3, 1 / 3, 0.0], [1.0], [0.0, 1.0]):
@@ -93,7 +93,7 @@ def test_uniform_numbers_0_and_1_select_possible_tokens(u: float, monkeypatch: p
 
 
 def test_shared_noise_follows_the_distribution_and_is_keyed_by_position() -> None:
-    """20,000 places, as above; at one place every law is drawn from with the same noise, however often it is asked."""
+    """20,000 positions, as above; repeated samples at a position use the same noise."""
     probs, n = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0]), 20_000
     shared = SharedNoise(3)
     counts = torch.bincount(torch.tensor([shared.sample(probs, place) for place in range(n)]), minlength=5)
@@ -109,7 +109,7 @@ def test_shared_noise_follows_the_distribution_and_is_keyed_by_position() -> Non
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("parents", [(-1, 0, 1, 2), (-1, -1, 0, 0, 1, 4)])
-@pytest.mark.parametrize("drawn", [False, True], ids=["points", "laws"])
+@pytest.mark.parametrize("drawn", [False, True], ids=["points", "probs"])
 def test_point_masses_are_verified_like_one_hot_rows(name: str, parents: tuple[int, ...], drawn: bool) -> None:
     rule = RULES[name]
     apply = rule.apply if rule.threshold is None else partial(rule.apply, threshold=rule.threshold)

@@ -1,4 +1,4 @@
-"""Trees: their shape, their siblings' laws, and the real text they leave unchanged."""
+"""Trees: shape, distributions of siblings, and unchanged greedy text."""
 
 from __future__ import annotations
 

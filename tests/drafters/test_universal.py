@@ -1,4 +1,4 @@
-"""A drafter of another vocabulary: what it reads and says is carried over whole, and the text stays the target's."""
+"""Drafters of another vocabulary: re-encoding in both directions, and exact output."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_drafts_fit_the_budget_and_the_context_of_the_drafter() -> None:
 
 
 def test_mutant_with_the_q_of_the_drafter() -> None:
-    """A re-encoded token was drawn from no known law: to accept with min(1, p/q) of the drafter's token is lossy."""
+    """The distribution of re-encoded tokens is unknown: accepting with min(1, p/q) of the drafter's token is lossy."""
     p, q = torch.tensor([0.6, 0.3, 0.1]), torch.tensor([0.2, 0.3, 0.5])
 
     def off(claim: bool) -> float:
