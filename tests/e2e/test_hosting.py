@@ -167,6 +167,14 @@ def test_away_from_zerogpu_the_decorator_changes_nothing(package: bool, pool: Mo
     assert tokens_of(events) == tokens_of(generate(RECIPE, CODE, pool)) and events[-1]["end"] == "length"
 
 
+def test_the_page_of_a_zerogpu_space_can_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zero, "decorator", lambda: untouched)
+    limits = HostLimits(pairs=("bundled",))
+    page = build(limits=limits, **zero.hosted(limits, "cpu"))
+    assert isinstance(page.worker, WorkerGroup)
+    page.worker.close()
+
+
 @forks
 def test_a_run_in_its_own_process_gives_the_same_text(pool: ModelPool) -> None:
     def telling(*asked: Any) -> Iterator[dict[str, Any]]:
