@@ -1,6 +1,6 @@
 """Beam search as a verifier: search for a probable text instead of sampling from the target.
 
-The beams after the last committed token form a forest, so one target pass with a single KV cache scores all of them. A
+The beams after the last committed token form a forest, so a target pass with a single KV cache scores all of them. A
 token is committed when all beams and finished hypotheses share it.
 """
 

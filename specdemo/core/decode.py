@@ -14,7 +14,7 @@ from specdemo.core.step import Draft, Step, Verdict
 
 
 class DraftBudget:
-    """Draft length allowed in one step: the policy's decision, capped at `limit` tokens."""
+    """Draft length per step: the policy's decision, capped at `limit` tokens."""
 
     def __init__(self, limit: int, policy: DraftLengthPolicy) -> None:
         self._limit, self._policy = limit, policy
@@ -49,7 +49,7 @@ class Verifier(Protocol):
     """Selects the accepted draft tokens and appends tokens of the target."""
 
     def verify(self, tokens: Sequence[int], draft: Draft) -> Verdict:
-        """Verify `draft` as a continuation of `tokens` in one target pass."""
+        """Verify `draft` as a continuation of `tokens` in a single target pass."""
 
 
 class DraftLengthPolicy(Protocol):

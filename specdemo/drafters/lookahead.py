@@ -1,8 +1,8 @@
 """Lookahead decoding: the target drafts during verification (2402.02057).
 
-Each draft contains a comb-shaped forest of guesses: a spine with a guess per position, and at each position a tooth of
-later guesses. The target's token after a tooth is the next guess there (Jacobi iteration); tooth and token form an
-n-gram for the pool. N-grams that start with the last committed token are drafted as point masses.
+A draft contains a comb of guesses: a spine with a guess per position, and at each position a tooth of later guesses.
+The target's token after a tooth is the next guess there (Jacobi iteration); tooth and token form an n-gram. N-grams
+that start with the last committed token are drafted. All drafts are point masses.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class ModelDrafter:
     `score(tokens, draft)` returns raw logits `[1, own_size]`. Draft distributions have the target's `vocab_size`: ids
     unknown to the target are masked before the softmax, ids unknown to the drafter get no mass. The draft is empty if
     the text contains an id unknown to the drafter. With `extend` (`CachedModel.extend`), drafts of unconditional length
-    are sampled without host synchronisation per token.
+    are sampled without host synchronisation.
     """
 
     def __init__(
@@ -61,7 +61,6 @@ class ModelDrafter:
         return Draft.chain(new, tuple(torch.stack(q).tolist()), torch.stack(distributions))
 
     def _propose_fixed(self, tokens: Sequence[int], count: int) -> Draft:
-        """Draft `count` tokens with a single transfer to the host at the end."""
         largest, distributions = [], []
 
         def pick(logits: Tensor, i: int) -> Tensor:

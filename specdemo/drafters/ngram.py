@@ -1,7 +1,6 @@
 """NASD: n-gram assisted speculative decoding.
 
-Draft from n-gram counts over prompt and output (ANPD, 2404.08698), with multi-level storage and a top-k filler. Drafts
-are point masses.
+Draft point masses from n-gram counts over prompt and output (ANPD, 2404.08698), with backoff and a top-k filler.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class NGramStore:
         self._best: dict[Context, int] = {}
 
     def add(self, before: Sequence[int], token: int, seen: float = 1.0, filler: float = 0.0) -> None:
-        """Count `token` after each context that ends `before`; ties are won by the most recent token."""
+        """Count `token` after each context that ends `before`; the latest token wins ties."""
         for length in self.lengths:
             if length > len(before):
                 continue

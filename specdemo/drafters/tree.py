@@ -23,7 +23,7 @@ class TreeDrafter:
     """Grow a tree by levels: the `beam` most probable nodes of the last level get up to `width` children each.
 
     `score(tokens, draft)` returns raw logits `[len(draft) + 1, own_size]`. The budget limits the depth, `nodes` the
-    size. At temperature 0 the children are point masses on the most probable tokens.
+    size. At temperature 0 the most probable tokens are point masses.
     """
 
     def __init__(
