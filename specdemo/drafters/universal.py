@@ -17,7 +17,7 @@ class UniversalDrafter:
     """Re-encode drafts of `inner` as chains of point masses.
 
     `read(tokens)` encodes the committed text in drafter tokens; `write(tokens, new)` re-encodes drafter tokens `new` as
-    target tokens that continue `tokens`. `context` is the drafter's context length. The budget limits both token counts.
+    target tokens that continue `tokens`. `context` is the drafter's context length. The budget limits both.
     """
 
     def __init__(
