@@ -38,7 +38,6 @@ PACKAGES = {
         "specdemo/remote/",
         "specdemo/ui/health.py",
         "specdemo/ui/websocket.py",
-        "specdemo/ui/still.py",
         "specdemo/ui/theme.py",
     ),
     "uvicorn": ("specdemo/remote/",),

@@ -8,6 +8,7 @@ from typing import Any
 import gradio as gr
 
 from specdemo.models.zoo import ASSETS
+from specdemo.ui.palette import stylesheet
 
 _FOLDER = Path(__file__).parent
 # Gradio's state of a browser session takes 440 kB and is never freed below its capacity of 10,000 sessions (4.4 GB).
@@ -88,7 +89,7 @@ def launch_options(page: gr.Blocks) -> dict[str, Any]:
         "favicon_path": ASSETS / "icon.png",
         "pwa": True,
         "theme": theme(),
-        "css": "".join(sheet.read_text(encoding="utf-8") for sheet in sorted(_FOLDER.rglob("*.css"))),
+        "css": stylesheet() + "".join(sheet.read_text(encoding="utf-8") for sheet in sorted(_FOLDER.rglob("*.css"))),
         "footer_links": ["api", "settings"],
         "run_history": False,
         "enable_monitoring": False,
