@@ -73,7 +73,7 @@ class NGramDrafter:
         self._filler_top_k = filler_top_k
         self._longest = n - 1
         self._counted = 0  # tokens of the current text added to the store
-        self._pending: list[Step] = []  # steps whose filler tokens are not yet added
+        self._pending: list[Step] = []  # steps without filler
         self._count(source)
         self._counted = 0
 

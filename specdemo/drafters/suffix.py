@@ -12,7 +12,7 @@ from specdemo.core.step import Draft, Step
 
 
 class SuffixStore:
-    """Suffix automaton over all texts so far."""
+    """Suffix automaton over several texts."""
 
     def __init__(self) -> None:
         self.text: list[int] = []  # negative numbers separate texts
