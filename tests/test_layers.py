@@ -42,7 +42,7 @@ PACKAGES = {
     ),
     "uvicorn": ("specdemo/remote/",),
     "httpcore": ("specdemo/remote/",),
-    "pydantic": ("specdemo/remote/", "specdemo/ui/trace_import.py"),
+    "pydantic": ("specdemo/core/options.py", "specdemo/remote/", "specdemo/ui/trace_import.py"),
     "gradio": (
         "specdemo/ui/page.py",
         "specdemo/ui/controls.py",

@@ -322,17 +322,19 @@ class Policy:
 POLICIES = {
     "fixed": Policy("always gamma tokens", lambda gamma, least, most, prices: Fixed(gamma)),
     "dynamic": Policy(
-        "one longer when 80 % was accepted, one shorter at 40 %",
+        "+1 after 80 % accepted, -1 after 40 %",
         lambda gamma, least, most, prices: Dynamic(min(most, max(least, gamma)), least, most),
         least=3,
         most=12,
     ),
     "heuristic": Policy(
-        "two longer after a full accept, else one shorter",
+        "+2 after full acceptance, otherwise -1",
         lambda gamma, least, most, prices: Heuristic(min(most, gamma), most),
         most=20,
     ),
-    "egag": Policy("by the entropy of the drafter's law (EGAG)", lambda gamma, least, most, prices: Egag(least, most)),
+    "egag": Policy(
+        "by the entropy of the draft distribution (EGAG)", lambda gamma, least, most, prices: Egag(least, most)
+    ),
     "adaedl": Policy(
         "until an entropy bound on acceptance fails (AdaEDL)", lambda gamma, least, most, prices: AdaEdl(most)
     ),
@@ -344,6 +346,7 @@ POLICIES = {
         "until the path's probability is below 0.2", lambda gamma, least, most, prices: PathProbability(most)
     ),
     "auto": Policy(
-        "what gives most tokens per second, measured as it runs", lambda gamma, least, most, prices: Auto(most, prices)
+        "highest tokens per second by measured costs and acceptance",
+        lambda gamma, least, most, prices: Auto(most, prices),
     ),
 }

@@ -226,14 +226,14 @@ RULES = {
     "rejection": Rule(
         rejection, "accept with min(1, p/q), correct from the residual: exact", _always, adjusts=True, needs_q=True
     ),
-    "match": Rule(match, "draw from p, accept while the draft has it: exact", _always),
+    "match": Rule(match, "sample from p, accept while the draft contains it: exact", _always),
     "coupled": Rule(
         match,
-        "the same with noise shared with the drafter: exact, the text is plain decoding's",
+        "match, with noise shared with the drafter: exact, the text of AR decoding",
         _always,
         shares_noise=True,
     ),
-    "top1": Rule(top1, "accept the target's first choice only: exact at temperature 0, lossy above", _when_greedy),
+    "top1": Rule(top1, "accept the most probable target token: exact at temperature 0, lossy above", _when_greedy),
     "ratio": Rule(
         ratio, "accept if p/q reaches a threshold: lossy above temperature 0", _when_greedy, threshold=0.5, needs_q=True
     ),

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from specdemo.core.decode import DraftBudget, Drafter
 from specdemo.core.step import Draft, Step
-from specdemo.drafters.suffix import SuffixDrafter
+from specdemo.drafters.method import Method, StoreOptions
+from specdemo.drafters.model import build_model_drafter
+from specdemo.drafters.suffix import SuffixDrafter, build_suffix_drafter
 
 
 class HybridDrafter:
@@ -22,3 +24,16 @@ class HybridDrafter:
     def observe(self, step: Step) -> None:
         self._suffixes.observe(step)
         self._model.observe(step)
+
+
+METHOD = Method(
+    name="hybrid",
+    title="suffix decoding on repeated text, the smaller model otherwise",
+    notes="""\
+**The hybrid** drafts from suffixes after a long repetition and with the draft model otherwise. The choice precedes
+sampling, so both proofs of exactness apply. It is fast on mixed text.""",
+    build=lambda context: HybridDrafter(build_suffix_drafter(context), build_model_drafter(context)),
+    options=(StoreOptions,),
+    sampled=True,
+    second_model=True,
+)

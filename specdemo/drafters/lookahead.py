@@ -11,7 +11,10 @@ import random
 from collections.abc import Sequence
 
 from specdemo.core.decode import DraftBudget
+from specdemo.core.options import option, options
+from specdemo.core.policies import Fixed
 from specdemo.core.step import Draft, Step
+from specdemo.drafters.method import BuildContext, Method
 
 
 class _Forest:
@@ -78,3 +81,50 @@ class LookaheadDrafter:
                 del continuations[next(iter(continuations))]
         self._levels = [*self._levels[1:], last]
         self._comb = []
+
+
+@options("Lookahead")
+class LookaheadOptions:
+    """Options of lookahead decoding."""
+
+    lookahead_window: int = option(
+        5,
+        "Window, positions",
+        "positions ahead that lookahead guesses",
+        low=1,
+        high=32,
+        slider=(1, 16, 1),
+        limit="max_nodes",
+        metavar="N",
+    )
+    lookahead_n: int = option(4, "Order n", "tokens of its n-grams", low=2, high=16, slider=(2, 8, 1), metavar="N")
+    lookahead_guesses: int = option(
+        5,
+        "Drafted n-grams per step",
+        "n-grams that it drafts per step",
+        low=1,
+        high=32,
+        slider=(1, 16, 1),
+        limit="max_nodes",
+        metavar="N",
+    )
+
+
+def _build(context: BuildContext) -> LookaheadDrafter:
+    chosen = context.options
+    return LookaheadDrafter(chosen.lookahead_window, chosen.lookahead_n, chosen.lookahead_guesses, context.seed)
+
+
+METHOD = Method(
+    name="lookahead",
+    title="the target guesses further tokens in the pass that verifies",
+    notes="""\
+**Lookahead** makes the target guess ahead of itself. Each pass carries a window of guesses as a comb; its results are
+the next guesses (Jacobi iteration), and frequent n-grams are drafted. Drafts are point masses, so the method is exact.
+It needs cheap additional rows. Its acceptance rate is low because most guesses only fill the window.
+*Fu et al. 2402.02057.*""",
+    build=_build,
+    options=(LookaheadOptions,),
+    shape="forest",
+    policy=lambda chosen: Fixed(chosen.lookahead_window + chosen.lookahead_n),  # the comb needs this depth
+)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from specdemo.core.decode import DraftBudget
 from specdemo.core.step import Draft, Step
+from specdemo.drafters.method import Method
 
 
 class LookupDrafter:
@@ -32,3 +33,15 @@ class LookupDrafter:
 
     def observe(self, step: Step) -> None:
         pass
+
+
+METHOD = Method(
+    name="lookup",
+    title="prompt lookup as in transformers, for comparison",
+    notes="""\
+**Prompt lookup** copies the continuation of the first earlier occurrence of the last two tokens. It reproduces the
+method of `transformers` for comparison. It is exact, ignores later occurrences and searches the full text in every
+step.""",
+    build=lambda context: LookupDrafter(),
+    preflight="replay",
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 from specdemo.core.decode import DraftBudget
 from specdemo.core.sampling import SamplingParams, refuse_broken
 from specdemo.core.step import Draft, Step
+from specdemo.drafters.method import BuildContext, Method
+from specdemo.drafters.universal import UniversalDrafter
 
 
 class ModelDrafter:
@@ -95,3 +98,31 @@ def fitted(logits: Tensor, vocab_size: int) -> Tensor:
     if missing <= 0:
         return logits[:, :vocab_size]
     return torch.cat([logits, logits.new_full((len(logits), missing), -torch.inf)], dim=-1)
+
+
+def build_model_drafter(context: BuildContext) -> ModelDrafter | UniversalDrafter:
+    """Build a chain drafter on the second model, behind the vocabulary bridge if there is one."""
+    model = context.scorer("drafter")
+    if context.bridge is None:
+        noise = context.noise("draft")
+        return ModelDrafter(model.score, context.sampling, noise, context.vocab_size, model.vocab_size, model.extend)
+    # Re-encoded drafts are verified as point masses: the most probable token is accepted more often than a sampled one.
+    sampling, noise = replace(context.drafter_sampling, temperature=0), context.noise("draft", shared=False)
+    inner = ModelDrafter(model.score, sampling, noise, model.vocab_size, extend=model.extend)
+    return UniversalDrafter(inner, context.bridge.read, context.bridge.write, model.context)
+
+
+METHOD = Method(
+    name="draft",
+    title="a smaller model drafts, the target verifies",
+    notes="""\
+**A draft model** samples up to γ tokens from its distribution q. The target scores all of them in one pass. Token x is
+accepted with probability min(1, p(x)/q(x)). The first rejected token is replaced by a sample from norm(max(p − q, 0)),
+so the text follows p exactly. Speed-up is (1 − α^(γ+1)) / ((1 − α)(γc + 1)). It is high for a large acceptance
+α = E[Σ min(p, q)] and a small cost ratio c. *Leviathan et al. 2211.17192; Chen et al. 2302.01318.*""",
+    build=build_model_drafter,
+    sampled=True,
+    second_model=True,
+    gates=True,
+    preflight="distributions",
+)

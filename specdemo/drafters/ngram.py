@@ -9,7 +9,9 @@ from collections.abc import Sequence
 
 from specdemo.core.decode import DraftBudget
 from specdemo.core.errors import UserError
+from specdemo.core.options import option, options
 from specdemo.core.step import Draft, Step
+from specdemo.drafters.method import BuildContext, Method, StoreOptions
 
 Context = tuple[int, ...]
 Weight = tuple[float, float]  # (count, filler), compared in this order: emitted tokens outrank filler
@@ -111,3 +113,48 @@ class NGramDrafter:
             for rank, token in reversed(list(enumerate(step.verdict.choices[row][: self._filler_top_k]))):
                 if token != tokens[position]:
                     self.store.add(before, token, seen=0.0, filler=1.0 / (rank + 1))
+
+
+NGRAM_LEVELS = {"multi": "back off to shorter contexts", "one": "contexts of one length"}
+
+
+@options("NASD")
+class NGramOptions:
+    """Options of n-gram drafting."""
+
+    ngram: int = option(4, "Order n", "order of NASD's n-grams", low=2, high=16, slider=(2, 8, 1), metavar="N")
+    filler_top_k: int = option(
+        3,
+        "Target choices per position (1: NAPD)",
+        "target choices that NASD learns per position; 1 is NAPD",
+        low=1,
+        high=64,
+        slider=(1, 8, 1),
+        metavar="K",
+    )
+    ngram_levels: str = option(
+        "multi", "Contexts", "NASD's context lengths", choices=NGRAM_LEVELS, noun="n-gram storage"
+    )
+
+
+def _build(context: BuildContext) -> NGramDrafter:
+    chosen = context.options
+    order, levels, filler = chosen.ngram, chosen.ngram_levels, chosen.filler_top_k
+    return context.with_store(
+        lambda store: NGramDrafter(order, levels, filler, store, context.source), "nasd", order, levels
+    )
+
+
+METHOD = Method(
+    name="nasd",
+    title="n-grams of prompt and output draft (NASD; NAPD with filler top-k 1)",
+    notes="""\
+**NASD** drafts from n-grams of the prompt and the output, longest context first. The target's runners-up serve as
+fillers; with one filler it is NAPD. Drafts are point masses: token y is accepted with probability p(y), otherwise the
+correction is sampled from p without y, which is exact. Drafting is almost free. It is fast on repetitive text and loses
+little on other text. *ANPD 2404.08698.*""",
+    build=_build,
+    options=(NGramOptions, StoreOptions),
+    preflight="replay",
+    candidates=lambda chosen: chosen.filler_top_k,
+)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from specdemo.core.decode import DraftBudget
 from specdemo.core.step import Draft, Step
+from specdemo.drafters.method import BuildContext, Method, StoreOptions
 
 
 class SuffixStore:
@@ -105,3 +106,21 @@ class SuffixDrafter:
 
     def observe(self, step: Step) -> None:
         pass
+
+
+def build_suffix_drafter(context: BuildContext) -> SuffixDrafter:
+    """Build a drafter on the store of earlier runs, or on a new one."""
+    return context.with_store(lambda store: SuffixDrafter(store=store, source=context.source))
+
+
+METHOD = Method(
+    name="suffix",
+    title="the continuation of the longest repeated ending drafts",
+    notes="""\
+**Suffix decoding** finds the longest ending of the text that occurred before and drafts its continuation. A suffix
+automaton makes this constant amortised time per token. Longer matches give longer drafts. Drafts are point masses, so
+the method is exact. It is fast on tables, edits and long quotations. *SuffixDecoding 2411.04975.*""",
+    build=build_suffix_drafter,
+    options=(StoreOptions,),
+    preflight="replay",
+)

@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 
 from specdemo.core.decode import DraftBudget
+from specdemo.core.errors import UserError
+from specdemo.core.options import option, options
 from specdemo.core.rules import without
 from specdemo.core.sampling import SamplingParams
 from specdemo.core.step import Draft, Step
+from specdemo.drafters.method import BuildContext, Method
 from specdemo.drafters.model import fitted, readable
 
 
@@ -89,3 +92,52 @@ class TreeDrafter:
         if draft.token_probs is not None:
             return draft.token_probs[child]
         return float(row[0].softmax(-1)[draft.tokens[child]])
+
+
+@options("Trees")
+class TreeOptions:
+    """Options of tree drafting."""
+
+    tree_nodes: int = option(
+        12,
+        "Nodes per draft",
+        "most nodes of a draft of method tree",
+        low=1,
+        high=256,
+        slider=(1, 64, 1),
+        limit="max_nodes",
+        metavar="N",
+    )
+    tree_width: int = option(3, "Children per node", low=1, high=64, slider=(1, 8, 1), metavar="N")
+
+
+def _build(context: BuildContext) -> TreeDrafter:
+    if context.bridge is not None:
+        raise UserError("method tree needs one vocabulary for both models: choose method draft or hybrid")
+    model, chosen = context.scorer("drafter"), context.options
+    return TreeDrafter(
+        model.score,
+        context.sampling,
+        context.noise("draft"),
+        context.vocab_size,
+        model.vocab_size,
+        nodes=chosen.tree_nodes,
+        width=chosen.tree_width,
+    )
+
+
+METHOD = Method(
+    name="tree",
+    title="a smaller model drafts a tree of probable continuations",
+    notes="""\
+**A tree** contains several continuations: after a rejected token a sibling may be accepted. Siblings are sampled
+without replacement and tested in order against the remaining p, so the text is exact. All nodes share one pass; each
+attends to its ancestors. It is fast where additional rows are cheap and the second choice of the drafter is often
+right. *SpecInfer 2305.09781; Sequoia 2402.12374.*""",
+    build=_build,
+    options=(TreeOptions,),
+    shape="forest",
+    sampled=True,
+    second_model=True,
+    shared_vocabulary=True,
+)

@@ -23,7 +23,7 @@ from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.model_variants import with_layers
-from specdemo.recipe import METHODS, POLICIES, WITH_DRAFTER, Recipe
+from specdemo.recipe import METHODS, POLICIES, Recipe
 
 GREEDY, NOISE = SamplingParams(temperature=0), Noise(0, "unused when greedy")
 TOKENS = [5, 9, 5, 7, 1]
@@ -74,7 +74,7 @@ def test_invalid_layers_raise(kept: list[int]) -> None:
         with_layers(tiny_model("gpt2"), [1])
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if name not in ("ar", "beam")])
+@pytest.mark.parametrize("method", [name for name, method in METHODS.items() if method.drafts])
 def test_methods_give_ar_text_under_every_policy(method: str, tmp_path: Path) -> None:
     """And self-speculation holds no weights but the target's."""
     folder = str(save_model(tmp_path / "model", byte_level_tokenizer()))
@@ -84,7 +84,7 @@ def test_methods_give_ar_text_under_every_policy(method: str, tmp_path: Path) ->
         nonlocal drafted
         prompt = "def add(a, b):\n    add(a, b)\n"
         head, *steps, end = (line for line in generate(recipe, prompt, pool) if "phase" not in line)
-        if method not in WITH_DRAFTER:
+        if not METHODS[method].second_model:
             assert head["environment"]["drafter_bytes"] is None
         assert end["end"] == "length"
         drafted += end["metrics"]["drafted"]

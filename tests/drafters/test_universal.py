@@ -305,5 +305,5 @@ def test_different_vocabularies_require_the_option(strangers: dict[str, str]) ->
     recipe = Recipe(target=BUNDLED.target, drafter=strangers["exchanged"], device="cpu")
     with pytest.raises(UserError, match=r"the tokenizers differ in .*re-encoded \(universal\)"):
         list(lines(recipe, pool))
-    with pytest.raises(UserError, match="branches of a tree"):
+    with pytest.raises(UserError, match="method tree needs one vocabulary"):
         list(lines(replace(recipe, universal=True, method="tree"), pool))
