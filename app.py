@@ -9,6 +9,8 @@ import socket
 import sys
 import webbrowser
 
+from specdemo import limit_onednn_cache
+
 PORT = 7860
 HERE = ("127.0.0.1", "localhost", "::1")  # hosts that only this machine's browsers reach
 PROXIES = "127.0.0.1,10.0.0.0/8,172.16.0.0/12,192.168.0.0/16"  # whose word about a visitor's address a Space takes
@@ -80,6 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     if "SPACE_ID" in os.environ:
         os.environ.setdefault("FORWARDED_ALLOW_IPS", PROXIES)
 
+    limit_onednn_cache()  # before torch is imported
     # imported late: these take seconds, and the arguments are checked first
     from specdemo.core.errors import UserError
     from specdemo.ui import desktop_window as window

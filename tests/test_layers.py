@@ -85,7 +85,7 @@ def imports(path: str, source: str, ours: set[str]) -> Iterator[str]:
             base = ".".join([*above, *([node.module] if node.module else [])])
             for alias in node.names:  # from specdemo.core import step: the module is step
                 inner = f"{base}.{alias.name}"
-                yield inner if inner in ours or base == "specdemo" else base
+                yield inner if any(f"{module}.".startswith(f"{inner}.") for module in ours) else base
 
 
 def violations(sources: Sources) -> list[str]:

@@ -18,7 +18,7 @@ from specdemo.core.step import Draft
 from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.model import ModelDrafter
 from specdemo.models import batch_invariance as invariance
-from specdemo.models.engines.llama import PARTS, LlamaEngine, padded_keys
+from specdemo.models.engines.llama import LAST_BLOCK_KEYS, LlamaEngine, padded_keys
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.kv_cache import CachedModel
 
@@ -37,24 +37,24 @@ def disturbed(monkeypatch: pytest.MonkeyPatch, noise: Callable[[int], float]) ->
 
 def test_rows_that_depend_on_their_number_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     disturbed(monkeypatch, lambda rows: 1e-4 * rows)
-    monkeypatch.setattr(invariance, "FREE", 0.0)
+    monkeypatch.setattr(invariance, "NO_COST", 0.0)
     found = invariance.check_invariance(LlamaWeights(tiny_model("llama")))
     assert not found.equal and found.pad == 1 and found.compared > 0
 
 
 def test_rows_in_equal_company_are_equal_if_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     disturbed(monkeypatch, lambda rows: 1e-4 * rows)
-    monkeypatch.setattr(invariance, "FREE", 1e9)
+    monkeypatch.setattr(invariance, "NO_COST", 1e9)
     model = LlamaWeights(tiny_model("llama"))
     found = invariance.check_invariance(model)
-    assert found.equal and found.pad == max(invariance.ROWS)
+    assert found.equal and found.pad == max(invariance.MEASURED_ROWS)
 
 
 def test_broken_padding_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tail that reaches the rows that are read: the check must not call that equal."""
     disturbed(monkeypatch, lambda rows: 1e-4 * rows)
-    monkeypatch.setattr(invariance, "FREE", 1e9)
-    monkeypatch.setattr(CachedModel, "_filled", lambda self, draft, held, length: draft)
+    monkeypatch.setattr(invariance, "NO_COST", 1e9)
+    monkeypatch.setattr(CachedModel, "_padded", lambda self, draft, held, length: draft)
     assert not invariance.check_invariance(LlamaWeights(tiny_model("llama"))).equal
 
 
@@ -103,10 +103,10 @@ def test_filling_up_a_pass_changes_no_text(kind: str) -> None:
 
 def test_what_a_pass_costs() -> None:
     cost = invariance.check_invariance(LlamaWeights(tiny_model("llama"))).cost
-    assert list(cost) == list(invariance.ROWS) and cost[1] == 1.0 and all(value > 0 for value in cost.values())
+    assert list(cost) == list(invariance.MEASURED_ROWS) and cost[1] == 1.0 and all(value > 0 for value in cost.values())
 
 
 def test_attention_is_given_full_vectors_of_keys() -> None:
     for count in range(1, 2000):
         assert count <= padded_keys(count) < count + 192
-        assert padded_keys(count) % 512 in {part % 512 for part in PARTS}
+        assert padded_keys(count) % 512 in {part % 512 for part in LAST_BLOCK_KEYS}

@@ -136,7 +136,7 @@ def test_shards_and_their_headers(hub: Hub, server: StandIn, files: Path) -> Non
 
 def test_damage_on_the_way_is_found_and_mended(hub: Hub, server: StandIn) -> None:
     server.faults = Faults(corrupt=True)
-    assert "model.safetensors of tiny/target came damaged" in refusal(hub)
+    assert "model.safetensors of tiny/target arrived damaged" in refusal(hub)
     server.faults = Faults()
     assert load(ModelSpec(NAME, device="cpu"), hub).stop
 
@@ -172,11 +172,11 @@ def test_giving_up_while_weights_are_read(files: Path) -> None:
         (Faults(403, "GatedRepo"), "is gated: accept its licence on huggingface.co/tiny/target"),
         (Faults(401, "GatedRepo"), "is gated: accept its licence"),
         (Faults(401, "RepoNotFound"), "there is no model tiny/target on the hub, or it is private"),
-        (Faults(401), "turned down this machine's token"),
-        (Faults(403), "may not read tiny/target"),
+        (Faults(401), "rejected this machine's token"),
+        (Faults(403), "no access to tiny/target"),
         (Faults(404, "RepoNotFound"), "there is no model tiny/target"),
         (Faults(429), "too many requests"),
-        (Faults(503), "could not give tiny/target (error 503)"),
+        (Faults(503), "failed for tiny/target (error 503)"),
     ],
 )
 def test_what_a_hub_may_say(
@@ -191,8 +191,8 @@ def test_what_a_hub_may_say(
 def test_missing_models_and_revisions(hub: Hub) -> None:
     assert "there is no model tiny/nothing on the hub" in refusal(hub, "tiny/nothing")
     assert "has no such revision" in refusal(hub, revision="v7")
-    assert "neither a directory here nor a Hugging Face id" in refusal(hub, "a/b/c")
-    assert "neither a directory here nor a Hugging Face id" in refusal(hub, "../etc")
+    assert "neither a local directory nor a Hugging Face id" in refusal(hub, "a/b/c")
+    assert "neither a local directory nor a Hugging Face id" in refusal(hub, "../etc")
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_models_of_the_wrong_kind_are_refused_before_their_weights_come(
 
 def test_no_network(tmp_path: Path) -> None:
     away = Hub("http://127.0.0.1:9", tmp_path / "cache")  # nobody listens there
-    assert "the hub could not be asked" in refusal(away)
+    assert "the hub is unreachable" in refusal(away)
 
 
 def test_what_is_here_needs_no_network(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ from specdemo.core.step import Draft
 from specdemo.models.engines import llama_weights as lean
 from specdemo.models.engines import packed_linear as packed
 from specdemo.models.engines.generic import TransformersEngine
-from specdemo.models.engines.llama import CHUNK, LlamaEngine
+from specdemo.models.engines.llama import PROMPT_CHUNK, LlamaEngine
 from specdemo.models.engines.llama_weights import LlamaWeights, unsupported_reason
 from specdemo.models.engines.packed_linear import PackedLinear, can_pack, pack
 from specdemo.models.kv_cache import CachedModel
@@ -188,7 +188,7 @@ def test_room_grows_with_the_text() -> None:
 def test_long_prompts_are_fed_in_pieces() -> None:
     """A mask never has more rows than a piece, and the logits are those of one pass; forests ride in the last piece."""
     model = random_model(LlamaConfig(**{**LLAMA, "max_position_embeddings": 2048}))
-    tokens = [i * i % VOCAB for i in range(2 * CHUNK + 37)]
+    tokens = [i * i % VOCAB for i in range(2 * PROMPT_CHUNK + 37)]
     for draft in (Draft(), Draft((1, 2, 3), (-1, -1, 0))):
         lean = LlamaWeights(model)
         ours = CachedModel(lean)
@@ -197,7 +197,7 @@ def test_long_prompts_are_fed_in_pieces() -> None:
         expected = CachedModel(model).score(tokens, draft)
         assert (ours.score(tokens, draft) - expected).abs().max() <= 1e-5 * expected.abs().max()
         rows = [len(call.args[0]) for call in mask.call_args_list]
-        assert len(rows) == 3 and max(rows) <= CHUNK + len(draft)
+        assert len(rows) == 3 and max(rows) <= PROMPT_CHUNK + len(draft)
 
 
 @pytest.mark.parametrize(
@@ -363,7 +363,9 @@ def test_two_thousand_rounds_leave_memory_flat() -> None:
 
 
 ROW_COUNTS = """
-import specdemo, torch
+import specdemo
+specdemo.limit_onednn_cache()
+import torch
 from specdemo.models.memory import release_memory, process_bytes
 from specdemo.models.engines.packed_linear import PackedLinear
 layer = PackedLinear(torch.randn(256, 256), None)

@@ -16,8 +16,7 @@ from specdemo.core.step import Draft
 from specdemo.core.verifier import ModelVerifier
 from specdemo.models.engines.llama_weights import unsupported_reason
 from specdemo.models.kv_cache import CachedModel
-from specdemo.models.load import load
-from specdemo.models.placement import place, spread
+from specdemo.models.load import load, place, spread
 from specdemo.models.spec import SPREAD, ModelSpec
 from specdemo.recipe import Recipe
 
