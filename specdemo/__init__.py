@@ -3,10 +3,10 @@
 Public names are imported on first access, so `import specdemo` loads neither torch nor transformers.
 
 >>> from specdemo import Recipe, generate, load_pair
->>> pair = load_pair("bundled", device="cpu")
 >>> recipe = Recipe(method="nasd", temperature=0, max_tokens=8)
->>> "".join(line.get("text", "") for line in generate(recipe, "for i in range(", pair) if "i" in line)
-'len(self.children)):\n'
+>>> lines = generate(recipe, "for i in range(", load_pair("bundled", device="cpu"))
+>>> "".join(line["text"] for line in lines if "i" in line)
+'len(self.data):\\n                '
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Batch invariance of a model on the local machine, and the relative cost of passes over several rows.
 
-A model is batch-invariant if each row has the same bits in every pass. Greedy speculative text then equals AR greedy
-text exactly; otherwise the distribution is the same but near-ties may resolve differently. Kernels and machine decide.
+If each row has the same bits in every pass, greedy speculative text equals AR greedy text; otherwise near-ties may
+resolve differently. This depends on kernels and hardware.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.kv_cache import CachedModel
 
 MEASURED_ROWS = (1, 2, 5, 8)
-_DRAFT_LENGTHS = (1, 2, 4, 7)  # of the compared passes
+_DRAFT_LENGTHS = (1, 2, 4, 7)
 NO_COST = 1.05  # relative cost up to which padding is accepted
-_START = 50  # tokens before the first compared row; crosses boundaries of attention key counts
+_START = 50  # compared rows cross a boundary of attention key counts
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class BatchInvariance:
 
     equal: bool
     pad: int  # rows to which each target pass is padded; 1: no padding
-    compared: int  # rows compared
+    compared: int
     cost: dict[int, float]
 
 
@@ -50,7 +50,6 @@ def _tokens(cached: CachedModel, count: int) -> list[int]:
 
 
 def _cost(cached: CachedModel, budget_s: float) -> dict[int, float]:
-    """Return the relative minimum time of passes over each row count, measured in alternation."""
     tokens = _tokens(cached, _START + MEASURED_ROWS[-1])
     text = tokens[: -MEASURED_ROWS[-1]]
     began = time.perf_counter()
@@ -66,7 +65,7 @@ def _cost(cached: CachedModel, budget_s: float) -> dict[int, float]:
 
 
 def _compare(model: LlamaWeights | torch.nn.Module, pad: int, budget_s: float) -> tuple[bool, int]:
-    """Compare rows of drafts of several lengths with AR rows: (all equal, rows compared)."""
+    """Compare rows of drafts with AR rows; return (all equal, rows compared)."""
     sequential = CachedModel(model, pad)
     tokens = _tokens(sequential, _START + 24)[: sequential.context - MEASURED_ROWS[-1]]  # leaves space for padding
     start = min(_START, len(tokens) // 2)
@@ -87,7 +86,7 @@ def _compare(model: LlamaWeights | torch.nn.Module, pad: int, budget_s: float) -
 
 
 def _draft_rows(cached: CachedModel, tokens: Sequence[int], start: int, length: int) -> list[tuple[int, torch.Tensor]]:
-    """Return (index, row) of passes with fully accepted drafts of `length` tokens and a bonus token after each."""
+    """Return (index, row) of passes with fully accepted drafts, each followed by a bonus token."""
     cached.score(tokens[:start], Draft())
     indexed = []
     end = start + 1

@@ -1,8 +1,7 @@
 """Model files from a local directory or the Hugging Face hub.
 
-`huggingface_hub` performs the downloads: interrupted files resume, complete files are cached, and a cached pinned
-revision needs no network. Only safetensors weights are requested, never files with code. Error messages do not quote
-servers or libraries, which keeps tokens and signed addresses out of them.
+Interrupted downloads resume, and a cached pinned revision needs no network. Only safetensors weights are requested,
+never files with code. Error messages contain no text of servers or libraries, hence no tokens or signed addresses.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from specdemo.core.errors import UserError
 from specdemo.models.memory import format_bytes
 from specdemo.worker import ReportProgress, TaskProgress, ignore_progress
 
-CONFIG_FILES = (  # small files, validated before any weights are downloaded
+CONFIG_FILES = (  # validated before any weights are downloaded
     "config.json",
     "generation_config.json",
     "tokenizer*",
@@ -57,7 +56,7 @@ TensorShapes = Mapping[str, tuple[str, tuple[int, ...]]]  # tensor name -> (safe
 
 @dataclass(frozen=True)
 class Hub:
-    """Hub and cache directory. None selects the environment's value (HF_ENDPOINT, HF_HUB_CACHE, HF_TOKEN)."""
+    """Hub and cache directory; the defaults come from `HF_ENDPOINT`, `HF_HUB_CACHE` and `HF_TOKEN`."""
 
     endpoint: str | None = None
     cache: Path | None = None
@@ -71,7 +70,6 @@ class Hub:
             return self._fetch(name, revision, CONFIG_FILES, report)
 
     def weights(self, name: str, revision: str | None = None, report: ReportProgress = ignore_progress) -> Path:
-        """Return the directory with the weights, downloaded if necessary."""
         folder = local_folder(name)
         if folder is None:
             with load_errors(name):
@@ -84,7 +82,7 @@ class Hub:
         return folder
 
     def shapes(self, name: str, revision: str | None = None) -> TensorShapes:
-        """Return dtype and shape of every stored tensor from the file headers, without downloading weights."""
+        """Return dtype and shape of every stored tensor, without downloading weights."""
         folder = local_folder(name)
         with load_errors(name):
             if folder is None:
@@ -121,7 +119,7 @@ class Hub:
         return folder
 
     def _verify(self, name: str, folder: Path, report: ReportProgress) -> None:
-        """Compare the files with the hub's checksums; delete damaged files and raise `UserError`."""
+        """Delete files with wrong checksums and raise `UserError`."""
         report(TaskProgress(f"checking {name}"))
         result = HfApi(endpoint=self.endpoint, token=self.token).verify_repo_checksums(
             name, revision=folder.name, cache_dir=self.cache
@@ -148,7 +146,6 @@ def local_folder(name: str) -> Path | None:
 
 
 def local_shapes(name: str, folder: Path) -> TensorShapes:
-    """Return dtype and shape of every tensor in the safetensors files of a directory."""
     shapes = {}
     for pattern in WEIGHT_FILES:
         for path in sorted(folder.glob(pattern)):
@@ -177,9 +174,9 @@ def _check_disk_space(name: str, missing: int, cache: Path) -> None:
 
 
 def _progress_bars(report: ReportProgress, name: str, total: int) -> type[tqdm]:
-    """Return a silent progress bar class that reports the downloaded bytes, of `total`.
+    """Return a silent progress bar class that reports the downloaded bytes.
 
-    `huggingface_hub` creates one instance for the bytes of all files and another that counts files.
+    `huggingface_hub` creates two instances: for bytes and for files.
     """
     files = {"done": 0, "total": 0}
 
@@ -214,7 +211,6 @@ def load_errors(name: str) -> Iterator[None]:
     except (OSError, HFValidationError, NotASafetensorsRepoError, SafetensorsParsingError, EntryNotFoundError) as error:
         raise UserError(_explain(name, error)) from None
     except Exception as error:
-        # `huggingface_hub` versions use different HTTP libraries
         if type(error).__module__.partition(".")[0] not in ("httpx", "httpx2", "httpcore", "httpcore2", "requests"):
             raise
         raise UserError(_explain(name, error)) from None
@@ -243,7 +239,6 @@ _STATUS_MESSAGES = {
 
 
 def _explain(name: str, error: BaseException) -> str:
-    """Describe a download failure in one sentence with cause and remedy."""
     for kind, message in _MESSAGES:
         if isinstance(error, kind):
             return message.format(name)

@@ -1,7 +1,7 @@
 """A language model with a KV cache that follows the given token list.
 
-The caller passes all tokens of the text every time. `CachedModel` compares them with the cached tokens, feeds only the
-difference and decides every rollback, so a rejected draft or a new chat turn needs no special handling.
+Callers always pass all tokens. `CachedModel` compares them with the cached tokens, feeds the difference and decides
+every rollback, so rejected drafts and new chat turns need no special handling.
 """
 
 from __future__ import annotations
@@ -49,9 +49,8 @@ class CacheEngine(Protocol):
 class CachedModel:
     """Function from tokens and a draft to logits, with the KV cache of one request.
 
-    Instances share the weights of `model`. `vocab_size` is the width of the logits. Passes are padded to `pad` rows
-    (see `batch_invariance`). An encoder reads `source`, a short default if empty; tokens are then decoder tokens.
-    Raises `UserError` if `source` exceeds the context.
+    Instances share `model`. Passes are padded to `pad` rows, see `batch_invariance`. An encoder-decoder encodes
+    `source`; tokens are then decoder tokens. Raises `UserError` if `source` exceeds the context.
     """
 
     def __init__(self, model: PreTrainedModel | LlamaWeights, pad: int = 1, source: Sequence[int] = ()) -> None:
@@ -71,8 +70,8 @@ class CachedModel:
         else:
             self._engine = TransformersEngine(model)
         self._pad = pad
-        self._held: list[int] = []  # cached tokens of the text
-        self._draft = Draft()  # cached draft after them
+        self._held: list[int] = []
+        self._draft = Draft()
         self._logits: Tensor | None = None  # rows after the last token and after each draft node
 
     @torch.inference_mode()
@@ -101,10 +100,7 @@ class CachedModel:
 
     @torch.inference_mode()
     def extend(self, tokens: Sequence[int], count: int, pick: Callable[[Tensor, int], Tensor]) -> list[int]:
-        """Generate `count` tokens with `pick(logits [1, vocab], i) -> [1]`.
-
-        Picked tokens stay on the device, so the host synchronises once instead of once per token.
-        """
+        """Generate `count` tokens with `pick(logits, i)`, synchronising with the host once."""
         logits = self.score(tokens, Draft())
         picked = [pick(logits, 0)]
         for i in range(1, count):
@@ -128,12 +124,10 @@ class CachedModel:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the cached keys and values."""
         return self._engine.kv_bytes
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights that a pass uses."""
         return self.model.weight_bytes if isinstance(self.model, LlamaWeights) else weight_bytes(self.model)
 
     @property
@@ -143,7 +137,7 @@ class CachedModel:
         return self._engine.reserved_bytes + logits
 
     def _padded(self, draft: Draft, held: int, length: int) -> Draft:
-        """Append unused nodes to the draft if the pass has fewer than `pad` rows and the context permits."""
+        """Append unused nodes to the draft, up to `pad` rows in the pass or the end of the context."""
         spare = min(self._pad - (length - held), self.context - length) - len(draft)
         if spare <= 0:
             return draft
@@ -153,8 +147,7 @@ class CachedModel:
     def _keep(self, tokens: Sequence[int], draft: Draft) -> tuple[int, Tensor]:
         """Cut the cache to its common prefix with `tokens` and the first nodes of `draft`.
 
-        Returns the number of remaining positions and their requested logits `[rows, vocab]`. Nodes after the first
-        unknown node are dropped.
+        Returns the number of remaining positions and the known logits `[rows, vocab]`.
         """
         assert self._logits is not None or not self._held
         shared = common_prefix(self._held, tokens)
@@ -163,7 +156,6 @@ class CachedModel:
         children: dict[int | None, list[int]] = {**self._draft.children()}
 
         def child(node: int | None, token: int) -> int | None:
-            """Find the child of `node` with this token in the cached draft."""
             return next((kid for kid in children.get(node, ()) if self._draft.tokens[kid] == token), None)
 
         for token in tokens[shared:]:
@@ -175,7 +167,7 @@ class CachedModel:
             shared = min(shared, len(tokens) - 1)
             self._engine.keep(shared, slots)
             return shared + len(slots), _NO_LOGITS
-        cached: list[int] = [node]  # node of the cached draft for each 1 + node of `draft`
+        cached: list[int] = [node]  # by 1 + node of `draft`
         for token, parent in zip(draft.tokens, draft.parents, strict=True):
             if (node := child(cached[parent + 1], token)) is None:
                 break

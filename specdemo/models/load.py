@@ -1,4 +1,4 @@
-"""Loading: specs to models ready to run. Reads safetensors only and never executes code shipped with a model."""
+"""Loading of models, from safetensors only and without executing code shipped with a model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from specdemo.models.quantization import check_quantization, load_options, skele
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device
 from specdemo.worker import ReportProgress, TaskProgress, ignore_progress
 
-_RESERVE = 0.1  # share of each device left free for KV cache and activations
+_RESERVE = 0.1  # share of each device for KV cache and activations
 
 
 @dataclass(frozen=True)
@@ -44,17 +44,15 @@ class LoadedModel:
 
     @cached_property
     def invariance(self) -> BatchInvariance:
-        """Batch invariance and relative cost of passes, measured on first access."""
+        """Batch invariance, measured on first access."""
         return check_invariance(self.model)
 
     @property
     def encoder(self) -> bool:
-        """True for encoder-decoder models."""
         return has_encoder(self.model.config)
 
     @property
     def opening(self) -> list[int]:
-        """Tokens before any decoded text."""
         return opening(self.model) if self.encoder else self.tokenizer.encode("")
 
     @property
@@ -63,7 +61,6 @@ class LoadedModel:
 
     @property
     def vocab_size(self) -> int:
-        """Width of the logits."""
         return self.model.config.get_text_config().vocab_size
 
     @property
@@ -80,7 +77,7 @@ class LoadedModel:
 
     @property
     def stop(self) -> frozenset[int]:
-        """All ids that end a text, from the generation config and the tokenizer."""
+        """All ids that end a text."""
         ids = getattr(self.model.generation_config, "eos_token_id", None)
         listed = ids if isinstance(ids, list) else [ids]
         return frozenset(i for i in (*listed, self.tokenizer.eos_token_id) if i is not None)
@@ -91,7 +88,7 @@ def load(
 ) -> LoadedModel:
     """Load a model into the fastest supported engine. Raises `UserError`.
 
-    `warm`: run one pass, so that later timings exclude first-call costs; disable it if the device is not attached yet.
+    `warm`: run one pass, so that later timings exclude first-call costs.
     """
     with given_back_at_once():
         model, tokenizer = reference(spec, hub, report)
@@ -114,11 +111,10 @@ def load(
 def reference(
     spec: ModelSpec, hub: Hub | None = None, report: ReportProgress = ignore_progress
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the unmodified `transformers` model and its tokenizer."""
     hub, spec = hub or Hub(), spec.resolved()
     config = configuration(spec, hub, report)
     folder = hub.weights(spec.name, spec.revision, report)
-    logging.disable_progress_bar()  # it would overwrite the streamed text
+    logging.disable_progress_bar()
     try:
         with _report_weights(spec.title, report):
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -150,10 +146,7 @@ def read_tokenizer(spec: ModelSpec, hub: Hub | None = None) -> PreTrainedTokeniz
 
 
 def configuration(spec: ModelSpec, hub: Hub, report: ReportProgress = ignore_progress) -> PretrainedConfig:
-    """Load and validate the configuration of a resolved spec before any weights are downloaded.
-
-    Raises `UserError` for unsupported architectures and quantizations.
-    """
+    """Load the configuration of a resolved spec. Raises `UserError` for unsupported models before large downloads."""
     folder = hub.settings(spec.name, spec.revision, report)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -176,15 +169,14 @@ def configuration(spec: ModelSpec, hub: Hub, report: ReportProgress = ignore_pro
 def head_apart(spec: ModelSpec, hub: Hub) -> bool:
     """True if config.json declares an untied head.
 
-    The loaded configuration may lose this: T5 1.1 checkpoints are untied, but their class declares a tied head until
-    both tensors are found in the file.
+    The loaded configuration may not: the class of T5 declares a tied head, T5 1.1 checkpoints have two tensors.
     """
     written, _ = PretrainedConfig.get_config_dict(hub.settings(spec.name, spec.revision))
     return written.get("tie_word_embeddings") is False
 
 
 def place(spec: ModelSpec, config: PretrainedConfig) -> dict[str, Any]:
-    """Return the `from_pretrained` option that assigns devices. Raises `UserError` if memory is insufficient."""
+    """Return the `from_pretrained` option that assigns devices."""
     if spec.device != SPREAD:
         return {"device_map": {"": find_device(spec.device)}}
     room: dict[str | int, int] = {
@@ -194,11 +186,11 @@ def place(spec: ModelSpec, config: PretrainedConfig) -> dict[str, Any]:
 
 
 def spread(spec: ModelSpec, config: PretrainedConfig, room: dict[str | int, int]) -> dict[str, str | int]:
-    """Assign whole layers to devices in order of `room` (bytes per device). Returns the device of each module."""
+    """Return the device of each module, filling the devices in order of `room` (bytes) with complete layers."""
     model = skeleton(config).to(getattr(torch, spec.dtype))
     model.tie_weights()
     dtypes = None
-    if QUANTIZATIONS[spec.quantization].bits:  # accelerate supports no half bytes, so 4-bit weights count as int8
+    if QUANTIZATIONS[spec.quantization].bits:  # accelerate counts no half bytes
         linears = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
         dtypes = {f"{name}.weight": torch.int8 for name in linears}
     devices = infer_auto_device_map(
@@ -213,7 +205,6 @@ def spread(spec: ModelSpec, config: PretrainedConfig, room: dict[str | int, int]
 
 @contextmanager
 def _report_weights(name: str, report: ReportProgress) -> Iterator[None]:
-    """Report every tensor that `transformers` reads."""
 
     def bar(make: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         tensors = args[0] if args else options.get("iterable")
@@ -232,6 +223,6 @@ def _report_weights(name: str, report: ReportProgress) -> Iterator[None]:
 
 
 def _first_line(error: BaseException, folder: Path, name: str) -> str:
-    """Return the first line of a library error with the cache directory replaced by the model name."""
+    """Return the first line of a library error, without the path of the cache."""
     lines = (line.strip() for line in str(error).splitlines())
     return next(filter(None, lines), type(error).__name__).replace(str(folder), name)

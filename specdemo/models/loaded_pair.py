@@ -18,7 +18,7 @@ from specdemo.models.spec import DTYPES, QUANTIZATIONS, ModelSpec
 from specdemo.models.zoo import PAIRS, REVISIONS
 from specdemo.worker import ReportProgress, ignore_progress
 
-_RecipeT = TypeVar("_RecipeT")  # specdemo.recipe.Recipe, which imports this package
+_RecipeT = TypeVar("_RecipeT")  # specdemo.recipe imports this package
 
 _DEFAULTS = {  # recipe fields that select and load models
     "pair": None,
@@ -36,7 +36,7 @@ class LoadedPair:
     """Target and optional drafter in memory; `generate` accepts it in place of a `ModelPool`."""
 
     def __init__(self, pool: ModelPool, **settings: Any) -> None:
-        """`settings`: values of the recipe fields in `_DEFAULTS`; `pool` contains the models they select."""
+        """`settings`: recipe fields that select models in `pool`."""
         self.pool, self._settings = pool, {**_DEFAULTS, **settings}
 
     def bind(self, recipe: _RecipeT) -> _RecipeT:
@@ -62,10 +62,9 @@ def load_pair(
 ) -> LoadedPair:
     """Load a target and an optional drafter for `generate`. Raises `UserError` with cause and remedy.
 
-    `target` is the name of a ready pair, or `target` and `drafter` are Hugging Face ids or local directories;
-    `report` receives the loading progress. Alternatively both are `transformers` models in memory with their
-    `tokenizer` (`drafter_tokenizer` if different): these run through their own forward pass in eval mode, share all
-    tensors, and remain unmodified. Loading options then do not apply.
+    By name: `target` is a ready pair, or both are Hugging Face ids or local directories; `report` receives progress.
+    In memory: both are `transformers` models with their `tokenizer` (and `drafter_tokenizer`). They run their own
+    forward pass on shared tensors and remain unmodified; loading options do not apply.
     """
     options = {
         "dtype": dtype,
@@ -118,7 +117,7 @@ def _in_memory_pair(
         origin = f" ({model.name_or_path})" if model.name_or_path else ""
         spec = ModelSpec(f"in-memory {role} {type(model).__name__}{origin}")
         shared = share_weights(model)
-        CachedModel(shared).score([0], Draft.chain((0,)))  # rejects unsupported models; excludes first-call costs
+        CachedModel(shared).score([0], Draft.chain((0,)))  # rejects unsupported models
         engine = "transformers: in-memory model, weights shared"
         pool.add(LoadedModel(spec, shared, own, weight_bytes(shared), engine))
         settings[role] = spec.name
@@ -128,8 +127,8 @@ def _in_memory_pair(
 def share_weights(model: PreTrainedModel) -> PreTrainedModel:
     """Copy the module tree of `model` in eval mode, sharing every parameter and buffer.
 
-    Modes, configuration and buffers created during inference then affect only the copy. Raises `UserError` for LLM.int8()
-    layers, whose first pass modifies their weights.
+    Changes of mode, configuration and buffers affect only the copy. Raises `UserError` for LLM.int8() layers, which
+    modify their weights in the first pass.
     """
     tensors = (*model.parameters(), *model.buffers())
     if any(type(tensor).__name__ == "Int8Params" for tensor in tensors):

@@ -25,18 +25,16 @@ def format_bytes(count: float) -> str:
 
 
 def process_bytes() -> int:
-    """Return the resident memory of this process."""
     return psutil.Process().memory_info().rss
 
 
 class MemorySampler:
-    """Rate-limited `process_bytes`: one query costs as much as drafting a token."""
+    """Rate-limited `process_bytes`: a query costs as much as drafting a token."""
 
     def __init__(self, every_s: float = 0.2) -> None:
         self._every, self._due, self._last = every_s, 0.0, 0
 
     def process_bytes(self) -> int:
-        """Return the last sample, at most `every_s` old."""
         now = time.monotonic()
         if now >= self._due:
             self._due, self._last = now + self._every, process_bytes()
@@ -44,31 +42,28 @@ class MemorySampler:
 
 
 def peak_process_bytes() -> int:
-    """Return the peak resident memory of this process (ru_maxrss is in KiB, on macOS in bytes)."""
+    """Return the peak resident memory (ru_maxrss is in KiB, on macOS in bytes)."""
     if sys.platform == "win32":
         return psutil.Process().memory_info().peak_wset
-    import resource  # missing on Windows
+    import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def device_bytes(device: torch.device) -> int | None:
-    """Return the bytes of all tensors on an accelerator; None on a CPU."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
 
 
 def peak_device_bytes(device: torch.device) -> int | None:
-    """Return the peak bytes of all tensors on an accelerator; None on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 def reserved_device_bytes(device: torch.device) -> int | None:
-    """Return the bytes that torch has reserved on an accelerator, including its free blocks; None on a CPU."""
+    """Return the bytes reserved by torch on an accelerator, including free blocks."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else None
 
 
 def memory_limit(device: torch.device) -> tuple[int, int]:
-    """Return free and total bytes of an accelerator, or of system memory."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)
     system = psutil.virtual_memory()
@@ -76,7 +71,7 @@ def memory_limit(device: torch.device) -> tuple[int, int]:
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
-    """Return the bytes of parameters and buffers as stored (packed if quantized); tied tensors count once."""
+    """Return the stored bytes of parameters and buffers; tied tensors count once."""
     tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}
     packed = (module.nbytes for module in model.modules() if isinstance(module, PackedLinear))
     return sum(t.numel() * t.element_size() for t in tensors.values()) + sum(packed)
@@ -88,10 +83,7 @@ def is_mapped(tensor: Tensor) -> bool:
 
 
 def drop_mapped_files(model: torch.nn.Module) -> None:
-    """Copy the unpacked, unquantized weights if they are less than half of the model.
-
-    A single memory-mapped tensor would keep the complete file in memory.
-    """
+    """Copy memory-mapped weights if the remaining model is larger: a single mapped tensor retains the complete file."""
     plain_types = (torch.Tensor, torch.nn.Parameter)  # quantized weights are subclasses
     plain = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers()) if type(tensor) in plain_types}
     if 2 * sum(tensor.nbytes for tensor in plain.values()) < weight_bytes(model):
@@ -100,11 +92,7 @@ def drop_mapped_files(model: torch.nn.Module) -> None:
 
 
 def share_one_heap() -> None:
-    """Make all new threads allocate from one glibc arena.
-
-    By default each thread gets an arena, whose free tail survives `malloc_trim` up to a threshold: loading in one
-    thread and unloading in another would leak.
-    """
+    """Make new threads share a glibc arena: the free end of thread arenas survives `malloc_trim`."""
     arena_max = -8  # M_ARENA_MAX in malloc.h
     _libc("mallopt", arena_max, 1)
 
@@ -113,8 +101,7 @@ def share_one_heap() -> None:
 def given_back_at_once() -> Iterator[None]:
     """Return large freed blocks to the system immediately (glibc).
 
-    Repacking weights while loading would otherwise leave holes as large as the weights. Afterwards glibc's dynamic
-    maximum applies again, so that forward passes reuse their memory.
+    Packing would otherwise leave holes as large as the weights. Afterwards glibc's maximum thresholds apply.
     """
     mmap_threshold, trim_threshold = -3, -1  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD in malloc.h
     _libc("mallopt", mmap_threshold, 128 << 10)
@@ -126,7 +113,7 @@ def given_back_at_once() -> Iterator[None]:
 
 
 def on_large_pages(tensors: Iterable[Tensor], budget_s: float = 1.0) -> None:
-    """Move tensors to 2 MiB pages (Linux 6.1) within a time budget; docs/performance.md measures the effect."""
+    """Move tensors to 2 MiB pages (Linux 6.1), see docs/performance.md."""
     page, collapse = 2 << 20, 25  # MADV_COLLAPSE in mman.h
     end = time.monotonic() + budget_s
     for tensor in tensors:
@@ -137,14 +124,14 @@ def on_large_pages(tensors: Iterable[Tensor], budget_s: float = 1.0) -> None:
 
 
 def _libc(name: str, *arguments: object) -> None:
-    """Call a C library function on Linux if it exists; ignore its result."""
+    """Call a C library function on Linux if it exists."""
     if sys.platform == "linux" and (function := getattr(ctypes.CDLL(None), name, None)):
         function(*arguments)
 
 
 def release_memory() -> None:
     """Collect garbage, empty the CUDA cache and trim the heap."""
-    gc.collect()  # model and idle engine form a reference cycle
+    gc.collect()  # models and idle engines are cyclic
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     _libc("malloc_trim", 0)
@@ -158,7 +145,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the free bytes of a device; on the host within the limits of the container."""
+    """Return the free bytes of a device, on the host within container limits."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
@@ -166,7 +153,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _cgroup_free_bytes() -> list[int]:
-    """Return the remaining bytes of the process's control groups (Linux, versions 2 and 1)."""
+    """Return the free bytes of the control groups (versions 2 and 1)."""
     remaining = []
     for folder, limit, used in (
         ("/sys/fs/cgroup", "memory.max", "memory.current"),

@@ -1,7 +1,4 @@
-"""Memory estimates before loading: weights, KV cache, activations, temporary memory. All figures in bytes.
-
-Weights are counted on a model without storage, or from safetensors headers if the checkpoint is quantized.
-"""
+"""Memory estimates in bytes before loading, from a model on the meta device or from safetensors headers."""
 
 from __future__ import annotations
 
@@ -34,16 +31,16 @@ from specdemo.worker import ReportProgress, ignore_progress
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _STORED_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}  # other dtypes: 1
-_LOGIT_ROWS = 8  # rows of logits in a step of typical draft length
-_LOGIT_COPIES = 5  # in float32: processed logits, probs, sorted, cumulative, sampling
+_LOGIT_ROWS = 8
+_LOGIT_COPIES = 5  # float32: processed, probs, sorted, cumulative, sampling
 # Measured with `benchmarks/memory.py` on models of 2 to 300 million parameters:
-_LIVE_SHARE = {"float32": 1.2, "bfloat16": 2.0, "float16": 2.0}  # live at once, relative to one layer's activations
+_LIVE_SHARE = {"float32": 1.2, "bfloat16": 2.0, "float16": 2.0}  # relative to the activations of a layer
 _LIVE_SHARE_INT8 = 3.0  # LLM.int8() computes via int32 and float32
-_UNPACKED_COPIES = {8: 9, 4: 5}  # copies of an unpacked weight, by bits
-_RETAINED = 5_000_000  # remains allocated after a run
-_COMPILED_BYTES = {"float32": 480_000, "bfloat16": 230_000}  # oneDNN kernel for one weight shape and row count
-_ROW_COUNTS = 8  # different row counts in a run
-_SMALLER_FORMATS = ("bf16", "int8", "nf4")  # suggested in this order
+_UNPACKED_COPIES = {8: 9, 4: 5}
+_RETAINED = 5_000_000
+_COMPILED_BYTES = {"float32": 480_000, "bfloat16": 230_000}  # per oneDNN kernel
+_ROW_COUNTS = 8
+_SMALLER_FORMATS = ("bf16", "int8", "nf4")
 
 
 @dataclass(frozen=True)
@@ -52,37 +49,31 @@ class MemoryPlan:
 
     spec: ModelSpec
     context: int  # tokens
-    parameters: int  # count
+    parameters: int
     weights: int
     kv: int
-    keeps_kv: bool  # the engine reuses its KV buffer for the next request
+    keeps_kv: bool  # in a buffer for the next request
     settled: int  # remains after a run: masks, compiled kernels
-    passing: int  # peak temporary memory of a pass: activations, logits, masks
-    loading: int  # peak temporary memory while weights are read
+    passing: int  # temporary memory of a pass
+    loading: int  # temporary memory of loading
 
     @property
     def resting(self) -> int:
-        """Bytes between two runs."""
         return self.weights + self.kv * self.keeps_kv + self.settled
 
     @property
     def total(self) -> int:
-        """Bytes during a run."""
         return self.weights + self.kv + self.settled + self.passing
 
     @property
     def peak(self) -> int:
-        """Maximum over loading and running."""
         return max(self.total, self.weights + self.loading)
 
 
 def plan_spec(
     spec: ModelSpec, context: int, hub: Hub | None = None, report: ReportProgress = ignore_progress
 ) -> MemoryPlan:
-    """Estimate the memory of a resolved spec with a KV cache of `context` tokens.
-
-    Downloads the configuration if necessary. Raises `UserError` for models that cannot be loaded.
-    """
+    """Estimate the memory of a resolved spec with a KV cache of `context` tokens. Raises `UserError`."""
     hub = hub or Hub()
     config = configuration(spec, hub, report)
     shapes = hub.shapes(spec.name, spec.revision) if stored_quantised(config) else None
@@ -92,10 +83,7 @@ def plan_spec(
 def plan_config(
     spec: ModelSpec, config: PretrainedConfig, context: int, shapes: TensorShapes | None = None, apart: bool = False
 ) -> MemoryPlan:
-    """Estimate the memory of a configuration.
-
-    `shapes`: stored tensors of a quantized checkpoint. `apart`: untied head, see `head_apart`.
-    """
+    """Estimate memory. `shapes`: tensors of a quantized checkpoint; `apart`: see `head_apart`."""
     model = skeleton(config, apart)
     lean = unsupported_reason(model) is None and spec.device != SPREAD
     text = config.get_text_config()
@@ -112,7 +100,7 @@ def plan_config(
         activations += rows * heads // kv_heads * capacity * width  # mask of a prompt chunk
     attentions = config.get_text_config(decoder=True).num_hidden_layers
     if has_encoder(config):
-        attentions *= 2  # self-attention and cross-attention
+        attentions *= 2
     return MemoryPlan(
         spec,
         context,
@@ -127,7 +115,7 @@ def plan_config(
 
 
 def missing_bytes(plans: Sequence[MemoryPlan]) -> dict[str, tuple[int, int]]:
-    """Return (required, free) bytes of every device with too little memory for all `plans` together."""
+    """Return (required, free) bytes of every device with too little memory for `plans`."""
     needed: dict[str, int] = {}
     for plan in plans:
         device = _device_label(plan)
@@ -161,7 +149,6 @@ def check_memory(plans: Sequence[MemoryPlan], suggest: Sequence[MemoryPlan] = ()
 
 
 def smaller(spec: ModelSpec) -> Iterator[ModelSpec]:
-    """Yield available variants of a resolved spec that need less memory."""
     first = _SMALLER_FORMATS.index(spec.quantization) + 1 if spec.quantization in _SMALLER_FORMATS else 0
     for name in _SMALLER_FORMATS[first:]:
         if not unavailable(name, main_device(spec)) and not (name == "bf16" and _DTYPE_BYTES[spec.dtype] == 2):
@@ -181,7 +168,7 @@ def _free(device: str) -> int:
 
 
 def _doubled(context: int, first: int) -> int:
-    """Return the capacity of a cache that doubles from `first` until it holds `context` positions."""
+    """Return the capacity after doubling `first` up to `context` positions."""
     capacity = first
     while capacity < context:
         capacity *= 2
@@ -189,7 +176,6 @@ def _doubled(context: int, first: int) -> int:
 
 
 def _weight_sizes(model: PreTrainedModel, spec: ModelSpec) -> Iterator[int]:
-    """Yield the stored bytes of each tensor; tied tensors once."""
     quantization, width = QUANTIZATIONS[spec.quantization], _DTYPE_BYTES[spec.dtype]
     layers = {id(layer.weight): layer for layer in quantised_layers(model).values()} if quantization.bits else {}
     for name, weight in model.named_parameters():
@@ -204,7 +190,7 @@ def _weight_sizes(model: PreTrainedModel, spec: ModelSpec) -> Iterator[int]:
 
 
 def _stored_sizes(model: PreTrainedModel, spec: ModelSpec, shapes: TensorShapes) -> Iterator[int]:
-    """Yield the bytes of each tensor of a quantized checkpoint; the model's named floats are cast."""
+    """Yield the bytes of each tensor of a quantized checkpoint; parameters are cast."""
     parameters = {name for name, _ in model.named_parameters()}
     for name, (dtype, shape) in shapes.items():
         cast = name in parameters and dtype in ("F32", "BF16", "F16")
@@ -212,7 +198,7 @@ def _stored_sizes(model: PreTrainedModel, spec: ModelSpec, shapes: TensorShapes)
 
 
 def _head_copy(model: PreTrainedModel, spec: ModelSpec, lean: bool) -> int:
-    """Return the bytes of a tied head that is packed, or multiplied by a norm's gain, as a separate tensor."""
+    """Return the bytes of the copy of a tied head for packing or a folded norm."""
     head, inner = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or head.weight is not inner.weight:
         return 0
@@ -236,7 +222,7 @@ def _pass_bytes(model: PreTrainedModel, spec: ModelSpec, activations: int, vocab
 
 
 def _retained(model: PreTrainedModel, spec: ModelSpec) -> int:
-    """Return the bytes that remain after a run on a CPU, mostly oneDNN kernels for each shape."""
+    """Return the bytes that remain after a run on a CPU, mostly oneDNN kernels."""
     if not _packs(spec):
         return _RETAINED
     shapes = {linear.weight.shape for linear in _unquantized_linears(model, spec)}
@@ -244,7 +230,7 @@ def _retained(model: PreTrainedModel, spec: ModelSpec) -> int:
 
 
 def _loading_bytes(model: PreTrainedModel, spec: ModelSpec, lean: bool) -> int:
-    """Return the peak temporary memory of loading: the largest matrix to be quantized, packed or fused."""
+    """Return the bytes of the largest matrix to be quantized, packed or fused."""
     head, inner = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head is not None and head.weight is inner.weight
     sizes = [linear.weight.numel() for linear in _unquantized_linears(model, spec) if linear is not head or not tied]
@@ -254,7 +240,7 @@ def _loading_bytes(model: PreTrainedModel, spec: ModelSpec, lean: bool) -> int:
         sizes = []
     if lean and spec.dtype == "float32":  # a norm's gain is multiplied into the following matrix
         sizes += [head.weight.numel()]
-    if lean and not QUANTIZATIONS[spec.quantization].bits:  # gate and up are joined
+    if lean and not QUANTIZATIONS[spec.quantization].bits:
         gated = model.model.layers[0].mlp
         joined = gated.gate_proj.weight.numel() + gated.up_proj.weight.numel()
         sizes += [joined * 2 if spec.dtype == "float32" else joined]

@@ -1,4 +1,4 @@
-"""Pool of loaded models, each loaded once, bounded by memory. Used only by the thread that owns the device."""
+"""Pool of loaded models, bounded by memory. Used only by the thread that owns the device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specdemo.models.memory_plan import MemoryPlan, check_memory, missing_bytes,
 from specdemo.models.spec import ModelSpec
 from specdemo.worker import BackgroundTask, TaskProgress
 
-IDLE_S = 30 * 60.0  # default time after which an unused model may be unloaded
+IDLE_S = 30 * 60.0
 
 
 class ModelPool:
@@ -31,7 +31,7 @@ class ModelPool:
         clock: Callable[[], float] = time.monotonic,
         warm: bool = True,
     ) -> None:
-        """`warm`: run each model once after loading; disable it if the device is not attached yet."""
+        """`warm`: run each model once after loading, which needs the device."""
         share_one_heap()
         self.idle_s, self._warm = idle_s, warm
         self._budget, self._hub, self._clock = budget, hub or Hub(), clock
@@ -46,16 +46,15 @@ class ModelPool:
         return sum(loaded.weight_bytes for loaded in self._models.values())
 
     def take(self, spec: ModelSpec) -> LoadedModel:
-        """Return the model, loaded if necessary. Raises `UserError`."""
         for _ in self.bring([spec]):
             pass
         return self._touch(spec.resolved())
 
     def bring(self, specs: Sequence[ModelSpec], context: int = 0) -> Iterator[TaskProgress]:
-        """Load missing models, yielding progress; unload least recently used other models if memory is short.
+        """Load missing models, yielding progress; unload least recently used models if memory is short.
 
-        `context`: tokens for which the KV cache needs memory. Closing the iterator cancels loading. Raises `UserError`
-        if a model cannot be loaded or if memory does not suffice for all of `specs`.
+        `context`: tokens of the KV cache. Closing the iterator cancels loading. Raises `UserError` if loading fails or
+        memory is insufficient.
         """
         specs = list(dict.fromkeys(spec.resolved() for spec in specs))
         plans = []
@@ -66,7 +65,7 @@ class ModelPool:
                 plans.append(planning.result)
         for i, plan in enumerate(plans):
             spec = plan.spec
-            self._make_room(plans[i:], specs)  # before large downloads
+            self._make_room(plans[i:], specs)
             fetching = BackgroundTask(partial(self._hub.weights, spec.name, spec.revision))
             yield from fetching.progress()
             if spec in self._models:  # loaded by another job meanwhile
@@ -76,13 +75,12 @@ class ModelPool:
             self._touch(spec)
 
     def add(self, loaded: LoadedModel) -> None:
-        """Add a model that is already in memory under its resolved spec."""
+        """Add a model under its resolved spec."""
         spec = loaded.spec.resolved()
         self._models[spec] = loaded
         self._touch(spec)
 
     def drop(self, spec: ModelSpec) -> None:
-        """Unload a model; running generations still finish with it."""
         if self._models.pop(spec.resolved(), None):
             self._used.pop(spec.resolved())
             release_memory()
@@ -93,7 +91,7 @@ class ModelPool:
         release_memory()
 
     def recover(self) -> None:
-        """Free the idle KV buffers of all models after an out-of-memory error."""
+        """Free idle KV buffers after an out-of-memory error."""
         for loaded in self._models.values():
             if isinstance(loaded.model, LlamaWeights):
                 loaded.model.idle.clear()
@@ -101,13 +99,13 @@ class ModelPool:
 
     @property
     def due_s(self) -> float | None:
-        """Seconds until the next idle model can be unloaded; None if there is no such model."""
+        """Seconds until the next idle model can be unloaded, if any."""
         if not self._used or not math.isfinite(self.idle_s):
             return None
         return max(0.0, min(self._used.values()) + self.idle_s - self._clock())
 
     def tidy(self) -> int:
-        """Unload the models unused for `idle_s` seconds; return their number."""
+        """Unload idle models; return their number."""
         idle = [spec for spec, last in self._used.items() if self._clock() - last >= self.idle_s]
         for spec in idle:
             self.drop(spec)
@@ -123,7 +121,7 @@ class ModelPool:
             out = True
         else:
             out = False
-        if out:  # outside the handler, whose traceback references the loaded tensors
+        if out:  # after the handler, whose traceback references tensors
             del loading
             release_memory()
             raise UserError(
@@ -138,7 +136,7 @@ class ModelPool:
         return self._models[spec]
 
     def _make_room(self, plans: Sequence[MemoryPlan], wanted: Sequence[ModelSpec]) -> None:
-        """Unload least recently used models until `plans` fit. Raises `UserError` with figures if they cannot fit."""
+        """Unload least recently used models until `plans` fit. Raises `UserError` if they cannot."""
         plans = [plan for plan in plans if plan.spec not in self._models]
         weights = sum(plan.weights for plan in plans)
         while missing_bytes(plans) or (self._budget is not None and self.weight_bytes + weights > self._budget):

@@ -21,8 +21,8 @@ def layer_count(model: PreTrainedModel | LlamaWeights) -> int:
 def with_layers(model: PreTrainedModel | LlamaWeights, kept: Sequence[int]) -> PreTrainedModel | LlamaWeights:
     """Return the model restricted to the layers `kept`, sharing all weights.
 
-    Raises `UserError` for invalid layers, for encoder-decoders, and if layer 0 (which counts cached positions) is
-    omitted in a `transformers` model.
+    Raises `UserError` for invalid layers and encoder-decoders. `transformers` models need layer 0, which counts cached
+    positions.
     """
     if has_encoder(model.config):
         raise UserError(
@@ -56,10 +56,7 @@ def _with_layers(model: nn.Module, kept: Sequence[int], count: int) -> nn.Module
 
 
 def with_dropout(model: PreTrainedModel | LlamaWeights, seed: int, share: float = 0.1) -> LlamaWeights:
-    """Return the model with one dropout mask on its embedding channels for all positions (1512.05287, section 4).
-
-    Drops `share` of the channels. Raises `UserError` for models that run through `transformers`.
-    """
+    """Return the model with a dropout mask on its embedding channels for all positions (1512.05287, section 4)."""
     if not isinstance(model, LlamaWeights):
         raise UserError(f"dropout needs a drafter of the Llama family, not {type(model).__name__}: gate by entropy")
     generator = torch.Generator().manual_seed(seed)

@@ -14,11 +14,11 @@ from specdemo.core.errors import UserError
 from specdemo.models.engines.encoder_decoder import auto_class
 from specdemo.models.spec import QUANTIZATIONS, ModelSpec, main_device
 
-BLOCK_SIZE = 64  # weights per scale in 4-bit formats; input rows must be multiples of it
+BLOCK_SIZE = 64  # weights per scale in 4-bit formats
 
 
 def unavailable(quantization: str, device: torch.device) -> str | None:
-    """Return the reason why `quantization` is impossible on `device`, or None."""
+    """Return the reason why `quantization` is impossible on `device`, if any."""
     if QUANTIZATIONS[quantization].bits is None:
         return None
     if importlib.util.find_spec("bitsandbytes") is None:
@@ -29,7 +29,7 @@ def unavailable(quantization: str, device: torch.device) -> str | None:
 
 
 def stored_quantised(config: PretrainedConfig) -> str | None:
-    """Return the quantization method of a quantized checkpoint, or None."""
+    """Return the quantization method of a quantized checkpoint."""
     stored = getattr(config, "quantization_config", None)
     if stored is None:
         return None
@@ -37,7 +37,7 @@ def stored_quantised(config: PretrainedConfig) -> str | None:
 
 
 def skeleton(config: PretrainedConfig, apart: bool = False) -> PreTrainedModel:
-    """Build the model on the meta device. `apart`: give the head a separate weight, see `head_apart`."""
+    """Build the model on the meta device. `apart`: see `head_apart`."""
     with torch.device("meta"):
         model = auto_class(config).from_config(config, trust_remote_code=False)
     if apart and (head := model.get_output_embeddings()) is not None:
@@ -46,7 +46,7 @@ def skeleton(config: PretrainedConfig, apart: bool = False) -> PreTrainedModel:
 
 
 def quantised_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return the layers that bitsandbytes quantizes: all linear layers except the head and `kept_wide` ones."""
+    """Return the layers that bitsandbytes quantizes."""
     head = model.get_output_embeddings()
     return {
         name: module
@@ -80,7 +80,6 @@ def check_quantization(spec: ModelSpec, config: PretrainedConfig) -> None:
 
 
 def load_options(spec: ModelSpec) -> dict[str, Any]:
-    """Return the `from_pretrained` options that quantize a resolved spec."""
     quantization = QUANTIZATIONS[spec.quantization]
     if quantization.bits is None:
         return {}

@@ -24,7 +24,7 @@ class Quantization:
     """Storage format of the linear layers."""
 
     title: str
-    bits: int | None = None  # per weight; None: not quantized
+    bits: int | None = None  # per weight, if quantized
     kind: str = ""  # 4-bit format: nf4 or fp4
     double: bool = False  # quantize the scales too (2305.14314)
     dtype: str | None = None  # dtype of all weights; overrides ModelSpec.dtype
@@ -40,7 +40,7 @@ QUANTIZATIONS = {
     "nf4-single": Quantization("4-bit NormalFloat with float32 scales: 0.56 bytes per weight", 4, "nf4"),
     "fp4-single": Quantization("4-bit floats with float32 scales: 0.56 bytes per weight", 4, "fp4"),
 }
-SPREAD = "spread"  # device name for all devices: accelerate fills the accelerators first, then the host
+SPREAD = "spread"  # device name: accelerate fills the accelerators, then the host
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,10 @@ class ModelSpec:
     dtype: str = "auto"
     quantization: str = "none"
     device: str = "auto"
-    revision: str | None = None  # commit, tag or branch on the hub; None: main
+    revision: str | None = None  # commit, tag or branch on the hub
 
     @property
     def title(self) -> str:
-        """Hub id, or the last component of a directory path."""
         path = Path(self.name).expanduser()
         return path.resolve().name if path.is_dir() else self.name
 
@@ -71,17 +70,17 @@ class ModelSpec:
         if self.dtype != "auto":
             return self.dtype
         if quantization.bits == 8:
-            return "float16"  # LLM.int8() computes outliers in float16 for any input dtype
+            return "float16"  # LLM.int8() computes outliers in float16
         return "float32" if main_device(self).type == "cpu" else "bfloat16"
 
 
 def main_device(spec: ModelSpec) -> torch.device:
-    """Return the device of `spec`; for a spread model, the first device to be filled."""
+    """Return the device of `spec`, or the first device of a spread model."""
     return find_device("auto" if spec.device == SPREAD else spec.device)
 
 
 def find_device(name: str) -> torch.device:
-    """Return the device called `name`; "auto" selects the fastest. Raise `UserError` if it is unavailable."""
+    """Return the device called `name`. Raises `UserError` if unavailable."""
     import torch
 
     if name == "auto":

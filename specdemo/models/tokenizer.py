@@ -1,7 +1,7 @@
 """Incremental detokenization and chat templates.
 
-Byte-level tokenizers split characters across tokens and sentencepiece decodes tokens depending on their neighbours, so
-each token is decoded as the difference it makes after the preceding tokens.
+Tokens may be parts of characters or depend on their neighbours, so each is decoded as the difference to the text of the
+preceding tokens.
 """
 
 from __future__ import annotations
@@ -14,14 +14,11 @@ from transformers import PreTrainedTokenizerBase
 from specdemo.core.errors import UserError
 
 UNFINISHED = "\ufffd"  # decoded form of an incomplete character
-_WINDOW = 6  # tokens of left context: sufficient for any character (4 bytes) and a leading space
+_WINDOW = 6  # tokens of left context: 4 bytes of a character and a space
 
 
 class TextStream:
-    """Convert a growing token list to text pieces; their concatenation equals decoding the complete list.
-
-    A piece may be empty: a character is emitted with the token that completes it.
-    """
+    """Convert a growing token list to text pieces that concatenate to the decoded list; pieces may be empty."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, context: Sequence[int] = ()) -> None:
         """`context`: prompt tokens."""
@@ -44,10 +41,9 @@ class TextStream:
         return list(tokens[-size:])
 
     def push(self, token: int) -> str:
-        """Append `token`; return the newly completed text."""
         self._window.append(token)
         text = self._decode(self._window)
-        if token in self._bytes:  # sentencepiece decodes a run of bytes together
+        if token in self._bytes:
             run = next((i for i, x in enumerate(reversed(self._window)) if x not in self._bytes), len(self._window))
             complete = len(self._decode(self._window[: len(self._window) - run]))
         else:
@@ -62,7 +58,7 @@ class TextStream:
         return piece
 
     def rest(self) -> str:
-        """Return the remaining text, such as incomplete bytes, at the end."""
+        """Return the remaining text, such as incomplete bytes."""
         text = self._decode(self._window)
         piece, self._shown = text[self._shown :], len(text)
         return piece
@@ -74,7 +70,7 @@ class TextStream:
         return twin
 
     def peek(self, tokens: Iterable[int], parents: Iterable[int]) -> list[str]:
-        """Return the text of each draft node in its own context."""
+        """Return the text of each draft node after its ancestors."""
         streams: list[TextStream] = []
         pieces = []
         for token, parent in zip(tokens, parents, strict=True):
@@ -84,16 +80,13 @@ class TextStream:
         return pieces
 
 
-ChatMessage = dict[str, str]  # role and content
+ChatMessage = dict[str, str]
 
 
 def render_prompt(
     tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[ChatMessage], chat: bool
 ) -> tuple[str, list[int]]:
-    """Return the model input as text and tokens. With `chat`, `prompt` is a user message or a conversation.
-
-    Chat templates contain special tokens, so none are added. Raises `UserError` if the model has no template.
-    """
+    """Return the model input as text and tokens. With `chat`, `prompt` is a user message or a conversation."""
     if not chat:
         assert isinstance(prompt, str)
         return prompt, tokenizer.encode(prompt)
@@ -105,14 +98,13 @@ def render_prompt(
 
 
 class TokenNames:
-    """Texts of single tokens, each returned once, for display of alternatives."""
+    """Texts of alternative tokens, each returned once."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._returned: set[int] = set()
 
     def fresh(self, tokens: Iterable[int]) -> dict[int, str]:
-        """Return the texts of tokens not returned before."""
         new = dict.fromkeys(token for token in tokens if token not in self._returned)
         self._returned |= new.keys()
         return {token: self._tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in new}

@@ -1,7 +1,6 @@
 """Re-encode text between the vocabularies of a drafter and a target.
 
-Text without a representation in the other vocabulary (incomplete characters, special tokens, text altered by the
-tokenizer) is dropped, which shortens the draft.
+Incomplete characters, special tokens and text altered by the tokenizer are dropped, which shortens the draft.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from transformers import PreTrainedTokenizerBase
 from specdemo.core.errors import UserError
 from specdemo.models.tokenizer import UNFINISHED, TextStream
 
-TAIL = 16  # tokens at the end of the text that are re-encoded when it grows
+TAIL = 16  # tokens re-encoded when the text grows
 
 
 class Bridge:
-    """Bridge for one growing text; the cost of a step does not depend on the text length."""
+    """Bridge for a growing text, at constant cost per step."""
 
     def __init__(
         self, target: PreTrainedTokenizerBase, drafter: PreTrainedTokenizerBase, opening: Sequence[int]
@@ -32,10 +31,10 @@ class Bridge:
         self._target, self._drafter = target, drafter
         self._special = frozenset(drafter.all_special_ids)
         self._stream: TextStream | None = None
-        self._seen = 0  # target tokens processed
+        self._seen = 0
         self._text = ""
-        self._ids = list(opening)  # drafter tokens of the text
-        self._ends = [0] * len(self._ids)  # end of each drafter token in the text
+        self._ids = list(opening)
+        self._ends = [0] * len(self._ids)  # character after each token
 
     def read(self, tokens: Sequence[int]) -> list[int]:
         """Re-encode target `tokens` as drafter tokens, without an incomplete last character."""
@@ -59,8 +58,7 @@ class Bridge:
         tail = list(tokens[-TAIL:])
         known = next(n for n in range(len(tail), -1, -1) if self._text.endswith(_decode(self._target, tail[:n])))
         before, pending = _decode(self._target, tail[:known]), tail[known:]  # pending: start of a character
-        # Encode together with the preceding words, as the target would; separately if a token would span the boundary
-        # (the last committed token is then part of a word).
+        # Together with the preceding words, as the target would; separately if a token would span the boundary.
         for context, start in ((before + text, len(before)), (text, 0)):
             ids, spans = _encode(self._target, context)
             encoded = [token for token, (_, end) in zip(ids, spans, strict=True) if end > start]
@@ -73,8 +71,7 @@ class Bridge:
     def _reencode(self) -> None:
         """Re-encode the end of the text up to the first boundary shared by old and new tokens.
 
-        The first token may differ from that of the complete text (added leading space, partial word); later tokens
-        do not.
+        A first token in mid-text may differ (added space, partial word); later tokens do not.
         """
         first = max(0, len(self._ends) - TAIL)
         old = {end: i for i, end in enumerate(self._ends[first:], first + 1)}  # text position -> tokens up to it
@@ -99,6 +96,5 @@ def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return the tokens of `text` and their character spans."""
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     return encoding["input_ids"], encoding["offset_mapping"]

@@ -1,7 +1,4 @@
-"""Catalogue of ready pairs and their models: hub names, revisions, licences, sizes; docs/models.md lists the sources.
-
-Imports neither torch nor transformers.
-"""
+"""Catalogue of ready pairs and models; docs/models.md lists the sources. Imports neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -28,14 +25,13 @@ class HubModel:
     stored: int  # bytes per weight in the files
     kind: str  # model_type
     shape: dict[str, Any]
-    chat: bool = False  # the tokenizer has a chat template
-    gated: bool = False  # the licence must be accepted on the hub first
-    untied: int = 0  # additional weights in the files: a copy of tied embeddings
-    encoder: bool = False  # encoder-decoder model
+    chat: bool = False
+    gated: bool = False  # licence to be accepted on the hub
+    untied: int = 0  # stored copy of tied embeddings
+    encoder: bool = False
 
     @property
     def download(self) -> int:
-        """Bytes of the weight files without headers."""
         return self.stored * (self.parameters + self.untied)
 
 
@@ -181,7 +177,7 @@ MODELS = {
 
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-# Wheels contain the folder inside the package; a checkout has it at the top level.
+# Inside the package in a wheel, next to it in a checkout.
 ASSETS = next(path for path in (_PACKAGE / "assets", _PACKAGE.parent / "assets") if path.is_dir())
 
 
@@ -189,8 +185,7 @@ ASSETS = next(path for path in (_PACKAGE / "assets", _PACKAGE.parent / "assets")
 class Pair:
     """Target and drafter: Hugging Face ids or local directories.
 
-    `gamma` is an initial draft length: measured for the bundled pair, otherwise estimated from the relative size and
-    depth of the drafter. A preflight measures the best length on the local machine.
+    `gamma` is the initial draft length: measured for the bundled pair, otherwise estimated from size and depth.
     """
 
     title: str
@@ -200,17 +195,14 @@ class Pair:
 
     @property
     def chat(self) -> bool:
-        """True if the target has a chat template."""
         return self.target in MODELS and MODELS[self.target].chat
 
     @property
     def gated(self) -> bool:
-        """True if a licence must be accepted on the hub before the download."""
         return any(MODELS[name].gated for name in (self.target, self.drafter) if name in MODELS)
 
     @property
     def licences(self) -> tuple[str, ...]:
-        """Distinct licences of the hub models."""
         return tuple(dict.fromkeys(MODELS[name].licence for name in (self.target, self.drafter) if name in MODELS))
 
 
@@ -263,7 +255,6 @@ class PairOffer:
 
     @property
     def label(self) -> str:
-        """Title of the pair, with the reason if it is not directly available."""
         if not self.fits:
             from specdemo.models.memory import format_bytes
 
@@ -272,7 +263,7 @@ class PairOffer:
 
 
 def offers(device: str = "auto") -> list[PairOffer]:
-    """List all ready pairs, fitting pairs first. Uses no network and builds no model."""
+    """List all ready pairs, fitting pairs first, without network access."""
     from specdemo.models.memory import free_bytes
 
     found_device = find_device(device)
@@ -281,13 +272,13 @@ def offers(device: str = "auto") -> list[PairOffer]:
         PairOffer(name, pair, _required_bytes(pair.target, on_host) + _required_bytes(pair.drafter, on_host), free)
         for name, pair in PAIRS.items()
     ]
-    return sorted(pair_offers, key=lambda offer: not offer.fits)  # stable: otherwise in catalogue order
+    return sorted(pair_offers, key=lambda offer: not offer.fits)  # stable
 
 
 def _required_bytes(name: str, on_host: bool, context: int = 2048) -> int:
-    """Estimate memory in bytes: float32 with a copy of tied embeddings on the host, bfloat16 otherwise."""
+    """Estimate bytes: float32 and a copy of tied embeddings on the host, otherwise bfloat16."""
     if name not in MODELS:
-        return 0  # the bundled models are negligible
+        return 0
     known, width = MODELS[name], 4 if on_host else 2
     shape = known.shape
     hidden, layers, heads = (
@@ -300,7 +291,7 @@ def _required_bytes(name: str, on_host: bool, context: int = 2048) -> int:
     )
     kv_width = shape.get("num_key_value_heads", heads) * (shape.get("head_dim") or shape.get("d_kv") or hidden // heads)
     if known.encoder:
-        kv_width *= 2  # self-attention and cross-attention
+        kv_width *= 2
     head_copy = hidden * shape.get("vocab_size", 50257) if on_host and shape.get("tie_word_embeddings", True) else 0
     return width * (known.parameters + head_copy + 2 * layers * kv_width * context)
 
@@ -316,10 +307,7 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def check_pair(target: PreTrainedTokenizerBase, drafter: PreTrainedTokenizerBase) -> None:
-    """Raise `UserError` unless both tokenizers are identical.
-
-    The width of the logits is not compared: one tokenizer is often padded to several widths.
-    """
+    """Raise `UserError` unless both tokenizers are identical; logits may be padded to different widths."""
     remedy = "choose two models of one family, or let the drafter's text be re-encoded (universal)"
     target_ids, drafter_ids = target.get_vocab(), drafter.get_vocab()
     if target_ids != drafter_ids:

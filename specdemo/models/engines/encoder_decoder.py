@@ -1,7 +1,6 @@
 """Engine for encoder-decoders of `transformers` such as T5 and BART (the models of 2211.17192).
 
-The encoder processes the prompt once. Self-attention keys and values are rolled back as in other engines;
-cross-attention keys and values are computed once.
+The encoder output and the cross-attention states are computed once; rollback affects only self-attention.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from specdemo.models.engines.generic import InPlaceCacheLayer, refuse_recurrent
 
 
 def has_encoder(config: PretrainedConfig) -> bool:
-    """True for encoder-decoder configurations."""
     return bool(getattr(config, "is_encoder_decoder", False))
 
 
@@ -36,7 +34,7 @@ def auto_class(config: PretrainedConfig) -> type[AutoModelForCausalLM] | type[Au
 
 
 def opening(model: PreTrainedModel) -> list[int]:
-    """Return the decoder start token and the forced first token, if any. Raises `UserError` if there is no start."""
+    """Return the decoder start token and the forced first token, if any."""
     settings = model.generation_config
     start = settings.bos_token_id if settings.decoder_start_token_id is None else settings.decoder_start_token_id
     if start is None:
@@ -47,12 +45,10 @@ def opening(model: PreTrainedModel) -> list[int]:
 
 
 class EncoderDecoderEngine:
-    """Decoder passes conditioned on `source`, which the encoder processes in the first pass."""
-
     def __init__(self, model: PreTrainedModel, source: Sequence[int]) -> None:
         refuse_recurrent(type(model), model.config)
         self._model, self._source = model, list(source)
-        self._encoded: Any = None  # encoder output for the source
+        self._encoded: Any = None
         self._self_attention = Cache(layer_class_to_replicate=InPlaceCacheLayer)
         self._cross_attention = DynamicCache()
         self._cache = EncoderDecoderCache(self._self_attention, self._cross_attention)

@@ -12,9 +12,9 @@ from specdemo.core.step import Draft
 
 
 def positions(rows: int, held: int, draft: Draft) -> list[int]:
-    """Return the text position of each of `rows` new tokens, the last of which are the draft's nodes.
+    """Return the text position of each of `rows` new tokens, which end with the last nodes of `draft`.
 
-    `held` cached positions precede them: tokens of the text, then possibly the first nodes of the draft.
+    `held`: cached positions of the text and possibly of the first nodes.
     """
     length = held + rows - len(draft)
     nodes = range(max(0, held - length), len(draft))
@@ -35,7 +35,7 @@ def visible(rows: int, held: int, draft: Draft) -> Tensor:
 class InPlaceCacheLayer(CacheLayerMixin):
     """KV cache of one layer in a preallocated buffer; a rollback changes only its length.
 
-    Stores all positions even for sliding windows (the mask hides older ones), since a rollback may need them again.
+    Stores all positions even for sliding windows, since a rollback may need them again.
     """
 
     is_sliding = False
@@ -70,7 +70,6 @@ class InPlaceCacheLayer(CacheLayerMixin):
         return new
 
     def keep(self, length: int, slots: list[int]) -> None:
-        """Keep the first `length` positions followed by the positions `slots`."""
         if not self.is_initialized:
             return
         end = length + len(slots)
@@ -81,7 +80,6 @@ class InPlaceCacheLayer(CacheLayerMixin):
         self.length = end
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return length and offset of the attended keys."""
         return self.length + query_length, 0
 
     def get_seq_length(self) -> int:
@@ -92,7 +90,6 @@ class InPlaceCacheLayer(CacheLayerMixin):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the cached positions."""
         return sum(x[:, :, : self.length].numel() * x.element_size() for x in self.buffers)
 
     @property
@@ -101,7 +98,6 @@ class InPlaceCacheLayer(CacheLayerMixin):
 
 
 def has_window(model: PreTrainedModel) -> bool:
-    """True if any layer uses sliding-window attention."""
     config = model.config.get_text_config()
     return "sliding_attention" in (getattr(config, "layer_types", None) or ()) or (
         getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
@@ -109,13 +105,12 @@ def has_window(model: PreTrainedModel) -> bool:
 
 
 def can_roll_back(kind: type[PreTrainedModel], config: PretrainedConfig) -> bool:
-    """True if all layers use attention; recurrent states cannot be rolled back."""
+    """True if all layers use attention: recurrent states cannot be rolled back."""
     layers = getattr(config.get_text_config(), "layer_types", None) or ["full_attention"]
     return not kind._is_stateful and set(layers) <= {"full_attention", "sliding_attention"}
 
 
 def refuse_recurrent(kind: type[PreTrainedModel], config: PretrainedConfig) -> None:
-    """Raise `UserError` for models with a recurrent state."""
     if not can_roll_back(kind, config):
         raise UserError(
             f"{kind.__name__} keeps a recurrent state that cannot take back a rejected token: "
@@ -124,8 +119,6 @@ def refuse_recurrent(kind: type[PreTrainedModel], config: PretrainedConfig) -> N
 
 
 class TransformersEngine:
-    """Forward passes of the unmodified model over `InPlaceCacheLayer`s."""
-
     def __init__(self, model: PreTrainedModel) -> None:
         refuse_recurrent(type(model), model.config)
         self._model, self._windowed = model, has_window(model)

@@ -14,19 +14,17 @@ from specdemo.core.step import Draft
 from specdemo.models.engines.generic import positions, visible
 from specdemo.models.engines.llama_weights import LlamaWeights
 
-PROMPT_CHUNK = 512  # rows of a long prompt per pass: masks grow with rows times keys
-_CACHED_ROWS = 16  # maximum rows of cached masks and recordings
+PROMPT_CHUNK = 512  # prompt rows per pass: masks grow with rows times keys
+_CACHED_ROWS = 16  # limit for cached masks and recordings
 
-# The last bits of attention depend on the numbers of rows and keys of the pass (vector width, small-batch kernels,
-# split sums). With counts from these sets they do not (observed with oneDNN and MKL on Zen 4; `batch_invariance`
-# checks the local machine). The linear layers need no padding.
+# The last bits of attention depend on the numbers of rows and keys (vector width, small-batch kernels, split sums), but
+# not for these numbers (observed with oneDNN and MKL on Zen 4; `batch_invariance` checks the local machine).
 KEY_BLOCK = 512  # keys per kernel block
-LAST_BLOCK_KEYS = (64, 128, 192, 384, 512)  # permitted key counts in the last block
+LAST_BLOCK_KEYS = (64, 128, 192, 384, 512)
 _QUERY_ROWS = 4  # query rows are padded to a multiple
 
 
 def padded_keys(count: int) -> int:
-    """Return the smallest permitted number of keys that is at least `count`."""
     blocks, part = divmod(count, KEY_BLOCK)
     return blocks * KEY_BLOCK + (next(width for width in LAST_BLOCK_KEYS if width >= part) if part else 0)
 
@@ -36,7 +34,7 @@ Recorder = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 
 @dataclass(frozen=True)
 class Recording:
-    """A recorded pass of one shape: input buffers (token ids, mask, positions) and the replay function."""
+    """A recorded pass: input buffers (token ids, mask, positions) and replay function."""
 
     inputs: tuple[Tensor, Tensor, Tensor]
     replay: Callable[[], Tensor]
@@ -55,8 +53,7 @@ class PassShape:
 def record_graph(forward: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """Capture `forward` as a CUDA graph. Each replay overwrites the returned tensor.
 
-    Two warm-up runs on a side stream initialise libraries, which must not be captured; they rewrite the same keys and
-    values.
+    Two warm-up runs on a side stream initialise libraries, which must not be captured.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -75,19 +72,17 @@ def record_graph(forward: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 class LlamaEngine:
-    """Forward passes of `LlamaWeights` over the KV cache of one request."""
-
     def __init__(self, model: LlamaWeights, record: Recorder | None = None) -> None:
-        """`record`: captures a pass for replay; None: CUDA graphs where the model permits."""
+        """`record` captures a pass for replay, by default as a CUDA graph if possible."""
         self._model = model
         self._record = record or (record_graph if model.recordable else None)
-        self._recordings: dict[tuple[int, int], Recording] = {}  # by rows and keys
+        self._recordings: dict[tuple[int, int], Recording] = {}
         self._length = self._written = self._capacity = 0
-        self._kv = torch.empty(0, 0, 0, 0)  # [layers, heads of keys and then of values, positions, dim]
-        self._angles = torch.empty(0)  # `LlamaWeights.rotation` by position
-        self._shapes: dict[int, PassShape] = {}  # by rows
-        self._masks: dict[int, Tensor] = {}  # by rows
-        self._states: tuple[int, tuple[Tensor, ...], tuple[Tensor, ...]] = (0, (), ())  # width, keys, values by layer
+        self._kv = torch.empty(0, 0, 0, 0)  # [layers, key heads + value heads, positions, dim]
+        self._angles = torch.empty(0)
+        self._shapes: dict[int, PassShape] = {}
+        self._masks: dict[int, Tensor] = {}
+        self._states: tuple[int, tuple[Tensor, ...], tuple[Tensor, ...]] = (0, (), ())
 
     def keep(self, length: int, slots: list[int]) -> None:
         end = length + len(slots)
@@ -153,7 +148,7 @@ class LlamaEngine:
                 qkv = layer.norm_heads(qkv)
             qkv = model.turn(qkv, *shape.angles)
             write(i, qkv.narrow(1, heads, shared))
-            # Grouped query heads become rows of one head: a pass over few rows costs as much as one row.
+            # Grouped query heads become rows of one head.
             shape.unpadded.copy_(qkv.narrow(1, 0, heads).view(n, kv_heads, group, dim))
             mixed = F.scaled_dot_product_attention(shape.query, keys[i], values[i], attn_mask=mask)
             mixed = mixed.narrow(2, 0, n * group).view(kv_heads, n, group, dim).transpose(0, 1)
@@ -163,7 +158,6 @@ class LlamaEngine:
         return model.head(model.leave(rows[-last:]))
 
     def _replay(self, ids: Tensor, mask: Tensor, shape: PassShape, held: int) -> Tensor:
-        """Return the logits of all rows, replaying a recorded pass of the same shape."""
         n, width = len(ids), mask.shape[1]
         slots = torch.arange(held, held + n, device=ids.device)
         if (n, width) not in self._recordings:
@@ -183,10 +177,9 @@ class LlamaEngine:
         return recording.replay().clone()
 
     def _grow(self, end: int) -> None:
-        """Grow the cache to at least `end` positions, doubling its capacity."""
         model, old = self._model, self._kv
         capacity = max(KEY_BLOCK, 2 * self._capacity, end + -end % KEY_BLOCK)
-        # Zeros, since masked values are multiplied by 0 and must not be NaN.
+        # Masked values are multiplied by 0 and must not be NaN.
         self._kv = torch.zeros(
             (len(model.layers), 2 * model.kv_heads, capacity, model.head_dim), dtype=model.dtype, device=model.device
         )
@@ -195,11 +188,11 @@ class LlamaEngine:
         self._capacity = capacity
         self._angles = model.rotation(torch.arange(capacity, device=model.device))
         self._masks.clear()
-        self._recordings.clear()  # recorded addresses are invalid now
+        self._recordings.clear()
         self._states = (0, (), ())
 
     def _shape(self, n: int, angles: Tensor) -> PassShape:
-        """Return the buffers for n rows. Values are rotated by angle 0, so keys and values are written together."""
+        """Return the buffers for n rows. Values are rotated by 0, so that one copy writes keys and values."""
         model = self._model
         if n not in self._shapes:
             heads, rotated = model.heads + 2 * model.kv_heads, model.heads + model.kv_heads
@@ -219,7 +212,7 @@ class LlamaEngine:
         return shape
 
     def _chain_mask(self, n: int, held: int, width: int) -> Tensor:
-        """Return the mask of a chain; for few rows a view into one cached causal mask for all positions."""
+        """Return the mask of a chain; for few rows a view into a cached causal mask."""
         ones = partial(torch.ones, dtype=torch.bool, device=self._model.device)
         if n > _CACHED_ROWS:
             return self._mask(ones(n, width).tril(held))
@@ -229,7 +222,7 @@ class LlamaEngine:
         return self._masks[n][:, first : first + width]
 
     def _mask(self, seen: Tensor) -> Tensor:
-        """Convert to an additive mask for all query rows: `[n * group + padding, keys]`, 0 where `seen`."""
+        """Convert to an additive mask `[n * group + padding, keys]`."""
         model = self._model
         mask = torch.zeros(seen.shape, dtype=model.dtype).masked_fill_(~seen.cpu(), torch.finfo(model.dtype).min)
         mask = mask.repeat_interleave(model.heads // model.kv_heads, 0)
@@ -237,12 +230,11 @@ class LlamaEngine:
 
 
 def borrow_engine(model: LlamaWeights) -> LlamaEngine:
-    """Return an idle engine with its buffers and recordings, or a new engine."""
     return model.idle.pop() if model.idle else LlamaEngine(model)
 
 
 def return_engine(model: LlamaWeights, engine: LlamaEngine) -> None:
-    """Clear the engine and store it for the next request; one idle engine suffices for sequential requests."""
+    """Store the engine for the next request; one idle engine suffices for sequential requests."""
     if not model.idle:
         engine.clear()
         model.idle.append(engine)

@@ -1,8 +1,8 @@
 """Fused weights of the Llama family: Llama, Qwen2, Qwen3, Mistral, SmolLM.
 
-Same arithmetic as `transformers` in fewer, larger products: fused query-key-value, fused gate-up, preallocated KV cache,
-grouped heads as rows. bfloat16 and float16 round at the same points as `transformers`. In float32 the gain of a norm is
-folded into the next product, and the two components of each RoPE rotation are adjacent, as a complex number.
+Same arithmetic as `transformers` in fewer, larger products. bfloat16 and float16 round at the same points. In float32
+the gain of a norm is folded into the next product, and the components of each RoPE rotation are adjacent, as a complex
+number.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RowFunction = Callable[[Tensor], Tensor]
 
 
 def unsupported_reason(model: PreTrainedModel) -> str | None:
-    """Return the reason why a model must run through `transformers`, or None."""
+    """Return the reason why a model must run through `transformers`, if any."""
     config = model.config
     if type(model).__name__ not in _FAMILY:
         return f"{type(model).__name__} is not in {', '.join(_FAMILY)}"
@@ -48,11 +48,11 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
 class LlamaLayer:
     """Functions of one layer on rows `[n, width]`."""
 
-    enter: RowFunction  # norm before attention
+    enter: RowFunction
     qkv: RowFunction
     norm_heads: RowFunction | None  # for queries and keys in `[n, heads, dim]`
     out: RowFunction
-    between: RowFunction  # norm before the MLP
+    between: RowFunction
     gate_up: RowFunction
     down: RowFunction
 
@@ -61,7 +61,7 @@ class LlamaWeights:
     """Fused and packed weights, shared by all engines. Raises `ValueError` for an `unsupported_reason`."""
 
     def __init__(self, model: PreTrainedModel, consume: bool = False) -> None:
-        """`consume`: release each matrix of `model` when it is packed, to limit peak memory."""
+        """`consume`: release each matrix of `model` when packed."""
         if reason := unsupported_reason(model):
             raise ValueError(reason)
         self.config, self.generation_config = model.config, model.generation_config
@@ -70,9 +70,9 @@ class LlamaWeights:
         self.heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.heads
-        self._parts: list[nn.Module | Tensor] = []  # counted by `weight_bytes`
-        self.idle: list[Any] = []  # idle engines for the next request
-        self.graphs = True  # permit recording of passes
+        self._parts: list[nn.Module | Tensor] = []
+        self.idle: list[Any] = []
+        self.graphs = True
         self._consume = consume
         self.paired = self.dtype == torch.float32 and all(
             type(getattr(layer.self_attn, name)) is nn.Linear
@@ -96,28 +96,21 @@ class LlamaWeights:
         )
 
     def modules(self) -> list[nn.Module]:
-        """Return the linear layers that are modules (packed or quantized)."""
         return [part for part in self._parts if isinstance(part, nn.Module)]
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights as stored."""
         return weight_bytes(nn.ModuleList(self.modules())) + sum(
             part.numel() * part.element_size() for part in self._parts if isinstance(part, Tensor)
         )
 
     def with_layers(self, kept: Sequence[int]) -> LlamaWeights:
-        """Return a view with only the layers `kept`."""
         thin = copy.copy(self)
         thin.layers, thin.idle = [self.layers[i] for i in kept], []
         return thin
 
     def rotation(self, token_positions: Tensor) -> Tensor:
-        """Return the arguments of `turn` for positions `[n]`.
-
-        Complex numbers `[1, n, 1, dim / 2]` if paired, otherwise cosines and sines `[2, n, 1, dim]` with the first half
-        of the sines negated.
-        """
+        """Return the angles for `turn`: complex `[1, n, 1, dim / 2]`, or cosines and signed sines `[2, n, 1, dim]`."""
         cos, sin = self._angles(self.embedding, token_positions[None])
         half = self.head_dim // 2
         if self.paired:
@@ -135,7 +128,7 @@ class LlamaWeights:
 
     @property
     def _order(self) -> Tensor | None:
-        """Index in `transformers`' query, key and value components of each local component; None if identical."""
+        """Index of each component in the order of `transformers`, if different."""
         if not self.paired:
             return None
         rotated = self.heads + self.kv_heads
@@ -165,7 +158,7 @@ class LlamaWeights:
     def _after_norm(
         self, norm: nn.Module, linears: list[nn.Module], order: Tensor | None = None
     ) -> tuple[RowFunction, RowFunction]:
-        """Return a norm and the product after it, with the gain in the cheaper of both."""
+        """Return a norm and the product after it; the cheaper contains the gain."""
         gain, eps = norm.weight, norm.variance_epsilon
         if self.dtype == torch.float32 and all(type(linear) is nn.Linear for linear in linears):
             width = len(gain)
@@ -173,7 +166,7 @@ class LlamaWeights:
         return rms_norm(self._count(unmapped(gain)), eps), self._linear(linears)
 
     def _linear(self, linears: list[nn.Module], gain: Tensor | None = None, order: Tensor | None = None) -> RowFunction:
-        """Fuse linear layers with a common input; quantized layers are called one after another."""
+        """Fuse linear layers with a common input, unless they are quantized."""
         if any(type(linear) is not nn.Linear for linear in linears):
             self._parts.extend(linears)
             if len(linears) == 1:
@@ -192,14 +185,14 @@ class LlamaWeights:
         if can_pack(weight):
             packed = PackedLinear(weight, bias)
             self._parts.append(packed)
-            return packed.forward  # bypasses module hooks, which cost more than some products
+            return packed.forward  # without module hooks, which cost more than some products
         if weight.data_ptr() != self.embedding.data_ptr():
             self._count(weight)
         return lambda rows: F.linear(rows, weight, bias)
 
 
 def unmapped(weight: Tensor) -> Tensor:
-    """Copy a memory-mapped weight if other weights are packed, so that the file can be closed."""
+    """Copy a memory-mapped weight where others are packed, so that the file can be closed."""
     return weight.clone() if is_mapped(weight) and can_pack(weight) else weight
 
 
@@ -215,12 +208,12 @@ def rms_norm(gain: Tensor, eps: float) -> RowFunction:
 
 
 def head_norm(gain: Tensor, eps: float) -> RowFunction:
-    """RMSNorm of the first heads, which have a row in `gain` `[heads, dim]`; the remaining ones (values) are unchanged."""
+    """RMSNorm of query and key heads, which have a row in `gain`; value heads are unchanged."""
     norm, count = rms_norm(gain, eps), len(gain)
     return lambda rows: torch.cat((norm(rows[:, :count]), rows[:, count:]), 1)
 
 
 def unit_norm(eps: float, device: torch.device) -> RowFunction:
-    """RMSNorm without gain and without the factor sqrt(width), both part of the next product: x / sqrt(|x|^2 + eps)."""
+    """RMSNorm without gain and factor sqrt(width), which the next product contains: x / sqrt(|x|^2 + eps)."""
     root, length = torch.tensor(math.sqrt(eps), device=device), torch.linalg.vector_norm
     return lambda rows: rows / length(rows, dim=-1, keepdim=True).hypot_(root)
