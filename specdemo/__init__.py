@@ -3,10 +3,10 @@
 Public names are imported on first access, so `import specdemo` loads neither torch nor transformers.
 
 >>> from specdemo import Recipe, generate, load_pair
->>> recipe = Recipe(method="nasd", temperature=0, max_tokens=8)
+>>> recipe = Recipe(method="nasd", temperature=0, max_tokens=5)
 >>> lines = generate(recipe, "for i in range(", load_pair("bundled", device="cpu"))
 >>> "".join(line["text"] for line in lines if "i" in line)
-'len(self.data):\\n                '
+'len(self.data'
 """
 
 from __future__ import annotations
