@@ -79,7 +79,7 @@ def load_pair(
             raise UserError(f"{changed[0]} does not apply to models in memory: omit it")
         return _in_memory_pair(target, drafter, tokenizer, drafter_tokenizer)
     if tokenizer is not None or drafter_tokenizer is not None or not isinstance(drafter, str | None):
-        raise UserError("a named target uses its own tokenizer and a named drafter: give two names or two models")
+        raise UserError("names and models in memory cannot be combined: give two names or two models")
     if target in PAIRS and drafter is None:
         names: tuple[str, str | None] = PAIRS[target].target, PAIRS[target].drafter
         settings = {"pair": target, **options}

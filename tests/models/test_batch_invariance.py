@@ -1,4 +1,4 @@
-"""The self-check: it says no where rows depend on their company, finds company that helps, and a yes is right."""
+"""Batch invariance check: detects dependent rows, finds sufficient padding, and its positive results are correct."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GREEDY, NOISE = SamplingParams(temperature=0), Noise(0, "unused when greedy")
 
 
 def disturbed(monkeypatch: pytest.MonkeyPatch, noise: Callable[[int], float]) -> None:
-    """An engine whose logits depend on the number of rows of their pass."""
+    """Make logits depend on the number of rows of the pass."""
     original = LlamaEngine.run
 
     def run(self: LlamaEngine, new: list[int], held: int, draft: Draft) -> Tensor:
@@ -59,8 +59,8 @@ def test_broken_padding_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_yes_is_right(dtype: torch.dtype) -> None:
-    """Where the check says so, speculative greedy text is plain greedy text in this dtype, for every gamma."""
+def test_positive_results_are_correct(dtype: torch.dtype) -> None:
+    """For a positive result, speculative greedy text equals AR greedy text for every gamma."""
     model, small = (
         LlamaWeights(tiny_model("llama").to(dtype)),
         LlamaWeights(blurred(tiny_model("llama"), "llama").to(dtype)),
@@ -89,7 +89,7 @@ def test_a_yes_is_right(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral-sliding"])
 def test_filling_up_a_pass_changes_no_text(kind: str) -> None:
-    """Filled passes give the same logits to rounding, at the context's end too, and leave nothing behind."""
+    """Padded passes give the same logits up to rounding, also at the context limit."""
     model = tiny_model(kind)
     filled, plain = CachedModel(model, pad=6), CachedModel(model)
     rng = random.Random(3)

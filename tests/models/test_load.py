@@ -1,4 +1,4 @@
-"""Loading: real checkpoints on disk, real quantisation, and each refusal in one clear sentence."""
+"""Loading: real checkpoints, real quantization, and a clear message for each error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What models are said to take before they are loaded, against what they take; refusals with numbers."""
+"""Estimated against actual memory, and error messages with figures."""
 
 from __future__ import annotations
 
@@ -109,16 +109,16 @@ def test_others_make_room_for_what_does_not_fit_beside_them(monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("dtype", "tied", "quantization", "heads"),
     [
-        ("float32", True, "none", 1),  # multiplied by the norm's gain, while the embeddings stay
+        ("float32", True, "none", 1),  # multiplied by the norm's gain in a copy
         ("float32", False, "none", 1),
         ("float32", True, "nf4", 1),
-        ("bfloat16", False, "none", 1),  # laid out from what was read
-        ("bfloat16", True, "none", 0),  # the embeddings stay, the head is a copy that stays too
+        ("bfloat16", False, "none", 1),  # packed from the loaded matrix
+        ("bfloat16", True, "none", 0),  # the copy of the head remains
         ("float16", True, "int8", 0),
     ],
 )
 def test_what_a_head_takes_while_it_is_laid_out(dtype: str, tied: bool, quantization: str, heads: int) -> None:
-    """Of a vocabulary like this all else is small."""
+    """A vocabulary of this size dominates."""
     shape = {"vocab_size": 60_000, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
     config = AutoConfig.for_model("llama", num_attention_heads=1, tie_word_embeddings=tied, **shape)
     planned = plan_config(ModelSpec("wide", device="cpu", dtype=dtype, quantization=quantization), config, 1)
