@@ -84,7 +84,7 @@ def imports(path: str, source: str, modules: set[str]) -> Iterator[str]:
             base = ".".join([*above, *([node.module] if node.module else [])])
             for alias in node.names:  # from specdemo.core import step: the module is step
                 inner = f"{base}.{alias.name}"
-                yield inner if inner in modules or base == "specdemo" else base
+                yield inner if any(f"{module}.".startswith(f"{inner}.") for module in modules) else base
 
 
 def violations(sources: Sources) -> list[str]:
