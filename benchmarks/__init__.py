@@ -1,1 +1,1 @@
-"""Studies and measurements cited by docs/; run by hand, not installed."""
+"""Studies cited by the documents in docs/. Run one with `python benchmarks/NAME.py` or `python -m benchmarks.NAME`."""

@@ -1,4 +1,4 @@
-"""The pair's model card: measured on held-out files, with the program itself."""
+"""Model card of the pair, measured on held-out files: writes assets/pair/README.md."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from specdemo.generate import generate
+from benchmarks.runs import traced
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
 from training import curve, objectives
@@ -23,28 +23,28 @@ GAMMAS = (1, 2, 3, 4, 5, 6)
 
 @dataclass(frozen=True)
 class Agreement:
-    """What drafting gave at one temperature and gamma: means over prompts."""
+    """Means over prompts for one temperature and gamma."""
 
     temperature: float
     gamma: int
-    alpha: float  # mean sum min(p, q) over all tested positions
+    alpha: float  # mean of sum min(p, q) over tested positions
     acceptance_rate: float  # accepted / drafted
     tokens_per_pass: float
 
 
 def prompts(corpus: Corpus, n: int) -> list[str]:
-    """The middles of held-out files, one per file: text that neither model was trained on."""
-    found = []
+    """Return `n` prompts from the middle of held-out files."""
+    texts = []
     for text in held_out_texts().values():
         tokens = corpus.tokenizer.encode(text, add_special_tokens=False)
         if len(tokens) > 4 * PROMPT_TOKENS:
             start = len(tokens) // 2
-            found.append(corpus.tokenizer.decode(tokens[start : start + PROMPT_TOKENS]))
-    return found[:n]
+            texts.append(corpus.tokenizer.decode(tokens[start : start + PROMPT_TOKENS]))
+    return texts[:n]
 
 
 def agreements(folder: Path, texts: Sequence[str], pool: ModelPool) -> list[Agreement]:
-    """Run the pair over `texts` for every gamma, greedily and at temperature 1."""
+    """Run the pair on `texts` for every gamma, at temperatures 0 and 1."""
     rows = []
     for temperature in (0.0, 1.0):
         for gamma in GAMMAS:
@@ -65,22 +65,21 @@ def agreements(folder: Path, texts: Sequence[str], pool: ModelPool) -> list[Agre
 def _run(folder: Path, text: str, pool: ModelPool, temperature: float, gamma: int) -> dict[str, Any]:
     models = {"target": str(folder / "target"), "drafter": str(folder / "drafter")}
     recipe = Recipe(temperature=temperature, top_p=1.0, gamma=gamma, max_tokens=TOKENS, device="cpu", **models)
-    *_, end = generate(recipe, text, pool)
-    return end["metrics"]
+    return traced(recipe, text, pool).metrics
 
 
 def loops(folder: Path, texts: Sequence[str], pool: ModelPool) -> int:
-    """On how many prompts 256 greedy tokens end in a loop: the last 64 repeat with a period of at most 16."""
-    found = 0
+    """Count the prompts whose 256 greedy tokens end in a loop: the last 64 have a period of at most 16."""
+    count = 0
     recipe = Recipe(target=str(folder / "target"), method="ar", temperature=0, max_tokens=256, device="cpu")
     for text in texts:
-        tokens = [token for line in generate(recipe, text, pool) if "i" in line for token in line["tokens"]][-64:]
-        found += len(tokens) == 64 and any(tokens[k:] == tokens[:-k] for k in range(1, 17))
-    return found
+        tokens = traced(recipe, text, pool).tokens[-64:]
+        count += len(tokens) == 64 and any(tokens[k:] == tokens[:-k] for k in range(1, 17))
+    return count
 
 
 def write(folder: Path, corpus: Corpus, recipe: str) -> str:
-    """Measure the pair in `folder` and write its README.md; `recipe` is the command that made it."""
+    """Measure the pair in `folder` and write its README.md; `recipe` is the training command."""
     texts = prompts(corpus, 24)
     pool = ModelPool()
     rows = agreements(folder, texts, pool)
@@ -88,9 +87,9 @@ def write(folder: Path, corpus: Corpus, recipe: str) -> str:
     target, drafter = (
         AutoModelForCausalLM.from_pretrained(folder / role, dtype=torch.float32) for role in ("target", "drafter")
     )
-    windows = len(corpus.held_out) // 2048  # all of it, in the context it is made for
+    windows = len(corpus.held_out) // 2048  # all held-out tokens
     loss = objectives.held_out_loss(target, corpus.held_out, 2048, windows)
-    own_loss = objectives.held_out_loss(drafter, corpus.held_out, 2048, windows)
+    drafter_loss = objectives.held_out_loss(drafter, corpus.held_out, 2048, windows)
     alpha, first = objectives.held_out_agreement(drafter, target, corpus.held_out, 1024, 48)
     text = CARD.format(
         sizes="\n".join(_size(role, model) for role, model in (("target", target), ("drafter", drafter))),
@@ -99,7 +98,7 @@ def write(folder: Path, corpus: Corpus, recipe: str) -> str:
         files=len(corpus.held_out_files),
         recipe=recipe,
         loss=loss,
-        own_loss=own_loss,
+        drafter_loss=drafter_loss,
         alpha=alpha,
         first=first,
         rows="\n".join(
@@ -134,37 +133,36 @@ tags: [code, python, speculative-decoding]
 ---
 # The bundled pair
 
-Two small Llama models that continue Python source, made for one purpose: to show speculative decoding at work on any
-machine. The drafter is distilled from the target. Both load with plain `AutoModelForCausalLM.from_pretrained`.
+Two small Llama models that continue Python source, trained to demonstrate speculative decoding on any machine. The
+drafter is distilled from the target. Both load with `AutoModelForCausalLM.from_pretrained`.
 
 | model | layers | width | inner width | heads / KV heads | parameters |
 |---|---|---|---|---|---|
 {sizes}
 
-One byte-level BPE tokenizer of 4,096 entries for both, tied embeddings, RoPE with a context of 2,048, float16.
+Both share a byte-level BPE tokenizer of 4,096 entries; tied embeddings, RoPE with a context of 2,048, float16.
 
 ## Data
 
-The standard library of CPython, tests included, as it lies on any machine with Python; generated tables and files over
-400 kB left out. {train:,} tokens to train on, {held:,} in {files} whole files held out. The text is under the PSF
-licence; no other text was used.
+The standard library of CPython, including tests, without generated tables and files over 400 kB. {train:,} tokens for
+training, {held:,} in {files} complete files held out. The text is under the PSF licence; no other text was used.
 
 ## Recipe
 
 `{recipe}`, in five stages.
 
-1. Target: Muon for the layers' matrices, AdamW for the rest, windows of 256 tokens first and of 2,048 at the end, a
-   constant and then linearly falling learning rate.
-2. Polish: the unlikelihood of going on with a loop in the target's own greedy continuations, held close to what it was
-   by KL, and averaged with what it was, four to one. It makes loops rarer at temperature 0 and costs some loss.
-3. Curve: drafters of several shapes learn side by side for a short while, to see which is worth its cost.
-4. Drafter: from the target's logits, KL(p || q) plus the rejection rate itself, 1 - sum min(p, q).
+1. Target: Muon for the matrices of the layers, AdamW for all other parameters; windows of 256 tokens, finally 2,048;
+   constant, then linearly decreasing learning rate.
+2. Polish: unlikelihood of continuing loops in greedy continuations, plus KL to the original target; the weights are
+   then averaged with the original ones, four to one. Loops at temperature 0 become rarer at the cost of some loss.
+3. Curve: drafters of several shapes are trained in parallel for a short time, to compare acceptance with cost.
+4. Drafter: KL(p || q) on the target's logits plus three times the rejection rate 1 - sum min(p, q).
 5. Card: the figures below.
 
 ## Which drafter
 
-Held-out alpha (mean sum min(p, q), temperature 1) and c (its pass in passes of the target, in the program's engine,
-float32 on a 2-core CPU) after the same short training; Theorem 3.8 at the best gamma. {chosen} was chosen and trained
+Held-out alpha (mean sum min(p, q), temperature 1) and c (cost of a pass in target passes, in the engine of specdemo,
+float32 on a 2-core CPU) after the same short training; Theorem 3.8 for the best gamma. {chosen} was chosen and trained
 further.
 
 {curve}
@@ -174,23 +172,23 @@ further.
 | | |
 |---|---|
 | target, nats per token (windows of 2,048) | {loss:.3f} |
-| drafter, nats per token | {own_loss:.3f} |
-| mean sum min(p, q) at temperature 1, on the files' own text | {alpha:.3f} |
-| first choices agree, on the files' own text | {first:.3f} |
+| drafter, nats per token | {drafter_loss:.3f} |
+| mean sum min(p, q) at temperature 1, on the text of the files | {alpha:.3f} |
+| first choices agree, on the text of the files | {first:.3f} |
 | greedy continuations of 256 tokens that end in a loop | {looping} of {prompts} |
 
-Generating with the program itself, {prompts} prompts of {prompt_tokens} tokens from the middle of held-out files,
+Generated by specdemo: {prompts} prompts of {prompt_tokens} tokens from the middle of held-out files,
 {tokens} new tokens each. alpha is the mean of sum min(p, q) over all tested positions.
 
 | temperature | gamma | alpha | accepted / drafted | tokens per target pass |
 |---|---|---|---|---|
 {rows}
 
-## What it cannot do
+## Limitations
 
-It knows the look of Python, not its meaning: names, indentation and docstrings read well, but the code does nothing
-useful, facts are made up, and it speaks no language but English docstrings. It writes best at temperature 0.5 with
-top-p 0.95, the program's defaults; at temperature 0 some texts end in a loop, which flatters n-gram drafting. It is
-far too small to judge speculative decoding of large models by: its absolute speeds mean nothing elsewhere, its ratios
-only where drafter and target relate alike.
+The models imitate the style of Python: names, indentation and docstrings are plausible, but the code is not useful and
+facts are invented. The only natural language is that of English docstrings. The best settings are temperature 0.5 and
+top-p 0.95, the defaults of specdemo; at temperature 0 some texts end in a loop, which favours n-gram drafting. The
+models are too small for conclusions about large models: absolute speeds do not transfer, and ratios only to pairs with
+a similar relation of drafter and target.
 """

@@ -148,7 +148,7 @@ def test_names_and_models_that_do_not_fit(
         assert sentence in capsys.readouterr().err.splitlines()[-1]
     assert main(["run", PROMPT, "--target", target, "--drafter", stranger, "--universal", "--max-tokens", "9"]) == 0
     assert main(["preflight", "--target", target, "--drafter", stranger, "--universal", "--kind", "code"]) == 2
-    assert "these models have two" in capsys.readouterr().err.splitlines()[-1]
+    assert "share a vocabulary" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_ctrl_c_ends_the_trace(

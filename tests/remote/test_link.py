@@ -7,8 +7,6 @@ from typing import Any
 import httpcore
 import pytest
 
-from benchmarks.cloud import Rounds
-from benchmarks.link import Cell, gamma_for
 from specdemo.core.theory import best_gamma, best_gamma_over, speedup_over, walltime_improvement
 from specdemo.remote.link import LinkEmulation, MeteredNetwork
 
@@ -110,33 +108,3 @@ def test_closed_forms_with_a_round_trip() -> None:
             for r, gamma in zip((0.0, 0.5, 1.0, 4.0, 16.0), best, strict=True):
                 assert speedup_over(alpha, gamma, c, r) >= max(speedup_over(alpha, g, c, r) for g in range(65))
     assert speedup_over(0.8, 4, 0.1, 2.0, v=1.2) == pytest.approx((1 - 0.8**5) / 0.2 / (1.2 + 0.4 + 2.0))
-
-
-def some(round_s: float, drafted: tuple[int, ...] = (4,) * 10, beta: float = 1.0, tokens: int = 50) -> Rounds:
-    """Rounds of this length, a tenth of their time spent at the edge."""
-    whole = round_s * len(drafted)
-    return Rounds(tokens, drafted, (beta,) * sum(drafted), 0.1 * whole, 0.7 * whole, 0.2 * whole, 0.0, 0, 0, 0)
-
-
-def test_a_link_that_adds_its_round_trip_and_no_more_is_foretold_exactly() -> None:
-    """Two disturbed runs of seven change nothing."""
-    here, far = [some(0.01)] * 5 + [some(0.5)] * 2, [some(3.0)] * 2 + [some(0.04)] * 5
-    found = Cell(0.03, here, far).record()
-    assert found["s_net"] == pytest.approx(125) and found["foretold"] == pytest.approx(125)
-    assert found["measured"] == pytest.approx(125) and found["rounds"] == 70
-    slow = Cell(0.03, here, [some(0.05)] * 3).record()
-    assert slow["measured"] / slow["s_net"] == pytest.approx(0.8)
-
-
-def test_lengths_that_vary_are_foretold_one_by_one() -> None:
-    """E[tokens] of 1 and of 3 drafted at alpha 0.5 are 1.5 and 1.875; of the mean length it would be 1.75."""
-    found = Cell(0.0, [some(0.01)], [some(0.01, (1, 3), 0.5, 3)]).record()
-    assert found["gamma"] == 2 and found["s_net"] == pytest.approx((1.5 + 1.875) / 2 / 0.01)
-
-
-def test_the_closed_forms_length_grows_with_the_round_trip() -> None:
-    """Of rounds as above a drafted token costs 0.025 of a round, and a plain step is a round but for the rest."""
-    four = some(0.01, beta=0.7)
-    lengths = [gamma_for(rtt_s, 0.007, four) for rtt_s in (0.0, 0.01, 0.1)]
-    assert lengths == [best_gamma_over(0.7, 1 / 28, (rtt_s + 0.002) / 0.007, 24) for rtt_s in (0.0, 0.01, 0.1)]
-    assert lengths == sorted(lengths) and lengths[0] < lengths[-1]
