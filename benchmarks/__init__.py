@@ -1,1 +1,1 @@
-"""Studies cited by the documents in docs/. Run one with `python benchmarks/NAME.py` or `python -m benchmarks.NAME`."""
+"""Studies cited by the documents in docs/. Run: `python benchmarks/NAME.py` or `python -m benchmarks.NAME`."""

@@ -27,7 +27,7 @@ from specdemo.recipe import Recipe
 
 SIZES = (1_000, 10_000, 100_000)
 NEW_TOKENS = 1_000  # timed
-READ_ONLY = DraftBudget(0, Fixed(1))  # the drafter reads the text without drafting
+READ_ONLY = DraftBudget(0, Fixed(1))  # update without drafting
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "nasd": lambda: NGramDrafter(4, "multi", 3),
     "nasd, one level": lambda: NGramDrafter(4, "one", 1),
@@ -38,7 +38,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 
 @dataclass(frozen=True)
 class DraftingCost:
-    """Cost of one drafter for one length of history."""
+    """Cost of a drafter for a length of history."""
 
     drafter: str
     history: int

@@ -18,7 +18,7 @@ from schemathesis.generation import GenerationMode
 
 VOCABULARY = int(os.environ["SPECDEMO_VOCABULARY"])
 RULES = ("rejection", "match", "coupled", "top1", "ratio", "threshold", "typical")
-FLAT = base64.b64encode(b"\x00\x00\x80\x3f" * VOCABULARY).decode()  # row of ones, little-endian float32
+FLAT = base64.b64encode(b"\x00\x00\x80\x3f" * VOCABULARY).decode()  # row of 1.0, little-endian float32
 MAX_TOKENS = 64  # of a text, for many requests per second
 turns = count()
 
@@ -60,7 +60,7 @@ def unpacked(context: Any, response: Any) -> Any:
 
 @schemathesis.hook
 def before_call(context: Any, case: Any, kwargs: dict[str, Any]) -> None:
-    """Correct every second valid body; invalid ones are sent unchanged."""
+    """Correct every second valid body; invalid bodies are unchanged."""
     turn = next(turns)
     if turn % 2 or case.meta is None or case.meta.generation.mode is not GenerationMode.POSITIVE:
         return

@@ -1,7 +1,7 @@
 """Saved cloud calls and lost quality by threshold of a gate: table `gates` in docs/edge-cloud.md.
 
 `python -m benchmarks.gates --max-tokens 32 --prompts 12 --write`. Thresholds are percentiles of each signal over the
-draft tokens of one half of the prompts (the practice guide uses the 80th of the NLL); figures are measured on the other
+draft tokens of half of the prompts (the practice guide uses the 80th of the NLL); figures are measured on the other
 half. Saved calls are relative to verifying every draft. Agreement is the share of tokens that are the target's first
 choice; beta is the mean of sum min(p, q), 1 for tokens verified by the target.
 """
@@ -154,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gamma", type=int, default=4)
     parser.add_argument("--ratio", type=float, default=0.3, help="share of hard tokens that requires a call")
     parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--prompts", type=int, default=24, help="prompts of class code, half of them held out")
+    parser.add_argument("--prompts", type=int, default=24, help="prompts of class code, half for calibration")
     return run_study(study, parser, arguments)
 
 

@@ -1,8 +1,8 @@
 """Greedy search for the layers that self-speculation can skip, cited in README.md.
 
-`python -m benchmarks.layer_search`. Layers are removed one by one, each time the layer with the smallest loss of
-agreement with the complete model on a few texts. Draft & Verify (2309.08168) searches the same sets with Bayesian
-optimisation; one pass per candidate suffices for small models.
+`python -m benchmarks.layer_search`. Each iteration removes the layer with the smallest loss of agreement
+with the complete model on a few texts. Draft & Verify (2309.08168) searches the same sets with Bayesian
+optimisation; for small models a pass per candidate is affordable.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class LayerSubset:
 
 
 def search(target: LoadedModel, texts: Sequence[str], max_tokens: int = 128) -> Iterator[LayerSubset]:
-    """Yield a result per number of skipped layers, from one to all but one."""
+    """Yield the best set for 1, 2, ... skipped layers."""
     model, count = target.model, layer_count(target.model)
     ids = [target.tokenizer.encode(text)[:max_tokens] for text in texts]
     target_probs = [_distributions(model, tokens) for tokens in ids]
@@ -85,7 +85,7 @@ def study(options: argparse.Namespace) -> None:
     subsets, progress = [], Progress()
     for subset in search(ModelPool().take(recipe.target_spec), texts):
         subsets.append(subset)
-        progress.show(f"{len(subset.skipped)} layers skipped: Theorem 3.8 gives {subset.speedup:.2f}")
+        progress.show(f"{len(subset.skipped)} layers skipped: Theorem 3.8: {subset.speedup:.2f}")
     progress.over()
     if not subsets:
         raise UserError(f"{recipe.models[0]} has too few layers for self-speculation: choose a deeper model")

@@ -2,9 +2,9 @@
 
 `OMP_NUM_THREADS=1 python -m benchmarks.link --write`. Two processes over loopback with an emulated delay.
 
-A step takes gamma draft tokens, one target pass, one RTT and the overhead of HTTP and two Python processes:
+A step takes gamma draft tokens, a target pass, an RTT and the overhead of HTTP and two Python processes:
 S_net = E[tokens] / (v + gamma c + r + o) AR steps, r = RTT / T_target. All terms but r are measured without a delay,
-with steps as far apart in time as on the emulated link, because an idle processor starts slowly. The two runs of a pair
+with the same idle time between steps as on the link, because an idle processor starts slowly. The two runs of a pair
 alternate; times are medians over the pairs.
 """
 
@@ -44,7 +44,7 @@ COLUMNS = {
 
 @dataclass
 class LinkRuns:
-    """Runs for one RTT and draft length: without and with the emulated delay."""
+    """Runs for an RTT and draft length, without and with the emulated delay."""
 
     rtt_s: float
     local: list[StepTotals] = field(default_factory=list)
@@ -81,7 +81,7 @@ def gamma_for(rtt_s: float, ar_step_s: float, four: StepTotals) -> int:
 def speeds(
     base: Recipe, prompts: Sequence[Prompt], pool: ModelPool, rtts_ms: Sequence[float], repeat: int
 ) -> Iterator[dict[str, Any]]:
-    """Measure every RTT and draft length `repeat` times, on one prompt each, and yield a record for each."""
+    """Measure every RTT and draft length `repeat` times, on a prompt each, and yield a record for each."""
     assert base.cloud is not None
     ar = step_totals(replace(base, method="ar"), prompts, pool)
     ar_step_s = ar.cloud_s / ar.steps

@@ -1,8 +1,8 @@
 """Planned and measured memory of models: table `memory` in docs/models.md.
 
-`OMP_NUM_THREADS=1 python -m benchmarks.memory --write`. Each case runs in its own process: a tiny model of the same
+`OMP_NUM_THREADS=1 python -m benchmarks.memory --write`. Each case runs in a new process: a tiny model of the same
 form warms up the libraries, then the measured model is loaded and continues a long prompt. Measured is anonymous memory
-plus mapped weight files (on an accelerator: tensors); the page cache does not count. Models other than the bundled ones
+plus mapped weight files (on an accelerator: tensors); the page cache does not count. Models other than the bundled pair
 have random weights.
 """
 
@@ -167,7 +167,7 @@ def used_bytes(device: torch.device, mapped: bool = True) -> int:
 def peak_bytes(device: torch.device, files: bool = True) -> Iterator[list[int]]:
     """Yield a list with the peak of used bytes without mapped files, filled on exit.
 
-    If no `files` are mapped meanwhile, Linux' own peak is used, since sampling misses short peaks.
+    If no `files` are mapped meanwhile, the peak of Linux is used, since sampling misses short peaks.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -1,7 +1,7 @@
 """Edge only, cloud only and speculative decoding: table `modes` in docs/edge-cloud.md.
 
 `OMP_NUM_THREADS=1 python -m benchmarks.modes --prompts 6 --max-tokens 64 --write`. Every mode decodes the same prompts
-in its own process, to separate the memory peaks; the cloud is another process. The speed-up is the ratio of the median
+in a new process, to separate the memory peaks; the cloud is another process. The speed-up is the ratio of the median
 total times, relative to `cloud_only` (practice guide, section 9).
 """
 
@@ -36,7 +36,7 @@ COLUMNS = {
 
 
 def measure(mode: str, url: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Decode all prompts in one mode, after a warm-up run of the first, and return the figures."""
+    """Decode all prompts in `mode`, after a warm-up run of the first, and return the figures."""
     link = CloudConfig(url, mode=mode, encoding="msgpack", rtt_ms=options.rtt_ms, deadline_ms=5000)
     recipe = Recipe(
         temperature=options.temperature, top_p=1.0, gamma=options.gamma, max_tokens=options.max_tokens, cloud=link
@@ -65,7 +65,7 @@ def measure(mode: str, url: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def study(options: argparse.Namespace) -> None:
-    """Start one process per mode and publish the table."""
+    """Start a process per mode and publish the table."""
     if options.only:
         print(json.dumps(measure(*options.only, options)))
         return

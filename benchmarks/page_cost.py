@@ -131,7 +131,7 @@ def run_in_terminal(demo: Any, engine: RecordingEngine, pool: ModelPool, recipe:
 
 
 def read_frames(url: str, settings: str) -> None:
-    """Press Run and read the stream without rendering; runs in its own process at the lowest priority."""
+    """Press Run and read the stream without rendering; runs in a process of the lowest priority."""
     os.nice(19)
     with urlopen(f"{url}config") as response:
         config = json.load(response)

@@ -107,7 +107,7 @@ def measure(page: Page, devtools: Any, player: TracePlayer) -> dict[str, Any]:
 
 
 def study(options: argparse.Namespace) -> None:
-    """Measure several runs in one tab and publish the table."""
+    """Measure several runs in a tab and publish the table."""
     player, records, progress = TracePlayer(options.tokens, options.rate), [], Progress()
     with served(ModelPool(), engine=player) as demo, chromium() as opened:
         page = opened.new_page(viewport={"width": 1280, "height": 900})

@@ -29,7 +29,7 @@ Model = LlamaWeights | PreTrainedModel
 
 
 def step_seconds(models: Sequence[Model], repeats: int = 60, length: int = 200) -> list[float]:
-    """Return the median seconds of a pass over one row for each model."""
+    """Return the median seconds of a single-row pass for each model."""
     caches = [CachedModel(model) for model in models]
     length = min(length, *(cache.context - repeats for cache in caches))
     text = _text(caches, length + repeats)

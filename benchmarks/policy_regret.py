@@ -119,7 +119,7 @@ def replay_speed(recorded: RecordedAcceptance, costs: CostModel, policy: DraftLe
 
 @dataclass(frozen=True)
 class Regret:
-    """A policy on one class of texts; speeds are means over texts, relative to AR decoding."""
+    """A policy on a class of texts; speeds are means over texts, relative to AR decoding."""
 
     kind: str
     recipe: Recipe

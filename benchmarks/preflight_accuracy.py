@@ -41,7 +41,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """Estimated and measured speed-up of a recipe over AR decoding on one class of prompts."""
+    """Estimated and measured speed-up of a recipe over AR decoding on a class of prompts."""
 
     kind: str
     recipe: Recipe
@@ -80,7 +80,7 @@ def compare(
 
 
 def record_texts(recipe: Recipe, pool: ModelPool, path: Path = CONTINUATION_FILE) -> None:
-    """Replace the continuations in `path` by those of the recipe's target."""
+    """Replace the continuations in `path` by texts of the recipe's target."""
     classes: dict[str, list[dict[str, Any]]] = json.loads(path.read_text("utf-8"))
     for entries in classes.values():
         for seed, entry in enumerate(entries):
@@ -91,7 +91,7 @@ def record_texts(recipe: Recipe, pool: ModelPool, path: Path = CONTINUATION_FILE
 
 
 def study(options: argparse.Namespace) -> None:
-    """Estimate, measure and publish the table; then print the advice for a target that is its own drafter."""
+    """Estimate, measure and publish the table; then print the advice for the target as drafter."""
     common = {name: value for name, value in given(options).items() if name not in ("method", "temperature")}
     common["top_p"] = 1.0
     pool = ModelPool()
@@ -113,7 +113,7 @@ def study(options: argparse.Namespace) -> None:
     publish(options, "preflight_accuracy", COLUMNS, [comparison.record() for comparison in comparisons])
     target = recipes[0].models[0]
     itself = Recipe(**{**common, "pair": None, "target": target, "drafter": target}, temperature=options.temperature[0])
-    print(f"the target as its own drafter: {preflight(itself, texts_for(itself, kinds[:1]), pool).advice}")
+    print(f"the target as drafter: {preflight(itself, texts_for(itself, kinds[:1]), pool).advice}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kind", nargs="+", default=[], help="classes of prompts (default: all)")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--repeat", type=int, default=1, metavar="N", help="runs per prompt, with different seeds")
-    prompts = "measured prompts per class: the bundled ones, then prefixes of them (default: the bundled ones)"
+    prompts = "measured prompts per class: bundled prompts, then their prefixes (default: bundled prompts)"
     parser.add_argument("--prompts", type=int, metavar="N", help=prompts)
     parser.add_argument("--record-texts", action="store_true", help="replace the recorded texts of the target")
     return run_study(study, parser, arguments)

@@ -38,7 +38,7 @@ class Film:
         self.durations_ms: list[int] = []
 
     def take(self, duration_ms: int = TICK_MS) -> None:
-        """Add a screenshot; an unchanged one extends the previous frame."""
+        """Add a screenshot; an unchanged screenshot extends the previous frame."""
         picture = Image.open(io.BytesIO(self._page.screenshot())).convert("RGB")
         size = (round(WIDTH * self._scale), round(HEIGHT * self._scale))
         picture = picture.resize(size, Image.Resampling.LANCZOS)
@@ -62,7 +62,7 @@ def record(page: Page, film: Film) -> None:
     set_number(page, "temperature", 0.7)
     page.get_by_role("button", name="Rule").click()
     page.locator("#rule input").click()
-    page.get_by_role("option", name="coupled:").click()  # gives both lanes the same text
+    page.get_by_role("option", name="coupled:").click()  # same text in both lanes
     page.get_by_role("button", name="Rule").click()
     page.locator("#compare input").check()
     run(page, PROMPT)  # warm-up

@@ -1,4 +1,4 @@
-"""Runs measured by the studies: complete traces, the cloud service in its own process, totals over steps."""
+"""Runs measured by the studies: complete traces, the cloud service in another process, totals over steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Load test of the cloud service with many edges, cited in docs/edge-cloud.md ("32 edges at one cloud").
+"""Load test of the cloud service with many edges, cited in docs/edge-cloud.md .
 
 `OMP_NUM_THREADS=1 python -m benchmarks.soak`. Two processes over loopback. Each edge decodes greedy texts drafted by
 prompt lookup, which is almost free, and compares them with local AR decoding to detect mixed-up contexts. Latencies are
@@ -33,7 +33,6 @@ class Tallies:
         self.texts = self.wrong = self.failed = self.requests = 0
 
     def add(self, trace: Trace, expected: Sequence[int]) -> None:
-        """Add one text."""
         with self._lock:
             self.latencies += [step["verify_s"] for step in trace.steps[1:]]
             self.requests += int(sum(step["remote"]["sent"] for step in trace.steps))

@@ -1,9 +1,8 @@
 """Estimate the speed-up of a recipe without generating: acceptance from recorded texts, costs from a few timed steps.
 
-A step may start at any token of a text; its expected number of committed tokens follows from beta = sum min(p, q)
-(2211.17192, Definition 3.3) at the following positions, so clustered acceptance is included. For greedy decoding only
-positions count at which the text continues with the target's choice. The target's own texts give the best estimate,
-because they repeat themselves like new output will; n-gram methods look far worse on any other text.
+A step may start at any token of a text; its expected tokens follow from beta = sum min(p, q) at the next positions
+(2211.17192, Definition 3.3). For greedy decoding, only positions at which the text
+continues with the target's choice count. Texts written by the target give the best estimates.
 """
 
 from __future__ import annotations
@@ -34,37 +33,35 @@ from specdemo.pipeline import Pipeline, build_pipeline
 from specdemo.prompts import Prompt, load_prompts, load_written
 from specdemo.recipe import Recipe
 
-# Two strategies: compare the distributions of two models, or replay a deterministic drafter on the text.
+# Strategies: compare the distributions of two models, or replay a deterministic drafter on the text.
 MODEL_METHODS, STORE_METHODS = ("draft", "self"), ("nasd", "suffix", "lookup")
 MAX_GAMMA = 8
 MAX_TEXT_TOKENS = 512
 WORTHWHILE_SPEEDUP = 1.03
 EXPENSIVE_DRAFT = 0.3  # value of c
-BASELINE_RUNS = 5  # consecutive AR steps: an AR step right after a draft is slower, since CPU caches are cold
+BASELINE_RUNS = 5  # consecutive AR steps; CPU caches are cold after a draft
 WARMUP_RUNS = 2  # the first of these, not counted
 
 TimedText = tuple[Sequence[int], int]  # tokens and length of the prompt
 
 
 class StepOutlook(NamedTuple):
-    """Outlook of a step that starts at one position of a text."""
+    """Outlook of a step from a position of a text."""
 
-    acceptance: list[float]  # probability of each draft token, given that its predecessors were accepted
-    counts: bool  # False if greedy decoding would not reach this position
+    acceptance: list[float]  # of each draft token after its predecessors
+    counts: bool  # False if greedy decoding does not reach it
 
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Measured costs of drafting and verification."""
-
     ar_s: float  # seconds of an AR step
     c: float  # cost of a draft token, in AR steps
-    v: tuple[float, ...]  # costs of passes over 1, 2, ... rows, in AR steps
+    v: tuple[float, ...]  # cost of a pass over 1, 2, ... rows, in AR steps
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Medians over the texts for drafts of `gamma` tokens, with the 95 % interval of the speed-up."""
+    """Medians over the texts, with the 95 % interval of the speed-up."""
 
     gamma: int
     tokens_per_pass: float
@@ -75,8 +72,6 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Preflight:
-    """Expected acceptance, costs and speed-up of a recipe."""
-
     recipe: Recipe
     alpha: float  # mean of sum min(p, q) at the first draft position
     c: float  # cost of a draft token, in AR passes
@@ -87,16 +82,16 @@ class Preflight:
 
     @property
     def best(self) -> Estimate:
-        """The estimate with the highest speed-up."""
+        """Estimate with the highest speed-up."""
         return max(self.estimates, key=lambda estimate: estimate.speedup)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all fields and the advice as JSON values."""
+        """Return fields and advice as JSON values."""
         return {**json.loads(json.dumps(asdict(self))), "advice": self.advice}
 
     @property
     def advice(self) -> str:
-        """A recommendation in one sentence."""
+        """A recommendation."""
         best = self.best
         if best.speedup < WORTHWHILE_SPEEDUP:
             cause = "drafting costs too much" if self.c > EXPENSIVE_DRAFT else "too few tokens would be accepted"
@@ -106,7 +101,7 @@ class Preflight:
 
 
 def preflight(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool) -> Preflight:
-    """Estimate `recipe` for drafts of 1 to `MAX_GAMMA` tokens. Raises `UserError` for unsupported methods or models."""
+    """Estimate `recipe` for drafts of 1 to `MAX_GAMMA` tokens. Raises `UserError` if unsupported."""
     if recipe.method not in MODEL_METHODS + STORE_METHODS:
         supported = ", ".join(MODEL_METHODS + STORE_METHODS)
         raise UserError(f"preflight supports the methods {supported}, not {recipe.method}: run or bench it")
@@ -115,7 +110,7 @@ def preflight(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool) -> Pre
     texts = usable_texts(target, prompts, recipe.max_tokens, pipeline.context)
     costs = measure_costs(lambda: build_pipeline(recipe, target, drafter), texts, MAX_GAMMA)
     v = dict(enumerate(costs.v, 1))
-    outlooks: list[tuple[list[StepOutlook], float]] = []  # of each text, with the cost of its prompt
+    outlooks: list[tuple[list[StepOutlook], float]] = []  # per text, with the cost of its prompt
     for tokens, start in texts:
         fresh = build_pipeline(recipe, target, drafter)
         opening = prompt_cost(fresh, (tokens, start), costs)
@@ -123,7 +118,7 @@ def preflight(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool) -> Pre
         if any(step.counts for step in steps):
             outlooks.append((steps, opening))
     if not outlooks:
-        raise UserError("greedy decoding reproduces none of these texts: provide other texts or a temperature above 0")
+        raise UserError("greedy decoding does not reproduce these texts: provide other texts or raise the temperature")
     first_betas = [step.acceptance[0] for steps, _ in outlooks for step in steps if step.counts and step.acceptance]
     estimates = []
     for gamma in range(1, MAX_GAMMA + 1):
@@ -132,7 +127,7 @@ def preflight(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool) -> Pre
         medians = statistics.median(tokens_per_pass), statistics.median(speedups)
         estimates.append(Estimate(gamma, *medians, *interval(speedups)))
     first, _ = texts[0]
-    pipeline.verifier.verify(first, Draft())  # fills the KV cache, whose size is measured
+    pipeline.verifier.verify(first, Draft())  # fill the KV cache
     return Preflight(
         recipe,
         statistics.mean(first_betas),
@@ -145,7 +140,7 @@ def preflight(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool) -> Pre
 
 
 def load_comparable(recipe: Recipe, pool: ModelPool) -> tuple[LoadedModel, LoadedModel | None, Pipeline]:
-    """Return the models and a pipeline. Raises `UserError` if their distributions on a text cannot be compared."""
+    """Return target, drafter and pipeline. Raises `UserError` if their distributions are not comparable."""
     if recipe.encoder or pool.take(recipe.target_spec).encoder:
         raise UserError("preflight does not support encoder-decoders: run or bench the recipe")
     target = pool.take(recipe.target_spec)
@@ -157,14 +152,14 @@ def load_comparable(recipe: Recipe, pool: ModelPool) -> tuple[LoadedModel, Loade
 
 
 def texts_for(recipe: Recipe, kinds: Sequence[str] = ()) -> list[Prompt]:
-    """Return recorded texts of the bundled target, or the bundled prompts for other targets."""
+    """Return texts recorded from the bundled target, for other targets bundled prompts."""
     if recipe.models[0] == PAIRS["bundled"].target:
         return load_written(recipe.temperature, kinds)
     return load_prompts(kinds=kinds)
 
 
 def usable_texts(target: LoadedModel, prompts: Sequence[Prompt], length: int, context: int) -> list[TimedText]:
-    """Encode the texts that are long enough for a draft, cut to the context. Raises `UserError` if there are none."""
+    """Encode and cut the texts; raise `UserError` if all are too short."""
     texts = [encode_text(target, prompt, length) for prompt in prompts]
     texts = [(tokens[: context - MAX_GAMMA], start) for tokens, start in texts]
     texts = [(tokens, start) for tokens, start in texts if len(tokens) - start > MAX_GAMMA]
@@ -174,7 +169,7 @@ def usable_texts(target: LoadedModel, prompts: Sequence[Prompt], length: int, co
 
 
 def encode_text(target: LoadedModel, prompt: Prompt, length: int) -> tuple[list[int], int]:
-    """Return the tokens of a text and the length of its prompt: 1 if the prompt is the text itself."""
+    """Return the tokens of a text and the length of its prompt (1 without a recorded continuation)."""
     tokens = target.tokenizer.encode(prompt.text)[:MAX_TEXT_TOKENS]
     if not prompt.written:
         return tokens, 1 if len(tokens) > 2 * MAX_GAMMA else len(tokens)
@@ -188,7 +183,6 @@ def distributions(cached: CachedModel, tokens: Sequence[int], sampling: Sampling
 
 
 def step_outlooks(tokens: Sequence[int], start: int, pipeline: Pipeline, sampling: SamplingParams) -> list[StepOutlook]:
-    """Return the outlook of a step at each position from `start` on that is followed by `MAX_GAMMA` tokens."""
     p = distributions(pipeline.caches[0], tokens, sampling)
     predicted = (p.argmax(-1)[:-1] == torch.tensor(tokens[1:], device=p.device)).tolist()
     counts = [hit or sampling.temperature > 0 for hit in predicted]
@@ -199,7 +193,7 @@ def step_outlooks(tokens: Sequence[int], start: int, pipeline: Pipeline, samplin
     outlooks = []
     for i in positions:
         draft = pipeline.drafter.propose(tokens[: i + 1], DraftBudget(MAX_GAMMA, Fixed(MAX_GAMMA))).tokens
-        acceptance = [0.0] * len(draft)  # unknown after the first token that differs from the text
+        acceptance = [0.0] * len(draft)  # 0 after the first difference from the text
         for k, token in enumerate(draft, i):
             acceptance[k - i] = float(p[k, token])
             if token != tokens[k + 1]:
@@ -211,15 +205,14 @@ def step_outlooks(tokens: Sequence[int], start: int, pipeline: Pipeline, samplin
 def expected_speedup(
     outlooks: Sequence[StepOutlook], gamma: int, c: float, v: dict[int, float], opening: float = 0.0
 ) -> tuple[float, float]:
-    """Return tokens per pass and speed-up, weighting each position by the probability that a step starts there.
+    """Return tokens per pass and speed-up without the prefill; drafts end with the text.
 
-    The prefill is excluded and the last drafts are limited by the end of the text. `opening` is the cost of reading
-    the prompt with the drafter, in AR passes.
+    `opening` is the cost of reading the prompt with the drafter, in AR passes.
     """
     reach = [0.0, 1.0, *[0.0] * len(outlooks)]  # probability that a step starts at each position
     steps, tokens, cost = 0.0, 0.0, opening
     for i, (acceptance, counts) in enumerate(outlooks[:-1]):
-        draft = acceptance[: min(gamma, len(outlooks) - i - 2)]  # the target adds one more token
+        draft = acceptance[: min(gamma, len(outlooks) - i - 2)]  # the target adds a token
         path, expected = 1.0, 1.0
         for k, beta in enumerate(draft):
             reach[i + k + 1] += reach[i] * path * (1 - beta)
@@ -242,7 +235,7 @@ def measure_costs(
 ) -> StepCosts:
     """Measure drafts of up to `longest` tokens: medians over `repeats` steps of every length.
 
-    Each text starts with a new pipeline and must have space for two steps. A drafter without proposals has c = 0.
+    A drafter without proposals has c = 0.
     """
     verify_s: list[list[float]] = [[] for _ in range(longest + 1)]
     token_s: list[float] = []
@@ -265,7 +258,7 @@ def measure_costs(
 def prompt_cost(
     pipeline: Pipeline, text: TimedText, costs: StepCosts, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Return the cost of reading a prompt with a new drafter, in AR steps."""
+    """Return the drafter's cost of reading a prompt, in AR steps."""
     tokens, start = text
     began = clock()
     draft = pipeline.drafter.propose(tokens[:start], DraftBudget(1, Fixed(1)))
@@ -275,7 +268,7 @@ def prompt_cost(
 def _timed_steps(
     pipeline: Pipeline, text: Sequence[int], start: int, lengths: Iterator[int], clock: Callable[[], float]
 ) -> Iterator[tuple[int, float, float, int]]:
-    """Yield requested draft length, seconds of drafting and of verification, and drafted tokens of each step."""
+    """Yield requested length, seconds of drafting and verification, and drafted tokens of each step."""
     pipeline.verifier.verify(text[:start], Draft())  # prefill
     position = start + 1
     while position < len(text):
@@ -283,7 +276,7 @@ def _timed_steps(
         began = clock()
         draft = pipeline.drafter.propose(text[:position], DraftBudget(gamma, Fixed(gamma))) if gamma else Draft()
         draft_s, drafted = clock() - began, len(draft)
-        if drafted < gamma:  # verify the requested number of rows in any case
+        if drafted < gamma:  # keep the number of rows
             draft = Draft.chain(((text[position] + 1) % pipeline.caches[0].vocab_size,) * gamma)
         began = clock()
         pipeline.verifier.verify(text[:position], draft)

@@ -27,13 +27,13 @@ class Prompt:
 
 
 def load_prompts(path: Path = PROMPT_FILE, kinds: Sequence[str] = ()) -> list[Prompt]:
-    """Return the bundled prompts of the classes `kinds` (default: all). Raises `UserError` for unknown classes."""
+    """Return the bundled prompts of the classes `kinds` (default: all)."""
     classes = _read_classes(path, kinds)
     return [Prompt(kind, f"{kind} {i}", text) for kind, texts in classes.items() for i, text in enumerate(texts, 1)]
 
 
 def load_written(temperature: float, kinds: Sequence[str] = (), path: Path = CONTINUATION_FILE) -> list[Prompt]:
-    """Return prompts with the target's continuations at the nearest recorded temperature."""
+    """Return prompts with continuations at the nearest recorded temperature."""
     nearest = min(RECORDED_TEMPERATURES, key=lambda recorded: abs(recorded - temperature))
     return [
         Prompt(kind, f"{kind} text {i}", entry["prompt"], entry[f"{nearest:g}"])

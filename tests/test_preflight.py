@@ -147,7 +147,7 @@ def test_estimates_are_compared_with_measurements(folder: str, capsys: pytest.Ca
     assert preflight_accuracy.main(["--target", folder, "--device", "cpu", *settings]) == 0
     head, _, *lines = capsys.readouterr().out.splitlines()
     assert "estimated / measured" in head and lines[0].startswith("| prose | nasd gamma=3 T=1 ")
-    assert lines[3].startswith("the target as its own drafter: ")
+    assert lines[3].startswith("the target as drafter: ")
     nasd, self_ = json.loads(lines[2])["preflight_accuracy"]
     for item in (nasd, self_):
         assert item["kind"] == "prose" and item["prompts"] == 24 and item["measured"] > 0
@@ -167,7 +167,7 @@ def test_advice_is_one_sentence() -> None:
 
 
 def test_unsupported_requests_raise_errors(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UserError, match="reproduces none"):
+    with pytest.raises(UserError, match="does not reproduce"):
         preflight(Recipe(target=folder, method="nasd", temperature=0, device="cpu"), PROMPTS[:1], ModelPool())
     with pytest.raises(UserError, match="too short"):
         preflight(Recipe(target=folder, method="nasd", device="cpu"), [Prompt("code", "code 1", "x")], ModelPool())

@@ -120,7 +120,7 @@ class Training:
     def __init__(self, options: argparse.Namespace) -> None:
         self._options, self._preset = options, PRESETS[options.preset]
         self._text = corpus.load(options.out, options.seed)
-        counts = f"{len(self._text.train):,} training tokens, {len(self._text.held_out):,} held out"
+        counts = f"{len(self._text.train):,} training tokens, {len(self._text.held_out):,} test tokens"
         print(f"{counts} in {len(self._text.held_out_files)} files")
 
     def _fit(self, model: nn.Module, loss: Loss, schedule: Schedule, check: Callable[[], float], label: str) -> float:
@@ -138,7 +138,7 @@ class Training:
         target = build(self._preset.target, self._text.tokenizer).to(self._options.device)
         check = partial(objectives.held_out_loss, target, self._text.held_out, 1024, 24)
         value = self._fit(target, partial(objectives.prediction, target), self._preset.target_schedule, check, "target")
-        print(f"target: {value:.4f} nats per held-out token")
+        print(f"target: {value:.4f} nats per test token")
         save(target, self._options.out / "target")
 
     def polish(self) -> None:
@@ -147,7 +147,7 @@ class Training:
         check = partial(objectives.held_out_loops, target, self._text.held_out, 32)
         loss = partial(objectives.without_loops, target, before)
         self._fit(target, loss, self._preset.polish_schedule, check, "polish")
-        # Interpolated weights have fewer loops for the same loss than the trained ones (WiSE-FT, 2109.01903).
+        # Interpolated weights have fewer loops for the same loss than the trained weights (WiSE-FT, 2109.01903).
         with torch.no_grad():
             for parameter, original in zip(target.parameters(), before.parameters(), strict=True):
                 parameter.lerp_(original, ORIGINAL_SHARE)

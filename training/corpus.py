@@ -40,7 +40,7 @@ class Corpus:
 
 
 def standard_library() -> list[Path]:
-    """Return the source files of the standard library, without generated ones, in sorted order."""
+    """Return the source files of the standard library, without generated files, sorted."""
     root = Path(sysconfig.get_path("stdlib"))
     files = []
     for path in sorted(root.rglob("*.py")):
@@ -59,7 +59,7 @@ def is_held_out(path: Path, root: Path) -> bool:
 
 
 def held_out_texts() -> dict[str, str]:
-    """Return the source of every held-out file by name."""
+    """Return the source of every test file by name."""
     root = Path(sysconfig.get_path("stdlib"))
     files = (path for path in standard_library() if is_held_out(path, root))
     return {path.relative_to(root).as_posix(): path.read_text("utf-8", "replace") for path in files}

@@ -21,10 +21,10 @@ CURVE_FILE = "curve.json"
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """Figures of one drafter shape."""
+    """Figures of a drafter shape."""
 
     shape: str
-    alpha: float  # mean sum min(p, q) on held-out text
+    alpha: float  # mean sum min(p, q) on test text
     first: float  # share of equal first choices
     c: float  # cost of its pass in target passes
     gamma: int  # best draft length
@@ -34,7 +34,7 @@ class CurvePoint:
 def measure(
     drafters: Mapping[str, LlamaForCausalLM], target: LlamaForCausalLM, held_out: np.ndarray
 ) -> list[CurvePoint]:
-    """Measure agreement on held-out text and cost in the engine of this program."""
+    """Measure agreement on test text and cost in the engine of this program."""
     costs = step_seconds([LlamaWeights(model) for model in (target, *drafters.values())])
     points = []
     for (shape, drafter), cost in zip(drafters.items(), costs[1:], strict=True):
@@ -52,7 +52,7 @@ def write(points: list[CurvePoint], folder: Path) -> str:
 
 
 def read(folder: Path) -> list[CurvePoint]:
-    """Load the curve saved in `folder`; empty if there is none."""
+    """Load the curve saved in `folder`; empty if missing."""
     path = folder / CURVE_FILE
     return [CurvePoint(**point) for point in json.loads(path.read_text("utf-8"))] if path.exists() else []
 

@@ -1,4 +1,4 @@
-"""Losses and held-out figures: prediction for the target, agreement with the target for drafters, greedy loops."""
+"""Losses and test figures: prediction for the target, agreement with the target for drafters, greedy loops."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def prediction(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
 def agreement(drafters: Iterable[LlamaForCausalLM], target: LlamaForCausalLM, ids: Tensor) -> Tensor:
     """Return the distillation loss, summed over drafters: KL(p || q) plus three times the rejection rate 1 - beta.
 
-    The second term is the total-variation loss of DistillSpec (2310.08461). All drafters share one pass of the target.
+    The second term is the total-variation loss of DistillSpec (2310.08461). All drafters share a pass of the target.
     """
     with torch.no_grad():
         p = logits(target, ids).log_softmax(-1)
@@ -93,7 +93,7 @@ def without_loops(
 
 @torch.no_grad()
 def held_out_loss(model: LlamaForCausalLM, tokens: np.ndarray, length: int, windows: int) -> float:
-    """Return the mean cross entropy, in nats per token, over evenly spaced held-out windows of `length` tokens."""
+    """Return the mean cross entropy, in nats per token, over evenly spaced windows of `length` tokens."""
     model.eval()
     starts = np.linspace(0, len(tokens) - length, windows).astype(int)
     losses = []
@@ -107,7 +107,7 @@ def held_out_loss(model: LlamaForCausalLM, tokens: np.ndarray, length: int, wind
 def held_out_agreement(
     drafter: LlamaForCausalLM, target: LlamaForCausalLM, tokens: np.ndarray, length: int, windows: int
 ) -> tuple[float, float]:
-    """Return the mean of sum min(p, q) at temperature 1 and the share of equal first choices, on held-out text."""
+    """Return the mean of sum min(p, q) at temperature 1 and the share of equal first choices, on test text."""
     drafter.eval()
     starts = np.linspace(0, len(tokens) - length, windows).astype(int)
     overlap, first = [], []
@@ -121,7 +121,7 @@ def held_out_agreement(
 
 @torch.no_grad()
 def held_out_loops(model: LlamaForCausalLM, tokens: np.ndarray, prompts: int) -> float:
-    """Return the share of greedy continuations (256 tokens after 64 held-out tokens) that end in a loop."""
+    """Return the share of greedy continuations (256 tokens after 64 tokens of test text) that end in a loop."""
     model.eval()
     starts = np.linspace(0, len(tokens) - 64, prompts).astype(int)
     ids = torch.from_numpy(np.stack([tokens[start : start + 64] for start in starts]).astype(np.int64)).to(model.device)

@@ -1,8 +1,8 @@
 """Effect of quantization on the bundled pair: tables `quantised-perplexity` and `quantised-speed` in docs/models.md.
 
-`python -m training.quantised --write`. Perplexity on held-out code for each form of target and drafter; alpha, the mean
+`python -m training.quantised --write`. Perplexity on test code for each form of target and drafter; alpha, the mean
 of sum min(p, q) at temperature 1 on the same texts, for all pairs of forms; speed of AR and speculative decoding, in
-shuffled order in one process, relative to AR decoding in the first form. Speculation is exact with respect to the
+shuffled order in a process, relative to AR decoding in the first form. Speculation is exact with respect to the
 quantized target.
 """
 
@@ -80,7 +80,7 @@ class Totals:
 
 
 def held_out_middles(tokenizer: Any, count: int) -> list[list[int]]:
-    """Return tokens from the middle of `count` held-out files."""
+    """Return tokens from the middle of `count` test files."""
     texts = (tokenizer.encode(text, add_special_tokens=False, verbose=False) for text in held_out_texts().values())
     long = [ids for ids in texts if len(ids) > 2 * TEXT_TOKENS]
     chosen = random.Random(0).sample(long, min(count, len(long)))
@@ -166,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=64, help="tokens of each timed run")
     parser.add_argument("--prompts", type=int, default=16, help="timed prompts")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--texts", type=int, default=40, help="held-out files")
+    parser.add_argument("--texts", type=int, default=40, help="test files")
     return run_study(study, parser, arguments)
 
 

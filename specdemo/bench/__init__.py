@@ -1,4 +1,4 @@
-"""Paired benchmarks: recipes x prompts, alternating in one process, summarised in a table and one JSON line."""
+"""Paired benchmarks of recipes x prompts, alternating in a process."""
 
 from specdemo.bench.measure import BenchProgress, copy_bandwidth, grid, measure, recipe_label
 from specdemo.bench.output import Progress, markdown_table

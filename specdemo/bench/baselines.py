@@ -1,4 +1,4 @@
-"""Baselines: `generate` of transformers on the same weights, with and without its speculative decoding."""
+"""Baselines: `generate` of transformers on the same weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specdemo.models.spec import ModelSpec
 
 @dataclass(frozen=True)
 class Baseline:
-    """Arguments of `generate` and settings of the assistant model's generation config."""
+    """Arguments of `generate` and settings of the assistant."""
 
     title: str
     family: str  # only its fastest setting is reported
@@ -46,7 +46,7 @@ BASELINES = {
 
 
 class TokenClock(BaseStreamer):
-    """Record time and size of every batch of tokens; the first batch is the prompt."""
+    """Record time and size of every batch of tokens, starting with the prompt."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -57,7 +57,7 @@ class TokenClock(BaseStreamer):
         self.counts.append(value.numel())
 
     def end(self) -> None:
-        """Called by `generate` after the last token."""
+        """Required by transformers."""
 
 
 class Baselines:

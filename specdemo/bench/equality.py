@@ -1,7 +1,7 @@
 """Compare the text of every recipe with AR decoding, token by token, on this machine.
 
-Exact recipes reproduce the greedy text at temperature 0. Above it only the `coupled` rule does, since drafter and
-target then share their noise; other exact rules preserve the distribution, which the tests prove by enumeration.
+Exact recipes reproduce the text at temperature 0. Above it only the `coupled` rule does, since drafter and target share
+their noise; the other exact rules preserve the distribution.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ _PREFIX_SHARES = (1.0, 0.75, 0.5, 0.25)
 
 @dataclass
 class EqualityResult:
-    """Comparison of one recipe with AR decoding, accumulated over texts."""
+    """Comparison of a recipe with AR decoding."""
 
     recipe: Recipe
     texts: int = 0
     tokens: int = 0
-    accepted: int = 0  # draft tokens; the comparison is vacuous without any
+    accepted: int = 0  # draft tokens
     differences: list[tuple[str, int]] = field(default_factory=list)  # prompt and index of the first differing token
 
     def add(self, name: str, tokens: Sequence[int], ar_tokens: Sequence[int]) -> None:
-        """Add the text of one prompt."""
         self.texts += 1
         self.tokens += len(tokens)
         if tokens != ar_tokens:
@@ -39,7 +38,7 @@ class EqualityResult:
 
 
 def prompt_prefixes(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
-    """Return `count` prompts: the complete ones, then the first three quarters of each, and so on."""
+    """Return `count` prompts: the given prompts, then the first three quarters of each, and so on."""
     prefixes = [
         replace(prompt, name=f"{prompt.name}, {share:.0%}", text=prompt.text[: max(1, round(share * len(prompt.text)))])
         for share in _PREFIX_SHARES
@@ -49,7 +48,7 @@ def prompt_prefixes(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
 
 
 def prove(results: Sequence[EqualityResult], prompts: Sequence[Prompt], pool: ModelPool) -> Iterator[None]:
-    """Decode every prompt with its index as seed, add the texts to `results` and yield after each prompt."""
+    """Add the texts of every prompt, decoded with its index as seed, to `results`; yield after each prompt."""
     for seed, prompt in enumerate(prompts):
         ar_tokens: dict[float, list[int]] = {}
         for result in results:
@@ -63,13 +62,11 @@ def prove(results: Sequence[EqualityResult], prompts: Sequence[Prompt], pool: Mo
 
 
 def _decode(recipe: Recipe, prompt: Prompt, pool: ModelPool) -> tuple[list[int], int]:
-    """Return the tokens of a run and the number of accepted draft tokens."""
     steps = [line for line in generate(recipe, prompt.text, pool) if "i" in line]
     return [token for step in steps for token in step["tokens"]], sum(len(step["accepted"]) for step in steps)
 
 
 def equality_table(results: Sequence[EqualityResult]) -> str:
-    """Return the results as a Markdown table."""
     head = ("method", "gamma", "temperature", "rule", "texts", "tokens", "accepted", "same text as AR")
     rows = [
         (

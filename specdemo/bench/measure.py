@@ -1,8 +1,7 @@
-"""Run every recipe on every prompt, paired and alternating, and record the figures of each run.
+"""Run every recipe on every prompt and record the figures of each run.
 
-All lanes decode a prompt in shuffled order directly after one another, so that other load on the machine affects all of
-them alike. Models are loaded and warmed up before the first timed run. The generators can be closed after any step;
-time spent by the caller between two steps is excluded from all figures except `paused_s`.
+All lanes decode a prompt in shuffled order before the next prompt, so that other load affects them alike. A warm-up
+precedes the first timed run. Time spent by the caller between two steps counts only as `paused_s`.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class BenchProgress:
 
 
 def recipe_label(recipe: Recipe) -> str:
-    """Return a short label: method, draft length or policy, rule, cloud mode, temperature."""
+    """Return a short label of the recipe."""
     length = f" gamma={recipe.gamma}" if recipe.policy == "fixed" else f" {recipe.policy}"
     rule = "" if recipe.rule == "rejection" else f" {recipe.rule}"
     mode = f" {recipe.cloud.mode}" if recipe.cloud else ""
@@ -51,8 +50,7 @@ def grid(
 ) -> Iterator[dict[str, Any]]:
     """Yield recipe settings: for each temperature AR decoding, then every combination.
 
-    Policies other than `fixed` start from the last of `gammas`. Top-p and top-k are off, which makes alpha comparable
-    with published values.
+    Policies other than `fixed` start from the last of `gammas`. Top-p and top-k are off, as in the papers.
     """
     for temperature in temperatures:
         sampling = {"temperature": temperature, "top_p": 1.0, "top_k": 0}
@@ -71,11 +69,11 @@ def measure(
     seed: int = 0,
     repeat: int = 1,
 ) -> Iterator[BenchProgress | dict[str, Any]]:
-    """Yield a `BenchProgress` per run and step, and one record per prompt after its last run.
+    """Yield a `BenchProgress` per run and step, and a record per prompt after its last run.
 
-    A record contains the prompt's name and class and the figures of each run in the order of `recipes`, followed by
-    the transformers baselines `peers` with the settings of each AR recipe in turn. `repeat` > 1 repeats all prompts
-    with the next seed. Raises `RuntimeError` if a run fails.
+    A record contains name and class of the prompt and the figures of each run: first `recipes`, then the transformers
+    baselines `peers` for each AR recipe. `repeat` repeats all prompts with other seeds. Raises `RuntimeError` if a run
+    fails.
     """
     ar = [recipe for recipe in recipes if recipe.method == "ar"]
     drafting = next((recipe for recipe in recipes if recipe.drafter_spec), None)

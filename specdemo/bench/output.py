@@ -10,7 +10,7 @@ REPORT_INTERVAL_S = 30.0  # between two progress lines if standard error is not 
 
 
 def markdown_table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
-    """Return a Markdown table with aligned columns; cells are converted with `str`."""
+    """Return a Markdown table with aligned columns."""
     cells = [[str(cell) for cell in row] for row in (head, *rows)]
     widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
     lines = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
@@ -19,13 +19,12 @@ def markdown_table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> 
 
 
 class Progress:
-    """Progress on standard error: one updated line on a terminal, an occasional new line in a file or a pipe."""
+    """Progress on standard error: a line updated in place on a terminal, few lines in a file or pipe."""
 
     def __init__(self) -> None:
         self._shown, self._due = "", 0.0
 
     def show(self, text: str) -> None:
-        """Display `text` as the current state."""
         if sys.stderr.isatty():
             if text != self._shown:
                 _write(f"\r\x1b[K{text}")
@@ -35,7 +34,6 @@ class Progress:
             self._due = time.monotonic() + REPORT_INTERVAL_S
 
     def over(self) -> None:
-        """Erase the line on a terminal."""
         if self._shown:
             _write("\r\x1b[K")
         self._shown = ""

@@ -1,8 +1,4 @@
-"""Summarise benchmark records: medians over prompts, intervals, cost model; as a table, JSON line or report.
-
-A speed-up is the ratio of two runs on the same prompt. Tables contain its median over the prompts of a class and a
-bootstrap interval.
-"""
+"""Summarise benchmark records as a table, JSON line or report."""
 
 from __future__ import annotations
 
@@ -19,27 +15,26 @@ from specdemo.core.intervals import interval
 from specdemo.core.theory import speedup, walltime_improvement
 from specdemo.recipe import Recipe
 
-Record = dict[str, Any]  # of `bench.measure`: prompt name, class and runs
-RunFigures = dict[str, Any]  # figures of one run
+Record = dict[str, Any]  # yielded by `bench.measure`
+RunFigures = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class BenchRow:
-    """Medians of one lane over one class of prompts.
+    """Medians of a lane over a class of prompts, with 95 % bootstrap intervals.
 
-    Intervals are 95 % bootstrap intervals. Fields are None if they do not apply or could not be measured. Costs are
-    relative to the target pass of AR decoding on the same prompt.
+    Costs are relative to a target pass of AR decoding on the same prompt. Fields are None if they do not apply.
     """
 
     kind: str  # class of prompts
-    lane: str  # label of the recipe or of the transformers baseline
+    lane: str  # label of the recipe or transformers baseline
     prompts: int
     tokens_per_second: float  # after the prefill
-    speedup: float | None  # over AR decoding by this program at the same temperature
+    speedup: float | None  # over AR decoding on the same prompt
     interval: tuple[float, float] | None  # of the speed-up
-    over_fixed: tuple[float, float, float] | None  # ratio of a policy to the best fixed gamma, and its interval
+    over_fixed: tuple[float, float, float] | None  # ratio to the best fixed gamma, interval
     slower: tuple[str, ...]  # prompts with a speed-up below 1
-    same_text: int | None  # prompts with the same greedy text as AR decoding
+    same_text: int | None  # prompts with the greedy text of AR decoding
     acceptance_rate: float | None  # accepted / drafted
     alpha: float | None  # mean of sum min(p, q)
     tokens_per_pass: float | None
@@ -48,7 +43,7 @@ class BenchRow:
     o: float | None  # host overhead per step
     theory: float | None  # Theorem 3.8 of 2211.17192 for this alpha and c
     realised: float | None  # measured speed-up / theory
-    explained: float | None  # measured speed-up / cost model; a cost is missing from the model if far from 1
+    explained: float | None  # measured speed-up / cost model; 1 if the model is complete
     ttft_s: float
     held_bytes: float | None  # weights and KV cache
     bandwidth: float | None  # weight bytes read per second / copy bandwidth of the machine
@@ -57,10 +52,10 @@ class BenchRow:
 def table(
     recipes: Sequence[Recipe], records: Iterable[Record], peers: Sequence[str] = (), bandwidth: float = 0.0
 ) -> list[BenchRow]:
-    """Return one row per class and lane, in the order of `measure`, compared with AR decoding at that temperature.
+    """Return a row per class and lane, compared with AR decoding at the same temperature.
 
-    Of each family of `peers` (transformers baselines) only the setting with the best median speed is included.
-    `bandwidth` is the machine's copy bandwidth in bytes per second, 0 if unknown.
+    Of each family of `peers` only the fastest setting is included. `bandwidth` is the copy bandwidth of the machine in
+    bytes per second, 0 if unknown.
     """
     records = list(records)
     ar = {recipe.temperature: i for i, recipe in enumerate(recipes) if recipe.method == "ar"}
@@ -88,7 +83,6 @@ def table(
 def _row(
     records: Sequence[Record], index: int, base: int | None, lane: str, temperature: float, bandwidth: float
 ) -> BenchRow:
-    """Summarise lane number `index`, compared with lane number `base`; costs are left out."""
     runs = [record["runs"][index] for record in records]
     timed = _timed_pairs(records, index, base)
     ratios = sorted((_speed(run) / _speed(ar), prompt) for run, ar, prompt in timed)
@@ -118,7 +112,6 @@ def _row(
 
 
 def _timed_pairs(records: Sequence[Record], index: int, base: int | None) -> list[tuple[RunFigures, RunFigures, str]]:
-    """Return run, AR run and prompt name where both runs decoded tokens after the prefill."""
     if base is None:
         return []
     pairs = [(record["runs"][index], record["runs"][base], record["name"]) for record in records]
@@ -138,10 +131,9 @@ def _speed(run: RunFigures) -> float:
 
 
 def _over_fixed(recipes: Sequence[Recipe], index: int, records: Sequence[Record]) -> tuple[float, float, float] | None:
-    """Return the paired speed ratio of a policy to the best fixed gamma of the same method: median and interval.
+    """Return median and interval of the speed ratio of a policy to the best fixed gamma of the same method.
 
-    The gamma for a prompt is the one with the best median speed on all other prompts. Selecting it by the runs it is
-    compared with would favour the luckiest gamma.
+    The gamma is selected on the other prompts, since selection by the compared runs favours lucky values.
     """
     if recipes[index].method == "ar" or recipes[index].policy == "fixed":
         return None
@@ -169,7 +161,6 @@ def _over_fixed(recipes: Sequence[Recipe], index: int, records: Sequence[Record]
 
 
 def _cost_medians(records: Sequence[Record], index: int, base: int | None, recipe: Recipe) -> dict[str, float | None]:
-    """Return the medians of the cost terms; AR decoding has no verification cost."""
     costs = [
         _costs(run, ar, recipe)
         for run, ar, _ in _timed_pairs(records, index, base)
@@ -180,7 +171,7 @@ def _cost_medians(records: Sequence[Record], index: int, base: int | None, recip
 
 
 def _costs(run: RunFigures, ar: RunFigures, recipe: Recipe) -> dict[str, float | None]:
-    """Return the cost terms of one run, in AR passes, and its speed-up relative to theory and cost model."""
+    """Return cost terms of a run, in AR passes, and its speed-up relative to theory and cost model."""
     steps, ar_steps = run["steps"] - 1, ar["steps"] - 1
     unit = ar["verify_s"] / ar_steps
     measured = _speed(run) / _speed(ar)
@@ -203,7 +194,6 @@ _COLUMNS = (
 
 
 def markdown(rows: Sequence[BenchRow]) -> str:
-    """Return the rows as a Markdown table."""
 
     def number(value: float | None, digits: int = 2) -> str:
         return "-" if value is None else f"{value:.{digits}f}"
@@ -229,7 +219,6 @@ def markdown(rows: Sequence[BenchRow]) -> str:
 
 
 def as_json(rows: Sequence[BenchRow]) -> str:
-    """Return the rows as one JSON line."""
     return json.dumps({"bench": [asdict(row) for row in rows]})
 
 
@@ -241,18 +230,18 @@ _METHOD = (
 
 
 def slower(rows: Sequence[BenchRow]) -> list[str]:
-    """Return one line per lane with the prompts on which it was slower than AR decoding."""
+    """Return a line per lane with the prompts on which it was slower than AR decoding."""
     return [f"slower than AR decoding: {row.lane} on {', '.join(row.slower)}" for row in rows if row.slower]
 
 
 def disturbed(records: Sequence[Record], share: float = 0.05) -> int:
-    """Count the runs that were paused for more than `share` of their time while the device ran another job."""
+    """Count the runs that were paused for more than `share` of their time."""
     runs = [run for record in records for run in record["runs"]]
     return sum(run.get("paused_s", 0.0) > share * run["wall_s"] for run in runs)
 
 
 def report(recipes: Sequence[Recipe], prompts: int, records: Sequence[Record], rows: Sequence[BenchRow]) -> str:
-    """Return a Markdown report. `records` cover at least one and at most `prompts` prompts."""
+    """Return a Markdown report; `records` may be fewer than `prompts`."""
     first, environment = recipes[0], records[0]["runs"][0]["environment"]
     models = f"target {first.target}, drafter {first.drafter}" if first.target else f"pair {first.pair or 'bundled'}"
     drafter = next((recipe.drafter_quantization for recipe in recipes if recipe.drafter_spec), "none")
