@@ -1,6 +1,6 @@
-"""Fuzz the cloud service from its OpenAPI description, cited in docs/edge-cloud.md ("Fuzzed").
+"""Fuzz the cloud service from its OpenAPI description: table `fuzz` in docs/edge-cloud.md.
 
-`python -m benchmarks.fuzz --seconds 150 --seed 1`. Requires Schemathesis (`pip install schemathesis msgpack`, possibly
+`python -m benchmarks.fuzz --seconds 150 --seed 1 --write`. Requires Schemathesis (`pip install schemathesis msgpack`, possibly
 in another environment named by `--fuzzer`), which sends valid and invalid requests in both encodings. Every response
 must arrive in time, match the description and not be a 5xx; afterwards the service must still reproduce the text of
 local AR decoding.
@@ -24,7 +24,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from benchmarks.runs import cloud_service, traced
-from benchmarks.tables import run_study, study_parser
+from benchmarks.tables import publish, run_study, study_parser
 from specdemo.core.errors import UserError
 from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import load_prompts
@@ -44,10 +44,19 @@ CHECKS = (
 )
 HOOKS = Path(__file__).with_name("fuzz_hooks.py")
 REPORT = "responses.json"
+COLUMNS = {
+    "requests": "{requests:,}",
+    "accepted": "{status_2xx:,}",
+    "rejected": "{status_4xx:,}",
+    "5xx": "{status_5xx}",
+    "fuzzer passed": "{fuzzer_passed}",
+    "AR text before, after": "{correct_before}, {correct_after}",
+    "memory before, 1/4, 1/2, end MB": "{rss_mb[0]:.0f}, {rss_mb[1]:.0f}, {rss_mb[2]:.0f}, {rss_mb[3]:.0f}",
+}
 
 
 def study(options: argparse.Namespace) -> int:
-    """Run the fuzzer; print its report, figures of the service and a JSON line. Return 1 after any failure."""
+    """Run the fuzzer and publish the table. Return 1 after any failure."""
     if shutil.which(options.fuzzer) is None:
         raise UserError(f"{options.fuzzer} is missing: pip install schemathesis msgpack, or name it with --fuzzer")
     os.environ[TOKEN] = secrets.token_hex()
@@ -70,17 +79,18 @@ def study(options: argparse.Namespace) -> int:
         responses = _count_responses(Path(work, REPORT))
         correct_after = _reproduces_ar_text(recipe, pool)
         memory.append(service.rss_bytes)
+    statuses = [(status, count) for counts in responses.values() for status, count in counts.items()]
     figures = {
         "seconds": seconds,
+        "requests": sum(count for _, count in statuses),
+        **{f"status_{digit}xx": sum(n for status, n in statuses if status[0] == digit) for digit in "245"},
         "fuzzer_passed": fuzzer.returncode == 0,
         "responses": responses,
         "correct_before": correct_before,
         "correct_after": correct_after,
-        **{f"rss_mb_at_{quarter}_quarters": memory[quarter * (len(memory) - 1) // 4] / 1e6 for quarter in range(5)},
+        "rss_mb": [memory[quarter * (len(memory) - 1) // 4] / 1e6 for quarter in (0, 1, 2, 4)],
     }
-    for name, value in figures.items():
-        print(f"{name.replace('_', ' ')}: {value:,.1f}" if isinstance(value, float) else f"{name}: {value}")
-    print(json.dumps({"fuzz": figures}))
+    publish(options, "fuzz", COLUMNS, [figures])
     return 0 if correct_before and correct_after and fuzzer.returncode == 0 else 1
 
 
@@ -121,7 +131,7 @@ def _reproduces_ar_text(recipe: Recipe, pool: ModelPool) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and run the study."""
-    parser = study_parser(__file__, __doc__)
+    parser = study_parser(__file__, __doc__, "edge-cloud.md")
     parser.add_argument("--fuzzer", default="st", help="program of Schemathesis (default: %(default)s)")
     parser.add_argument("--seconds", type=int, default=240)
     parser.add_argument("--seed", type=int, default=0)

@@ -51,7 +51,7 @@ class LocalTarget:
     def verify(self, tokens: Sequence[int], draft: Draft, hard_mask: Sequence[int] | None = None) -> Verdict:
         """Record the signals and verify."""
         if draft.tokens:
-            for name, values in signals(self._policy.logs, draft).items():
+            for name, values in signals(self._policy.log_probs, draft).items():
                 self.signals[name] += values
             self.signals["variance"] += self._variance(tokens, draft)
         return self._verifier.verify(tokens, draft)
@@ -123,12 +123,12 @@ def _distributions(model: LoadedModel, tokens: Sequence[int]) -> torch.Tensor:
 def curve(gate: GateStudy, calibration: Sequence[Prompt], held_out: Sequence[Prompt]) -> Iterator[dict[str, Any]]:
     """Yield a record per signal and percentile, and for the limits of always and never calling the target."""
     values = gate.calibrate(calibration)
-    points = [("always call", 0, {"nll": -1.0})]
+    points = [("verify always", 0, {"nll": -1.0})]
     for name in SIGNAL_NAMES:
         for percent in PERCENTILES:
             share = (100 - percent if name == "margin" else percent) / 100
             points.append((name, percent, {name: percentile(values[name], share)}))
-    points.append(("never call", 100, {"nll": float("inf")}))
+    points.append(("verify never", 100, {"nll": float("inf")}))
     always = 0.0
     for name, percent, thresholds in points:
         calls, agreement, beta = gate.measure(held_out, thresholds)

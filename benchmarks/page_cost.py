@@ -1,7 +1,7 @@
 """Speed and CPU time of the page relative to the terminal, and cold starts: tables `page_cost*` in docs/page.md.
 
 `python -m benchmarks.page_cost --tokens 1000 --rounds 10 --write` writes `page_cost`, `page_cost-cpu` and
-`page_cost-cold`; the same with `--remote --rounds 6` writes `page_cost-remote` and `page_cost-remote-cpu`. Uses the
+`page_cost-startup`; the same with `--remote --rounds 6` writes `page_cost-remote` and `page_cost-remote-cpu`. Uses the
 real page in a real browser and requires an otherwise idle machine.
 """
 
@@ -332,7 +332,7 @@ def cold_starts(options: argparse.Namespace) -> None:
         for mark, seconds in zip(COLD_MARKS, zip(*starts, strict=True), strict=True)
     ]
     columns = {"seconds from": "{mark}", **{str(i + 1): f"{{seconds[{i}]:.2f}}" for i in range(COLD_STARTS)}}
-    publish(options, "page_cost-cold", {**columns, "median": "{median:.2f}"}, records)
+    publish(options, "page_cost-startup", {**columns, "median": "{median:.2f}"}, records)
 
 
 def study(options: argparse.Namespace) -> None:

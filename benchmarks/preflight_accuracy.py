@@ -29,13 +29,13 @@ CONTINUATION_TOKENS = 136
 COLUMNS = {
     "class": "{kind}",
     "recipe": "{lane}",
-    "estimated": "{estimate[speedup]:.2f}",
-    "estimated, 95 %": "{estimate[low]:.2f}-{estimate[high]:.2f}",
+    "predicted": "{estimate[speedup]:.2f}",
+    "predicted, 95 %": "{estimate[low]:.2f}-{estimate[high]:.2f}",
     "measured": "{measured:.2f}",
     "measured, 95 %": "{measured_interval[0]:.2f}-{measured_interval[1]:.2f}",
-    "estimated / measured": "{ratio:.2f}",
+    "predicted / measured": "{ratio:.2f}",
     "tokens/pass": "{estimate[tokens_per_pass]:.2f}, {measured_tokens_per_pass:.2f}",
-    "cost of a step": "{estimated_cost:.2f}, {measured_cost:.2f}",
+    "step cost": "{estimated_cost:.2f}, {measured_cost:.2f}",
 }
 
 

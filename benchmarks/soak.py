@@ -1,6 +1,6 @@
-"""Load test of the cloud service with many edges, cited in docs/edge-cloud.md .
+"""Load test of the cloud service with many edges: table `soak` in docs/edge-cloud.md .
 
-`OMP_NUM_THREADS=1 python -m benchmarks.soak`. Two processes over loopback. Each edge decodes greedy texts drafted by
+`OMP_NUM_THREADS=1 python -m benchmarks.soak --write`. Two processes over loopback. Each edge decodes greedy texts drafted by
 prompt lookup, which is almost free, and compares them with local AR decoding to detect mixed-up contexts. Latencies are
 measured at the edges; memory is the resident size of the service.
 """
@@ -8,7 +8,6 @@ measured at the edges; memory is the resident size of the service.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import threading
@@ -17,11 +16,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.runs import Trace, cloud_service, possibly_failed, traced
-from benchmarks.tables import run_study, study_parser
+from benchmarks.tables import publish, run_study, study_parser
 from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 from specdemo.remote.config import CloudConfig
+
+COLUMNS = {
+    "texts": "{texts}",
+    "different from AR decoding": "{wrong}",
+    "failed": "{failed}",
+    "repeated requests": "{repeated_requests}",
+    "steps": "{steps:,}",
+    "steps/s": "{steps_per_second:.0f}",
+    "latency p50 / p95 / p99 ms": "{p50_ms:.0f} / {p95_ms:.0f} / {p99_ms:.0f}",
+    "memory after 1/4, 1/2, end MB": "{rss_mb[0]:.0f}, {rss_mb[1]:.0f}, {rss_mb[2]:.0f}",
+}
 
 
 class Tallies:
@@ -42,7 +52,7 @@ class Tallies:
 
 
 def study(options: argparse.Namespace) -> None:
-    """Run the edges for the requested time; print the figures, then a JSON line."""
+    """Run the edges for the requested time and publish the table."""
     pool, prompts, tallies = ModelPool(), load_prompts(), Tallies()
     base = Recipe(method="ar", temperature=0.0, max_tokens=options.max_tokens)
     expected = [traced(base, prompt.text, pool).tokens for prompt in prompts]
@@ -78,18 +88,14 @@ def study(options: argparse.Namespace) -> None:
         "repeated_requests": tallies.requests - steps - tallies.texts,
         "steps_per_second": steps / options.seconds,
         **{f"p{percent}_ms": 1000 * cuts[percent - 1] for percent in (50, 95, 99)},
-        "rss_mb_after_a_quarter": memory[quarter - 1] / 1e6,
-        "rss_mb_after_half": memory[2 * quarter - 1] / 1e6,
-        "rss_mb_at_the_end": memory[-1] / 1e6,
+        "rss_mb": [memory[i] / 1e6 for i in (quarter - 1, 2 * quarter - 1, -1)],
     }
-    for name, value in figures.items():
-        print(f"{name.replace('_', ' ')}: {value:,.1f}" if isinstance(value, float) else f"{name}: {value:,}")
-    print(json.dumps({"soak": figures}))
+    publish(options, "soak", COLUMNS, [figures])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and run the study."""
-    parser = study_parser(__file__, __doc__)
+    parser = study_parser(__file__, __doc__, "edge-cloud.md")
     parser.add_argument("--edges", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--max-tokens", type=int, default=48)

@@ -146,7 +146,7 @@ def test_estimates_are_compared_with_measurements(folder: str, capsys: pytest.Ca
     settings += ["--prompts", "24"]  # 20 and prefixes of four
     assert preflight_accuracy.main(["--target", folder, "--device", "cpu", *settings]) == 0
     head, _, *lines = capsys.readouterr().out.splitlines()
-    assert "estimated / measured" in head and lines[0].startswith("| prose | nasd gamma=3 T=1 ")
+    assert "predicted / measured" in head and lines[0].startswith("| prose | nasd gamma=3 T=1 ")
     assert lines[3].startswith("the target as drafter: ")
     nasd, self_ = json.loads(lines[2])["preflight_accuracy"]
     for item in (nasd, self_):

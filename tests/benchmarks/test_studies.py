@@ -69,7 +69,7 @@ def test_gates_save_calls_and_lose_agreement(
     assert gates.main(["--max-tokens", "12", "--prompts", "2"]) == 0
     points = json.loads(capsys.readouterr().out.splitlines()[-1])["gates"]
     always, never = points[0], points[-1]
-    assert (always["signal"], always["saved"], always["agreement"], always["beta"]) == ("always call", 0, 1, 1)
+    assert (always["signal"], always["saved"], always["agreement"], always["beta"]) == ("verify always", 0, 1, 1)
     assert len(points) == 6 and never["saved"] > 0.5 and never["agreement"] < 1 > never["beta"]
 
 

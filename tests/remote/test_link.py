@@ -1,4 +1,4 @@
-"""The wire as an edge sees it: what is counted, delayed, slowed down and lost; the closed forms with a round trip."""
+"""Byte counts and emulated links; closed forms with a round trip."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from specdemo.remote.link import LinkEmulation, MeteredNetwork
 
 
 class Echo(httpcore.NetworkStream):
-    """Gives back, 10 bytes at a time, as much as was written."""
+    """Count written bytes; return 10 bytes per read."""
 
     def __init__(self) -> None:
-        self.heard = 0
+        self.received = 0
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        self.heard += len(buffer)
+        self.received += len(buffer)
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         return b"x" * 10
@@ -32,27 +32,27 @@ class Backend(httpcore.NetworkBackend):
         return self.stream
 
 
-def wire(**link: Any) -> tuple[MeteredNetwork, httpcore.NetworkStream, Echo, list[float]]:
+def emulated(**link: Any) -> tuple[MeteredNetwork, httpcore.NetworkStream, Echo, list[float]]:
     now, inner = [0.0], Backend()
 
     def sleep(seconds: float) -> None:
         now[0] += seconds
 
-    made = MeteredNetwork(LinkEmulation(**link), sleep, lambda: now[0], inner)
-    return made, made.connect_tcp("cloud", 1), inner.stream, now
+    network = MeteredNetwork(LinkEmulation(**link), sleep, lambda: now[0], inner)
+    return network, network.connect_tcp("cloud", 1), inner.stream, now
 
 
-def test_every_byte_is_counted_and_a_round_trip_takes_what_it_should() -> None:
-    made, stream, _, now = wire(rtt_s=0.1)
+def test_bytes_and_round_trips_are_counted() -> None:
+    network, stream, _, now = emulated(rtt_s=0.1)
     assert now[0] == pytest.approx(0.1)  # the handshake
     stream.write(b"a" * 30)
     stream.write(b"b" * 5)
     assert stream.read(100) + stream.read(100) == b"x" * 20
-    assert (made.tally.up, made.tally.down) == (35, 20) and now[0] == pytest.approx(0.2)
+    assert (network.counts.up, network.counts.down) == (35, 20) and now[0] == pytest.approx(0.2)
 
 
-def test_bandwidth_takes_its_time() -> None:
-    _, stream, _, now = wire(up_bps=8_000, down_bps=800)
+def test_bandwidth_limits_take_time() -> None:
+    _, stream, _, now = emulated(up_bps=8_000, down_bps=800)
     stream.write(b"a" * 500)
     assert now[0] == pytest.approx(0.5)
     stream.read(100)
@@ -61,43 +61,43 @@ def test_bandwidth_takes_its_time() -> None:
 
 def test_jitter_is_seeded_and_within_bounds() -> None:
     def times(seed: int) -> list[float]:
-        _, stream, _, now = wire(jitter_s=0.1, seed=seed)
-        seen = []
+        _, stream, _, now = emulated(jitter_s=0.1, seed=seed)
+        arrivals = []
         for _ in range(20):
             stream.write(b"a")
             stream.read(10)
-            seen.append(now[0])
-        return [b - a for a, b in zip(seen, seen[1:], strict=False)]
+            arrivals.append(now[0])
+        return [b - a for a, b in zip(arrivals, arrivals[1:], strict=False)]
 
     assert times(1) == times(1) != times(2)
-    assert all(0 <= one <= 0.2 for one in times(1)) and len(set(times(1))) > 10
+    assert all(0 <= seconds <= 0.2 for seconds in times(1)) and len(set(times(1))) > 10
 
 
-def test_what_is_lost_is_waited_for_in_vain() -> None:
-    """Each way 0.3 of the messages: 0.51 of the exchanges fail, and time out exactly."""
+def test_lost_messages_time_out() -> None:
+    """With 30 % loss each way, 51 % of the exchanges time out."""
     failed = reached = 0
     for seed in range(400):
-        _, stream, inner, now = wire(loss=0.3, seed=seed)
+        _, stream, inner, now = emulated(loss=0.3, seed=seed)
         stream.write(b"a" * 7)
         try:
             stream.read(10, timeout=0.4)
         except httpcore.ReadTimeout:
             failed += 1
             assert now[0] == pytest.approx(0.4)
-        reached += inner.heard > 0
+        reached += inner.received > 0
     assert 0.41 < failed / 400 < 0.61 and 0.6 < reached / 400 < 0.8  # four standard deviations
 
 
-def test_an_answer_that_takes_longer_than_the_deadline_does_not_come() -> None:
-    _, stream, inner, now = wire(rtt_s=1.0)
+def test_late_responses_time_out() -> None:
+    _, stream, inner, now = emulated(rtt_s=1.0)
     stream.write(b"a")
     with pytest.raises(httpcore.ReadTimeout):
         stream.read(10, timeout=0.4)
-    assert now[0] == pytest.approx(1.0 + 0.5 + 0.4) and inner.heard == 1
+    assert now[0] == pytest.approx(1.0 + 0.5 + 0.4) and inner.received == 1
 
 
 def test_closed_forms_with_a_round_trip() -> None:
-    """Without one it is Theorem 3.8; a longer one calls for longer drafts, never below the best without it."""
+    """Without a round trip equal to Theorem 3.8; a longer round trip requires longer drafts."""
     for alpha in (0.5, 0.8):
         for c in (0.05, 0.2):
             assert best_gamma_over(alpha, c, 0.0) == best_gamma(alpha, c)
