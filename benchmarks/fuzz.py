@@ -1,9 +1,9 @@
 """Fuzz the cloud service from its OpenAPI description: table `fuzz` in docs/edge-cloud.md.
 
-`python -m benchmarks.fuzz --seconds 150 --seed 1 --write`. Requires Schemathesis (`pip install schemathesis msgpack`, possibly
-in another environment named by `--fuzzer`), which sends valid and invalid requests in both encodings. Every response
-must arrive in time, match the description and not be a 5xx; afterwards the service must still reproduce the text of
-local AR decoding.
+`python -m benchmarks.fuzz --seconds 150 --seed 1 --write`. Requires Schemathesis (`pip install schemathesis msgpack`,
+possibly in another environment named by `--fuzzer`), which sends valid and invalid requests in both encodings. Every
+response must arrive in time, match the description and not be a 5xx; afterwards the service must still reproduce the
+text of local AR decoding.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Speed and CPU time of the page relative to the terminal, and cold starts: tables `page_cost*` in docs/page.md.
 
 `python -m benchmarks.page_cost --tokens 1000 --rounds 10 --write` writes `page_cost`, `page_cost-cpu` and
-`page_cost-startup`; the same with `--remote --rounds 6` writes `page_cost-remote` and `page_cost-remote-cpu`. Uses the
-real page in a real browser and requires an otherwise idle machine.
+`page_cost-startup`; the same with `--remote --rounds 6` writes `page_cost-remote`. Uses the real page in a real browser
+and requires an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -244,9 +244,9 @@ def page_cost(options: argparse.Namespace) -> None:
         speeds, cpu = alternate(ways, options.rounds, engine, recipe)
     device = engine.trace[0]["environment"]["device"]
     print(f"{tokens} tokens on {device}; threads: {threads} in the terminal, {page_threads} on the page")
-    name = "page_cost-remote" if options.remote else "page_cost"
-    publish_speeds(options, name, speeds)
-    publish_cpu(options, f"{name}-cpu", cpu)
+    publish_speeds(options, "page_cost-remote" if options.remote else "page_cost", speeds)
+    if not options.remote:
+        publish_cpu(options, "page_cost-cpu", cpu)
 
 
 def publish_speeds(options: argparse.Namespace, name: str, speeds: Speeds) -> None:

@@ -1,8 +1,8 @@
-"""Load test of the cloud service with many edges: table `soak` in docs/edge-cloud.md .
+"""Load test of the cloud service with many edges: table `soak` in docs/edge-cloud.md.
 
-`OMP_NUM_THREADS=1 python -m benchmarks.soak --write`. Two processes over loopback. Each edge decodes greedy texts drafted by
-prompt lookup, which is almost free, and compares them with local AR decoding to detect mixed-up contexts. Latencies are
-measured at the edges; memory is the resident size of the service.
+`OMP_NUM_THREADS=1 python -m benchmarks.soak --write`. Two processes over loopback. Each edge decodes greedy texts
+drafted by prompt lookup, which is almost free, and compares them with local AR decoding to detect mixed-up contexts.
+Latencies are measured at the edges; memory is the resident size of the service.
 """
 
 from __future__ import annotations
