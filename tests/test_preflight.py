@@ -101,7 +101,7 @@ def test_other_methods_need_one_model(folder: str, method: str) -> None:
 
 
 def test_advice_is_against_drafts_that_cost_as_much_as_they_save() -> None:
-    """The target as its own drafter: no gamma can win."""
+    """The target as drafter: no gamma can win."""
     v = dict.fromkeys(range(1, MAX_GAMMA + 2), 1.0)
     found = [(g, *expected_speedup([([1.0] * MAX_GAMMA, True)] * 400, g, 1.0, v)) for g in range(1, MAX_GAMMA + 1)]
     estimates = tuple(Estimate(g, tokens, speedup, speedup, speedup) for g, tokens, speedup in found)

@@ -52,7 +52,7 @@ def test_policies_are_compared_with_the_best_fixed_gamma() -> None:
         Recipe(temperature=0, policy="egag", method="self"),  # no fixed gamma of this method
     ]
     walls = [(3.0, 1.0, 2.0, wall, 1.0) for wall in (0.5, 0.8, 1.25)]
-    walls[2] = (3.0, 1.0, 0.5, 1.25, 1.0)  # on one prompt the other gamma is the faster one
+    walls[2] = (3.0, 1.0, 0.5, 1.25, 1.0)  # gamma 5 is faster on this prompt
     walls += [(3.0, 1.0, 2.0, 0.8, 1.0)]
     records = [
         {"kind": "code", "name": f"code {i}", "runs": [run(wall, drafted=20 if j else 0) for j, wall in enumerate(row)]}
@@ -65,7 +65,7 @@ def test_policies_are_compared_with_the_best_fixed_gamma() -> None:
 
 
 def test_the_best_gamma_is_selected_on_other_prompts() -> None:
-    """Gamma 2 is fast on one prompt only; the other prompt selects gamma 5."""
+    """Gamma 2 is fast on a single prompt; the other prompt selects gamma 5."""
     recipes = [Recipe(temperature=0, gamma=2), Recipe(temperature=0, gamma=5), Recipe(temperature=0, policy="auto")]
     walls = {"code 1": (0.1, 1.0, 1.0), "code 2": (2.0, 1.0, 1.0)}
     records = [
@@ -150,7 +150,7 @@ def test_unknown_classes_raise_an_error() -> None:
 
 
 class Scripted:
-    """Replacement of `generate`: steps of one second on a fake clock; counts steps and closed generators."""
+    """Replacement of `generate`: steps of 1 s on a fake clock; counts steps and closed generators."""
 
     def __init__(self, end: str = "length") -> None:
         self.now, self.end, self.closed, self.steps = 0.0, end, 0, 0

@@ -35,7 +35,7 @@ def test_replayed_runs_accept_as_often_as_real_runs() -> None:
             accepted = len([step for step in steps if step.i <= 1][1].verdict.accepted)
             replayed[accepted] += P[()][x] * P[(x,)][y] / runs
     for share, expected in zip(replayed, real, strict=True):
-        assert abs(share - expected) < 5 * 0.5 / runs**0.5  # false alarm below one in a million
+        assert abs(share - expected) < 5 * 0.5 / runs**0.5  # false alarm rate below 1e-6
 
 
 @pytest.mark.parametrize("gamma", [0, 1, 4])

@@ -19,7 +19,7 @@ from specdemo.models.spec import ModelSpec
 
 
 def test_drafting_costs_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts of a repetitive text are accepted; memory is counted, and prompt lookup needs none."""
+    """Drafts of a repetitive text are accepted; prompt lookup uses the least memory."""
     monkeypatch.setattr(drafting_cost, "NEW_TOKENS", 40)
     text = [i % 7 for i in range(300)]
     costs = {(cost.drafter, cost.history): cost for cost in drafting_cost.measure(text, sizes=(50, 200))}

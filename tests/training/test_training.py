@@ -69,7 +69,7 @@ def test_an_epoch_shows_every_piece_once() -> None:
     assert len({row[0] for row in rows.tolist()}) == len(rows) == pieces
     assert all(row == list(range(row[0], row[0] + length)) for row in rows.tolist())
     again = batch(tokens, pieces // size, size, length, seed=2)
-    assert again.tolist() != rows[:size].tolist()  # the next epoch cuts and shuffles anew
+    assert again.tolist() != rows[:size].tolist()  # the next epoch has other cuts and another order
 
 
 def test_the_rate_has_warmup_constant_and_decay_phases() -> None:
@@ -91,7 +91,7 @@ def test_the_agreement_loss_is_zero_only_for_equal_distributions() -> None:
 
 
 def test_the_curve_of_drafters(tmp_path: Path) -> None:
-    """The target agrees with itself, another model less; a saved curve is loaded unchanged."""
+    """Alpha is 1 for the target and lower for another model; a saved curve is loaded unchanged."""
     target = model().eval()
     other = LlamaForCausalLM(LlamaConfig(**{**LLAMA, "num_hidden_layers": 1}, tie_word_embeddings=True)).eval()
     same, less = curve.measure({"same": target, "other": other}, target, np.tile(TOKENS, 2)[:2048])
