@@ -22,7 +22,8 @@ from specdemo.core.errors import UserError
 from specdemo.core.metrics import Metrics
 from specdemo.models import memory
 from specdemo.models.load import LoadedModel
-from specdemo.models.load_errors import format_bytes
+from specdemo.models.loaded_pair import LoadedPair
+from specdemo.models.memory import format_bytes
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.tokenizer import ChatMessage, TextStream, TokenNames, render_prompt
 from specdemo.pipeline import Stores, build_pipeline
@@ -35,7 +36,7 @@ CHARACTERS = 3  # of a token, roughly
 
 
 def generate(
-    recipe: Recipe, prompt: str | Sequence[ChatMessage], pool: ModelPool, stores: Stores | None = None
+    recipe: Recipe, prompt: str | Sequence[ChatMessage], pool: ModelPool | LoadedPair, stores: Stores | None = None
 ) -> Iterator[Record]:
     """Run `recipe` on `prompt`, which with `recipe.chat` may be a whole conversation.
 
@@ -46,6 +47,8 @@ def generate(
     """
     if not prompt:
         raise UserError("the prompt is empty: type something to continue")
+    if isinstance(pool, LoadedPair):
+        recipe, pool = pool.bind(recipe), pool.pool
     wanted, recipe = recipe, recipe.running
     specs = [recipe.drafter_spec] if recipe.cloud else [recipe.target_spec, recipe.drafter_spec]
     context = len(prompt) // CHARACTERS + recipe.max_tokens  # what the prompt has in tokens is not known yet
@@ -86,7 +89,8 @@ def _run(
         "specdemo": 1,
         "recipe": asdict(wanted),
         "exact": wanted.exact,
-        "bit_equal": target.bit_equal and METHODS[recipe.method].shape == "chain",  # rows of chains were compared, no others
+        "bit_equal": target.bit_equal
+        and METHODS[recipe.method].shape == "chain",  # rows of chains were compared, no others
         "prompt": text,
         "prompt_tokens": given,
         "encoder": target.encoder,

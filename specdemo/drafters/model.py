@@ -17,12 +17,12 @@ from specdemo.drafters.universal import UniversalDrafter
 
 
 class ModelDrafter:
-    """Draws a chain from a model's own law, warped exactly as the target's (2211.17192, Algorithm 1).
+    """Sample a chain from a model with the target's sampling parameters (2211.17192, Algorithm 1).
 
-    `score(tokens, draft)` gives raw logits `[1, own_size]`. Laws are `[vocab_size]` wide, the target's width: ids that
-    only the drafter has are masked before the softmax, ids that only the target has get no mass. A text that holds an
-    id the drafter lacks (an embedding's padding) cannot be read by it, so nothing is proposed. `extend` is
-    `CachedModel.extend`: with it, drafts whose length depends on no logits are drawn without a wait per token.
+    `score(tokens, draft)` returns raw logits `[1, own_size]`. Draft distributions have the target's `vocab_size`: ids
+    unknown to the target are masked before the softmax, ids unknown to the drafter get no mass. The draft is empty if
+    the text contains an id unknown to the drafter. With `extend` (`CachedModel.extend`), drafts of unconditional length
+    are sampled without host synchronisation.
     """
 
     def __init__(
@@ -39,12 +39,11 @@ class ModelDrafter:
         self._extend = extend
 
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
-        """Ask before drawing, so that stopping never depends on the token drawn."""
         if not readable(tokens, self._own_size, self._vocab_size):
             return Draft()
         if self._extend and budget.unconditional and not self._sampling.needs_paths:
-            return self._straight(tokens, budget.unconditional)
-        greedy = self._sampling.temperature == 0  # then laws are point masses: nothing to carry
+            return self._propose_fixed(tokens, budget.unconditional)
+        greedy = self._sampling.temperature == 0  # point masses: no distributions to record
         path, distributions, q = list(tokens), [], []
         while budget.may_extend(len(path) - len(tokens), None):
             logits = fitted(self._score(path, Draft()), self._vocab_size)
@@ -55,7 +54,7 @@ class ModelDrafter:
                 path.append(int(logits[0].argmax()))
                 continue
             probs = self._sampling.logits_to_probs(logits)[0]
-            token = self._noise.draw(probs, len(path))
+            token = self._noise.sample(probs, len(path))
             path.append(token)
             distributions.append(probs)
             q.append(probs[token])
@@ -64,8 +63,7 @@ class ModelDrafter:
             return Draft.chain(new)
         return Draft.chain(new, tuple(torch.stack(q).tolist()), torch.stack(distributions))
 
-    def _straight(self, tokens: Sequence[int], count: int) -> Draft:
-        """A draft of `count` tokens, whatever they are: nothing of it needs to reach the host before its end."""
+    def _propose_fixed(self, tokens: Sequence[int], count: int) -> Draft:
         largest, distributions = [], []
 
         def pick(logits: Tensor, i: int) -> Tensor:
@@ -75,7 +73,7 @@ class ModelDrafter:
                 return logits.argmax(-1)
             probs = self._sampling.logits_to_probs(logits)[0]
             distributions.append(probs)
-            return self._noise.pick(probs, len(tokens) + i)
+            return self._noise.sample_on_device(probs, len(tokens) + i)
 
         assert self._extend is not None
         new = tuple(self._extend(tokens, count, pick))
@@ -86,16 +84,16 @@ class ModelDrafter:
         return Draft.chain(new, tuple(probs[range(count), new].tolist()), probs)
 
     def observe(self, step: Step) -> None:
-        """Nothing to learn: the cache follows content."""
+        pass
 
 
 def readable(tokens: Sequence[int], own_size: int, vocab_size: int) -> bool:
-    """Whether a drafter of `own_size` ids knows all of `tokens`, out of a target's `vocab_size`."""
+    """Return True if a drafter with `own_size` ids accepts all of `tokens`, which are below `vocab_size`."""
     return own_size >= vocab_size or max(tokens) < own_size
 
 
 def fitted(logits: Tensor, vocab_size: int) -> Tensor:
-    """Logits `[rows, vocab_size]`: ids that only the drafter has are left out, ids that it lacks get no mass."""
+    """Truncate logits to `[rows, vocab_size]`, or pad them with -inf."""
     missing = vocab_size - logits.shape[-1]
     if missing <= 0:
         return logits[:, :vocab_size]

@@ -11,7 +11,9 @@ from typing import Any
 import gradio as gr
 
 from specdemo.core.errors import UserError
+from specdemo.core.metrics import Metrics
 from specdemo.core.options import Option
+from specdemo.generate import ending
 from specdemo.recipe import Recipe
 from specdemo.ui.labels import SPEC
 from specdemo.ui.service import Service
@@ -45,11 +47,17 @@ def endpoints(service: Service, usual: Recipe, device: str) -> dict[str, Callabl
             stream = service.start([(SPEC, recipe_from(values))], prompt, address=address_of(request))
         except (UserError, WorkerBusy) as error:
             raise gr.Error(reason(error), print_exception=False) from None
+        metrics, started, ended = Metrics(), False, False
         async with aclosing(drain(stream)) as batches:
             async for batch in batches:
                 for _, event in batch:
                     if "phase" not in event:
+                        started, ended = True, "end" in event
+                        if "i" in event:
+                            metrics.add_record(event)
                         yield json.dumps(event)
+        if started and not ended and not stream.error:  # stopped, for example because the program terminates
+            yield json.dumps(ending("cancelled", metrics))
         if stream.error:
             raise gr.Error(reason(stream.error), print_exception=False)
 

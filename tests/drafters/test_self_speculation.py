@@ -53,7 +53,7 @@ def test_a_model_with_layers_left_out(kind: str) -> None:
     assert torch.allclose(whole, model(torch.tensor([TOKENS])).logits[0, -1:], atol=1e-4)  # itself it is unchanged
 
 
-def test_lean_models_leave_out_any_layer() -> None:
+def test_lean_models_skip_any_layer() -> None:
     model = tiny_model("llama")
     for kept in ([0], [1]):
         early = with_layers(LlamaWeights(model), kept)
@@ -66,7 +66,7 @@ def test_lean_models_leave_out_any_layer() -> None:
 
 
 @pytest.mark.parametrize("kept", [[], [0, 1], [2], [-1]])
-def test_layers_that_make_no_drafter_are_refused(kept: list[int]) -> None:
+def test_invalid_layers_raise(kept: list[int]) -> None:
     for model in (tiny_model("llama"), LlamaWeights(tiny_model("llama"))):
         with pytest.raises(UserError, match="layers 0 to 1"):
             with_layers(model, kept)
@@ -75,9 +75,7 @@ def test_layers_that_make_no_drafter_are_refused(kept: list[int]) -> None:
 
 
 @pytest.mark.parametrize("method", [name for name, method in METHODS.items() if method.drafts])
-def test_methods_run_by_name_under_every_policy_and_write_what_plain_decoding_writes(
-    method: str, tmp_path: Path
-) -> None:
+def test_methods_give_ar_text_under_every_policy(method: str, tmp_path: Path) -> None:
     """And self-speculation holds no weights but the target's."""
     folder = str(save_model(tmp_path / "model", byte_level_tokenizer()))
     pool, drafted = ModelPool(), 0
