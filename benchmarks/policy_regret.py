@@ -33,7 +33,6 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.pipeline import build_pipeline
 from specdemo.preflight import (
     MAX_GAMMA,
-    MODEL_METHODS,
     distributions,
     load_comparable,
     measure_costs,
@@ -42,7 +41,7 @@ from specdemo.preflight import (
     usable_texts,
 )
 from specdemo.prompts import load_prompts
-from specdemo.recipe import Recipe
+from specdemo.recipe import METHODS, Recipe
 
 
 @dataclass(frozen=True)
@@ -150,8 +149,9 @@ def regret(
 
 def study(recipe: Recipe, kinds: Sequence[str], pool: ModelPool, seeds: int) -> Iterator[Regret]:
     """The recipe's policy on the texts of every class. Raises `UserError` for what cannot be told from texts."""
-    if recipe.method not in MODEL_METHODS:
-        raise UserError(f"texts tell of the methods {', '.join(MODEL_METHODS)}, not of {recipe.method}: bench it")
+    if METHODS[recipe.method].preflight != "distributions":
+        names = [name for name, method in METHODS.items() if method.preflight == "distributions"]
+        raise UserError(f"texts tell of the methods {', '.join(names)}, not of {recipe.method}: bench it")
     target, drafter, pipeline = load_comparable(recipe, pool)
     policy = pipeline.policy
     if policy.needs_logits:

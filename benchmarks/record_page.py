@@ -59,6 +59,7 @@ def scene(page: Page, film: Film) -> None:
     """Type, run, watch; then the race; then a rejected token and its round."""
     set_number(page, "max-tokens", 160)
     set_number(page, "temperature", 0.7)
+    page.get_by_role("button", name="Advanced settings").click()
     page.get_by_role("button", name="Rule").click()
     page.locator("#rule input").click()
     page.get_by_role("option", name="coupled:").click()  # both lanes then write the same text

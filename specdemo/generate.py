@@ -27,7 +27,7 @@ from specdemo.models.memory import format_bytes
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.tokenizer import ChatMessage, TextStream, TokenNames, render_prompt
 from specdemo.pipeline import Stores, build_pipeline
-from specdemo.recipe import FORESTS, Recipe
+from specdemo.recipe import METHODS, Recipe
 from specdemo.remote.remote_model import RemoteModel, connect
 
 Record = dict[str, Any]
@@ -89,7 +89,8 @@ def _run(
         "specdemo": 1,
         "recipe": asdict(wanted),
         "exact": wanted.exact,
-        "bit_equal": target.bit_equal and recipe.method not in FORESTS,  # rows of chains were compared, no others
+        "bit_equal": target.bit_equal
+        and METHODS[recipe.method].shape == "chain",  # rows of chains were compared, no others
         "prompt": text,
         "prompt_tokens": given,
         "encoder": target.encoder,

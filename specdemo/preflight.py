@@ -33,9 +33,8 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import PAIRS
 from specdemo.pipeline import Pipeline, build_pipeline
 from specdemo.prompts import Prompt, load_prompts, load_written
-from specdemo.recipe import Recipe
+from specdemo.recipe import METHODS, Recipe
 
-MODEL_METHODS, STORE_METHODS = ("draft", "self"), ("nasd", "suffix", "lookup")
 MAX_GAMMA = 8  # tokens of a draft
 MAX_TEXT_TOKENS = 512  # tokens of a text that are read
 
@@ -92,8 +91,9 @@ def texts_for(recipe: Recipe, kinds: Sequence[str] = ()) -> list[Prompt]:
 
 def preflight(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool) -> Preflight:
     """Estimates for `recipe` with drafts of every length. Raises `UserError` where models or method do not fit."""
-    if recipe.method not in MODEL_METHODS + STORE_METHODS:
-        raise UserError(f"preflight knows the methods {', '.join(MODEL_METHODS + STORE_METHODS)}, not {recipe.method}")
+    if METHODS[recipe.method].preflight is None:
+        names = sorted((method.preflight, name) for name, method in METHODS.items() if method.preflight)
+        raise UserError(f"preflight knows the methods {', '.join(name for _, name in names)}, not {recipe.method}")
     target, drafter, pipeline = load_comparable(recipe, pool)
     sampling = SamplingParams(recipe.temperature, recipe.top_k, recipe.top_p)
     texts = usable_texts(target, prompts, recipe.max_tokens, pipeline.context)

@@ -14,13 +14,13 @@ from typing import Any
 from specdemo.core.policies import CostModel
 from specdemo.core.simulate import other_gammas
 from specdemo.core.step import Step
+from specdemo.drafters import METHODS
 from specdemo.ui.labels import Lane, unseen
 from specdemo.ui.link_metrics import link_facts
 
 Line = Mapping[str, Any]
 Bars = list[tuple[str, float | None, float | None]]  # a token's text, p, q; None: not among those recorded
 
-STORES = ("nasd", "suffix", "lookup")  # their drafts end where they know nothing: longer ones cannot be told of
 LONGEST = 8  # tokens of a draft that is asked "what if"
 NEAR = 1e-4  # of the mass of a law: what is left when all of it was recorded
 
@@ -242,7 +242,8 @@ def figures(lane: Lane) -> dict[str, Any]:
 
 def what_if(lane: Lane) -> tuple[dict[str, Any] | None, str]:
     """Tokens per pass and per second of other gammas on this very text, or a sentence why they cannot be told."""
-    if lane.recipe["method"] in ("ar", "beam"):
+    method = METHODS.get(lane.recipe["method"])
+    if method and not method.drafts:
         return None, "Nothing was drafted in this lane."
     lines = steps(lane)
     cost = next((line["environment"].get("parity", {}).get("cost") for line in lane.lines if "environment" in line), 0)
@@ -250,7 +251,7 @@ def what_if(lane: Lane) -> tuple[dict[str, Any] | None, str]:
         return None, "The trace does not say what passes over several rows cost."
     m = lane.metrics.as_dict()
     longest = LONGEST
-    if lane.recipe["method"] in STORES:
+    if method and method.preflight == "replay":  # drafts end at the last known token
         longest = max((len(line["draft"]) for line in lines), default=0)
     price = CostModel({int(rows): value for rows, value in cost.items()})
     try:

@@ -11,7 +11,7 @@ from typing import Any
 
 from specdemo.core.theory import expected_tokens, walltime_improvement
 from specdemo.core.theory import speedup as cost_model
-from specdemo.recipe import FORESTS
+from specdemo.drafters import draft_shape
 from specdemo.ui.labels import ALONE, PLAIN, SPEC, Lane, mode, percent, speedup, title
 
 FAR = "Most of a round is the way to the cloud and back: try a longer draft, or let the cloud decode by itself."
@@ -66,7 +66,7 @@ def verdict(lanes: Mapping[str, Lane]) -> str:
 
 def _promised(lane: Lane, draft: float, verify: float, host: float) -> str:
     """Theorem 3.8 (2211.17192), and the same with what verifying and the host cost here."""
-    if lane.recipe["method"] in FORESTS:  # the theorem is about chains
+    if draft_shape(lane.recipe["method"]) == "forest":  # the theorem is about chains
         return ""
     spec = lane.metrics.as_dict()
     alpha = spec["mean_beta" if lane.recipe.get("rule", "rejection") == "rejection" else "alpha"]

@@ -18,7 +18,7 @@ from specdemo.recipe import METHODS, Recipe
 from specdemo.ui.frames import Run
 from specdemo.ui.labels import NOTHING, number, percent
 
-DRAFTING = [name for name in METHODS if name not in ("ar", "beam")]  # what may be faster than plain decoding
+DRAFTING = [name for name, method in METHODS.items() if method.drafts]  # what may be faster than plain decoding
 MOST_RUNS, MOST_TOKENS = 240, 24_000
 ASSUMED = 100.0  # tokens per second, until the visitor has run something
 

@@ -45,7 +45,7 @@ def hosted(limits: HostLimits, device: str) -> dict[str, Any]:
     """What a page is to be built with: every pair that is offered on the shelf, and runs by `spaces.GPU`."""
     gpu = decorator()
     pool = loaded([Recipe(pair=pair, device=device) for pair in limits.pairs])
-    return {"shelf": pool, "engine": on(gpu, pool), "worker": WorkerGroup(waiting=limits.queue)}
+    return {"pool": pool, "engine": on(gpu, pool), "worker": WorkerGroup(waiting=limits.queue)}
 
 
 def loaded(recipes: list[Recipe]) -> ModelPool:

@@ -84,7 +84,7 @@ def test_nothing_to_measure_is_refused_in_words(tmp_path: Path, capsys: pytest.C
     shallow = str(save_model(tmp_path / "shallow", byte_level_tokenizer(), num_hidden_layers=1))
     for command, words in (
         (["prove", "--prompts", "0"], "prompts must be at least 1"),
-        (["prove", "--method", "beam"], "a text of its own"),
+        (["prove", "--method", "beam"], "does not sample from the target's distribution"),
     ):
         assert main(command) == 2
         assert words in capsys.readouterr().err

@@ -353,7 +353,7 @@ def test_what_does_not_fit_is_refused_in_words(models: dict[str, str], tmp_path:
     for method in ("tree", "lookahead", "beam"):
         with pytest.raises(UserError, match="takes one: choose method draft"):
             lines(replace(base, method=method))
-    with pytest.raises(UserError, match="self-speculation is for decoders"):
+    with pytest.raises(UserError, match="method self is for decoders"):
         lines(replace(base, method="self"))
     for target, drafter, role in (("t5", "decoder", "target"), ("decoder", "t5", "drafter")):
         with pytest.raises(UserError, match=f"the {role} has an encoder"):
