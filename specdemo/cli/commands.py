@@ -84,14 +84,14 @@ def _prove(options: argparse.Namespace) -> int:
         for method in options.method
         for gamma in options.gamma
     ]
-    prompts = prove.more(load_prompts(), options.prompts)
-    findings = [prove.Finding(recipe) for recipe in recipes]
+    prompts = prove.prompt_prefixes(load_prompts(), options.prompts)
+    findings = [prove.EqualityResult(recipe) for recipe in recipes]
     progress = bench.Progress()
     for i, _ in enumerate(prove.prove(findings, prompts, ModelPool()), 1):
         progress.show(f"{i} of {len(prompts)} prompts")
     progress.over()
-    print(prove.markdown(findings))
-    differences = [(finding, *where) for finding in findings for where in finding.parted]
+    print(prove.equality_table(findings))
+    differences = [(finding, *where) for finding in findings for where in finding.differences]
     for finding, name, token in differences:
         label = bench.recipe_label(finding.recipe)
         print(f"{label} differs from autoregressive decoding on {name} at token {token + 1}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from specdemo.bench import BenchProgress, Row, as_json, disturbed, grid, report, slower, table
+from specdemo.bench import BenchProgress, BenchRow, as_json, disturbed, grid, report, slower, table
 from specdemo.core.errors import UserError
 from specdemo.prompts import Prompt, load_prompts
 from specdemo.recipe import METHODS, Recipe
@@ -146,23 +146,23 @@ class SweepResult:
             words = f"failed: {error}; {part}" if error else f"stopped: {part}"
         return _bar(done, whole, words, ' role="status"')  # the one that is read out
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[BenchRow]:
         """The table's rows, losing ones included."""
         return table(self.sweep.recipes, self.records)
 
-    def notes(self, rows: Sequence[Row]) -> str:
+    def notes(self, rows: Sequence[BenchRow]) -> str:
         """What belongs under the table, as Markdown: where it lost, and what may have disturbed it."""
         lines = slower(rows) or ["no recipe was slower than plain decoding on any prompt"]
         if count := disturbed(self.records):
             lines.append(f"other runs took turns with {count} of these, whose figures may be off")
         return "\n".join(f"- {line}" for line in lines)
 
-    def files(self, rows: Sequence[Row]) -> tuple[str, str]:
+    def files(self, rows: Sequence[BenchRow]) -> tuple[str, str]:
         """The report in Markdown, and the line of JSON that the terminal prints."""
         return report(self.sweep.recipes, len(self.sweep.prompts), self.records, rows), as_json(rows) + "\n"
 
 
-def cells(rows: Sequence[Row]) -> list[list[str]]:
+def cells(rows: Sequence[BenchRow]) -> list[list[str]]:
     """The table as text, by `HEADERS`. What lost says so in words; one prompt has no interval."""
     return [
         [
@@ -184,11 +184,11 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
 PLAIN, COLOURS = "plain decoding", ("#7a8698", "#0072b2", "#e69f00", "#009e73", "#cc79a7")  # Okabe and Ito's
 
 
-def bars(rows: Sequence[Row]) -> dict[str, Any]:
+def bars(rows: Sequence[BenchRow]) -> dict[str, Any]:
     """The speed-ups as data of a bar plot: plain decoding, which is 1, then a bar per recipe and class."""
     temperatures = {row.lane.rpartition(" ")[2] for row in rows}
 
-    def name(row: Row) -> str:
+    def name(row: BenchRow) -> str:
         lane = row.lane if len(temperatures) > 1 else row.lane.rpartition(" ")[0]
         return f"{lane.replace('gamma=', 'γ ')}, {row.kind}"
 

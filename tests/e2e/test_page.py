@@ -85,12 +85,12 @@ def test_preflight_says_what_to_expect_before_anything_is_generated(tab: Any) ->
     page = tab()
     said = page.locator("#estimate")
     page.locator("#preflight").click()
-    expect(said).to_contain_text(re.compile("Preflight of draft: (gamma [1-8]: about|don't).*speed of plain decoding"))
+    expect(said).to_contain_text(re.compile("Preflight of draft: (gamma [1-8]: about|don't).*speed of AR decoding"))
     expect(said.locator("tbody tr")).to_have_count(8)
     page.locator("#method input").click()
     page.get_by_role("option", name="tree:").click()
     page.locator("#preflight").click()
-    expect(said).to_contain_text("preflight knows the methods draft, self, nasd")
+    expect(said).to_contain_text("preflight supports the methods draft, self, nasd")
     status(page, "ready")
 
 
@@ -379,7 +379,7 @@ def test_the_api_streams_the_trace(served: Any) -> None:
         client.predict("", api_name="/generate")
     estimate = client.predict(method="nasd", temperature=1, api_name="/preflight")
     assert estimate["advice"] and len(estimate["estimates"]) == 8 and estimate["c"] < 0.2
-    with pytest.raises(Exception, match="preflight knows"):
+    with pytest.raises(Exception, match="preflight supports"):
         client.predict(method="tree", api_name="/preflight")
 
 
