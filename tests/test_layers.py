@@ -43,7 +43,7 @@ DOORS = {
     ),
     "uvicorn": ("specdemo/remote/",),
     "httpcore": ("specdemo/remote/",),
-    "pydantic": ("specdemo/remote/", "specdemo/ui/trace_import.py"),
+    "pydantic": ("specdemo/remote/", "specdemo/core/trace.py"),
     "gradio": (
         "specdemo/ui/page.py",
         "specdemo/ui/controls.py",
@@ -53,7 +53,9 @@ DOORS = {
         "specdemo/ui/tabs/",
     ),
 }
-NO_TORCH = ("specdemo/core/decode.py", "specdemo/core/step.py", "specdemo/core/metrics.py", "specdemo/core/theory.py")
+NO_TORCH = tuple(
+    f"specdemo/core/{name}.py" for name in ("decode", "step", "events", "trace", "explain", "metrics", "theory")
+)
 
 Sources = Mapping[str, str]  # path from the root -> source text
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from specdemo.core.events import StepEvent
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import Prompt
@@ -63,8 +64,8 @@ def prove(findings: Sequence[Finding], prompts: Sequence[Prompt], pool: ModelPoo
 
 def _text(recipe: Recipe, prompt: Prompt, pool: ModelPool) -> tuple[list[int], int]:
     """The tokens of a run, and how many of them were drafted."""
-    steps = [line for line in generate(recipe, prompt.text, pool) if "i" in line]
-    return [token for step in steps for token in step["tokens"]], sum(len(step["accepted"]) for step in steps)
+    steps = [event.step for event in generate(recipe, prompt.text, pool) if isinstance(event, StepEvent)]
+    return [token for step in steps for token in step.tokens], sum(len(step.verdict.accepted) for step in steps)
 
 
 def markdown(findings: Sequence[Finding]) -> str:

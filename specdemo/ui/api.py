@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
 import gradio as gr
 
+from specdemo.core import trace
 from specdemo.core.errors import UserError
+from specdemo.core.events import Loading
 from specdemo.recipe import Recipe
-from specdemo.ui.labels import SPEC
+from specdemo.ui.lane import SPEC
 from specdemo.ui.service import Service
 from specdemo.ui.settings import OFF, recipe_of
 from specdemo.ui.streams import drain, reason
@@ -79,8 +80,8 @@ def endpoints(service: Service, usual: Recipe, device: str) -> dict[str, Callabl
         async with aclosing(drain(stream)) as batches:
             async for batch in batches:
                 for _, event in batch:
-                    if "phase" not in event:
-                        yield json.dumps(event)
+                    if not isinstance(event, Loading):
+                        yield trace.write(event).rstrip()
         if stream.error:
             raise gr.Error(reason(stream.error), print_exception=False)
 
