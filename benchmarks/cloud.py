@@ -9,10 +9,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import psutil
 
+from specdemo.core.events import End, StepEvent
+from specdemo.core.step import Step
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import Prompt
@@ -83,23 +84,23 @@ class Rounds:
 
 def rounds(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool, apart_s: float = 0.0) -> Rounds:
     """Run `recipe` on every prompt; between two rounds nothing is done for `apart_s`, which is in no figure."""
-    steps: list[dict[str, Any]] = []
+    steps: list[Step] = []
     for prompt in prompts:
-        lines = []
-        for line in generate(recipe, prompt.text, pool):
-            lines.append(line)
+        events = []
+        for event in generate(recipe, prompt.text, pool):
+            events.append(event)
             time.sleep(apart_s)
-        if lines[-1]["error"]:
-            raise RuntimeError(lines[-1]["error"])
-        steps += [line for line in lines if "i" in line][1:]
-    cloud_s = sum(step["remote"]["cloud_s"] for step in steps)
+        if isinstance(events[-1], End) and events[-1].error:
+            raise RuntimeError(events[-1].error)
+        steps += [event.step for event in events if isinstance(event, StepEvent)][1:]
+    cloud_s = sum(step.verdict.notes["cloud_s"] for step in steps)
     return Rounds(
-        sum(len(step["tokens"]) for step in steps),
-        tuple(len(step["draft"]) for step in steps),
-        tuple(beta for step in steps for beta in step["beta"] if beta is not None),
-        sum(step["draft_s"] for step in steps),
+        sum(len(step.tokens) for step in steps),
+        tuple(len(step.draft) for step in steps),
+        tuple(beta for step in steps for beta in step.betas),
+        sum(step.draft_s for step in steps),
         cloud_s,
-        sum(step["verify_s"] for step in steps) - cloud_s,
-        sum(step["host_s"] for step in steps),
-        *(sum(step["remote"][name] for step in steps) for name in ("bytes_up", "bytes_down", "rows")),
+        sum(step.verify_s for step in steps) - cloud_s,
+        sum(step.host_s for step in steps),
+        *(sum(step.verdict.notes[name] for step in steps) for name in ("bytes_up", "bytes_down", "rows")),
     )

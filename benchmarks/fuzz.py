@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 
 from benchmarks.cloud import cloud
 from specdemo.core.errors import UserError
+from specdemo.core.events import StepEvent
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import load_prompts
@@ -121,7 +122,7 @@ def _judges(recipe: Recipe, pool: ModelPool) -> bool:
     """Whether the service's text is that of plain decoding at hand."""
     prompt = load_prompts(kinds=["code"])[0].text
     texts = [
-        [token for line in generate(one, prompt, pool) for token in line.get("tokens", ())]
+        [token for event in generate(one, prompt, pool) if isinstance(event, StepEvent) for token in event.step.tokens]
         for one in (recipe, replace(recipe, method="ar", cloud=None))
     ]
     return texts[0] == texts[1]

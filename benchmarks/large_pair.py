@@ -130,7 +130,7 @@ def _run(target: LoadedModel, drafter: Drafter, gamma: int, tokens: int) -> tupl
     )
     metrics, text = Metrics(), list(PROMPT)
     for step in decode(PROMPT, verifier, drafter, Fixed(gamma), max_tokens=tokens, stop=(), clock=time.perf_counter):
-        metrics.add(step)
+        metrics = metrics.plus(step)
         text += step.tokens
     return text, metrics.as_dict()
 

@@ -111,7 +111,7 @@ def rounds(count: int, device: str, forms: Sequence[str]) -> Iterator[int]:
 def drive(recipe: Recipe, prompt: str, pool: ModelPool) -> None:
     """Run it to its end."""
     *_, end = generate(recipe, prompt, pool)
-    assert end["end"] in ("length", "stop"), end["error"]
+    assert end.reason in ("length", "stop"), end.error
 
 
 def used(device: torch.device, mapped: bool = True) -> int:

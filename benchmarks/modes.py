@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.cloud import cloud
+from specdemo.core.events import StepEvent
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import load_prompts
@@ -29,23 +30,24 @@ def one(
     recipe = Recipe(temperature=temperature, top_p=1.0, gamma=gamma, max_tokens=max_tokens, cloud=link)
     pool, prompts = ModelPool(), load_prompts(kinds=["code"])[:count]
     runs = [list(generate(recipe, prompt.text, pool)) for prompt in (prompts[0], *prompts)][1:]
-    steps = [[line for line in run if "i" in line] for run in runs]
-    ends = [run[-1]["metrics"] for run in runs]
+    steps = [[event for event in run if isinstance(event, StepEvent)] for run in runs]
+    peaks = [run[-1].peak for run in runs]
+    ends = [run[-1].metrics.as_dict() for run in runs]
     link_totals = [end.get("remote", {}) for end in ends]
     rounds = sum(map(len, steps))
-    calls = sum(step.get("remote", {}).get("escalated", 0.0) for run in steps for step in run)
-    peak = max(end["peak_rss_bytes"] for end in ends)
-    kv = max(step["memory"]["kv_bytes"] for run in steps for step in run)
+    calls = sum(event.step.verdict.notes.get("escalated", 0.0) for run in steps for event in run)
+    rss = max(peak.process for peak in peaks)
+    kv = max(event.memory.kv for run in steps for event in run)
     return {
         "mode": mode,
         "ttft_s": [end["ttft_s"] for end in ends],
-        "total_s": [run[-1]["t"] for run in steps],
+        "total_s": [run[-1].step.t for run in steps],
         "tokens": sum(end["tokens"] for end in ends),
-        "tokens_per_second": sum(end["tokens"] for end in ends) / sum(run[-1]["t"] for run in steps),
-        "peak_rss_bytes": peak,
-        "peak_device_bytes": ends[-1]["peak_device_bytes"],
+        "tokens_per_second": sum(end["tokens"] for end in ends) / sum(run[-1].step.t for run in steps),
+        "peak_rss_bytes": rss,
+        "peak_device_bytes": peaks[-1].device,
         "kv_bytes": kv,
-        "kv_share": kv / peak,
+        "kv_share": kv / rss,
         "bytes_up": sum(total.get("bytes_up", 0.0) for total in link_totals),
         "bytes_down": sum(total.get("bytes_down", 0.0) for total in link_totals),
         "cloud_call_share": 1.0 if mode == "cloud_only" else calls / rounds,

@@ -32,7 +32,9 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from websockets.sync.client import connect
 
 from app import choose_port
+from specdemo.core.events import Event, Loading, StepEvent
 from specdemo.core.intervals import interval
+from specdemo.core.step import Step
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
@@ -67,7 +69,7 @@ WATCH = """() => {
     watch.observe(lane, {childList: true});
 }"""
 
-Trace = list[dict[str, Any]]
+Trace = list[Event]
 
 
 @contextmanager
@@ -105,10 +107,10 @@ class Kept:
     def __init__(self) -> None:
         self.trace: Trace = []
 
-    def __call__(self, *given: Any) -> Iterator[dict[str, Any]]:
+    def __call__(self, *given: Any) -> Iterator[Event]:
         self.trace = []
         for event in generate(*given):
-            if "phase" not in event:
+            if not isinstance(event, Loading):
                 self.trace.append(event)
             yield event
 
@@ -179,15 +181,19 @@ def plain(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
+def steps_of(trace: Trace) -> list[Step]:
+    return [event.step for event in trace if isinstance(event, StepEvent)]
+
+
 def text(trace: Trace) -> list[int]:
     """The tokens of a run."""
-    return [token for line in trace if "i" in line for token in line["tokens"]]
+    return [token for step in steps_of(trace) for token in step.tokens]
 
 
 def speed(trace: Trace) -> float:
     """Tokens per second on the wall, after those of the first pass."""
-    steps = [line for line in trace if "i" in line]
-    return sum(len(step["tokens"]) for step in steps[1:]) / (steps[-1]["t"] - steps[0]["t"])
+    steps = steps_of(trace)
+    return sum(len(step.tokens) for step in steps[1:]) / (steps[-1].t - steps[0].t)
 
 
 def used() -> dict[str, float]:
@@ -255,16 +261,16 @@ def page_cost(rounds: int, tokens: int, like_root: bool, elsewhere: bool) -> Non
                 before = used()
                 ways[way]()
                 after, trace = used(), engine.trace
-                if plain(trace[0]["recipe"]) != plain(asdict(recipe)):
-                    sys.exit(f"The {way} ran another recipe: {trace[0]['recipe']}")
+                if plain(trace[0].recipe) != plain(asdict(recipe)):
+                    sys.exit(f"The {way} ran another recipe: {trace[0].recipe}")
                 first = first or text(trace)
                 if text(trace) != first:
                     sys.exit(f"The {way} wrote another text: the speeds cannot be compared.")
                 if i >= 0:  # the first round only warms up
                     speeds[way].append(speed(trace))
-                    took = [line for line in trace if "i" in line][-1]["t"]
+                    took = steps_of(trace)[-1].t
                     spent[way].append({name: (after[name] - before.get(name, 0)) / took for name in after})
-    device = trace[0]["environment"]["device"]
+    device = trace[0].environment["device"]
     print(f"\n{tokens} tokens on {device}; threads: {threads} in the terminal, {page_threads} on the page\n")
     rows = []
     for way, column in speeds.items():

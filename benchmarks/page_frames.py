@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import json
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,9 @@ from e2e import browser
 from e2e.page_fixtures import ARGS
 from playwright.sync_api import expect, sync_playwright
 
+from specdemo.core import trace
+from specdemo.core.events import End, Event
+from specdemo.core.metrics import Metrics
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import ASSETS
 from specdemo.recipe import Recipe
@@ -51,26 +54,28 @@ class Player:
     """An engine that plays rounds of a recorded trace, over and over, so many tokens per second."""
 
     def __init__(self, tokens: int, rate: float) -> None:
-        lines = [json.loads(line) for line in TRACE.read_text("utf-8").splitlines()]
-        ends = [i for i, line in enumerate(lines) if "end" in line]
-        self._lanes = {False: lines[: ends[0]], True: lines[ends[0] + 1 : ends[1]]}
+        speculative, baseline = trace.read(TRACE.read_text("utf-8"))
+        self._lanes = {False: speculative, True: baseline}
         self._tokens, self._rate = tokens, rate
         self.given: dict[str, list[float]] = {}
 
-    def __call__(self, recipe: Recipe, prompt: str, pool: ModelPool, stores: Any) -> Iterator[dict[str, Any]]:
+    def __call__(self, recipe: Recipe, prompt: str, pool: ModelPool, stores: Any) -> Iterator[Event]:
         plain = recipe.method == "ar"
-        head, first, *rounds = self._lanes[plain]
+        lane, metrics = self._lanes[plain], Metrics()
+        first, *rounds = lane.steps
         given = self.given["ar" if plain else "spec"] = []
         began, count = time.perf_counter(), 0
-        yield head
-        for i, line in enumerate(itertools.chain([first], itertools.cycle(rounds))):
-            count += len(line["tokens"])
+        yield lane.header
+        for i, event in enumerate(itertools.chain([first], itertools.cycle(rounds))):
+            count += len(event.step.tokens)
             time.sleep(max(0.0, began + count / self._rate - time.perf_counter()))
             given.append(time.time())
-            yield line | {"i": i, "t": time.perf_counter() - began}
+            step = replace(event.step, i=i, t=time.perf_counter() - began)
+            metrics = metrics.plus(step)
+            yield replace(event, step=step, metrics=metrics)
             if count >= self._tokens:
                 break
-        yield {"end": "length", "error": None, "metrics": {}}
+        yield End("length", None, metrics)
 
 
 def quantile(values: list[float], share: float) -> float:

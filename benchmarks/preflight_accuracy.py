@@ -17,6 +17,7 @@ from specdemo import bench
 from specdemo.bench import equality
 from specdemo.cli.arguments import Parser, add_model_options, given
 from specdemo.cli.commands import at_least_one, run_command
+from specdemo.core.events import StepEvent
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.preflight import Preflight, preflight, texts_for
@@ -123,8 +124,8 @@ def write(recipe: Recipe, pool: ModelPool, path: Path = WRITTEN) -> None:
         for seed, entry in enumerate(entries):
             for temperature in TEMPERATURES:
                 plain = replace(recipe, method="ar", temperature=temperature, top_p=1.0, seed=seed, max_tokens=LENGTH)
-                records = generate(plain, entry["prompt"], pool)
-                entry[f"{temperature:g}"] = "".join(record["text"] for record in records if "i" in record)
+                events = generate(plain, entry["prompt"], pool)
+                entry[f"{temperature:g}"] = "".join(event.text for event in events if isinstance(event, StepEvent))
     path.write_text(json.dumps(classes, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

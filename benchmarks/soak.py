@@ -14,9 +14,9 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from benchmarks.cloud import cloud
+from specdemo.core.events import End, Event, StepEvent
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import load_prompts
@@ -32,16 +32,17 @@ class Tallies:
         self.latencies: list[float] = []
         self.texts = self.wrong = self.failed = self.sent = 0
 
-    def add(self, lines: Sequence[dict[str, Any]], right: Sequence[int]) -> None:
+    def add(self, events: Sequence[Event], right: Sequence[int]) -> None:
         """Count in one text."""
-        steps = [line for line in lines if "i" in line]
-        text = [token for step in steps for token in step["tokens"]]
+        steps = [event.step for event in events if isinstance(event, StepEvent)]
+        text = [token for step in steps for token in step.tokens]
+        failed = isinstance(events[-1], End) and events[-1].error is not None
         with self._lock:
-            self.latencies += [step["verify_s"] for step in steps[1:]]
-            self.sent += int(sum(step["remote"]["sent"] for step in steps))
+            self.latencies += [step.verify_s for step in steps[1:]]
+            self.sent += int(sum(step.verdict.notes["sent"] for step in steps))
             self.texts += 1
-            self.failed += lines[-1]["error"] is not None
-            self.wrong += lines[-1]["error"] is None and text != list(right)
+            self.failed += failed
+            self.wrong += not failed and text != list(right)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -54,7 +55,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     pool, prompts, found = ModelPool(), load_prompts(), Tallies()
     base = Recipe(method="ar", temperature=0.0, max_tokens=options.max_tokens)
     right = [
-        [token for line in generate(base, prompt.text, pool) if "i" in line for token in line["tokens"]]
+        [
+            token
+            for event in generate(base, prompt.text, pool)
+            if isinstance(event, StepEvent)
+            for token in event.step.tokens
+        ]
         for prompt in prompts
     ]
     memory: list[int] = []

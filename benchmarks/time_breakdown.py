@@ -16,6 +16,8 @@ from unittest.mock import patch
 
 from torch.nn import functional
 
+from specdemo.core.events import StepEvent
+from specdemo.core.step import Step
 from specdemo.core.verifier import ModelVerifier
 from specdemo.generate import generate
 from specdemo.models.engines.llama import LlamaEngine
@@ -64,17 +66,17 @@ def rounds(recipe: Recipe, prompts: Sequence[str]) -> list[dict[str, float]]:
         found = []
         for prompt in prompts:
             spent.clear()
-            for line in generate(recipe, prompt, pool):
-                if line.get("i") and len(line["draft"]) == recipe.gamma:
-                    found.append(_split(line, spent))
+            for event in generate(recipe, prompt, pool):
+                if isinstance(event, StepEvent) and event.step.i and len(event.step.draft) == recipe.gamma:
+                    found.append(_split(event.step, spent))
                 spent.clear()
     return found
 
 
-def _split(line: dict[str, Any], spent: Counter[tuple[bool, str]]) -> dict[str, float]:
+def _split(step: Step, spent: Counter[tuple[bool, str]]) -> dict[str, float]:
     """A round's time: what a pass is made of, and what is done with its logits."""
     pipeline = {}
-    for judging, whose, seconds in ((False, "drafter", line["draft_s"]), (True, "target", line["verify_s"])):
+    for judging, whose, seconds in ((False, "drafter", step.draft_s), (True, "target", step.verify_s)):
         products, attention, whole = (spent[judging, part] for part in ("products", "attention", "pass"))
         pipeline |= {
             f"{whose}: products": products,
@@ -82,7 +84,7 @@ def _split(line: dict[str, Any], spent: Counter[tuple[bool, str]]) -> dict[str, 
             f"{whose}: the rest of its passes": whole - products - attention,
             f"{whose}: laws, draws, tests": seconds - whole,
         }
-    return {**pipeline, "the loop": line["host_s"]}
+    return {**pipeline, "the loop": step.host_s}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -122,8 +122,8 @@ def _run(
             del pipeline, steps
             pool.recover()
             failure = (
-                f"memory ran out: keys and values took {format_bytes(kv_bytes)}, and "
-                f"{format_bytes(memory.free_bytes(device))} are free again. Shorten the prompt or the text, quantize "
+                f"memory ran out (keys and values took {format_bytes(kv_bytes)}, "
+                f"{format_bytes(memory.free_bytes(device))} are free again): shorten the prompt or the text, quantize "
                 "the models, or choose a smaller pair"
             )
         if failure is not None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from specdemo.core.events import StepEvent
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
@@ -66,7 +67,7 @@ def _run(folder: Path, text: str, pool: ModelPool, temperature: float, gamma: in
     models = {"target": str(folder / "target"), "drafter": str(folder / "drafter")}
     recipe = Recipe(temperature=temperature, top_p=1.0, gamma=gamma, max_tokens=TOKENS, device="cpu", **models)
     *_, end = generate(recipe, text, pool)
-    return end["metrics"]
+    return end.metrics.as_dict()
 
 
 def loops(folder: Path, texts: Sequence[str], pool: ModelPool) -> int:
@@ -74,7 +75,12 @@ def loops(folder: Path, texts: Sequence[str], pool: ModelPool) -> int:
     found = 0
     recipe = Recipe(target=str(folder / "target"), method="ar", temperature=0, max_tokens=256, device="cpu")
     for text in texts:
-        tokens = [token for line in generate(recipe, text, pool) if "i" in line for token in line["tokens"]][-64:]
+        tokens = [
+            token
+            for event in generate(recipe, text, pool)
+            if isinstance(event, StepEvent)
+            for token in event.step.tokens
+        ][-64:]
         found += len(tokens) == 64 and any(tokens[k:] == tokens[:-k] for k in range(1, 17))
     return found
 

@@ -90,7 +90,7 @@ def speeds(recipes: Sequence[Recipe], prompts: Sequence[str], pool: ModelPool) -
         rng.shuffle(order)
         for recipe in order:
             *_, end = generate(recipe, prompt, pool)
-            yield recipe, end["metrics"]["tokens_per_second"] or 0.0
+            yield recipe, end.metrics.tokens_per_second or 0.0
 
 
 def measure_speed(

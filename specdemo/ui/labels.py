@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specdemo.preflight import Preflight
-from specdemo.ui.lane import LANES, PLAIN, SPEC, Lane, mode, title
-
-__all__ = ["LANES", "PLAIN", "SPEC", "Lane", "mode", "title"]
+from specdemo.ui.lane import PLAIN, SPEC, Lane
 
 NOTHING = "–"
 CHANGED = "This rule changes the target's distribution with these settings."

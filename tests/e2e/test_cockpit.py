@@ -28,9 +28,10 @@ from e2e.page_fixtures import (
     status,
     written,
 )
+from specdemo.core.trace import MAX_STEPS
 from specdemo.models.zoo import ASSETS
 from specdemo.ui import step_views as rounds
-from specdemo.ui.trace_import import MOST_STEPS, read_traces
+from specdemo.ui.frames import read_traces
 
 VISIBLE = "rounds => rounds.filter(r => !r.hidden).length"
 
@@ -216,7 +217,7 @@ def test_a_hostile_trace_is_text(tab: Any) -> None:
         (jsonl(header(), PREFILL | {"tokens": "abc"}), "tokens"),
         (b"\xff\xfe\x00\x01", "no JSON"),
         ("", "the file is empty"),
-        (jsonl(header()) + jsonl(PREFILL).replace('"i": 0', '"i": %d') % 0 * (MOST_STEPS + 2), "not what follows"),
+        (jsonl(header()) + jsonl(PREFILL).replace('"i": 0', '"i": %d') % 0 * (MAX_STEPS + 2), "not what follows"),
     ],
     ids=["words", "truncated", "types", "binary", "empty", "many"],
 )

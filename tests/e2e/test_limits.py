@@ -18,6 +18,9 @@ from fakes.trace_records import end, header, step
 
 from e2e.limited_page import Patient, limited_page
 from specdemo.core.errors import UserError
+from specdemo.core.events import Event, Loading, StepEvent
+from specdemo.core.metrics import Metrics
+from specdemo.core.trace import from_json
 from specdemo.models.zoo import PAIRS
 from specdemo.recipe import POLICIES, Recipe
 from specdemo.ui.limits import PUBLIC, HostLimits, read_limits
@@ -266,25 +269,26 @@ class Clock:
 def test_the_time_is_counted_from_the_first_header_over_all_lanes() -> None:
     clock, closed = Clock(), []
 
-    def lane(name: str) -> Iterator[dict[str, Any]]:
+    def lane(name: str) -> Iterator[Event]:
         try:
-            yield {"phase": "loading", "text": name}
-            yield header()
-            for i in range(9):
-                clock.now += 2
-                yield step(i, pieces=["a", "b"])
-            yield end()
+            yield Loading(name)
+            metrics = Metrics()
+            for line in (header(), *(step(i, pieces=["a", "b"]) for i in range(9)), end()):
+                clock.now += 2 if line.get("pieces") else 0
+                event = from_json(line, metrics)
+                metrics = getattr(event, "metrics", metrics)
+                yield event
         finally:
             closed.append(name)
 
     clock.now += 1000  # loading and waiting are not counted
     budget = TimeBudget(25, clock)
     first, second = list(budget.spend(lane("spec"))), list(budget.spend(lane("ar")))
-    assert first[-1] == end() and closed == ["spec", "ar"]
-    assert [line["i"] for line in second if "i" in line] == [0, 1, 2, 3]  # 18 s + 4 x 2 s
-    assert second[-1]["end"] == "cancelled" and second[-1]["metrics"]["tokens"] == 8
-    assert "25 seconds" in second[-1]["error"]
-    assert list(TimeBudget(None).spend(lane("free")))[-1] == end()
+    assert first[-1].reason == "length" and closed == ["spec", "ar"]
+    assert [event.step.i for event in second if isinstance(event, StepEvent)] == [0, 1, 2, 3]  # 18 s + 4 x 2 s
+    assert second[-1].reason == "cancelled" and second[-1].metrics.tokens == 8
+    assert "25 seconds" in second[-1].error
+    assert list(TimeBudget(None).spend(lane("free")))[-1].reason == "length"
 
 
 def test_a_visitor_is_counted_and_then_forgotten() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import gradio_client
 import pytest
+from fakes.trace_lines import trace_lines
 from playwright.sync_api import expect
 
 from e2e.page_fixtures import (
@@ -28,8 +29,6 @@ from e2e.page_fixtures import (
     written,
 )
 from specdemo.core.errors import UserError
-from specdemo.generate import generate
-from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import PAIRS
 from specdemo.recipe import METHODS, Recipe
 from specdemo.ui.method_notes import ABOUT
@@ -368,7 +367,7 @@ def test_the_api_streams_the_trace(served: Any) -> None:
     assert "specdemo" in lines[0] and "end" in lines[-1]
     assert [line["i"] for line in lines[1:-1]] == list(range(len(lines) - 2))
     recipe = Recipe(pair="bundled", **asked)
-    again = list(generate(recipe, CODE, ModelPool()))
+    again = list(trace_lines(recipe, CODE))
     committed = [[token for line in trace if "i" in line for token in line["tokens"]] for trace in (lines, again)]
     assert committed[0] == committed[1] and len(committed[0]) == 12
     with pytest.raises(Exception, match="gamma must be"):

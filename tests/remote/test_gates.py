@@ -13,7 +13,9 @@ from fakes.enumeration import PROMPT, SMALL, TARGET, VOCAB
 from fakes.remote import Direct, contexts, settings
 from fakes.tiny_models import committed, run, tiny_model
 
+from specdemo.core import trace
 from specdemo.core.errors import UserError
+from specdemo.core.events import StepEvent
 from specdemo.core.policies import Fixed
 from specdemo.core.rules import rejection
 from specdemo.core.sampling import Noise, SamplingParams
@@ -94,9 +96,9 @@ def test_a_gate_that_finds_nothing_hard_leaves_the_drafters_text() -> None:
     asked = [step for step in steps if step.verdict.notes["escalated"]]
     assert len(http.sent) == len(asked) < len(steps) and all(not step.draft for step in asked)
     taken = next(step for step in steps if not step.verdict.notes["escalated"])
-    line = taken.to_json()
+    line = trace.to_json(StepEvent(taken, ("a", "b"), ("a", "b")))
     assert line["p"] == [None, None] and line["top"] == [None, None] and line["remote"]["hard_ratio"] == 0
-    assert type(taken).from_json(line).to_json() == line
+    assert trace.step_from_json(line) == taken
 
 
 def test_between_them_it_saves_calls_and_costs_agreement() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
-from fakes.trace_records import ALL_KEPT, PREFILL, REJECTION, absorb, end, header, step, step_event
+from fakes.trace_records import ALL_KEPT, PREFILL, REJECTION, absorb, end, header, step
 
 from specdemo.core.explain import STYLES
 from specdemo.core.step import Outcome
