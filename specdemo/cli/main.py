@@ -21,7 +21,7 @@ from specdemo.recipe import Recipe
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; return the exit code: 0, 1 for a failed run, 2 for invalid input, 130 for Ctrl-C."""
+    """Run a command; return the exit code: 0, 1 for a failed run, 2 for invalid input, 130 for Ctrl-C."""
     options = parser().parse_args(arguments)
     try:
         if options.command in COMMANDS:

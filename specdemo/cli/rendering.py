@@ -64,13 +64,13 @@ class Steps:
 
 
 class LoadingLine:
-    """Prints loading progress: a line that is overwritten in a terminal, else a line per item."""
+    """Prints loading progress: a line that is overwritten in a terminal, or a line per item."""
 
     def __init__(self) -> None:
         self._shown = ""
 
     def show(self, event: Loading | None = None) -> None:
-        """Show a phase; None erases the line."""
+        """Show a phase; without an event, erase the line."""
         live = sys.stderr.isatty()
         text = event.text if event else ""
         if live and (text or self._shown):
@@ -96,7 +96,7 @@ def _test(step: Step, node: int) -> str:
 
 
 def summary(metrics: Metrics) -> str:
-    """Return the figures in one line; a dash where a denominator is 0."""
+    """Return the figures as a line; a dash where a denominator is 0."""
 
     def number(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)

@@ -35,7 +35,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes of the process, of tensors on the device, of keys and values; None: unknown."""
+    """Bytes of the process, of tensors on the device, of keys and values, if known."""
 
     process: float | None = None
     device: float | None = None
@@ -44,7 +44,7 @@ class MemoryUse:
 
 @dataclass(frozen=True, slots=True)
 class ShownToken:
-    """One token of a step's display; `node` is None unless it was drafted."""
+    """A token of a step's display; draft tokens have a `node`."""
 
     outcome: Outcome
     text: str

@@ -69,7 +69,7 @@ FALLBACKS = {"provisional": Reason.PROVISIONAL, "gate": Reason.GATE, "alone": Re
 
 
 def explain(step: Step, node: int | None, recipe: Mapping[str, Any]) -> str:
-    """Explain the outcome of a draft node in one sentence; with None, the origin of the target's token."""
+    """Explain the outcome of a draft node; without a node, the origin of the target's token."""
     text = reason_of(step, node, recipe).value
     if node is None:
         return text

@@ -17,7 +17,7 @@ from specdemo.core.step import Outcome, Step
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """Sums over the steps so far, as an immutable snapshot. Speeds exclude the prefill, which is timed by `ttft_s`."""
+    """Sums over steps, as an immutable snapshot. Speeds exclude the prefill, which is timed by `ttft_s`."""
 
     tokens: int = 0
     steps: int = 0

@@ -36,7 +36,7 @@ class RowNeeded(Exception):
 class Draft:
     """A forest of proposed tokens: `parents[i] < i`, -1 is the last committed token, siblings in sampling order.
 
-    `probs` `[n, vocab]` holds the distribution each token was sampled from; for a later sibling, the distribution
+    `probs` `[n, vocab]`: the distribution each token was sampled from; for a later sibling, the distribution
     conditional on the earlier siblings not being chosen. `None`: point masses.
     """
 
@@ -47,7 +47,7 @@ class Draft:
 
     @classmethod
     def chain(cls, tokens: tuple[int, ...], token_probs: tuple[float, ...] | None = None, probs: Any = None) -> Draft:
-        """Create a draft in which every node has one child."""
+        """Create a draft without branches."""
         return cls(tokens, tuple(range(-1, len(tokens) - 1)), token_probs, probs)
 
     def __len__(self) -> int:
@@ -58,7 +58,6 @@ class Draft:
         return all(parent == i - 1 for i, parent in enumerate(self.parents))
 
     def children(self) -> dict[int, list[int]]:
-        """Map each parent to its children in sampling order."""
         kids: dict[int, list[int]] = {}
         for node, parent in enumerate(self.parents):
             kids.setdefault(parent, []).append(node)
@@ -105,7 +104,6 @@ class Verdict:
 
     @property
     def target_tokens(self) -> tuple[int, ...]:
-        """Tokens that the target adds to the accepted ones."""
         return self.committed if self.token is None else (*self.committed, self.token)
 
     def cut(self, draft: Draft, keep: int) -> Verdict:
@@ -119,7 +117,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One draft-verify iteration with its timings in seconds."""
+    """A draft-verify iteration with its timings in seconds."""
 
     i: int
     tokens: tuple[int, ...]  # committed
@@ -141,7 +139,7 @@ class Step:
         return Outcome.CORRECTION if last in self.draft.parents else Outcome.BONUS
 
     def outcome(self, node: int | None) -> Outcome:
-        """Return the fate of a draft node; with None, the origin of the target's token."""
+        """Return the fate of a draft node; without a node, the origin of the target's token."""
         if node is None:
             return self.kind
         if node in self.verdict.accepted:
@@ -150,7 +148,7 @@ class Step:
 
     @property
     def fallback(self) -> str:
-        """Reason why the target did not verify this step: `provisional`, `alone`, `gate`; else empty."""
+        """Reason why the target did not verify this step: `provisional`, `alone`, `gate`; or empty."""
         notes = self.verdict.notes
         if notes.get("provisional"):
             return "provisional"
@@ -165,12 +163,10 @@ class Step:
 
     @property
     def betas(self) -> list[float]:
-        """Sum min(p, q) at each tested node."""
         return [beta for beta in self.verdict.beta if beta is not None]
 
     @property
     def tested(self) -> int:
-        """Number of tested nodes."""
         return len(self.betas)
 
 

@@ -24,7 +24,7 @@ MAX_STEPS = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The events of one run; `end` is None if the trace was truncated."""
+    """The events of a run; a truncated trace has no `end`."""
 
     header: Header
     steps: tuple[StepEvent, ...] = ()
@@ -44,7 +44,7 @@ class ReadLimits:
 
 
 def write(event: Event) -> str:
-    """Return the event as one line of JSON, including the line break."""
+    """Return the event as a line of JSON."""
     return json.dumps(to_json(event)) + "\n"
 
 
@@ -124,7 +124,7 @@ def _peaks(peak: MemoryUse | None) -> dict[str, Any]:
 
 
 def parse(lines: Iterable[str]) -> Iterator[Event]:
-    """Yield the events of lines that this program wrote itself."""
+    """Yield the events of lines written by this program, without validation."""
     metrics = Metrics()
     for line in lines:
         event = from_json(json.loads(line), metrics)
@@ -133,7 +133,7 @@ def parse(lines: Iterable[str]) -> Iterator[Event]:
 
 
 def from_json(value: Mapping[str, Any], metrics: Metrics) -> Event:
-    """Return the event of a valid line. `metrics` are those of the preceding steps."""
+    """Return the event of a valid line. `metrics`: up to the preceding step."""
     if "phase" in value:
         return Loading(value["text"], value.get("done", 0), value.get("total", 0))
     if "specdemo" in value:
@@ -379,7 +379,6 @@ def read(text: Any, limits: ReadLimits = ReadLimits()) -> list[Trace]:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str, type[_Line]]]:
-    """Yield number, text and kind of every line that is not empty."""
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue

@@ -1,7 +1,7 @@
 """Runs of the page, and their projection to the JSON frames that the browser draws.
 
-Records are only appended; a frame contains those from index `at` on and the current state, so a client that missed
-frames requests them by index. One thread writes to a run, any may read.
+Records are only appended; a frame contains the records from index `at` on and the current state. A client that missed
+frames requests them by index.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _record_of_step(name: str, event: StepEvent, recipe: Any) -> dict[str, Any]:
 
 @dataclass
 class Run:
-    """One press of Run: up to four lanes, and the records sent to the browser, as JSON text."""
+    """A press of Run: up to four lanes, and the records sent to the browser, as JSON text."""
 
     plan: tuple[str, ...] = (SPEC,)
     id: str = field(default_factory=lambda: secrets.token_urlsafe(12))
@@ -74,7 +74,6 @@ class Run:
         self.lanes = {name: Lane() for name in self.plan}
 
     def absorb(self, name: str, event: Event) -> None:
-        """Add an event of one lane."""
         lane = self.lanes[name]
         self.size += lane.add(event)
         match event:
@@ -154,16 +153,13 @@ class Run:
         return text.replace("<", "\\u003c")  # model text must never be parsed as markup
 
     def trace(self, name: str) -> str | None:
-        """Return a lane's trace as JSON Lines; None if it has not begun."""
+        """Return a lane's trace as JSON Lines; None before its header."""
         lane = self.lanes.get(name)
         return lane.text if lane and lane.lines else None
 
 
 def read_traces(text: Any) -> Run:
-    """Return a finished run with the traces of a file: the first AR trace in the AR lane, others in file order.
-
-    Raises `UserError` with line and cause if the file is invalid.
-    """
+    """Return a finished run with the traces of a file, the first AR trace in the AR lane. Raises `UserError`."""
     traces = read(text, ReadLimits(traces=len(LANES)))
     methods = [trace.header.recipe["method"] for trace in traces]
     baseline = methods.index("ar") if "ar" in methods else None

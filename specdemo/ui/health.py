@@ -1,4 +1,4 @@
-"""Health check: the page is alive if it produced a token recently, or produces one on request."""
+"""Health check: the page is alive if it produced a token recently, or produces a token on request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATIENCE_S = 20
 
 
 class Health:
-    """Reports the service's last token; if it is old, starts one probe run shared by all requests."""
+    """Reports the service's last token; if it is old, starts a probe run shared by all requests."""
 
     def __init__(
         self, service: Service, recipe: Recipe, lately_s: float = LATELY_S, patience_s: float = PATIENCE_S
@@ -39,7 +39,6 @@ class Health:
         return self.age_s is not None and self.age_s <= self._lately
 
     async def look(self) -> tuple[bool, str]:
-        """Return the state and its reason."""
         if self.fresh:
             return True, f"a token was produced {self.age_s:.0f} s ago"
         try:

@@ -1,4 +1,4 @@
-"""Texts about lanes: guarantee, tiles, preflight. All figures come from the trace."""
+"""Texts about lanes: guarantee, tiles, preflight."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ def _lossy(recipe: Mapping[str, Any]) -> str:
 
 
 def tiles(lanes: Mapping[str, Lane]) -> dict[str, tuple[str, str]]:
-    """Return value and footnote of each tile, for the first lane."""
     lane = next(iter(lanes.values()))
     m = lane.metrics
     ratio = speedup(lanes)
@@ -75,7 +74,6 @@ def speedup(lanes: Mapping[str, Lane], name: str = SPEC) -> float | None:
 
 
 def told_of(estimate: Preflight) -> str:
-    """Format a preflight as Markdown: advice, its basis, and a row per draft length."""
     rows = [
         f"| {row.gamma} | {row.tokens_per_pass:.2f} | {row.speedup:.2f}× | {row.low:.2f}–{row.high:.2f} |"
         for row in estimate.estimates

@@ -15,13 +15,13 @@ from specdemo.ui.settings import OFF
 
 SPEC, PLAIN = "spec", "ar"
 LANES = (SPEC, PLAIN, "third", "fourth")
-EXTRA = tuple(name for name in LANES if name not in (SPEC, PLAIN))  # for kept recipes
+EXTRA = tuple(name for name in LANES if name not in (SPEC, PLAIN))  # for further recipes
 ALONE = {"edge_only": "edge only: the drafter alone", "cloud_only": "cloud only: the target alone"}
 
 
 @dataclass(eq=False)
 class Lane:
-    """One decoding of the prompt. The trace is stored as text, which takes a seventh of the memory of its events."""
+    """A decoding of the prompt. The trace is stored as text, which takes a seventh of the memory of its events."""
 
     lines: list[str] = field(default_factory=list)
     header: Header | None = None
@@ -76,7 +76,6 @@ class Lane:
 
     @property
     def text(self) -> str:
-        """The trace as JSON Lines."""
         return "".join(self.lines)
 
     @property
@@ -105,7 +104,6 @@ def mode(recipe: Mapping[str, Any]) -> str:
 
 
 def title(recipe: Mapping[str, Any]) -> str:
-    """Short description of a recipe."""
     if mode(recipe) in ALONE:
         return ALONE[mode(recipe)]
     if recipe["method"] == "ar":
@@ -119,9 +117,9 @@ def title(recipe: Mapping[str, Any]) -> str:
 
 
 def plan_of(settings: Mapping[str, Any], compare: Any, extra: int) -> tuple[str, ...]:
-    """Return the lanes in use, given possibly invalid settings and the number of kept recipes.
+    """Return the lanes in use, given unvalidated settings and the number of extra recipes.
 
-    The AR lane decodes on this machine; a remote AR recipe occupies the first lane and is compared with it.
+    The AR lane decodes on this machine; a remote AR recipe occupies the first lane.
     """
     if settings["method"] == "ar" and settings.get("mode", OFF) == OFF:
         return PLAIN, *EXTRA[:extra]
@@ -129,12 +127,10 @@ def plan_of(settings: Mapping[str, Any], compare: Any, extra: int) -> tuple[str,
 
 
 def lanes_of(recipe: Recipe, extra: Sequence[Recipe], plan: Sequence[str]) -> list[tuple[str, Recipe]]:
-    """Return the recipe of each lane in `plan`."""
     baseline = replace(recipe, method="ar", cloud=None)
     lanes = {SPEC: recipe, PLAIN: baseline, **dict(zip(EXTRA, extra, strict=False))}
     return [(name, lane) for name, lane in lanes.items() if name in plan]
 
 
 def told_of_lanes(recipes: list[Recipe]) -> str:
-    """List the kept recipes as Markdown."""
     return f"Kept lanes, run with every comparison: {'; '.join(map(title, map(asdict, recipes)))}." if recipes else ""

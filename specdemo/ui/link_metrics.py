@@ -1,7 +1,6 @@
 """Measures of a run over a link: parts of each step in time, and the practice guide's table.
 
-One end cannot measure the delay per direction: time that is neither sending, receiving nor cloud computation is split
-evenly before and after the cloud's pass.
+The delay per direction cannot be measured at an end of the link: it is split evenly around the cloud's pass.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ Part = tuple[str, float, float]  # activity, start, duration; in seconds
 
 
 def edge_lane(run: Run | None) -> Lane:
-    """Return the first lane with a remote target. Raises `UserError` if there is none yet."""
+    """Return the first lane with a remote target. Raises `UserError` otherwise."""
     if run is None:
-        raise UserError("There is no run yet: choose a mode under Edge and cloud in the settings, then press Run")
+        raise UserError("No run available: choose a mode under Edge and cloud in the settings, then press Run")
     if not run.over:
         raise UserError("A run is in progress: return when it has ended")
     lane = next((lane for lane in run.lanes.values() if mode(lane.recipe)), None)
@@ -66,7 +65,7 @@ def steps(lane: Lane) -> list[Step]:
 def parts(steps: Sequence[Step]) -> list[list[Part]]:
     """Split each step into idle, draft, up, way, verify, way, down; or into draft and wait.
 
-    The whole verification is a wait if the response did not belong to this step, or the cloud's share is unknown.
+    Verification is a wait if its response belongs to another step or the cloud's share is unknown.
     """
     result, end = [], 0.0
     for step in steps:
@@ -82,7 +81,6 @@ def parts(steps: Sequence[Step]) -> list[list[Part]]:
 
 
 def waited(step: Step) -> Iterator[tuple[str, float]]:
-    """Yield the parts of a step's verification with their durations."""
     link = step.verdict.notes
     cloud = link.get("cloud_s")
     up, down = link.get("up_s", 0.0), link.get("down_s", 0.0)
@@ -94,13 +92,11 @@ def waited(step: Step) -> Iterator[tuple[str, float]]:
 
 
 def link_facts(step: Step) -> list[tuple[str, str]]:
-    """Labelled figures of the link for the step inspector."""
     link = step.verdict.notes
     return [(label, f"{link[name] * scale:,.{digits}f}") for name, label, scale, digits in _FACTS if name in link]
 
 
 def totals(steps: Sequence[Step]) -> dict[str, float]:
-    """Seconds of each activity over the run."""
     sums: dict[str, float] = {}
     for activity, _, seconds in (part for step_parts in parts(steps) for part in step_parts):
         sums[activity] = sums.get(activity, 0.0) + seconds
@@ -108,7 +104,7 @@ def totals(steps: Sequence[Step]) -> dict[str, float]:
 
 
 def measures(steps: Sequence[Step]) -> list[list[str]]:
-    """Return the table of the practice guide, section 9, by `HEADERS`: a row for all steps, then one per step."""
+    """Return the table of the practice guide, section 9: a total, then a row per step."""
     drafted = list(accumulate(len(step.draft) for step in steps))
     accepted = list(accumulate(len(step.verdict.accepted) for step in steps))
     rows = [
@@ -148,7 +144,6 @@ def _row(name: str, steps: Sequence[Step], cumulative: float | None) -> list[str
 
 
 def told(lane: Lane) -> str:
-    """Summarize the run in Markdown."""
     run_steps, m = steps(lane), lane.metrics
     remote: Mapping[str, float] = m.remote
     spent = totals(run_steps)
@@ -169,6 +164,5 @@ def told(lane: Lane) -> str:
 
 
 def window(steps: Sequence[Step], first: int, count: int) -> tuple[list[list[Part]], list[str]]:
-    """Parts and captions of `count` steps from `first` on."""
     captions = [f"{step.i}: {len(step.verdict.accepted)}/{len(step.draft)}" for step in steps]
     return parts(steps)[first : first + count], captions[first : first + count]

@@ -41,12 +41,11 @@ class LinkModel:
 
     @property
     def best(self) -> int:
-        """Draft length with the highest `speed`."""
         return best_gamma_over(self.alpha, self.c, self.r, LONGEST)
 
 
 def link_of(lane: Lane) -> LinkModel:
-    """Average the steps that the cloud verified in time. Raises `UserError` if there are none."""
+    """Average the steps that the cloud verified in time. Raises `UserError` without such steps."""
     verified = [step for step in steps(lane)[1:] if step.draft.tokens and len(list(waited(step))) > 1]
     m = lane.metrics
     # other rules do not accept with min(1, p / q)
@@ -68,13 +67,11 @@ def link_of(lane: Lane) -> LinkModel:
 
 
 def curve(link: LinkModel) -> list[tuple[float, float | None, str]]:
-    """Points of S_net over k, of the best k, and of the run."""
     rows: list[tuple[float, float | None, str]] = [(k, link.speed(k), CURVE) for k in range(LONGEST + 1)]
     return [*rows, (link.best, link.speed(link.best), BEST), (link.gamma, link.measured, RUN)]
 
 
 def told(link: LinkModel) -> str:
-    """Compare the closed form with the measurement, in Markdown."""
     best = f"{link.best} or more" if link.best == LONGEST else str(link.best)
     measured = "" if not link.measured else f" (measured: {link.measured:.1f})"
     return (

@@ -28,10 +28,9 @@ NOTES = {
 
 
 def of_run(run: Run | None) -> str:
-    """Return the memory use of each lane of a run, a column each."""
     lanes = [lane for lane in run.lanes.values() if lane.begun] if run else []
     if not lanes:
-        return "<p>There is no run yet: press Run first.</p>"
+        return "<p>No run available: press Run first.</p>"
     columns = [_lane_rows(lane) for lane in lanes]
     rows = [[label, *(column[label] for column in columns)] for label in columns[0]]
     head = ["MB", *(title(lane.recipe) for lane in lanes)]
@@ -59,7 +58,6 @@ def _lane_rows(lane: Lane) -> dict[str, str]:
 
 
 def of_machine(device: str) -> str:
-    """Return used and free memory of this process and the machine."""
     target, now = find_device(device), memory.process_bytes()
     free, total = memory.memory_limit(torch.device("cpu"))
     rows = [
@@ -84,7 +82,7 @@ def of_machine(device: str) -> str:
 def of_pairs(device: str, pairs: Mapping[str, Pair] = PAIRS) -> str:
     """Return the memory required by every pair and target quantization, and if it fits into free memory.
 
-    Pairs that are not downloaded use the catalogue's figure; no network request is made.
+    Pairs that are not downloaded use the catalogue's figure.
     """
     target = find_device(device)
     free, _ = memory.memory_limit(target)
@@ -118,8 +116,6 @@ def _fits(total: int, free: int) -> str:
 
 
 def _table(name: str, head: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> str:
-    """HTML table in a scrollable region."""
-
     def cells(texts: Sequence[str], tag: str, attributes: str = "") -> str:
         return "".join(f"<{tag}{attributes}>{html.escape(text)}</{tag}>" for text in texts)
 

@@ -1,6 +1,6 @@
 """Server functions of the cockpit: missed frames, steps in detail, files to save.
 
-Access requires only the unguessable id of a run, so arguments are validated; invalid ones return None.
+Access requires only the unguessable id of a run, so arguments are validated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ class Archive:
 
     @property
     def answers(self) -> list[Callable[[Any], str | None]]:
-        """All server functions."""
         return [
             self.trace_since,
             self.trace,

@@ -9,7 +9,7 @@ from specdemo.ui.frames import Run
 
 
 class RunStore:
-    """Keeps the most recently used runs. The newest is kept even if it exceeds `max_characters` alone."""
+    """Store of the most recently used runs, and always of the newest."""
 
     def __init__(self, capacity: int = 64, max_characters: int = 256_000_000) -> None:
         self._capacity, self._max_characters = capacity, max_characters
@@ -18,7 +18,7 @@ class RunStore:
         self._lock = threading.Lock()
 
     def new(self, visitor: str, plan: tuple[str, ...]) -> Run:
-        """Create a run for this visitor and stop the visitor's previous one."""
+        """Create a run for this visitor and stop the visitor's previous run."""
         self.leave(visitor)
         run = Run(plan)
         with self._lock:
@@ -27,7 +27,7 @@ class RunStore:
         return run
 
     def keep(self, run: Run) -> None:
-        """Store the run, and drop those unused for longest."""
+        """Store the run, and drop the least recently used."""
         with self._lock:
             self._runs[run.id] = run
             while len(self._runs) > 1 and (len(self._runs) > self._capacity or self._size() > self._max_characters):
@@ -41,7 +41,7 @@ class RunStore:
         return sum(run.size for run in self._runs.values())
 
     def get(self, run_id: object) -> Run | None:
-        """Return the run and mark it as used; None if it is unknown or was dropped."""
+        """Return the run and mark it as used."""
         with self._lock:
             if not isinstance(run_id, str) or run_id not in self._runs:
                 return None
@@ -53,7 +53,6 @@ class RunStore:
             return self._runs.get(self._latest.get(visitor, ""))
 
     def leave(self, visitor: str) -> None:
-        """Stop the visitor's latest run."""
         with self._lock:
             run = self._runs.get(self._latest.pop(visitor, ""))
         if run is not None:

@@ -1,4 +1,4 @@
-"""Service of the page: one worker that decodes, the models, and all runs."""
+"""Service of the page: the decoding worker, the models, and all runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from specdemo.ui.streams import drain, reason
 from specdemo.ui.visitors import TimeBudget, Visitors
 from specdemo.worker import Stream, Worker, WorkerGroup
 
-REMEMBERED = 256  # visitors whose n-grams and conversations are kept
+REMEMBERED = 256  # visitors with stored n-grams and conversations
 PROBE = "def"
 T = TypeVar("T")
 PROMPTS_PER_KIND = 3  # of a preflight
@@ -41,7 +41,7 @@ LaneEvents = Stream[tuple[str, Event]]
 
 
 class Service:
-    """Starts runs and returns their streams. All device work is done by the thread of `worker`."""
+    """Starts runs and returns their streams; `worker` is the only thread that uses the device."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Service:
     def start(self, jobs: list[tuple[str, Recipe]], prompt: Any, visitor: str = "", address: str = "") -> LaneEvents:
         """Decode `prompt` with each recipe in turn. Items are pairs of lane and event.
 
-        `visitor` selects the kept n-grams, `address` the rate limit.
+        `visitor` selects the stored n-grams, `address` the rate limit.
         """
         if not isinstance(prompt, str):
             raise UserError(f"the prompt must be a text, not {type(prompt).__name__}")
@@ -94,13 +94,12 @@ class Service:
         return self._admit(events, address)
 
     def probe(self, recipe: Recipe) -> Stream[Event]:
-        """Start a run for the health check."""
         return self._submit(lambda: self._noting(self._engine(recipe, PROBE, self._models, {})))
 
     async def preflight(self, recipe: Recipe, prompt: str = "", address: str = "") -> Preflight:
         """Estimate the speed-up of `recipe` on the bundled texts and on `prompt`."""
         if isinstance(self.worker, WorkerGroup):
-            raise UserError("preflight needs a permanent device, and this host lends one per run: press Run instead")
+            raise UserError("preflight needs a permanent device, which this host does not have: press Run instead")
         if recipe.cloud is not None:
             raise UserError("preflight times both models on this machine: choose mode off, or press Run instead")
         recipe = self.limits.grant(recipe, prompt)
@@ -145,7 +144,6 @@ class Service:
             ]
 
     def stop_bench(self, visitor: str) -> None:
-        """Stop the visitor's bench after the current step."""
         if stream := self._benches.pop(visitor, None):
             stream.stop()
 
@@ -165,8 +163,6 @@ class Service:
             return reason(error)
 
     def _submit(self, job: Callable[[], Iterator[Any]]) -> Stream:
-        """Submit a job; afterwards unload idle models."""
-
         def steps() -> Iterator[Any]:
             try:
                 yield from job()
@@ -176,7 +172,7 @@ class Service:
         return self.worker.submit(steps)
 
     def _tidy_later(self) -> None:
-        """Schedule the unloading of the next idle model, if models are unloaded at all."""
+        """Schedule the unloading of the next idle model."""
 
         def tidy() -> Iterator[int]:
             yield self._models.tidy()
@@ -205,7 +201,6 @@ class Service:
                 self.talks.popitem(last=False)
 
     def leave(self, visitor: str) -> None:
-        """Stop the visitor's runs and forget n-grams and conversation."""
         self.runs.leave(visitor)
         self.stop_bench(visitor)
         self._stores.pop(visitor, None)
@@ -225,7 +220,7 @@ class Service:
             yield event
 
     def _stores_of(self, visitor: str) -> Stores:
-        """Stores of the visitor; clients with ever new names displace others but do not fill memory."""
+        """Stores of the visitor; the least recently used are dropped."""
         if not visitor:
             return {}
         stores = self._stores.setdefault(visitor, {})
@@ -236,7 +231,6 @@ class Service:
 
 
 async def _only_item(stream: Stream[T]) -> T:
-    """Return the item of a job that yields one; raise the job's error if it failed."""
     async with aclosing(drain(stream)) as batches:
         async for batch in batches:
             for item in batch:
@@ -245,5 +239,5 @@ async def _only_item(stream: Stream[T]) -> T:
 
 
 def leave_a_core() -> None:
-    """Reserve one core for a browser on the same machine. With remote visitors use all cores: docs/page.md."""
+    """Reserve a core for a browser on the same machine. With remote visitors use all cores: docs/page.md."""
     torch.set_num_threads(min(torch.get_num_threads(), cores_but_one()))

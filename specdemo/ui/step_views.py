@@ -16,16 +16,16 @@ from specdemo.core.step import Outcome, Step, TopTokens
 from specdemo.ui.lane import Lane
 from specdemo.ui.link_metrics import link_facts
 
-Bars = list[tuple[str, float | None, float | None]]  # token text, p, q; None: not recorded
+Bars = list[tuple[str, float | None, float | None]]  # token text, p, q; masses may be unrecorded
 TopList = Iterable[tuple[int, float]]
 
-STORES = ("nasd", "suffix", "lookup")  # their drafts end with the known context, so longer ones cannot be simulated
+STORES = ("nasd", "suffix", "lookup")  # their drafts end with the known context, so longer drafts cannot be simulated
 MAX_WHAT_IF = 8  # draft tokens
 COMPLETE = 1e-4  # unrecorded mass of a distribution that counts as 0
 
 
 def picture(lane: Lane, i: int) -> dict[str, Any] | None:
-    """Return step `i`: draft tokens with distributions, outcomes and explanations; the target's token; timings."""
+    """Return the tokens of step `i` with distributions, outcomes and explanations, and its timings."""
     events = lane.steps
     if not 0 <= i < len(events):
         return None
@@ -74,7 +74,7 @@ def _draft_top(step: Step, node: int, top: TopTokens | None) -> TopList:
 
 
 def _bars(p_top: TopList, q_top: TopList, names: Mapping[int, str]) -> Bars:
-    """Top tokens of either distribution, by probability. An unrecorded mass is None unless it must be 0."""
+    """Top tokens of either distribution, by probability. Unrecorded masses are None."""
     ps, qs = dict(p_top), dict(q_top)
     missing = [0.0 if sum(masses.values()) > 1 - COMPLETE else None for masses in (ps, qs)]
     tokens = sorted(ps.keys() | qs.keys(), key=lambda token: -max(ps.get(token, 0), qs.get(token, 0)))
@@ -82,18 +82,16 @@ def _bars(p_top: TopList, q_top: TopList, names: Mapping[int, str]) -> Bars:
 
 
 def _names(events: Sequence[StepEvent]) -> dict[int, str]:
-    """Texts of the tokens that occur in the trace."""
     names: dict[int, str] = {}
     for event in events:
         names.update(zip(event.step.draft.tokens, event.draft_texts, strict=True))
         names.update(zip(event.step.tokens, event.pieces, strict=False))
-    for event in events:  # a token alone is clearer than its contribution to a text
+    for event in events:  # clearer than contributions to a text
         names.update(event.token_texts)
     return names
 
 
 def _target_token(lane: Lane, event: StepEvent, names: Mapping[int, str]) -> dict[str, Any] | None:
-    """The token added by the target, and the distribution it was chosen from, if recorded."""
     step, verdict = event.step, event.step.verdict
     if verdict.token is None:
         return None
@@ -125,7 +123,6 @@ def _target_bars(step: Step, names: Mapping[int, str], residual: bool) -> Bars:
 
 
 def _facts(step: Step) -> list[tuple[str, str]]:
-    """Draft length allowed by the policy, its notes, and figures of the link."""
     notes = [(name.replace("_", " "), f"{value:.3g}") for name, value in step.policy.items()]
     return [("γ allowed", str(step.gamma)), *notes, *link_facts(step)]
 
@@ -147,7 +144,6 @@ STEP_COLUMNS = (
 
 
 def table(lane: Lane) -> list[list[Any]]:
-    """Return a row per step, in the order of `STEP_COLUMNS`."""
     return [
         [
             step.i,
@@ -168,7 +164,7 @@ def table(lane: Lane) -> list[list[Any]]:
 
 
 def as_csv(lane: Lane) -> str:
-    """Return the table as CSV; texts are JSON strings, so that no spreadsheet evaluates them as formulas."""
+    """Return the table as CSV; texts are JSON strings, which spreadsheets do not evaluate as formulas."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(STEP_COLUMNS)

@@ -31,7 +31,7 @@ def verdict(lanes: Mapping[str, Lane]) -> str:
     if lane.recipe["method"] == "beam":
         words = [
             f"The search ran at {ratio:.2f}× the speed of AR decoding: {speeds}",
-            "It looks for a probable text, not for speed.",
+            "Its aim is a probable text, not speed.",
         ]
     elif mode(lane.recipe) in ALONE:
         words = [f"{title(lane.recipe).capitalize()}, at {ratio:.2f}× the speed of AR decoding here: {speeds}"]
@@ -95,10 +95,7 @@ def _advice(spec: Metrics, draft: float, verify: float, host: float) -> str:
 
 
 def sameness(lanes: Mapping[str, Lane]) -> dict[str, str] | None:
-    """Compare texts that must be equal: return a badge, its tone (good, even, bad) and the cause.
-
-    Equality is required of exact recipes at temperature 0, and of the coupled rule. None if no lanes qualify.
-    """
+    """Compare the texts of exact recipes at temperature 0 or with the coupled rule: badge, tone (good, even, bad), cause."""
     baseline = lanes.get(PLAIN)
     if baseline is None or not (baseline.ended and baseline.begun):
         return None
@@ -115,7 +112,6 @@ def sameness(lanes: Mapping[str, Lane]) -> dict[str, str] | None:
 
 
 def _must_agree(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Same target and settings, and either greedy or with shared noise."""
     shared = ("pair", "target", "temperature", "top_k", "top_p", "seed", "max_tokens", "quantization", "dtype")
     if any(a.get(name) != b.get(name) for name in shared):
         return False
@@ -123,7 +119,6 @@ def _must_agree(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
 
 
 def _difference(lane: Lane, baseline: Lane) -> dict[str, str]:
-    """Position of the first different token, and the target's probabilities there."""
     tokens, expected = lane.tokens, baseline.tokens
     pairs = enumerate(zip(tokens, expected, strict=False))
     first = next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(expected)))
@@ -141,7 +136,6 @@ def _difference(lane: Lane, baseline: Lane) -> dict[str, str]:
 
 
 def _top_tokens_at(steps: tuple[StepEvent, ...], position: int) -> list[tuple[str, float]]:
-    """Most probable target tokens at a position of the text, if recorded."""
     start = 0
     names: dict[int, str] = {}
     for event in steps:

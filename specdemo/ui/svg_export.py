@@ -19,7 +19,6 @@ Piece = tuple[int, int, int, Style, str]  # line, column, width in columns, styl
 
 
 def as_svg(lane: Lane) -> str:
-    """Return the lane as an SVG document on white, `WIDTH` characters wide."""
     pieces = list(_layout(_tokens(lane)))
     lines = max((line for line, *_ in pieces), default=0) + 1
     width, height = 2 * EDGE + WIDTH * CHAR, 2 * EDGE + (lines + 2) * LINE
@@ -65,7 +64,6 @@ def _printable(text: str) -> str:
 
 
 def _tokens(lane: Lane) -> Iterator[tuple[Style, str]]:
-    """Yield style and text in reading order; line breaks of discarded tokens are shown as symbols."""
     if lane.header is not None:
         yield PROMPT, lane.header.prompt
     for event in lane.steps:
@@ -74,7 +72,6 @@ def _tokens(lane: Lane) -> Iterator[tuple[Style, str]]:
 
 
 def _layout(tokens: Iterator[tuple[Style, str]]) -> Iterator[Piece]:
-    """Place the tokens on the grid and split them at line ends."""
     line = column = 0
     for style, text in tokens:
         for i, part in enumerate(text.expandtabs(4).split("\n")):

@@ -29,12 +29,10 @@ class Sweep:
 
     @property
     def runs(self) -> int:
-        """Number of timed runs."""
         return len(self.recipes) * len(self.prompts)
 
     @property
     def tokens(self) -> int:
-        """Maximum number of generated tokens."""
         return self.runs * self.recipes[0].max_tokens
 
     def told(self, latest: Run | None) -> str:
@@ -65,8 +63,8 @@ def sweep(
 ) -> Sweep:
     """Convert values from the browser. Raises `UserError` if they are invalid or exceed the page's limits.
 
-    `make` converts varying settings (of `bench.grid`) to a recipe. `kinds` are classes of prompts, with `each` prompts
-    of every class. Prompts alternate between classes, so that a partial result covers every class.
+    `make` converts varying settings (of `bench.grid`) to a recipe. `each` is the number of prompts per class. Classes
+    alternate, so that a partial result covers all.
     """
     lists = {
         "method": methods,
@@ -79,7 +77,7 @@ def sweep(
         if not isinstance(chosen, list) or not chosen:
             raise UserError(f"choose at least one {name}")
     if isinstance(each, bool) or not isinstance(each, int) or each < 1:
-        raise UserError(f"prompts per class must be a whole number from 1 on, not {each!r}")
+        raise UserError(f"prompts per class must be an integer from 1, not {each!r}")
     varied = list(islice(grid(methods, gammas, policies, temperatures), MOST_RUNS + 1))
     if len(varied) > MOST_RUNS:
         raise UserError(f"that is more than {MOST_RUNS} recipes: choose fewer draft lengths, policies or temperatures")
@@ -95,7 +93,6 @@ def sweep(
 
 
 def duration(seconds: float) -> str:
-    """Format a rough duration."""
     return f"{max(seconds, 1):.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
 
 
@@ -113,7 +110,6 @@ class SweepResult:
     turn: BenchProgress | None = None
 
     def absorb(self, item: BenchProgress | dict[str, Any]) -> None:
-        """Add an item of `measure`."""
         if isinstance(item, BenchProgress):
             self.turn = item
         else:
@@ -121,7 +117,6 @@ class SweepResult:
 
     @property
     def timing(self) -> bool:
-        """True after the warm-up."""
         return self.turn is not None and self.turn.number > 0
 
     def progress(self, seconds: float, ahead: int = 0) -> str:
@@ -134,7 +129,6 @@ class SweepResult:
         return _bar(over, self.sweep.runs, words)
 
     def ending(self, error: str = "") -> str:
-        """Return the final bar and text."""
         done, total = len(self.records), len(self.sweep.prompts)
         if done == total and not error:
             words = f"done: {self.sweep.runs} runs on {done} prompts"
@@ -144,23 +138,19 @@ class SweepResult:
         return _bar(done, total, words, ' role="status"')  # announced by screen readers
 
     def rows(self) -> list[Row]:
-        """Rows of the table, including slower recipes."""
         return table(self.sweep.recipes, self.records)
 
     def notes(self, rows: Sequence[Row]) -> str:
-        """Return remarks as Markdown: slower recipes, disturbed measurements."""
         lines = slower(rows) or ["no recipe was slower than AR decoding on any prompt"]
         if count := disturbed(self.records):
             lines.append(f"other runs interrupted {count} of these, so their figures may be inaccurate")
         return "\n".join(f"- {line}" for line in lines)
 
     def files(self, rows: Sequence[Row]) -> tuple[str, str]:
-        """Return the report as Markdown, and the terminal's line of JSON."""
         return report(self.sweep.recipes, len(self.sweep.prompts), self.records, rows), as_json(rows) + "\n"
 
 
 def cells(rows: Sequence[Row]) -> list[list[str]]:
-    """Return the table as text, by `HEADERS`. A single prompt has no interval."""
     return [
         [
             row.kind,

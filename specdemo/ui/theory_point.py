@@ -14,12 +14,12 @@ from specdemo.ui.lane import PLAIN, SPEC, Lane
 
 @dataclass(frozen=True)
 class TheoryPoint:
-    """Measured coefficients. Costs are in AR steps; None without an AR baseline."""
+    """Measured coefficients. Costs are in AR steps, if an AR baseline was measured."""
 
     method: str
     temperature: float
     alpha: float  # acceptance probability of a tested token
-    counted: bool  # alpha is accepted / tested; else the mean of sum min(p, q), which has lower variance
+    counted: bool  # alpha is accepted / tested (otherwise the mean of sum min(p, q), with lower variance)
     share: float  # accepted / drafted
     gamma: float  # mean draft tokens per step
     tokens: float  # per target pass
@@ -28,26 +28,24 @@ class TheoryPoint:
     v: float | None
     o: float | None
     speedup: float | None
-    c_hat: float | None  # operations of a draft token / of a target token; None if unknown
+    c_hat: float | None  # operations of a draft token / of a target token; if known
     operations: float | None  # per token, relative to AR decoding
 
     @property
     def theorem(self) -> float | None:
-        """Prediction of Theorem 3.8."""
         return None if self.c is None else walltime_improvement(self.alpha, self.gamma, self.c)
 
     @property
     def model(self) -> float | None:
-        """Prediction of the cost model."""
         if self.c is None or self.v is None or self.o is None:
             return None
         return speedup(expected_tokens(self.alpha, self.gamma), self.gamma, self.c, self.v, self.o)
 
 
 def point_of(run: Run | None) -> TheoryPoint:
-    """Return the point of a finished run. Raises `UserError` if it has none."""
+    """Return the point of a finished run. Raises `UserError` without draft tokens."""
     if run is None:
-        raise UserError("There is no run yet: press Run, and its point appears on every curve")
+        raise UserError("No run available: press Run, and its point appears on every curve")
     if not run.over:
         raise UserError("A run is in progress: return when it has ended")
     lane = run.lanes.get(SPEC)
@@ -86,7 +84,7 @@ def point_of(run: Run | None) -> TheoryPoint:
 
 
 def _draft_operations(lane: Lane, steps: list[Step]) -> float | None:
-    """Ratio of the weights read per token, if both models have the same format; point masses cost nothing."""
+    """Ratio of the weights read per token, if both models have the same format; point masses are free."""
     sampled = sum(len(step.draft.token_probs or ()) for step in steps)
     if not sampled:
         return 0.0
@@ -97,7 +95,6 @@ def _draft_operations(lane: Lane, steps: list[Step]) -> float | None:
 
 
 def point_words(point: TheoryPoint) -> str:
-    """Compare measurement and theory, in Markdown."""
     source = "accepted / tested under its rule" if point.counted else "the mean of Σ min(p, q) over all tests"
     sentences = [
         f"**This run** ({point.method}): α = {point.alpha:.3f}, {source}. Accepted / drafted = {point.share:.3f}; "

@@ -15,7 +15,7 @@ from specdemo.ui.limits import HostLimits
 
 
 class TimeBudget:
-    """Decoding seconds of one request, shared by its lanes, from the first header on."""
+    """Decoding seconds of a request, shared by its lanes, from the first header on."""
 
     def __init__(self, seconds: int | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds, self._clock = seconds, clock
@@ -41,8 +41,6 @@ class TimeBudget:
 
 
 class Finishing(Protocol):
-    """A started run."""
-
     @property
     def done(self) -> bool: ...
 
@@ -55,7 +53,6 @@ class Visitors:
         self._runs: dict[str, deque[tuple[float, Finishing]]] = {}
 
     def admit(self, address: str) -> None:
-        """Raise `UserError` if this visitor must wait before starting another run."""
         now, limits = self._clock(), self._limits
         self._forget(now)
         runs = self._runs.get(_household(address), ())
@@ -69,11 +66,9 @@ class Visitors:
             raise UserError(f"this host allows {limits.per_minute} runs per minute: try again in {wait:.0f} s")
 
     def entered(self, address: str, run: Finishing) -> None:
-        """Register a started run."""
         self._runs.setdefault(_household(address), deque()).append((self._clock(), run))
 
     def _forget(self, now: float) -> None:
-        """Drop finished runs older than a minute, and visitors without runs."""
         for visitor, runs in list(self._runs.items()):
             recent = deque((start, run) for start, run in runs if start > now - 60 or not run.done)
             if recent:

@@ -59,13 +59,11 @@ class Sockets:
                 self._listeners.pop(run.id, None)
 
     async def _until_closed(self, socket: WebSocket, changed: asyncio.Event) -> None:
-        """Discard messages until the browser disconnects, then wake the sender."""
         while (await socket.receive())["type"] != "websocket.disconnect":
             pass
         changed.set()
 
     async def _send(self, socket: WebSocket, run: Run, start: int) -> int:
-        """Send the records from `start` on; return the number sent in total."""
         frame, end = run.frame(start), len(run.records)
         await socket.send_text(frame)
         return end

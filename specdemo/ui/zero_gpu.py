@@ -1,4 +1,4 @@
-"""ZeroGPU: a GPU is lent to one call at a time.
+"""ZeroGPU: a GPU is assigned per call.
 
 `spaces.GPU` forks a process per call, transfers arguments and items as pickles, and stops when the generator is
 closed. Runs share only the models loaded before the fork.
@@ -24,7 +24,7 @@ from specdemo.ui.limits import HostLimits
 from specdemo.worker import WorkerGroup
 
 Engine = Callable[[Recipe, str, ModelPool, Stores], Iterator[Event]]
-GPU = Callable[..., Any]  # `spaces.GPU` or a stand-in
+GPU = Callable[..., Any]  # `spaces.GPU` or a fake
 
 BATCH_S = 0.1  # of events per pickle: ten transfers per second, as many as the page draws
 START_S = 15  # process, weight transfer and first passes, with a margin
@@ -51,7 +51,6 @@ def decorator() -> GPU:
 
 
 def hosted(limits: HostLimits, device: str) -> dict[str, Any]:
-    """Return arguments of the page: a pool with all offered pairs, and an engine that runs in `spaces.GPU`."""
     gpu = decorator()
     pool = loaded([Recipe(pair=pair, device=device) for pair in limits.pairs])
     return {"pool": pool, "engine": on(gpu, pool), "worker": WorkerGroup(waiting=limits.queue)}
@@ -97,7 +96,7 @@ def on(gpu: GPU, pool: ModelPool, engine: Engine = generate) -> Engine:
                         batch, sent = [], time.monotonic()
         except UserError as error:
             batch.append(_Failure(str(error), expected=True))
-        except Exception as error:  # spaces transfers only the class name
+        except Exception as error:  # spaces transfers the class name only
             batch.append(_Failure(f"{type(error).__name__}: {error}", expected=False))
         yield batch
 

@@ -301,7 +301,7 @@ def test_a_gpu_is_asked_for_as_long_as_the_request_may_take() -> None:
 
 def test_preflight_is_refused_where_no_device_stays(pool: ModelPool) -> None:
     service = Service(pool, generate, worker=WorkerGroup(1))
-    with pytest.raises(UserError, match="this host lends one per run"):
+    with pytest.raises(UserError, match="this host does not have"):
         asyncio.run(service.preflight(RECIPE))
     service.worker.close()
 

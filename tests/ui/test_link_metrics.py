@@ -145,7 +145,7 @@ def test_only_a_run_with_a_cloud_that_is_over_has_something_to_show() -> None:
     with pytest.raises(UserError, match="in progress"):
         edge_lane(local)
     local.finish()
-    for run, words in ((None, "There is no run yet"), (local, "had no cloud")):
+    for run, words in ((None, "No run available"), (local, "had no cloud")):
         with pytest.raises(UserError, match=words):
             edge_lane(run)
     lane = edge_lane(played(*LINES))

@@ -67,7 +67,7 @@ def test_what_a_run_held_is_what_its_trace_says() -> None:
 
 
 def test_before_a_run_and_on_a_device() -> None:
-    assert "There is no run yet" in ledger.of_run(None) and "There is no run yet" in ledger.of_run(Run())
+    assert "No run available" in ledger.of_run(None) and "No run available" in ledger.of_run(Run())
     run = Run()
     absorb(run, SPEC, header())
     absorb(run, SPEC, step(0, pieces=["a"], memory={"rss_bytes": 1e8, "device_bytes": 2e9, "kv_bytes": 1e6}))

@@ -94,7 +94,7 @@ def test_where_there_is_no_point_it_is_said_why() -> None:
     absorb(plain, PLAIN, header("ar"))
     plain.finish()
     for run, why in (
-        (None, "There is no run yet"),
+        (None, "No run available"),
         (going, "in progress"),
         (plain, "AR decoding"),
         (ended([PREFILL]), "tested no draft"),
