@@ -98,8 +98,8 @@ def test_the_rounds_of_a_lane_stand_in_a_table_with_its_charts(tab: Any) -> None
     rows.nth(3).click()
     expect(page.locator("#round-number")).to_have_text(re.compile("^3 of"))
     page.locator("#round-lane").select_option("ar")
-    expect(page.locator("#round-words")).to_contain_text("Nothing was drafted")
-    expect(page.locator("#chart-whatif")).to_contain_text("Nothing was drafted in this lane")
+    expect(page.locator("#round-words")).to_contain_text("The draft was empty")
+    expect(page.locator("#chart-whatif")).to_contain_text("This lane did not draft")
 
 
 def test_the_race_ends_where_the_run_ended(tab: Any) -> None:
@@ -139,7 +139,7 @@ def test_texts_that_have_to_be_the_same_wear_a_badge(tab: Any, rule: str, temper
     expect(page.locator("#sameness")).to_have_text("identical text")
     texts = ["".join(line["text"] for line in saved(page, lane) if "i" in line) for lane in ("spec", "ar")]
     assert texts[0] == texts[1]
-    expect(page.locator("#verdict")).to_contain_text("Theorem 3.8 promises")
+    expect(page.locator("#verdict")).to_contain_text("Theorem 3.8 predicts")
 
 
 def test_what_is_taken_home_is_what_was_run(tab: Any) -> None:
@@ -162,7 +162,7 @@ def test_what_is_taken_home_is_what_was_run(tab: Any) -> None:
     both = Path(download.value.path()).read_text("utf-8")
     again = tab()
     opened(again, both)
-    status(again, "done: a recorded trace, 24 and 24 tokens")
+    status(again, "done: recorded trace, 24 and 24 tokens")
     for lane in ("spec", "ar"):
         assert drawn(again, lane) == drawn(page, lane)
     for kpi in ("acceptance", "tokens_per_second", "speedup", "ttft"):
@@ -179,7 +179,7 @@ def test_recorded_traces_are_replayed_with_no_model(tab: Any, served: Any) -> No
     for path in sorted((ASSETS / "traces").glob("*.jsonl")):
         page.get_by_role("button", name=path.stem.replace("-", " "), exact=True).click()
         expect(page.locator("[data-lane=spec] .title")).to_contain_text(path.stem.split(",")[0])
-        status(page, "done: a recorded trace, 96 and 96 tokens")
+        status(page, "done: recorded trace, 96 and 96 tokens")
         trace = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
         middle = next(i for i, line in enumerate(trace) if "end" in line) + 1
         assert drawn(page) == counted(trace[:middle]) and drawn(page, "ar") == counted(trace[middle:])
@@ -212,7 +212,7 @@ def test_a_hostile_trace_is_text(tab: Any) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("this is no trace", "line 1 is no JSON"),
+        ("this is no trace", "line 1 is not JSON"),
         (HOSTILE[:-60], "no JSON"),
         (jsonl(header(), PREFILL | {"tokens": "abc"}), "tokens"),
         (b"\xff\xfe\x00\x01", "no JSON"),

@@ -175,7 +175,7 @@ def test_the_size_is_of_the_last_change_however_late_answers_come(tab: Any) -> N
 def test_memory_is_told_from_the_trace_when_it_is_looked_at(tab: Any) -> None:
     page = tab("Memory")
     told = page.locator("#memory-run")
-    expect(told).to_contain_text("Nothing has run yet")
+    expect(told).to_contain_text("No run available")
     expect(page.locator("#memory-machine")).to_contain_text("system, available")
     expect(page.locator("#memory-pairs tbody tr")).to_have_count(len(QUANTIZATIONS) + len(PAIRS) - 1)
     expect(page.locator("#memory-pairs tbody tr").first).to_contain_text("yes")
@@ -190,11 +190,11 @@ def test_memory_is_told_from_the_trace_when_it_is_looked_at(tab: Any) -> None:
     for what, size in (
         ("weights of the target", sizes["target_bytes"]),
         ("weights of the drafter", sizes["drafter_bytes"]),
-        ("keys and values, at most", peak),
+        ("keys and values, peak", peak),
     ):
         row = told.locator("tr").filter(has_text=what)
         expect(row.locator("td")).to_have_text(f"{size / 1e6:,.1f}")
     page.get_by_role("tab", name="The method").click()
     expect(told).to_be_hidden()
     page.get_by_role("tab", name="Memory").click()
-    expect(told).to_contain_text("process, at most")
+    expect(told).to_contain_text("process, peak")

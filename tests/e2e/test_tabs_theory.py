@@ -43,7 +43,7 @@ def path(page: Page, plot: str, colour: str) -> list[list[float]]:
 
 def test_the_run_s_point_is_on_every_curve(page: Page) -> None:
     """A real run: the tab's figures and the dots' places against the trace that the page saved."""
-    expect(page.locator("#theory-run")).to_contain_text("Nothing has been run yet")
+    expect(page.locator("#theory-run")).to_contain_text("No run available")
     assert all(path(page, plot, RUN) == [] for plot in PLOTS)
     page.locator("#compare input").check()
     run(page, CODE, tokens=48)
@@ -63,7 +63,7 @@ def test_the_run_s_point_is_on_every_curve(page: Page) -> None:
         f"accepted / drafted = {m['accepted'] / m['drafted']:.3f}",
         f"c = {m['draft_s'] / m['drafted'] / step:.3f}",
         f"v = {m['verify_s'] / rounds / step:.2f}",
-        f"It was {ratio:.2f}×",
+        f"The run was {ratio:.2f}×",
     ):
         expect(said).to_contain_text(words)
     expect(page.locator("#theory-alpha input[type=number]")).to_have_value(f"{alpha:.2f}".rstrip("0"))
@@ -97,7 +97,7 @@ def test_sliders_move_words_and_curves(page: Page) -> None:
     put(page, "alpha", "0.7")
     expect(words).to_contain_text("α is above c")
     page.locator("#theory-set").click()
-    expect(page.get_by_text("Nothing has been run yet").nth(1)).to_be_visible()  # and the sliders stay
+    expect(page.get_by_text("No run available").nth(1)).to_be_visible()  # and the sliders stay
     expect(page.locator("#theory-alpha input[type=number]")).to_have_value("0.7")
 
 
@@ -112,7 +112,7 @@ def test_nothing_is_drawn_while_tokens_stream(page: Page) -> None:
     spans(page, 60)
     assert page.evaluate("window.touched") == 0
     put(page, "alpha", "0.61")  # unless something is moved
-    expect(page.locator("#theory-run")).to_contain_text("A run is under way")
+    expect(page.locator("#theory-run")).to_contain_text("A run is in progress")
     page.locator("#stop").click()
     status(page, "stopped")
 
