@@ -13,26 +13,26 @@ ENV HOME=/home/user \
     SPECDEMO_PUBLIC=1
 COPY --chown=user requirements.txt .
 
-# cpu, or cuda for a machine with NVIDIA's container toolkit: docker build --build-arg VARIANT=cuda .
+# VARIANT is cpu or cuda (requires NVIDIA's container toolkit): docker build --build-arg VARIANT=cuda .
 ARG VARIANT=cpu
-# PyTorch's own index has a build without GPU libraries, which spares several gigabytes; the one on PyPI brings them.
+# PyTorch's index contains a CPU build without CUDA libraries, several gigabytes smaller than the build on PyPI.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN case "$VARIANT" in \
         cpu) pip install --user --extra-index-url "$TORCH_INDEX" -r requirements.txt ;; \
         cuda) pip install --user -r requirements.txt ;; \
         *) echo "VARIANT is cpu or cuda, not $VARIANT" >&2; exit 2 ;; \
     esac
-# The driver is the host's; where there is none, these two change nothing.
+# Expose the host's NVIDIA driver; no effect on hosts without a driver.
 ENV NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 
 COPY --chown=user . .
-# Models fetched from the hub outlive the container.
+# Downloaded models persist in a volume.
 VOLUME /home/user/.cache/huggingface
 EXPOSE 7860
-# The first process of a container ignores SIGTERM; Python ends in good order on this one.
+# PID 1 ignores SIGTERM by default; Python shuts down cleanly on SIGINT.
 STOPSIGNAL SIGINT
-# Healthy means that a token was produced lately, or can be produced now; the first one needs the models loaded.
+# Healthy: a token was produced recently or can be produced now. The start period covers model loading.
 HEALTHCHECK --interval=60s --timeout=30s --start-period=180s \
     CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:7860/health', timeout=25).close()"]
 CMD ["python", "app.py", "--host", "0.0.0.0", "--port", "7860", "--no-browser"]

@@ -1,8 +1,8 @@
-# Two commands are enough: `make run` opens the page, `make test` proves the program.
-# ARGS goes through to the program: make run ARGS="--port 8000", make test ARGS="-k greedy -x".
+# `make run` opens the page, `make test` runs all tests.
+# ARGS is passed to the program: make run ARGS="--port 8000", make test ARGS="-k greedy -x".
 
 VENV ?= .venv
-# The first interpreter on the path that will do; choose another with PYTHON=...
+# First supported interpreter on the path; override with PYTHON=...
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.10; do \
 	$$python -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null \
 	&& { echo $$python; break; }; done)
@@ -16,12 +16,12 @@ READY_DEV := $(VENV)/.ready-dev
 help: ## list the commands
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 16
 
-setup: $(READY) ## create .venv and install what the program needs; done once, and again when requirements change
+setup: $(READY) ## create .venv and install the requirements; repeated after they change
 
 run: $(READY) ## open the page
 	@$(BIN)/python app.py $(ARGS)
 
-test: $(READY_DEV) ## run every test, in a real browser too
+test: $(READY_DEV) ## run all tests, including a real browser
 	@$(BIN)/python tests/e2e/browser.py
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(ARGS)
 
@@ -31,11 +31,11 @@ lint: $(READY_DEV) ## check style and formatting
 	@if command -v shellcheck >/dev/null; then shellcheck .ci/run; else echo "shellcheck is not installed: .ci/run not checked"; fi
 	@if command -v hadolint >/dev/null; then hadolint Dockerfile; else echo "hadolint is not installed: Dockerfile not checked"; fi
 
-format: $(READY_DEV) ## put imports and formatting right
+format: $(READY_DEV) ## sort imports and format the code
 	@$(BIN)/ruff check --select I --fix .
 	@$(BIN)/ruff format .
 
-bench: $(READY) ## measure methods against plain decoding
+bench: $(READY) ## measure methods against autoregressive decoding
 	@$(BIN)/python -m specdemo bench $(ARGS)
 
 clean: ## remove .venv and caches
@@ -52,7 +52,7 @@ $(READY_DEV): requirements-dev.txt requirements.txt | $(VENV)/.python
 	@$(BIN)/python -m pip install --disable-pip-version-check -r requirements-dev.txt
 	@touch $@ $(READY)
 
-# Debian and Ubuntu ship Python without ensurepip; then the system's pip, if there is one, puts pip into the environment.
+# Debian and Ubuntu ship Python without ensurepip: fall back to the system's pip to install pip into the environment.
 $(VENV)/.python:
 	@$(or $(PYTHON),false) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null || { \
 		echo "specdemo needs Python 3.10 to 3.13: install one, or name it with make PYTHON=/path/to/python3." >&2; exit 1; }

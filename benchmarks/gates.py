@@ -42,7 +42,7 @@ class Here:
     def verify(self, tokens: Sequence[int], draft: Draft, hard_mask: Sequence[int] | None = None) -> Verdict:
         """The target's verdict."""
         if draft.tokens:
-            for name, values in signals(self._gauge.logs, draft).items():
+            for name, values in signals(self._gauge.log_probs, draft).items():
                 self.seen[name] += values
             self.seen["variance"] += self._variance(tokens, draft)
         return self._verifier.verify(tokens, draft)

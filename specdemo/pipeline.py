@@ -107,7 +107,7 @@ def build_pipeline(
     sampling = sampling_params_of(recipe, target)
     shared = SharedNoise(recipe.seed) if RULES[recipe.rule].shares_noise else None
     ours = () if isinstance(target, RemoteModel) else (cache_of(recipe, stores, target, prompt, target.invariance.pad),)
-    vocab_size = target.about.vocab_size if isinstance(target, RemoteModel) else ours[0].vocab_size
+    vocab_size = target.info.vocab_size if isinstance(target, RemoteModel) else ours[0].vocab_size
 
     def draws(cache: CachedModel, kind: type, **options: Any) -> Drafter:
         noise = shared or Noise(recipe.seed, "draft")
@@ -125,7 +125,7 @@ def build_pipeline(
     context_length = min([cache.context for cache in counted] + [sys.maxsize])
     if isinstance(target, RemoteModel):
         asking, gamma = build_remote_verifier(recipe, target, sampling, gamma, caches)
-        return Pipeline(asking, made, gamma, caches, min(context_length, target.about.context), asking.close)
+        return Pipeline(asking, made, gamma, caches, min(context_length, target.info.context), asking.close)
     verifier = _verifier(recipe, target, ours[0], sampling, shared)
     return Pipeline(verifier, made, gamma, (*ours, *caches), context_length)
 
@@ -197,7 +197,7 @@ def build_remote_verifier(
         threshold=rule.threshold if recipe.threshold is None else recipe.threshold,
         adjust=not recipe.skip_sample_adjustment,
     )
-    vocab_size = target.about.vocab_size
+    vocab_size = target.info.vocab_size
     edge = None
     if cloud.on_loss == "edge" and caches:
 
@@ -211,7 +211,6 @@ def build_remote_verifier(
     verifier = remote_verifier(
         target,
         settings,
-        plain=cloud.mode == "cloud_only",
         max_tokens=recipe.max_tokens,
         edge=edge,
         candidates=recipe.candidates,

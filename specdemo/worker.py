@@ -1,12 +1,7 @@
-"""One thread owns the device. It advances the jobs given to it one step at a time, in turn.
+"""Device thread and background threads. Imports no other module of specdemo.
 
-A job is a function that returns an iterator; both run in the worker's thread only, from the first line to the last
-`finally`, in the context (`contextvars`) of whoever submitted it. That one holds a `Stream`: an append-only list that
-can be read at any time from any thread. At most `at_once` jobs are open at a time; the rest wait in the order in which
-they came. Imports nothing of ours and knows nothing of models, traces or pages.
-
-A reader that must not lose the tail looks at `done` *before* it drains `items`: `done` is set after the last item. A
-job that has to wait for something else than the device does so in `interruptible`, which ends when it is asked to stop.
+A job is a function that returns an iterator. The worker runs both in its thread and in the submitter's `contextvars`
+context, alternating between open jobs after each step. Any thread may use the job's `Stream`.
 """
 
 from __future__ import annotations
@@ -19,122 +14,133 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-_asked_to_stop: contextvars.ContextVar[Future[None]] = contextvars.ContextVar("asked to stop")  # in a job: it was
+_stop_request: contextvars.ContextVar[Future[None]] = contextvars.ContextVar("stop request")  # of the current job
 
 
 class WorkerBusy(RuntimeError):
-    """So many jobs wait already that one more would only be a disappointment."""
+    """The job queue is full."""
 
 
 class Stopped(Exception):
-    """A job was asked to stop while it waited."""
+    """A job was stopped during a blocking call."""
+
+
+def run_in_thread(call: Callable[[], T]) -> Future[T]:
+    """Run `call()` in a daemon thread."""
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:  # re-raised by `Future.result`
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="background", daemon=True).start()
+    return result
 
 
 def interruptible(call: Callable[[], T]) -> T:
-    """The result of `call()`, which waits for something outside; in a job `Stopped` is raised when that is stopped.
-
-    What was called goes on in a thread of its own until it ends by itself. Outside of jobs this is a plain call.
-    """
-    asked = _asked_to_stop.get(None)
-    if asked is None:
+    """Run the blocking `call()`. Raise `Stopped` if the job is stopped meanwhile; the call then runs on unobserved."""
+    stop_request = _stop_request.get(None)
+    if stop_request is None:  # not in a job
         return call()
-    answer: Future[T] = Future()
-
-    def work() -> None:
-        try:
-            answer.set_result(call())
-        except BaseException as error:  # it is whoever waits who has to know
-            answer.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    wait({answer, asked}, return_when=FIRST_COMPLETED)
-    if not answer.done():
+    result = run_in_thread(call)
+    wait({result, stop_request}, return_when=FIRST_COMPLETED)
+    if not result.done():
         raise Stopped
-    return answer.result()
+    return result.result()
 
 
 class Stream(Generic[T]):
-    """What one job has handed out so far. The worker writes; everybody else reads, or asks it to stop."""
+    """Append-only results of a job. Read `done` before `items` to get the last items.
 
-    def __init__(self, job: Callable[[], Iterator[T]]) -> None:
+    `on_change` is called in the worker's thread after each item and at the end.
+    """
+
+    def __init__(self, job: Callable[[], Iterator[T]], on_change: Callable[[], object] | None = None) -> None:
         self.items: list[T] = []
         self.error: BaseException | None = None
         self.started = False
         self._job: Callable[[], Iterator[T]] | None = job
         self._steps: Iterator[T] | None = None
         self._context: contextvars.Context | None = contextvars.copy_context()
-        self._stop: Future[None] = Future()
-        self._context.run(_asked_to_stop.set, self._stop)
+        self._stop_request: Future[None] = Future()
+        self._context.run(_stop_request.set, self._stop_request)
         self._done = threading.Event()
+        self._on_change = on_change
 
     @property
     def done(self) -> bool:
-        """Whether the job is over, its `finally` blocks included; no item follows."""
+        """True after the job's last item and its `finally` blocks."""
         return self._done.is_set()
 
     @property
     def stopping(self) -> bool:
-        """Whether it was asked to stop, by anyone."""
-        return self._stop.done()
+        return self._stop_request.done()
 
     def stop(self) -> None:
-        """End the job before its next step. Returns at once; harmless when it is over."""
-        with suppress(InvalidStateError):  # by another one at the same time
-            self._stop.set_result(None)
+        """End the job before its next step. Return immediately."""
+        with suppress(InvalidStateError):  # already stopped
+            self._stop_request.set_result(None)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Block until the job is over, or for `timeout` seconds; whether it is over."""
+        """Block until the job ends. Return False after `timeout` seconds."""
         return self._done.wait(timeout)
+
+    def _notify(self) -> None:
+        if self._on_change is not None:
+            self._on_change()
 
 
 class Worker:
-    """The daemon thread. `close()` it, or let it end with the process."""
+    """Device thread with at most `at_once` open and `waiting` queued jobs."""
 
     def __init__(self, at_once: int = 4, waiting: int | None = 32) -> None:
-        self._at_once = at_once
-        self._room = waiting
-        self._waiting: deque[Stream] = deque()
+        self._max_open = at_once
+        self._max_queued = waiting
+        self._queued: deque[Stream] = deque()
         self._open: deque[Stream] = deque()
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Callable[[], Iterator[T]]) -> Stream[T]:
-        """Queue a job; `WorkerBusy` when too many wait, `RuntimeError` after `close`."""
-        stream: Stream[T] = Stream(job)
+    def submit(self, job: Callable[[], Iterator[T]], on_change: Callable[[], object] | None = None) -> Stream[T]:
+        """Queue a job. Raise `WorkerBusy` if the queue is full, `RuntimeError` after `close`."""
+        stream: Stream[T] = Stream(job, on_change)
         with self._changed:
             if self._closed:
                 raise RuntimeError("The worker is closed.")
-            if self._room is not None and len(self._waiting) >= self._room:
-                raise WorkerBusy(f"{len(self._waiting)} runs are waiting already: try again in a minute.")
-            self._waiting.append(stream)
+            if self._max_queued is not None and len(self._queued) >= self._max_queued:
+                raise WorkerBusy(f"{len(self._queued)} runs are waiting already: try again in a minute.")
+            self._queued.append(stream)
             self._changed.notify()
         return stream
 
     def ahead(self, stream: Stream) -> int:
-        """How many jobs must end or start before this one starts; 0 once it has started."""
+        """Number of jobs that must start or end first."""
         with self._changed:
-            if stream not in self._waiting:
+            if stream not in self._queued:
                 return 0
-            before = self._waiting.index(stream)
-            return before + 1 if len(self._open) >= self._at_once else before
+            position = self._queued.index(stream)
+            return position + 1 if len(self._open) >= self._max_open else position
 
     @property
     def active(self) -> int:
-        """How many jobs are open or waiting."""
+        """Number of open and queued jobs."""
         with self._changed:
-            return len(self._open) + len(self._waiting)
+            return len(self._open) + len(self._queued)
 
     def close(self, timeout: float | None = 10.0) -> None:
-        """Stop every job, run their `finally` blocks in the worker's thread, and end the thread."""
+        """Stop all jobs, including their `finally` blocks, and end the thread."""
         with self._changed:
             self._closed = True
-            for stream in (*self._open, *self._waiting):
+            for stream in (*self._open, *self._queued):
                 stream.stop()
             self._changed.notify()
         if threading.current_thread() is not self._thread:
@@ -142,32 +148,31 @@ class Worker:
 
     def _run(self) -> None:
         while (stream := self._next()) is not None:
-            over = not self._advance(stream)
+            ended = not self._advance(stream)
             with self._changed:
                 self._open.popleft()
-                if not over:
-                    self._open.append(stream)  # back to the end of the line
-            if over:
-                stream._job = stream._steps = stream._context = (
-                    None  # whatever they hold is free before anyone hears of the end
-                )
+                if not ended:
+                    self._open.append(stream)
+            if ended:
+                stream._job = stream._steps = stream._context = None  # free memory before `done` is visible
                 stream._done.set()
+            stream._notify()
 
     def _next(self) -> Stream | None:
-        """The stream whose turn it is; blocks while there is none; None when closed and all have ended."""
+        """Block until a job can be advanced. Return None once the worker is closed and all jobs have ended."""
         with self._changed:
-            while not self._open and not self._waiting and not self._closed:
+            while not self._open and not self._queued and not self._closed:
                 self._changed.wait()
-            given_up = [stream for stream in self._waiting if stream.stopping]
-            for stream in given_up:
-                self._waiting.remove(stream)
-            while self._waiting and len(self._open) < self._at_once:
-                self._open.append(self._waiting.popleft())
-            self._open.extendleft(given_up)  # they never started: ending them takes no step from anyone
+            stopped = [stream for stream in self._queued if stream.stopping]
+            for stream in stopped:
+                self._queued.remove(stream)
+            while self._queued and len(self._open) < self._max_open:
+                self._open.append(self._queued.popleft())
+            self._open.extendleft(stopped)  # never started, so ending them takes no time
             return self._open[0] if self._open else None
 
     def _advance(self, stream: Stream) -> bool:
-        """One step of one job; whether there may be another. What the job raises stays in its own stream."""
+        """Run a step of a job; return False if the job has ended."""
         try:
             if stream.stopping:
                 close = getattr(stream._steps, "close", None)
@@ -181,47 +186,41 @@ class Worker:
             return True
         except (StopIteration, Stopped):
             return False
-        except BaseException as error:  # kept for whoever reads the stream: the thread serves the others
+        except BaseException as error:  # the thread continues with other jobs
             stream.error = error
             return False
 
 
 class WorkerGroup:
-    """Workers that look like one, each with one job at a time: where every job brings a device of its own."""
+    """Workers with an open job each, for jobs with separate devices (ZeroGPU)."""
 
     def __init__(self, workers: int = 4, waiting: int | None = 32) -> None:
         each = None if waiting is None else -(-waiting // workers)
         self._workers = [Worker(at_once=1, waiting=each) for _ in range(workers)]
 
     def submit(self, job: Callable[[], Iterator[T]]) -> Stream[T]:
-        """Give a job to the worker with the fewest; `WorkerBusy` when too many wait."""
+        """Queue a job at the least loaded worker. Raise `WorkerBusy` if its queue is full."""
         return min(self._workers, key=lambda worker: worker.active).submit(job)
 
     def ahead(self, stream: Stream) -> int:
-        """How many jobs must end before this one starts; 0 once it has started."""
+        """Number of jobs that must end first."""
         return max(worker.ahead(stream) for worker in self._workers)
 
     @property
     def active(self) -> int:
-        """How many jobs are open or waiting."""
         return sum(worker.active for worker in self._workers)
 
     def close(self, timeout: float | None = 10.0) -> None:
-        """Stop every job and end every thread."""
         for worker in self._workers:
             worker.close(timeout)
 
 
-T = TypeVar("T")
-
-REPORT_INTERVAL_S = (
-    0.1  # between two pieces of news: soon enough for the eye, and whoever shares the thread waits no longer
-)
+REPORT_INTERVAL_S = 0.1
 
 
 @dataclass(frozen=True)
 class TaskProgress:
-    """What is being done, in words, and how far it has come; `total` 0: that cannot be said."""
+    """Progress of a background task; `total` is 0 if unknown."""
 
     text: str
     done: int = 0
@@ -232,76 +231,67 @@ ReportProgress = Callable[[TaskProgress], None]
 
 
 class TaskCancelled(Exception):
-    """Raised in the work itself, at the next thing it tells, once nobody waits for it."""
+    """Raised inside a task that reports progress after its cancellation."""
 
 
-def ignore_progress(news: TaskProgress) -> None:
-    """Told to nobody."""
+def ignore_progress(progress: TaskProgress) -> None:
+    pass
 
 
 class BackgroundTask(Generic[T]):
-    """`work(tell)` in a thread of its own. `parked`: it runs only while `progress` is being advanced."""
+    """Run `work(report)` in a background thread. `parked`: only while `progress` is being advanced."""
 
     def __init__(self, work: Callable[[ReportProgress], T], parked: bool = False) -> None:
-        self._work, self._parks = work, parked
+        self._work, self._can_park = work, parked
         self._changed = threading.Condition()
-        self._news: TaskProgress | None = None
-        self._waits = self._over = self._given_up = False
-        self._due = 0.0
-        self._error: BaseException | None = None
-        self._result: T | None = None
-        self._thread = threading.Thread(target=self._run, name="errand", daemon=True)
+        self._latest: TaskProgress | None = None
+        self._parked = self._cancelled = False
+        self._next_report = 0.0
+        self._future: Future[T] | None = None
 
     def progress(self) -> Iterator[TaskProgress]:
-        """Start the work; news until it is over. Raises what it raised; closing gives it up."""
-        self._thread.start()
+        """Start the task and yield its progress at most every `REPORT_INTERVAL_S`. Closing the iterator cancels it.
+
+        Re-raise the exception of the task.
+        """
+        future = self._future = run_in_thread(partial(self._work, self._report))
+        future.add_done_callback(self._wake)
+        timeout = None if self._can_park else REPORT_INTERVAL_S
         try:
             while True:
                 with self._changed:
-                    self._waits = False
+                    self._parked = False
                     self._changed.notify_all()
-                    if self._parks:
-                        self._changed.wait_for(lambda: self._waits or self._over)
-                    else:
-                        self._changed.wait_for(lambda: self._over, REPORT_INTERVAL_S)
-                    news, over = self._news, self._over
-                if over:
+                    self._changed.wait_for(lambda: self._parked or future.done(), timeout)
+                if future.done():
                     break
-                if news is not None:
-                    yield news
+                if self._latest is not None:
+                    yield self._latest
         finally:
-            with self._changed:
-                self._given_up = True
-                self._changed.notify_all()
-            if self._parks:
-                self._thread.join()  # it has the device until it ends
-        if self._error is not None:
-            raise self._error
+            self._cancelled = True
+            self._wake()
+            if self._can_park:
+                wait({future})  # the task uses the device until it ends
+        future.result()
 
     @property
     def result(self) -> T:
-        """What the work returned, once `progress` has come to its end."""
-        assert self._over and self._error is None
-        return self._result  # type: ignore[return-value]
+        """Return value of the task, after `progress` is exhausted."""
+        assert self._future is not None and self._future.done()
+        return self._future.result()
 
-    def _run(self) -> None:
-        try:
-            self._result = self._work(self._tell)
-        except BaseException as error:  # raised again where the work is waited for
-            self._error = error
+    def _wake(self, _: object = None) -> None:
         with self._changed:
-            self._over = True
             self._changed.notify_all()
 
-    def _tell(self, news: TaskProgress) -> None:
+    def _report(self, progress: TaskProgress) -> None:
         with self._changed:
-            if self._given_up:
+            if not self._cancelled:
+                self._latest = progress
+                if self._can_park and time.monotonic() >= self._next_report:
+                    self._parked = True
+                    self._changed.notify_all()
+                    self._changed.wait_for(lambda: not self._parked or self._cancelled)
+                    self._next_report = time.monotonic() + REPORT_INTERVAL_S
+            if self._cancelled:
                 raise TaskCancelled
-            self._news = news
-            if self._parks and time.monotonic() >= self._due:
-                self._waits = True
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: not self._waits or self._given_up)
-                self._due = time.monotonic() + REPORT_INTERVAL_S
-                if self._given_up:
-                    raise TaskCancelled

@@ -1,15 +1,25 @@
-"""The worker: order, turns, stopping, errors, and that nothing is lost. Every wait is for an event, never for time."""
+"""Worker and background tasks: order, fairness, cancellation, errors, completeness."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from specdemo.worker import Stream, Worker, WorkerBusy
+from specdemo.worker import (
+    REPORT_INTERVAL_S,
+    BackgroundTask,
+    ReportProgress,
+    Stream,
+    TaskCancelled,
+    TaskProgress,
+    Worker,
+    WorkerBusy,
+)
 
-PATIENCE = 20.0  # seconds until a wait counts as a failure; a passing test never waits that long
+PATIENCE = 20.0  # seconds
 
 
 @pytest.fixture
@@ -20,7 +30,7 @@ def worker() -> Iterator[Worker]:
 
 
 class Gate:
-    """A job that yields 0, 1, 2, ... and takes each step only when the test opens the gate once."""
+    """Job that yields 0, 1, 2, ..., advanced by `open`."""
 
     def __init__(self, log: list | None = None, name: str = "") -> None:
         self.turns = threading.Semaphore(0)
@@ -50,7 +60,7 @@ def finished(stream: Stream) -> Stream:
     return stream
 
 
-def test_items_come_in_order_and_all_of_them(worker: Worker) -> None:
+def test_items_are_complete_and_in_order(worker: Worker) -> None:
     streams = [worker.submit(lambda n=n: iter(range(n))) for n in (0, 1, 500)]
     assert [finished(s).items for s in streams] == [[], [0], list(range(500))]
     assert all(s.error is None and s.started for s in streams)
@@ -73,11 +83,11 @@ def test_job_and_its_generator_run_in_the_worker_thread_only(worker: Worker) -> 
     assert seen == ["device", "device"]
 
 
-def test_open_jobs_take_turns(worker: Worker) -> None:
+def test_open_jobs_alternate(worker: Worker) -> None:
     log: list[str] = []
-    hold = Gate()
-    first = worker.submit(hold)  # keeps the thread busy until both others are queued
-    assert hold.inside.wait(PATIENCE)
+    blocker = Gate()
+    first = worker.submit(blocker)
+    assert blocker.inside.wait(PATIENCE)
 
     def job(name: str) -> Iterator[None]:
         for _ in range(50):
@@ -86,7 +96,7 @@ def test_open_jobs_take_turns(worker: Worker) -> None:
 
     a, b = worker.submit(lambda: job("a")), worker.submit(lambda: job("b"))
     first.stop()
-    hold.open()
+    blocker.open()
     finished(a), finished(b)
     assert log == ["a", "b"] * 50
 
@@ -96,7 +106,7 @@ def test_stop_ends_the_job_within_one_step_and_in_the_worker_thread(worker: Work
     stream = worker.submit(gate)
     assert gate.inside.wait(PATIENCE)  # inside step 0
     stream.stop()
-    assert not stream.done  # a step is never torn apart
+    assert not stream.done  # a step is never interrupted
     gate.open(5)
     finished(stream)
     assert stream.items == [0]
@@ -104,7 +114,7 @@ def test_stop_ends_the_job_within_one_step_and_in_the_worker_thread(worker: Work
     assert stream.error is None
 
 
-def test_stop_before_the_start_never_starts_it() -> None:
+def test_job_stopped_in_the_queue_never_starts() -> None:
     worker = Worker(at_once=1)
     gate = Gate()
     busy, waiting, last = worker.submit(gate), worker.submit(lambda: iter("never")), worker.submit(lambda: iter("yes"))
@@ -112,7 +122,7 @@ def test_stop_before_the_start_never_starts_it() -> None:
     assert [worker.ahead(s) for s in (busy, waiting, last)] == [0, 1, 2]
     waiting.stop()
     gate.open()
-    finished(waiting)  # although the job before it is still open
+    finished(waiting)  # while the job before it is still open
     assert not waiting.started and waiting.items == [] and not busy.done
     busy.stop()
     gate.open()
@@ -120,13 +130,13 @@ def test_stop_before_the_start_never_starts_it() -> None:
     worker.close()
 
 
-def test_an_error_stays_in_its_own_stream(worker: Worker) -> None:
+def test_errors_stay_in_their_stream(worker: Worker) -> None:
     gate = Gate()
     other = worker.submit(gate)
 
     def bad() -> Iterator[int]:
         yield 1
-        raise SystemExit("out of memory")  # not even an Exception
+        raise SystemExit("out of memory")
 
     def worse() -> Iterator[int]:
         raise KeyError("no generator at all")
@@ -141,7 +151,7 @@ def test_an_error_stays_in_its_own_stream(worker: Worker) -> None:
     assert finished(worker.submit(lambda: iter([7]))).items == [7]
 
 
-def test_an_error_while_closing_is_kept_too(worker: Worker) -> None:
+def test_errors_while_closing_are_stored(worker: Worker) -> None:
     inside = threading.Event()
 
     def job() -> Iterator[int]:
@@ -158,7 +168,7 @@ def test_an_error_while_closing_is_kept_too(worker: Worker) -> None:
     assert isinstance(finished(stream).error, OSError)
 
 
-def test_a_reader_that_looks_at_done_first_never_loses_the_tail(worker: Worker) -> None:
+def test_reading_done_before_items_never_loses_the_tail(worker: Worker) -> None:
     for _ in range(50):
         stream = worker.submit(lambda: iter(range(100)))
         read: list[int] = []
@@ -170,12 +180,12 @@ def test_a_reader_that_looks_at_done_first_never_loses_the_tail(worker: Worker) 
         assert read == list(range(100))
 
 
-def test_no_more_than_at_once_are_open() -> None:
+def test_number_of_open_jobs_is_bounded() -> None:
     worker = Worker(at_once=2)
     gates = [Gate() for _ in range(3)]
     streams = [worker.submit(gate) for gate in gates]
     gates[0].open()
-    assert gates[1].inside.wait(PATIENCE)  # one full turn has passed
+    assert gates[1].inside.wait(PATIENCE)  # all open jobs have advanced
     assert not streams[2].started and worker.ahead(streams[2]) == 1
     streams[0].stop(), streams[1].stop()
     gates[1].open()
@@ -186,7 +196,7 @@ def test_no_more_than_at_once_are_open() -> None:
     worker.close()
 
 
-def test_too_many_waiting_are_refused_in_words() -> None:
+def test_full_queue_raises() -> None:
     worker = Worker(at_once=1, waiting=1)
     gate = Gate()
     running = worker.submit(gate)
@@ -215,3 +225,85 @@ def test_close_ends_every_job_and_the_thread() -> None:
     assert not worker._thread.is_alive()
     with pytest.raises(RuntimeError, match="closed"):
         worker.submit(lambda: iter(()))
+
+
+def test_on_change_is_called_after_each_item_and_at_the_end(worker: Worker) -> None:
+    seen: list[tuple[int, bool]] = []
+    gate = Gate()
+    blocker = worker.submit(gate)
+    assert gate.inside.wait(PATIENCE)
+    stream: Stream[int] = worker.submit(lambda: iter(range(2)), lambda: seen.append((len(stream.items), stream.done)))
+    blocker.stop()
+    gate.open()
+    finished(stream)
+    worker.close()
+    assert seen == [(1, False), (2, False), (2, True)]
+
+
+# --- background tasks ----------------------------------------------------------------------------------------------
+
+
+def test_background_task_reports_progress_and_a_result() -> None:
+    reported = threading.Event()
+
+    def work(report: ReportProgress) -> int:
+        report(TaskProgress("half", 1, 2))
+        assert reported.wait(PATIENCE)
+        return 7
+
+    task = BackgroundTask(work)
+    for progress in task.progress():
+        assert progress == TaskProgress("half", 1, 2)
+        reported.set()
+    assert reported.is_set() and task.result == 7
+
+
+def test_background_task_raises_its_exception() -> None:
+    def work(report: ReportProgress) -> None:
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        list(BackgroundTask(work).progress())
+
+
+@pytest.mark.parametrize("parked", [False, True])
+def test_closing_the_progress_cancels_the_task(parked: bool) -> None:
+    cancelled = threading.Event()
+
+    def work(report: ReportProgress) -> None:
+        try:
+            while True:
+                report(TaskProgress("working"))
+        except TaskCancelled:
+            cancelled.set()
+            raise
+
+    progress = BackgroundTask(work, parked=parked).progress()
+    next(progress)
+    progress.close()
+    assert cancelled.is_set() if parked else cancelled.wait(PATIENCE)
+
+
+def test_parked_task_runs_only_while_progress_is_advanced() -> None:
+    active = threading.Event()
+    active.set()
+    violations: list[int] = []
+
+    def work(report: ReportProgress) -> int:
+        for step in range(3):
+            if not active.is_set():
+                violations.append(step)
+            time.sleep(REPORT_INTERVAL_S)  # so that each report parks
+            report(TaskProgress("working", step, 3))
+        return 3
+
+    task = BackgroundTask(work, parked=True)
+    progress, steps = task.progress(), []
+    while True:
+        active.set()
+        item = next(progress, None)
+        active.clear()
+        if item is None:
+            break
+        steps.append(item.done)
+    assert task.result == 3 and steps == [0, 1, 2] and not violations

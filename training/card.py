@@ -140,63 +140,60 @@ tags: [code, python, speculative-decoding]
 ---
 # The bundled pair
 
-Two small Llama models that continue Python source, made for one purpose: to show speculative decoding at work on any
-machine. The drafter is distilled from the target. Both load with plain `AutoModelForCausalLM.from_pretrained`.
+Two small Llama models that continue Python source code, trained to demonstrate speculative decoding on any machine. The
+drafter is distilled from the target. Both load with `AutoModelForCausalLM.from_pretrained`.
 
 | model | layers | width | inner width | heads / KV heads | parameters |
 |---|---|---|---|---|---|
 {sizes}
 
-One byte-level BPE tokenizer of 4,096 entries for both, tied embeddings, RoPE with a context of 2,048, float16.
+Shared byte-level BPE tokenizer with 4,096 entries, tied embeddings, RoPE with a context of 2,048, float16.
 
 ## Data
 
-The standard library of CPython, tests included, as it lies on any machine with Python; generated tables and files over
-400 kB left out. {train:,} tokens to train on, {held:,} in {files} whole files held out. The text is under the PSF
-licence; no other text was used.
+The standard library of CPython including its tests, without generated tables and files above 400 kB: {train:,} training
+tokens, {held:,} validation tokens in {files} complete files. The text is under the PSF licence; no other text was used.
 
 ## Recipe
 
 `{recipe}`, in five stages.
 
-1. Target: Muon for the layers' matrices, AdamW for the rest, windows of 256 tokens first and of 2,048 at the end, a
-   constant and then linearly falling learning rate.
-2. Polish: the unlikelihood of going on with a loop in the target's own greedy continuations, held close to what it was
-   by KL, and averaged with what it was, four to one. It makes loops rarer at temperature 0 and costs some loss.
-3. Curve: drafters of several shapes learn side by side for a short while, to see which is worth its cost.
-4. Drafter: from the target's logits, KL(p || q) plus the rejection rate itself, 1 - sum min(p, q).
+1. Target: Muon for the matrices of the layers, AdamW for the other parameters; windows of 256 tokens, finally 2,048;
+   constant, then linearly decreasing learning rate.
+2. Polish: unlikelihood training against loops in the target's greedy continuations, with a KL penalty to the model of
+   stage 1, then a weighted average with it, four to one. It reduces loops at temperature 0 at a small cost in loss.
+3. Curve: short training of several drafter shapes, to compare acceptance with cost.
+4. Drafter: distillation from the target's logits with KL(p || q) plus the rejection rate 1 - sum min(p, q).
 5. Card: the figures below.
 
-## Which drafter
+## Drafter shape
 
-Held-out alpha (mean sum min(p, q), temperature 1) and c (its pass in passes of the target, in the program's engine,
-float32 on a 2-core CPU) after the same short training; Theorem 3.8 at the best gamma. {chosen} was chosen and trained
-further.
+Validation alpha (mean sum min(p, q), temperature 1) and c (drafter pass / target pass in the program's engine, float32,
+2-core CPU) after the same short training; Theorem 3.8 at the best gamma. {chosen} was selected and trained further.
 
 {curve}
 
-## Measured on the held-out files
+## Validation results
 
 | | |
 |---|---|
 | target, nats per token (windows of 2,048) | {loss:.3f} |
 | drafter, nats per token | {own_loss:.3f} |
-| mean sum min(p, q) at temperature 1, on the files' own text | {alpha:.3f} |
-| first choices agree, on the files' own text | {first:.3f} |
+| mean sum min(p, q) at temperature 1, on the files' text | {alpha:.3f} |
+| first choices agree, on the files' text | {first:.3f} |
 | greedy continuations of 256 tokens that end in a loop | {looping} of {prompts} |
 
-Generating with the program itself, {prompts} prompts of {prompt_tokens} tokens from the middle of held-out files,
+Generation with the program: {prompts} prompts of {prompt_tokens} tokens from the middle of validation files,
 {tokens} new tokens each. alpha is the mean of sum min(p, q) over all tested positions.
 
 | temperature | gamma | alpha | accepted / drafted | tokens per target pass |
 |---|---|---|---|---|
 {rows}
 
-## What it cannot do
+## Limitations
 
-It knows the look of Python, not its meaning: names, indentation and docstrings read well, but the code does nothing
-useful, facts are made up, and it speaks no language but English docstrings. It writes best at temperature 0.5 with
-top-p 0.95, the program's defaults; at temperature 0 some texts end in a loop, which flatters n-gram drafting. It is
-far too small to judge speculative decoding of large models by: its absolute speeds mean nothing elsewhere, its ratios
-only where drafter and target relate alike.
+The models reproduce the form of Python, not its meaning: names, indentation and docstrings are plausible, but the code
+is not useful, facts are invented, and the only natural language is English in docstrings. The best text is generated at
+temperature 0.5 with top-p 0.95, the program's defaults. At temperature 0 some texts end in a loop, which favours n-gram
+drafting. Absolute speeds do not transfer to large models; ratios do only for similar relations of drafter and target.
 """

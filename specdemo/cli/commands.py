@@ -19,7 +19,7 @@ from specdemo.preflight import preflight, texts_for
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 from specdemo.remote.remote_model import TOKEN
-from specdemo.remote.serve import application, bind, listen
+from specdemo.remote.serve import bind, listen, serve_model
 from specdemo.remote.server import ServiceLimits
 
 
@@ -127,23 +127,21 @@ def _serve(options: argparse.Namespace) -> int:
     if target.encoder:
         raise UserError("a model with an encoder is not served, for its prompt would have to travel apart: run it here")
     listener = bind(options.host, options.port)
-    app = application(
+    app = serve_model(
         target,
         token=os.environ.get(TOKEN),
         budget_bytes=options.budget_mb << 20,
-        most=options.contexts,
+        max_contexts=options.contexts,
         expiry_s=options.expiry_s,
         limits=ServiceLimits(int(options.body_mb * (1 << 20)), options.rate),
         waiting=options.queue,
     )
     if TOKEN not in os.environ and options.host not in ("127.0.0.1", "::1", "localhost"):
         print(f"anyone who can reach {options.host} may use this: set {TOKEN} to ask for a token", file=sys.stderr)
-    listener.listen()  # whoever hears the next line may come at once
     scheme = "https" if options.certificate else "http"
-    print(f"listening on {scheme}://{options.host}:{listener.getsockname()[1]}", flush=True)
-    listen(
-        app, listener, options.certificate, options.key, leash=sys.stdin.buffer if options.until_stdin_ends else None
-    )
+    line = f"listening on {scheme}://{options.host}:{listener.getsockname()[1]}"
+    leash = sys.stdin.buffer if options.until_stdin_ends else None
+    listen(app, listener, options.certificate, options.key, leash, announce=lambda: print(line, flush=True))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Labels, colours and explanations of token outcomes, shared by terminal, tooltip, inspector and SVG export."""
+"""Labels, styles and explanations of token outcomes, shared by terminal, tooltip, inspector and SVG export."""
 
 from __future__ import annotations
 
@@ -12,24 +12,22 @@ from specdemo.core.step import Outcome, Step
 
 @dataclass(frozen=True)
 class Style:
-    """Appearance of a token; each colour is paired with a text decoration, so it is never the only signal."""
+    """Appearance of a token besides its colour, which is never the only signal."""
 
     label: str
-    ansi: str
-    background: str = ""
-    ink: str = "#1c2430"
+    ansi: str = ""
     decoration: str = ""
     italic: bool = False
 
 
 STYLES = {
-    Outcome.ACCEPTED: Style("accepted", "\x1b[32m", "#d6f2df", "#0c4526"),
-    Outcome.REJECTED: Style("rejected", "\x1b[31;9m", "#fbe0de", "#8f1d18", "line-through"),
-    Outcome.IGNORED: Style("not tested", "\x1b[90;9m", "#eceff3", "#566173", italic=True),
-    Outcome.UNVERIFIED: Style("unverified", "\x1b[33;3m", "#ece3f8", "#4c2a80", italic=True),
-    Outcome.CORRECTION: Style("correction", "\x1b[34;4m", "#dbe8fd", "#123a8c", "underline"),
-    Outcome.BONUS: Style("bonus", "\x1b[36;4m", "#e8f1fe", "#123a8c", "underline"),
-    Outcome.PLAIN: Style("plain", ""),
+    Outcome.ACCEPTED: Style("accepted", "\x1b[32m"),
+    Outcome.REJECTED: Style("rejected", "\x1b[31;9m", "line-through"),
+    Outcome.IGNORED: Style("not tested", "\x1b[90;9m", italic=True),
+    Outcome.UNVERIFIED: Style("unverified", "\x1b[33;3m", italic=True),
+    Outcome.CORRECTION: Style("correction", "\x1b[34;4m", "underline"),
+    Outcome.BONUS: Style("bonus", "\x1b[36;4m", "underline"),
+    Outcome.PLAIN: Style("plain"),
 }
 
 

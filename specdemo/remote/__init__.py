@@ -1,1 +1,1 @@
-"""Edge and cloud: the target in another process, token ids on the wire."""
+"""Edge-cloud decoding: drafts at the edge, the target in the cloud."""

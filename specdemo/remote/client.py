@@ -1,17 +1,15 @@
-"""The target at the other end of a wire: a judge for the one loop that asks a cloud.
+"""Remote verification and streaming at the edge, with fallback verdicts.
 
-What the cloud holds is followed by content, as a cache is: only what it lacks is sent, and a cloud that has forgotten
-everything is told everything again. A round that goes unanswered is sent again under its number, so nothing is ever
-judged twice. Knows messages and drafts; knows no models and no text.
+Only new tokens are sent. A request without a response is repeated under its step number.
 """
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as NotYet
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -23,226 +21,315 @@ from specdemo.core.errors import UserError
 from specdemo.core.rules import RULES
 from specdemo.core.sampling import top_tokens
 from specdemo.core.step import Draft, Verdict, common_prefix
-from specdemo.remote.cloud_verifier import refuse_nonsense, verdict_of
-from specdemo.remote.fallback import first_path, later_verified, provisional, unverified
-from specdemo.remote.protocol import DeleteResponse, DraftRow, VerifyConfig, VerifyRequest, VerifyResponse, digest
-from specdemo.remote.transport import ContextGone, HttpClient, NoResponse, RequestSuperseded, ServiceBusy
+from specdemo.remote.cloud_verifier import check_response, verdict_from_response
+from specdemo.remote.http_client import ContextGone, HttpClient, NoResponse, RequestSuperseded, ServiceBusy
+from specdemo.remote.protocol import (
+    DeleteResponse,
+    DraftRow,
+    StreamRequest,
+    VerifyConfig,
+    VerifyRequest,
+    VerifyResponse,
+    digest,
+)
 from specdemo.worker import Stopped, interruptible
 
-LONGEST_WAIT = 8.0  # seconds before a round is sent again, at most
+MAX_TIMEOUT_S = 8.0  # of an attempt
 RowFormat = Literal["float32", "float16", "scalar"]
 
 
 class ConnectionLost(UserError):
-    """The cloud has not answered for as long as was agreed."""
+    """No response for `Deadlines.lost_s` seconds."""
 
 
 @dataclass(frozen=True)
 class Deadlines:
-    """How long is waited for what. `strict`: for the answer, whatever it takes; else a round ends at its deadline."""
+    """Time limits; unless `strict`, a token is committed provisionally after `deadline_s`."""
 
-    deadline_s: float = 0.4  # of a round, the practice guide's
-    lost_s: float = 30.0  # without any answer
+    deadline_s: float = 0.4
+    lost_s: float = 30.0
     strict: bool = True
 
 
 @dataclass(frozen=True)
-class LateResponse:
-    """A round whose answer had not come by its deadline; what was committed since is provisional."""
-
-    answer: Future[tuple[VerifyResponse, dict[str, float]]]
-    draft: Draft
-    at: int  # tokens before the round
+class _LateResponse:
+    response: Future[tuple[VerifyResponse, dict[str, float]]]
+    length: int  # tokens before the step
 
 
 class RemoteVerifier:
-    """A judge: drafts go up, verdicts come down (practice guide, sections 3 and 5).
+    """Verify drafts in the cloud (practice guide, sections 3 and 5).
 
-    Which q goes along is the rule's and the draft's affair: none for point masses and for rules that draw from p; else
-    the scalars, and of the laws the row that a correction needs, if it is asked for (`rows`; "scalar" never sends one:
-    lossy for sampled drafts). Where the cloud is lost, `edge` goes on alone, or `Lost` is raised.
+    Point masses, and rules that sample from p, need no q. Otherwise the draft probabilities are sent, and rows on
+    demand in the format `rows`; "scalar" sends no rows (lossy). `edge` continues after a lost connection.
     """
 
     def __init__(
         self,
         http: HttpClient,
-        settings: VerifyConfig,
+        config: VerifyConfig,
         *,
         rows: RowFormat = "float32",
         candidates: int = 1,
         top: int = 0,
-        patience: Deadlines = Deadlines(),  # noqa: B008 - frozen
+        deadlines: Deadlines = Deadlines(),  # noqa: B008 - frozen
         edge: Verifier | None = None,
-        ctx_id: str | None = None,
+        context_id: str | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        pause: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._http, self._settings, self._rows = http, settings, rows
-        self._candidates, self._top, self._patience, self._edge = candidates, top, patience, edge
-        self._clock, self._pause = clock, pause
-        self._ctx_id, self._epoch, self._round = ctx_id or uuid.uuid4().hex, 0, -1
-        self._theirs: list[int] = []  # what the cloud holds, as far as is known
-        self._late: LateResponse | None = None
+        self._http, self._config, self._rows = http, config, rows
+        self._candidates, self._top, self._deadlines, self._edge = candidates, top, deadlines, edge
+        self._clock, self._sleep = clock, sleep
+        self._context_id, self._epoch, self._step = context_id or uuid.uuid4().hex, 0, -1
+        self._cloud_tokens: list[int] = []
+        self._late: _LateResponse | None = None
         self._alone = self._closed = False
-        self._sender = ThreadPoolExecutor(1, "cloud")  # a round may outlive its deadline
+        self._sender = ThreadPoolExecutor(1, "cloud")  # requests may outlive deadlines
 
     def verify(self, tokens: Sequence[int], draft: Draft, hard_mask: Sequence[int] | None = None) -> Verdict:
-        """The cloud's verdict; one token of the draft, provisionally, where it is late and not waited for."""
+        """Return the cloud's verdict, or a fallback."""
         if self._alone:
-            return self._on_the_edge(tokens, draft, {})
-        before = replace(self._http.wire.tally)
+            return self._verify_locally(tokens, draft, {})
+        before = replace(self._http.network.counts)
         notes: dict[str, float] = {"escalated": 1.0}
         try:
-            verdict = self._settled(tokens, draft, notes) if self._late else None
-            verdict = verdict or self._asked(tokens, draft, hard_mask, notes)
+            verdict = self._resolve_late(tokens, draft, notes) if self._late else None
+            verdict = verdict or self._verify_remotely(tokens, draft, hard_mask, notes)
         except ConnectionLost:
             if self._edge is None:
                 raise
             self._alone, self._late = True, None
             notes["lost"] = 1.0
-            verdict = self._on_the_edge(tokens, draft, notes)
-        tally = self._http.wire.tally
-        counted = {"bytes_up": float(tally.up - before.up), "bytes_down": float(tally.down - before.down)}
-        took = {"up_s": tally.up_s - before.up_s, "down_s": tally.down_s - before.down_s}
-        return replace(verdict, notes={**verdict.notes, **counted, **took})
+            verdict = self._verify_locally(tokens, draft, notes)
+        counts = self._http.network.counts
+        traffic = {"bytes_up": float(counts.up - before.up), "bytes_down": float(counts.down - before.down)}
+        times = {"up_s": counts.up_s - before.up_s, "down_s": counts.down_s - before.down_s}
+        return replace(verdict, notes={**verdict.notes, **traffic, **times})
 
     def close(self) -> None:
-        """Forget the context at the cloud, if it can be told, and hang up."""
+        """Delete the context and disconnect."""
         self._closed = True
         self._sender.shutdown(wait=False, cancel_futures=True)
-        if not self._alone and self._theirs and self._late is None:
+        if not self._alone and self._cloud_tokens and self._late is None:
             try:
-                path = f"/v1/contexts/{self._ctx_id}"
-                self._http.call("DELETE", path, None, DeleteResponse, self._patience.deadline_s)
+                path = f"/v1/contexts/{self._context_id}"
+                self._http.call("DELETE", path, None, DeleteResponse, self._deadlines.deadline_s)
             except (NoResponse, UserError):
-                pass  # it expires by itself
+                pass  # the context expires
         self._http.close()
 
-    # --- rounds ---------------------------------------------------------------------------------------------------
+    # --- requests -------------------------------------------------------------------------------------------------
 
-    def _asked(
+    def _verify_remotely(
         self, tokens: Sequence[int], draft: Draft, hard_mask: Sequence[int] | None, notes: dict[str, float]
     ) -> Verdict:
-        """The verdict of a round of its own."""
-        self._round += 1
-        job = partial(self._exchange, list(tokens), draft, hard_mask)
-        if self._patience.strict or not draft.tokens:
+        self._step += 1
+        request = partial(self._exchange, list(tokens), draft, hard_mask)
+        if self._deadlines.strict or not draft.tokens:
             try:
-                answer, found = interruptible(job)
+                response, measured = interruptible(request)
             except Stopped:
-                self._alone = True  # a round is still under way: hanging up is all that is left to do
+                self._alone = True  # the request is still running
                 raise
         else:
-            future = self._sender.submit(job)
+            future = self._sender.submit(request)
             try:
-                answer, found = future.result(self._patience.deadline_s)
-            except NotYet:
-                self._late = LateResponse(future, draft, len(tokens))
-                return provisional(draft, notes)
+                response, measured = future.result(self._deadlines.deadline_s)
+            except FutureTimeout:
+                self._late = _LateResponse(future, len(tokens))
+                return provisional_verdict(draft, notes)
         probs = draft.probs if self._top and isinstance(draft.probs, Tensor) else None
-        drafted = () if probs is None else top_tokens(probs, self._top)
-        return replace(verdict_of(answer, draft, drafted), notes={**notes, **found})
+        draft_top = () if probs is None else top_tokens(probs, self._top)
+        return replace(verdict_from_response(response, draft, draft_top), notes={**notes, **measured})
 
     def _exchange(
         self, tokens: list[int], draft: Draft, hard_mask: Sequence[int] | None
     ) -> tuple[VerifyResponse, dict[str, float]]:
-        """Ask until there is an answer, and take over what the cloud then holds. `Lost` where there never is one."""
-        began, wait, sent, rows = self._clock(), self._patience.deadline_s, 0, []
+        """Repeat the request until a response arrives; return it with its cost."""
+        start, timeout, sent, rows = self._clock(), self._deadlines.deadline_s, 0, []
         cloud_s = rtt_s = 0.0
         while True:
-            round = self._message(tokens, draft, hard_mask, rows)
+            request = self._request(tokens, draft, hard_mask, rows)
             sent += 1
-            asked = self._clock()
+            attempt = self._clock()
             try:
-                answer = self._http.call("POST", "/v1/rounds", round, VerifyResponse, wait)
-                if (answer.epoch, answer.round) != (round.epoch, round.round):
-                    raise NoResponse("the answer is another round's")
+                response = self._http.call("POST", "/v1/rounds", request, VerifyResponse, timeout)
+                if (response.epoch, response.step) != (request.epoch, request.step):
+                    raise NoResponse("the response belongs to another step")
             except ContextGone:
-                self._epoch, self._theirs = self._epoch + 1, []
-            except RequestSuperseded:  # by another edge, or by a copy of this one: the text is this one's all the same
-                self._ctx_id, self._epoch, self._theirs = uuid.uuid4().hex, 0, []
-            except NoResponse as silence:
-                spent = self._clock() - began
-                if spent > self._patience.lost_s or self._closed:
-                    raise ConnectionLost(
-                        f"the cloud at {self._http.url} has not answered for {spent:.0f} seconds ({silence}): "
-                        "start it again, or go on without it (--on-loss edge)"
-                    ) from silence
-                if (
-                    isinstance(silence, ServiceBusy) or self._clock() - asked < wait / 2
-                ):  # refused at once: do not hammer
-                    self._pause(min(wait / 4, 0.25))
-                wait = min(2 * wait, LONGEST_WAIT)
+                self._epoch, self._cloud_tokens = self._epoch + 1, []
+            except RequestSuperseded:  # by another edge or a late copy
+                self._context_id, self._epoch, self._cloud_tokens = uuid.uuid4().hex, 0, []
+            except NoResponse as failure:
+                if self._closed:
+                    raise ConnectionLost(f"the connection to {self._http.url} was closed") from failure
+                advice = "restart it, or continue without it (--on-loss edge)"
+                _raise_if_lost(failure, self._http.url, self._clock() - start, self._deadlines, advice)
+                if isinstance(failure, ServiceBusy) or self._clock() - attempt < timeout / 2:  # failed immediately
+                    self._sleep(min(timeout / 4, 0.25))
+                timeout = min(2 * timeout, MAX_TIMEOUT_S)
             else:
-                cloud_s += answer.metrics.cloud_s
-                rtt_s += self._clock() - asked - answer.metrics.cloud_s
-                if answer.wants is None:
+                cloud_s += response.metrics.cloud_s
+                rtt_s += self._clock() - attempt - response.metrics.cloud_s
+                if response.wanted_row is None:
                     break
-                rows.append(self._row(draft, answer.wants))
-        refuse_nonsense(answer, draft)
-        own = answer.bonus if answer.correction is None else answer.correction
-        nodes = range(answer.accepted_len) if answer.accepted is None else answer.accepted
-        self._theirs = [*tokens, *(draft.tokens[node] for node in nodes), *([] if own is None else [own])]
-        return answer, {"cloud_s": cloud_s, "rtt_s": rtt_s, "sent": float(sent), "rows": float(len(rows))}
+                rows.append(self._row(draft, response.wanted_row))
+        check_response(response, draft)
+        new = [*(draft.tokens[node] for node in response.accepted_nodes), response.token]
+        self._cloud_tokens = [*tokens, *new]
+        return response, {"cloud_s": cloud_s, "rtt_s": rtt_s, "sent": float(sent), "rows": float(len(rows))}
 
-    def _message(
+    def _request(
         self, tokens: list[int], draft: Draft, hard_mask: Sequence[int] | None, rows: list[DraftRow]
     ) -> VerifyRequest:
-        base = common_prefix(self._theirs, tokens)
-        rule = RULES[self._settings.rule]
+        base = common_prefix(self._cloud_tokens, tokens)
+        rule = RULES[self._config.rule]
         q = draft.token_probs if rule.needs_q else None
         sampled = q is not None and draft.probs is not None
         return VerifyRequest(
-            ctx_id=self._ctx_id,
+            context_id=self._context_id,
             epoch=self._epoch,
-            round=self._round,
+            step=self._step,
             base=base,
             digest=digest(tokens[:base]),
             tokens=tokens[base:],
             draft_tokens=list(draft.tokens),
             k=len(draft),
             parents=None if draft.is_chain else list(draft.parents),
-            q_token_probs=None if q is None else list(q),
-            rows=rows if sampled and rule.adjusts and self._settings.adjust and self._rows != "scalar" else None,
+            token_probs=None if q is None else list(q),
+            rows=rows if sampled and rule.adjusts and self._config.adjust and self._rows != "scalar" else None,
             hard_mask=None if hard_mask is None else list(hard_mask),
-            sampling_cfg=None if base else self._settings,
+            config=None if base else self._config,
             candidates=self._candidates,
             top=self._top,
         )
 
     def _row(self, draft: Draft, node: int) -> DraftRow:
         if draft.probs is None or node >= len(draft):
-            raise UserError(f"{self._http.url} asks for a law that there is not: it is no specdemo service")
+            raise UserError(f"{self._http.url} requests an unknown row: it is no specdemo service of this version")
         return DraftRow.of(node, draft.probs[node], "f2" if self._rows == "float16" else "f4")
 
-    # --- late answers, and none -----------------------------------------------------------------------------------
+    # --- late and lost responses ----------------------------------------------------------------------------------
 
-    def _settled(self, tokens: Sequence[int], draft: Draft, notes: dict[str, float]) -> Verdict | None:
-        """Bring both ends to one text again once a late answer is there; what it says of this draft, if anything."""
+    def _resolve_late(self, tokens: Sequence[int], draft: Draft, notes: dict[str, float]) -> Verdict | None:
+        """Compare a late response with the provisional tokens and apply it to `draft`."""
         late = self._late
         assert late is not None
         if draft.tokens:
             try:
-                answer, found = late.answer.result(self._patience.deadline_s)
-            except NotYet:
-                return provisional(draft, notes)
+                _, measured = late.response.result(self._deadlines.deadline_s)
+            except FutureTimeout:
+                return provisional_verdict(draft, notes)
         else:
-            answer, found = interruptible(late.answer.result)
+            _, measured = interruptible(late.response.result)
         self._late = None
-        notes.update(found)
-        said = self._theirs[late.at :]
-        taken = list(tokens[late.at :])  # without having been judged
-        same = common_prefix(said, taken)
+        notes.update(measured)
+        verified, unverified = self._cloud_tokens[late.length :], list(tokens[late.length :])
+        same = common_prefix(verified, unverified)
         notes["confirmed"] = float(same)
-        notes["overruled"] = float(len(taken) - same if same < min(len(said), len(taken)) else 0)
-        if same < len(taken) or same == len(said):
+        notes["overruled"] = float(len(unverified) - same if same < min(len(verified), len(unverified)) else 0)
+        if same < len(unverified) or same == len(verified):
             return None
-        return later_verified(draft, said[same:], notes)
+        return verdict_from_tokens(draft, verified[same:], notes)
 
-    def _on_the_edge(self, tokens: Sequence[int], draft: Draft, notes: Mapping[str, float]) -> Verdict:
-        """The text of the drafter itself: not the target's."""
+    def _verify_locally(self, tokens: Sequence[int], draft: Draft, notes: Mapping[str, float]) -> Verdict:
+        """Continue with the drafter only (lossy)."""
         assert self._edge is not None
         notes = {**notes, "escalated": 0.0, "edge": 1.0}
         if draft.tokens:
-            return unverified(draft, first_path(draft), notes)
+            return unverified_verdict(draft, first_path(draft), notes)
         return replace(self._edge.verify(tokens, draft), notes=notes)
+
+
+class StreamingVerifier:
+    """Stream autoregressive text from the cloud; interrupted streams are resumed."""
+
+    def __init__(
+        self,
+        http: HttpClient,
+        config: VerifyConfig,
+        max_tokens: int,
+        deadlines: Deadlines = Deadlines(),  # noqa: B008 - frozen
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._http, self._config, self._left, self._deadlines = http, config, max_tokens, deadlines
+        self._clock, self._sleep = clock, sleep
+        self._stream: Iterator[int | None] | None = None
+
+    def verify(self, tokens: Sequence[int], draft: Draft, hard_mask: Sequence[int] | None = None) -> Verdict:
+        """Return the next token; `draft` is empty."""
+        counts = self._http.network.counts
+        up, down, start = counts.up, counts.down, self._clock()
+        while (token := self._next(tokens, start)) is None:
+            pass
+        self._left -= 1
+        notes = {"escalated": 1.0, "bytes_up": float(counts.up - up), "bytes_down": float(counts.down - down)}
+        return Verdict((), token, choices=((token,),), notes=notes)
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()  # type: ignore[attr-defined]  # a generator
+        self._http.close()
+
+    def _next(self, tokens: Sequence[int], start: float) -> int | None:
+        """Receive a token; return None to retry."""
+        timeout = self._deadlines.deadline_s
+        if self._stream is None:
+            request = StreamRequest(tokens=list(tokens), config=self._config, max_tokens=self._left)
+            self._stream = self._http.tokens("/v1/texts", request, max(timeout, MAX_TIMEOUT_S))
+        try:
+            token = interruptible(partial(next, self._stream))
+        except Stopped:
+            self._stream = None  # in use by another thread
+            raise
+        except NoResponse as failure:
+            self._stream = None
+            _raise_if_lost(failure, self._http.url, self._clock() - start, self._deadlines, "restart it")
+            self._sleep(min(timeout / 4, 0.25))
+            return None
+        if token is None:
+            raise UserError(f"the cloud at {self._http.url} ended the text early: its stop tokens differ")
+        return token
+
+
+def _raise_if_lost(failure: NoResponse, url: str, elapsed: float, deadlines: Deadlines, advice: str) -> None:
+    if elapsed > deadlines.lost_s:
+        raise ConnectionLost(
+            f"the cloud at {url} has not responded for {elapsed:.0f} seconds ({failure}): {advice}"
+        ) from failure
+
+
+# --- fallback verdicts ----------------------------------------------
+
+
+def unverified_verdict(draft: Draft, accepted: tuple[int, ...], notes: Mapping[str, float]) -> Verdict:
+    """Commit draft tokens without the target."""
+    unknown = (None,) * len(draft)
+    return Verdict(accepted, None, unknown, unknown, unknown, notes=dict(notes))
+
+
+def provisional_verdict(draft: Draft, notes: Mapping[str, float]) -> Verdict:
+    """Commit the first draft token (practice guide, section 8)."""
+    return unverified_verdict(draft, (0,), {**notes, "provisional": 1.0})
+
+
+def first_path(draft: Draft) -> tuple[int, ...]:
+    children, path, node = draft.children(), [], -1
+    while node in children:
+        node = children[node][0]
+        path.append(node)
+    return tuple(path)
+
+
+def verdict_from_tokens(draft: Draft, tokens: Sequence[int], notes: Mapping[str, float]) -> Verdict:
+    """Accept the path of `draft` that matches the target's `tokens`, plus a token."""
+    children, path, node = draft.children(), [], -1
+    for token in tokens[:-1]:
+        child = next((child for child in children.get(node, ()) if draft.tokens[child] == token), None)
+        if child is None:
+            break
+        node = child
+        path.append(child)
+    return replace(unverified_verdict(draft, tuple(path), notes), token=tokens[len(path)])

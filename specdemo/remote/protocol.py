@@ -1,8 +1,6 @@
-"""What edge and cloud say to each other.
+"""Messages between edge and cloud, and their JSON and msgpack encodings.
 
-The fields are the practice guide's (section 5) and what makes them safe and exact: the tokens committed since the last
-prefix that both ends hold, that prefix's length and digest, a round number and an epoch. How messages become bytes is
-`encoding.py`'s.
+Field names on the network are frozen (practice guide, section 5); `_key` maps them to Python names.
 """
 
 from __future__ import annotations
@@ -17,176 +15,194 @@ import msgpack
 import numpy as np
 import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
 from torch import Tensor
 
 from specdemo.core.errors import UserError
 from specdemo.core.sampling import SamplingParams
+from specdemo.core.step import TopTokens
 from specdemo.remote.config import COLDEST
 
-LONGEST_DRAFT = 256
-LONGEST_TEXT = 1 << 17  # tokens
+MAX_DRAFT = 256  # tokens
+MAX_TEXT = 1 << 17  # tokens
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 Count = Annotated[int, Field(ge=0, lt=1 << 31)]
-Chance = Annotated[float, Field(ge=0, le=1)]
+Probability = Annotated[float, Field(ge=0, le=1)]
+RowType = Literal["f4", "f2"]
 
 
-def _temperature(value: float) -> float:
+def _key(name: str) -> FieldInfo:
+    return Field(validation_alias=name, serialization_alias=name)
+
+
+def _check_temperature(value: float) -> float:
     if value != 0 and value < COLDEST:
         raise ValueError(f"a temperature is 0 or at least {COLDEST}")
     return value
 
 
-class WireMessage(BaseModel):
-    """No guessing: unknown fields, numbers in quotes, NaN and infinity are refused."""
+class NetworkMessage(BaseModel):
+    """Base class; rejects unknown fields, quoted numbers, NaN and infinity."""
 
     model_config = ConfigDict(
-        strict=True, extra="forbid", allow_inf_nan=False, ser_json_bytes="base64", val_json_bytes="base64"
+        strict=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        ser_json_bytes="base64",
+        val_json_bytes="base64",
+        validate_by_name=True,  # not in `CODECS`
+        validate_by_alias=True,
     )
 
 
-class VerifyConfig(WireMessage):
-    """What must be the same at both ends, and the rule; sent when a context is opened."""
+MessageT = TypeVar("MessageT", bound=NetworkMessage)
 
-    temp: Annotated[float, AfterValidator(_temperature), Field(le=100)] = 1.0
+
+class VerifyConfig(NetworkMessage):
+    """Sampling parameters, seed and acceptance rule of a context."""
+
+    temperature: Annotated[float, _key("temp"), AfterValidator(_check_temperature), Field(le=100)] = 1.0
     top_k: Count = 0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    rep_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
+    repetition_penalty: Annotated[float, _key("rep_penalty"), Field(ge=0.01, le=100)] = 1.0
     bad_words: Annotated[list[Annotated[list[Token], Field(min_length=1, max_length=64)]], Field(max_length=1024)] = []
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] = 0
     rule: str = "rejection"
-    threshold: Chance | None = None
-    adjust: bool = True  # corrections from the residual; else from p, which is lossy
+    threshold: Probability | None = None
+    adjust: bool = True  # False: sample corrections from p (lossy)
 
     @property
     def sampling(self) -> SamplingParams:
-        """The same as an object."""
         words = tuple(map(tuple, self.bad_words))
-        return SamplingParams(self.temp, self.top_k, self.top_p, self.rep_penalty, words)
+        return SamplingParams(self.temperature, self.top_k, self.top_p, self.repetition_penalty, words)
 
 
-class DraftRow(WireMessage):
-    """The drafter's law at one node: dense, or where it has mass. Little-endian, as numpy writes it."""
+class DraftRow(NetworkMessage):
+    """Draft distribution at a node, little-endian."""
 
     node: Count
-    type: Literal["f4", "f2"] = "f4"
+    type: RowType = "f4"
     values: bytes
-    ids: bytes | None = None  # u4
+    ids: bytes | None = None  # u4, sparse rows only
 
     @classmethod
-    def of(cls, node: int, probs: Tensor, type: Literal["f4", "f2"] = "f4") -> DraftRow:
-        """The shorter of the two ways to write `probs` `[vocab]`."""
+    def of(cls, node: int, probs: Tensor, type: RowType = "f4") -> DraftRow:
+        """Encode `probs` `[vocab]`, dense or sparse."""
         row = probs.float().cpu().numpy()
-        where = row.nonzero()[0]
+        nonzero = row.nonzero()[0]
         size = int(type[1])
-        if len(where) * (4 + size) < len(row) * size:
-            return cls(node=node, type=type, values=_bytes(row[where], type), ids=_bytes(where, "u4"))
-        return cls(node=node, type=type, values=_bytes(row, type))
+        if len(nonzero) * (4 + size) < len(row) * size:
+            return cls(node=node, type=type, values=_to_bytes(row[nonzero], type), ids=_to_bytes(nonzero, "u4"))
+        return cls(node=node, type=type, values=_to_bytes(row, type))
 
     def probs(self, vocab_size: int) -> Tensor:
-        """`[vocab_size]`, float32. Raises `UserError` for what is no law of that width."""
+        """Decode to float32 `[vocab_size]`."""
         if len(self.values) % int(self.type[1]) or len(self.ids or b"") % 4:
-            raise UserError(f"the row of node {self.node} ends in the middle of a number: send whole numbers")
+            raise UserError(f"the row of node {self.node} ends in the middle of a number: send complete numbers")
         values = np.frombuffer(self.values, f"<{self.type}").astype(np.float32)
         ids = np.arange(vocab_size) if self.ids is None else np.frombuffer(self.ids, "<u4").astype(np.int64)
         if len(ids) != len(values) or (ids >= vocab_size).any():
             raise UserError(
-                f"the row of node {self.node} does not fit a vocabulary of {vocab_size:,}: send one value an id"
+                f"the row of node {self.node} does not fit a vocabulary of {vocab_size:,}: send a value per id"
             )
         if not (np.isfinite(values).all() and (values >= 0).all() and values.sum() > 0):
-            raise UserError(f"the row of node {self.node} is no law: send probabilities")
+            raise UserError(f"the row of node {self.node} is no distribution: send probabilities")
         probs = torch.zeros(vocab_size)
         probs[torch.from_numpy(ids)] = torch.from_numpy(values)
         return probs
 
 
-class VerifyRequest(WireMessage):
-    """Edge to cloud: a draft to be judged, and what was committed since the prefix that both hold.
+class VerifyRequest(NetworkMessage):
+    """Draft, and the tokens committed since the shared prefix of `base` tokens.
 
-    A round that is sent again under the same number gets the same answer. `base` 0 opens the context anew: then
-    `tokens` is the whole text and `sampling_cfg` is needed. Without `q_token_probs` every drafted token is a point
-    mass (or the rule needs no q). With them and `rows`, the cloud asks for the row that it needs; without `rows` it
-    makes do with the scalars, which is lossy.
+    A repeated request gets the same response. `base` 0 opens the context and requires `config`. `token_probs` is None
+    for point masses and rules without q. With `rows`, the cloud requests missing rows; without, it uses `token_probs`
+    (lossy).
     """
 
-    ctx_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    context_id: Annotated[str, _key("ctx_id"), Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
     epoch: Count = 0
-    round: Count
+    step: Annotated[Count, _key("round")]
     base: Count
     digest: Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")] = ""  # of the first `base` tokens
-    tokens: Annotated[list[Token], Field(max_length=LONGEST_TEXT)] = []
-    draft_tokens: Annotated[list[Token], Field(max_length=LONGEST_DRAFT)] = []
+    tokens: Annotated[list[Token], Field(max_length=MAX_TEXT)] = []
+    draft_tokens: Annotated[list[Token], Field(max_length=MAX_DRAFT)] = []
     k: Count
-    parents: Annotated[list[Annotated[int, Field(ge=-1)]], Field(max_length=LONGEST_DRAFT)] | None = None  # None: chain
-    q_token_probs: Annotated[list[Chance], Field(max_length=LONGEST_DRAFT)] | None = None
-    rows: Annotated[list[DraftRow], Field(max_length=LONGEST_DRAFT)] | None = None
-    hard_mask: Annotated[list[Literal[0, 1]], Field(max_length=LONGEST_DRAFT)] | None = None
-    sampling_cfg: VerifyConfig | None = None
-    candidates: Annotated[int, Field(ge=1, le=64)] = 1  # first choices per row that the answer holds
-    top: Annotated[int, Field(ge=0, le=64)] = 0  # tokens of every law that the answer holds
+    parents: Annotated[list[Annotated[int, Field(ge=-1)]], Field(max_length=MAX_DRAFT)] | None = None  # None: chain
+    token_probs: Annotated[Annotated[list[Probability], Field(max_length=MAX_DRAFT)] | None, _key("q_token_probs")] = (
+        None
+    )
+    rows: Annotated[list[DraftRow], Field(max_length=MAX_DRAFT)] | None = None
+    hard_mask: Annotated[list[Literal[0, 1]], Field(max_length=MAX_DRAFT)] | None = None
+    config: Annotated[VerifyConfig | None, _key("sampling_cfg")] = None
+    candidates: Annotated[int, Field(ge=1, le=64)] = 1  # target tokens to return per row
+    top: Annotated[int, Field(ge=0, le=64)] = 0
 
 
-class VerifyMetrics(WireMessage):
-    """What a round was worth and what it cost the cloud."""
-
+class VerifyMetrics(NetworkMessage):
     alpha_mean: float | None = None  # mean min(1, p / q) of the tested tokens
     la_over_k: float | None = None
-    cloud_s: float = 0.0  # the pass and the rule, seconds
+    cloud_s: float = 0.0  # forward pass and rule
     fed: Count = 0  # tokens that were not in the cache
 
 
-class TopTokensMessage(WireMessage):
-    """What is worth seeing of a law: its entropy in nats and its likeliest tokens."""
-
-    entropy: float
+class TopTokensMessage(NetworkMessage):
+    entropy: float  # nats
     ids: list[Token]
     p: list[float]
 
+    @classmethod
+    def of(cls, top: TopTokens) -> TopTokensMessage:
+        return cls(entropy=top.entropy, ids=[token for token, _ in top.top], p=[p for _, p in top.top])
 
-class VerifyResponse(WireMessage):
-    """Cloud to edge: the verdict. `correction` is null where nothing was rejected; then there is a `bonus` token.
+    def decoded(self) -> TopTokens:
+        return TopTokens(self.entropy, tuple(zip(self.ids, self.p, strict=True)))
 
-    `wants` asks for the law of a node before there can be a verdict: send the round again with that row.
-    """
+
+class VerifyResponse(NetworkMessage):
+    """Verdict, or a request for the draft row of node `wanted_row`."""
 
     epoch: Count
-    round: Count
+    step: Annotated[Count, _key("round")]
     accepted_len: Count
     correction: Token | None = None
     bonus: Token | None = None
-    wants: Count | None = None
-    accepted: list[Count] | None = None  # nodes, of forests only
-    tested: list[Count] | None = None  # likewise
-    p: list[float] = []  # the target's probability of each node
-    draws: list[float] | None = None  # of the tested nodes, in order
-    choices: list[list[Token]] = []  # the target's first choices after each row
-    laws: list[TopTokensMessage] | None = None  # of each row, if they were asked for
+    wanted_row: Annotated[Count | None, _key("wants")] = None
+    accepted: list[Count] | None = None  # nodes; forests only
+    tested: list[Count] | None = None  # nodes; forests only
+    p: list[float] = []  # of each node
+    draws: list[float] | None = None  # of the tested nodes
+    choices: list[list[Token]] = []  # of each row
+    target_top: Annotated[list[TopTokensMessage] | None, _key("laws")] = None
     metrics: VerifyMetrics = VerifyMetrics()
 
+    @property
+    def accepted_nodes(self) -> Sequence[int]:
+        return range(self.accepted_len) if self.accepted is None else self.accepted
 
-class StreamRequest(WireMessage):
-    """Edge to cloud: decode plainly from here on; tokens come back as they are made, a line each."""
-
-    tokens: Annotated[list[Token], Field(min_length=1, max_length=LONGEST_TEXT)]
-    sampling_cfg: VerifyConfig
-    max_tokens: Annotated[int, Field(ge=1, le=LONGEST_TEXT)]
+    @property
+    def token(self) -> int | None:
+        return self.bonus if self.correction is None else self.correction
 
 
-class ErrorResponse(WireMessage):
-    """Why there is no answer, in one sentence, and what kind of reason it is."""
+class StreamRequest(NetworkMessage):
+    """Request for autoregressive decoding."""
 
+    tokens: Annotated[list[Token], Field(min_length=1, max_length=MAX_TEXT)]
+    config: Annotated[VerifyConfig, _key("sampling_cfg")]
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TEXT)]
+
+
+class ErrorResponse(NetworkMessage):
     error: str
     code: str
 
 
-class DeleteResponse(WireMessage):
-    """Whether there was a context to forget."""
-
-    forgotten: bool
+class DeleteResponse(NetworkMessage):
+    deleted: Annotated[bool, _key("forgotten")]
 
 
-class ServiceInfo(WireMessage):
-    """The model behind the service: what an edge must know to go with it."""
-
+class ServiceInfo(NetworkMessage):
     name: str
     vocab_size: Count
     context: Count
@@ -201,68 +217,65 @@ class ServiceInfo(WireMessage):
 
 
 def digest(tokens: Sequence[int]) -> str:
-    """Eight bytes that tell one text from another, in hexadecimal; nothing for the empty one."""
+    """Return a 64-bit BLAKE2b hash of `tokens` in hexadecimal."""
     return hashlib.blake2b(struct.pack(f"<{len(tokens)}I", *tokens), digest_size=8).hexdigest() if tokens else ""
 
 
-def _bytes(values: Any, kind: str) -> bytes:
+def _to_bytes(values: Any, kind: str) -> bytes:
     return np.asarray(values).astype(f"<{kind}").tobytes()
 
 
-M = TypeVar("M", bound=WireMessage)
-PACKED = 1  # msgpack's extension type for a list of float32: what comes from a law loses nothing in it
+_FLOAT32_LIST = 1  # msgpack extension type
 
 
 def _compact(value: Any) -> Any:
-    """Lists of numbers that float32 holds exactly, in four bytes each instead of nine."""
+    """Pack float lists as float32 if that is exact."""
     if isinstance(value, dict):
-        return {key: _compact(one) for key, one in value.items()}
-    if isinstance(value, list) and value and all(isinstance(one, float) for one in value):
+        return {key: _compact(item) for key, item in value.items()}
+    if isinstance(value, list) and value and all(isinstance(item, float) for item in value):
         row = np.asarray(value, dtype="<f4")
         if row.tolist() == value:
-            return msgpack.ExtType(PACKED, row.tobytes())
+            return msgpack.ExtType(_FLOAT32_LIST, row.tobytes())
     return value
 
 
-def _expanded(kind: int, data: bytes) -> Any:
-    if kind != PACKED or len(data) % 4:
+def _expand(kind: int, data: bytes) -> Any:
+    if kind != _FLOAT32_LIST or len(data) % 4:
         raise ValueError("an unknown extension")
     return np.frombuffer(data, "<f4").tolist()
 
 
-def _to_msgpack(message: WireMessage) -> bytes:
-    return msgpack.packb(_compact(message.model_dump(exclude_defaults=True)))
+def _to_msgpack(message: NetworkMessage) -> bytes:
+    return msgpack.packb(_compact(message.model_dump(exclude_defaults=True, by_alias=True)))
 
 
-def _from_msgpack(kind: type[M], body: bytes) -> M:
+def _from_msgpack(kind: type[MessageT], body: bytes) -> MessageT:
     try:
-        value = msgpack.unpackb(body, ext_hook=_expanded, use_list=True, raw=False)
+        value = msgpack.unpackb(body, ext_hook=_expand, use_list=True, raw=False)
     except (ValueError, msgpack.UnpackException, RecursionError) as error:
         raise UserError(f"the body is not msgpack: {str(error) or type(error).__name__}") from error
-    return kind.model_validate(value)
+    return kind.model_validate(value, by_alias=True, by_name=False)
 
 
 @dataclass(frozen=True)
-class Encoding:
-    """Messages to bytes and back."""
-
-    dump: Callable[[WireMessage], bytes]
+class Codec:
+    dump: Callable[[NetworkMessage], bytes]
     parse: Callable[[type[Any], bytes], Any]
 
-    def load(self, kind: type[M], body: bytes) -> M:
-        """A message; `UserError` with the first thing that is wrong with it."""
+    def load(self, kind: type[MessageT], body: bytes) -> MessageT:
+        """Parse a message; `UserError` names the first invalid field."""
         try:
             return self.parse(kind, body)
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-            where = ".".join(map(str, first["loc"])) or kind.__name__
-            raise UserError(f"{where}: {first['msg'][:1].lower()}{first['msg'][1:]}") from error
+            location = ".".join(map(str, first["loc"])) or kind.__name__
+            raise UserError(f"{location}: {first['msg'][:1].lower()}{first['msg'][1:]}") from error
 
 
-ENCODINGS: Mapping[str, Encoding] = {
-    "application/json": Encoding(
-        lambda message: message.model_dump_json(exclude_defaults=True).encode(),
-        lambda kind, body: kind.model_validate_json(body),
+CODECS: Mapping[str, Codec] = {
+    "application/json": Codec(
+        lambda message: message.model_dump_json(exclude_defaults=True, by_alias=True).encode(),
+        lambda kind, body: kind.model_validate_json(body, by_alias=True, by_name=False),
     ),
-    "application/msgpack": Encoding(_to_msgpack, _from_msgpack),
+    "application/msgpack": Codec(_to_msgpack, _from_msgpack),
 }

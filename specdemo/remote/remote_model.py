@@ -1,4 +1,4 @@
-"""A target that is not here: finding the service, seeing that it fits, and the judge that asks it."""
+"""Connection to a target in the cloud, and its verifier."""
 
 from __future__ import annotations
 
@@ -14,95 +14,90 @@ from specdemo.core.errors import UserError
 from specdemo.models.load import read_tokenizer
 from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import fingerprint
-from specdemo.remote.client import ConnectionLost, Deadlines, RemoteVerifier
-from specdemo.remote.cloud_only import CloudText
+from specdemo.remote.client import ConnectionLost, Deadlines, RemoteVerifier, StreamingVerifier
 from specdemo.remote.config import ENCODINGS, CloudConfig
+from specdemo.remote.http_client import HttpClient, NoResponse
 from specdemo.remote.link import LinkEmulation
 from specdemo.remote.protocol import ServiceInfo, VerifyConfig
-from specdemo.remote.transport import HttpClient, NoResponse
 from specdemo.worker import interruptible
 
-TOKEN = "SPECDEMO_TOKEN"  # of the environment, at both ends: what stands on a command line others can read
+TOKEN = "SPECDEMO_TOKEN"  # environment variable; command lines are public
 
 
 @dataclass(frozen=True)
 class RemoteModel:
-    """The target as an edge has it: its tokenizer, what is known of it, and the wire. `close` it."""
+    """Remote target: tokenizer, description and connection."""
 
     http: HttpClient
-    about: ServiceInfo
+    info: ServiceInfo
     tokenizer: Any
     cloud: CloudConfig
 
+    encoder = False  # unsupported by the service
+
     @cached_property
     def stop(self) -> frozenset[int]:
-        """Every id that ends a text."""
-        return frozenset(self.about.stop)
-
-    encoder = False  # such a target is not served: its prompt would have to travel apart
+        return frozenset(self.info.stop)
 
     @property
     def bit_equal(self) -> bool:
-        """Whether several rows of the target give what one does."""
-        return self.about.bit_equal
+        return self.info.bit_equal
 
     @property
     def vocab_size(self) -> int:
-        """Width of the target's logits."""
-        return self.about.vocab_size
+        return self.info.vocab_size
 
     @property
     def environment(self) -> dict[str, Any]:
-        """What a trace's header says of the machine at the other end."""
-        about = self.about
+        """Remote machine in the trace header."""
+        info = self.info
         return {
-            "device": f"{about.device} at {self.cloud.remote}",
-            "dtype": about.dtype,
-            "threads": about.threads,
-            "engine": about.engine,
-            "target_bytes": about.weight_bytes,
+            "device": f"{info.device} at {self.cloud.remote}",
+            "dtype": info.dtype,
+            "threads": info.threads,
+            "engine": info.engine,
+            "target_bytes": info.weight_bytes,
         }
 
     def close(self) -> None:
-        """Hang up."""
         self.http.close()
 
 
 def connect(
     cloud: CloudConfig, target: ModelSpec, seed: int, clock: Callable[[], float] = time.monotonic
 ) -> RemoteModel:
-    """Reach the service, whose target should be `target`. Raises `UserError` where it does not fit."""
+    """Connect to the service; raise `UserError` if it is unreachable or has another tokenizer."""
     link = LinkEmulation(
         cloud.rtt_ms / 1000, cloud.jitter_ms / 1000, cloud.loss, cloud.up_mbit * 1e6, cloud.down_mbit * 1e6, seed
     )
     if not cloud.remote:
-        raise UserError("no service is named: say where it is, as http://host:port")
+        raise UserError("the service address is missing: set it to http://host:port")
     tokenizer = read_tokenizer(target)
-    http = HttpClient(cloud.remote, kind=ENCODINGS[cloud.encoding], token=os.environ.get(TOKEN), link=link)
-    began, patience = clock(), max(1.0, cloud.deadline_ms / 1000)
+    http = HttpClient(cloud.remote, content_type=ENCODINGS[cloud.encoding], token=os.environ.get(TOKEN), link=link)
+    start, timeout = clock(), max(1.0, cloud.deadline_ms / 1000)
     while True:
         try:
-            about = interruptible(lambda: http.call("GET", "/v1/target", None, ServiceInfo, patience))
+            info = interruptible(lambda: http.call("GET", "/v1/target", None, ServiceInfo, timeout))
             break
-        except NoResponse as silence:
-            if clock() - began > min(3.0, cloud.lost_after_s) or not cloud.loss:
+        except NoResponse as failure:
+            if clock() - start > min(3.0, cloud.lost_after_s) or not cloud.loss:
                 raise ConnectionLost(
-                    f"there is no service at {cloud.remote} ({silence}): start one with serve"
-                ) from silence
-    if about.tokenizer != fingerprint(tokenizer):
+                    f"there is no service at {cloud.remote} ({failure}): start one with serve"
+                ) from failure
+    if info.tokenizer != fingerprint(tokenizer):
         raise UserError(
-            f"the service's target, {about.name}, has another tokenizer than {target.title}: name the same target at "
+            f"the service's target {info.name} and {target.title} have different tokenizers: use the same target at "
             "both ends"
         )
-    return RemoteModel(http, about, tokenizer, cloud)
+    return RemoteModel(http, info, tokenizer, cloud)
 
 
 def remote_verifier(
-    distant: RemoteModel, settings: VerifyConfig, *, plain: bool, max_tokens: int, edge: Verifier | None, **shown: int
-) -> RemoteVerifier | CloudText:
-    """The judge for a run: `plain` has the cloud decode by itself; `edge` goes on where the cloud is lost."""
-    cloud = distant.cloud
-    patience = Deadlines(cloud.deadline_ms / 1000, cloud.lost_after_s, not cloud.provisional)
-    if plain:
-        return CloudText(distant.http, settings, max_tokens, patience)
-    return RemoteVerifier(distant.http, settings, rows=cloud.q_rows, patience=patience, edge=edge, **shown)
+    model: RemoteModel, config: VerifyConfig, *, max_tokens: int, edge: Verifier | None, **display: int
+) -> RemoteVerifier | StreamingVerifier:
+    """Build the verifier for the mode of `model.cloud`."""
+    cloud = model.cloud
+    deadlines = Deadlines(cloud.deadline_ms / 1000, cloud.lost_after_s, not cloud.provisional)
+    if cloud.mode == "cloud_only":
+        return StreamingVerifier(model.http, config, max_tokens, deadlines)
+    return RemoteVerifier(model.http, config, rows=cloud.q_rows, deadlines=deadlines, edge=edge, **display)

@@ -1,9 +1,14 @@
-"""A loaded target put behind the service, listening until it is told to stop."""
+"""Process of the cloud service: application for a loaded target, socket, shutdown."""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 import socket
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -17,28 +22,29 @@ from specdemo.models.load import LoadedModel
 from specdemo.models.zoo import fingerprint
 from specdemo.remote.contexts import Contexts
 from specdemo.remote.protocol import ServiceInfo
-from specdemo.remote.server import ServiceLimits, service
+from specdemo.remote.server import ServiceLimits, create_app
 from specdemo.worker import Worker
 
-KEPT_S = 75  # an idle connection is kept this long
+_KEEP_ALIVE_S = 75
+_SHUTDOWN_TIMEOUT_S = 5
 
 
-def application(
+def serve_model(
     target: LoadedModel,
     *,
     token: str | None = None,
     budget_bytes: int = 2 << 30,
-    most: int = 256,
+    max_contexts: int = 256,
     expiry_s: float = 600.0,
     limits: ServiceLimits | None = None,
     waiting: int = 64,
 ) -> FastAPI:
-    """The service around `target`; everything on the device goes through one worker."""
+    """Create the application for a loaded target."""
     invariance, model = target.invariance, target.model
-    config = model.config.get_text_config()
-    about = ServiceInfo(
+    vocab_size = model.config.get_text_config().vocab_size
+    info = ServiceInfo(
         name=Path(target.spec.name).name,
-        vocab_size=config.vocab_size,
+        vocab_size=vocab_size,
         context=min(CachedModel(model).context, 1 << 30),
         stop=sorted(target.stop),
         tokenizer=fingerprint(target.tokenizer),
@@ -51,21 +57,21 @@ def application(
     )
     contexts = Contexts(
         lambda: CachedModel(model, invariance.pad),
-        vocab_size=config.vocab_size,
-        context=about.context,
+        vocab_size=vocab_size,
+        context=info.context,
         stop=target.stop,
         device=model.device,
         budget_bytes=budget_bytes,
-        most=most,
+        max_contexts=max_contexts,
         expiry_s=expiry_s,
     )
-    return service(about, contexts, Worker(waiting=waiting), token=token, limits=limits)
+    return create_app(info, contexts, Worker(waiting=waiting), token=token, limits=limits)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket at this address, port 0 being any that is free. Raises `UserError` where it cannot be had."""
+    """Bind a socket; port 0 selects a free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # or asyncio leaves Nagle's delay on
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # lets asyncio disable Nagle
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
@@ -75,30 +81,59 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+class _Server(uvicorn.Server):
+    """Stop jobs at shutdown, and return; uvicorn would raise the signal again."""
+
+    def __init__(self, config: uvicorn.Config, worker: Worker, announce: Callable[[], None] | None) -> None:
+        super().__init__(config)
+        self._worker, self._announce = worker, announce
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self._announce is not None:
+            self._announce()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await asyncio.to_thread(self._worker.close, _SHUTDOWN_TIMEOUT_S)
+        await super().shutdown(sockets)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle signals, even if ignored before, as in shell background jobs."""
+        previous = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
 def listen(
     app: FastAPI,
     listener: socket.socket,
     certificate: Path | None = None,
     key: Path | None = None,
     leash: IO[bytes] | None = None,
+    announce: Callable[[], None] | None = None,
 ) -> None:
-    """Serve until interrupted, or until `leash` has been read to its end; with a certificate, over TLS."""
+    """Serve until SIGINT, SIGTERM or the end of `leash`; call `announce` when ready."""
     config = uvicorn.Config(
         app,
         log_level="warning",
         server_header=False,
         date_header=False,
-        timeout_keep_alive=KEPT_S,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=_SHUTDOWN_TIMEOUT_S,
         ssl_certfile=certificate and str(certificate),
         ssl_keyfile=key and str(key),
     )
-    server = uvicorn.Server(config)
+    server = _Server(config, app.state.worker, announce)
 
-    def held() -> None:
-        while leash.read(4096):
+    def watch(file: int) -> None:
+        while os.read(file, 4096):  # a buffered reader blocks the interpreter's exit
             pass
         server.should_exit = True
 
     if leash is not None:
-        threading.Thread(target=held, daemon=True).start()
+        threading.Thread(target=watch, args=(leash.fileno(),), daemon=True).start()
     server.run(sockets=[listener])

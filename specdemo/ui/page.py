@@ -37,7 +37,7 @@ from specdemo.ui.run_queries import Archive
 from specdemo.ui.service import Engine, Service
 from specdemo.ui.settings import OFF, from_link, kept_recipes, recipe_of, recipe_settings, restored
 from specdemo.ui.streams import reason
-from specdemo.ui.tabs.strip import strip
+from specdemo.ui.tabs import build_tabs
 from specdemo.ui.theme import launch_options
 from specdemo.ui.websocket import Sockets
 from specdemo.worker import Worker, WorkerBusy, WorkerGroup
@@ -192,7 +192,7 @@ def build(
         saved = gr.BrowserState(storage_key="specdemo-settings", secret="specdemo")
         kept = gr.BrowserState(storage_key="specdemo-lanes", secret="specdemo")
         method = controls["method"]
-        about = strip(service, controls, usual, device)
+        about = build_tabs(service, controls, usual, device)
         queued = {"show_progress": "hidden", "concurrency_limit": None, "api_visibility": "private"}
         told = {"show_progress": "hidden", "queue": False, "api_visibility": "private"}
         method.change(lambda name: ABOUT.get(name, ""), method, about, **told)
@@ -233,12 +233,12 @@ def build(
         more.click(keep, [kept, *controls.values()], [kept, kept_lanes], preprocess=False, **queued)
         fewer.click(None, None, [kept, kept_lanes], js="() => [null, '']", api_visibility="private")
         facts = {"NAMES": json.dumps(names), "USUAL": json.dumps(list(usual_settings.values()))}
-        gr.on([one.change for one in settable], None, settable, saved, js=script("save", facts), **told)
-        link.click(None, settable, None, js=script("link", facts), api_visibility="private")
+        gr.on([one.change for one in settable], None, settable, saved, js=script("save_settings", facts), **told)
+        link.click(None, settable, None, js=script("copy_link", facts), api_visibility="private")
         usually.click(None, None, settable, js=f"() => {facts['USUAL']}", api_visibility="private")
         found = gr.Textbox(visible=False)  # what is to be restored
         demo.load(find, [saved, kept], [found, kept_lanes], preprocess=False, **queued).then(
-            None, [found, *settable], settable, js=script("restore", facts), api_visibility="private"
+            None, [found, *settable], settable, js=script("restore_settings", facts), api_visibility="private"
         )
         demo.unload(leave)
     demo.queue(max_size=64)

@@ -1,7 +1,4 @@
-"""What the worker gives, for whoever waits for it without a thread. Knows nothing of gradio.
-
-A stream is drained a dozen times a second at most; leaving it (end, Stop, a closed tab, an error) asks it to stop.
-"""
+"""Asynchronous access to the worker's output streams."""
 
 from __future__ import annotations
 
@@ -12,32 +9,32 @@ from collections.abc import AsyncIterator
 from specdemo.core.errors import UserError
 from specdemo.worker import Stream, WorkerBusy
 
-TICK = 1 / 12  # seconds between frames: never 150 ms behind, and little load on the decoding thread
-LONGEST_REASON = 600  # characters; a refusal quotes what it refuses, and that may be anything
+_POLL_S = 1 / 12  # seconds between polls: latency below 150 ms at low load on the decoding thread
+LONGEST_REASON = 600  # characters; error messages can quote arbitrary input
 log = logging.getLogger(__name__)
 
 
 async def drain(stream: Stream) -> AsyncIterator[list]:
-    """Whatever is new, again and again until the job is over. Leaving early asks the job to stop."""
-    read = 0
+    """Yield new items until the job has finished. Closing the iterator cancels the job."""
+    count = 0
     try:
         while True:
-            last = stream.done  # before draining, or the tail is lost
-            fresh = stream.items[read:]
-            read += len(fresh)
-            yield fresh
-            if last:
+            done = stream.done  # read before draining, otherwise the last items are lost
+            items = stream.items[count:]
+            count += len(items)
+            yield items
+            if done:
                 return
-            await asyncio.sleep(TICK)
+            await asyncio.sleep(_POLL_S)
     finally:
         stream.stop()
 
 
 def reason(error: BaseException) -> str:
-    """One sentence about what went wrong, for whoever asked for the run."""
+    """Convert an exception to a sentence for the visitor; log unexpected exceptions."""
     if isinstance(error, (UserError, WorkerBusy)):
-        said = str(error)
+        text = str(error)
     else:
         log.error("a run failed", exc_info=error)
-        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return said if len(said) <= LONGEST_REASON else f"{said[:LONGEST_REASON]} …"
+        text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]} …"

@@ -6,16 +6,16 @@ import unicodedata
 from collections.abc import Iterator
 from xml.sax.saxutils import escape
 
-from specdemo.core.explain import STYLES, Style
+from specdemo.core.explain import STYLES
 from specdemo.core.step import Outcome
 from specdemo.ui.lane import Lane, title
+from specdemo.ui.palette import LIGHT
 
 WIDTH = 96  # characters of a line
 LINE, CHAR, SIZE, EDGE = 22, 8.0, 13, 16  # pixels
 MAX_LINES = 2_000
-PROMPT = Style("", "", ink="#566173")
 LEGEND = (Outcome.ACCEPTED, Outcome.REJECTED, Outcome.IGNORED, Outcome.CORRECTION, Outcome.BONUS)
-Piece = tuple[int, int, int, Style, str]  # line, column, width in columns, style, text
+Piece = tuple[int, int, int, Outcome | None, str]  # line, column, width in columns, outcome (None: prompt), text
 
 
 def as_svg(lane: Lane) -> str:
@@ -32,29 +32,39 @@ def as_svg(lane: Lane) -> str:
         f"<title>{escape(title(lane.recipe))}{rate}{share}</title>",
         f'<rect width="{width:g}" height="{height:g}" fill="#ffffff"/>',
     ]
-    for line, column, columns, style, text in pieces:
-        parts += _draw(EDGE + column * CHAR, EDGE + line * LINE, columns * CHAR, style, text)
+    for line, column, columns, outcome, text in pieces:
+        parts += _draw(EDGE + column * CHAR, EDGE + line * LINE, columns * CHAR, outcome, text)
     x, y = float(EDGE), height - EDGE - LINE
     for outcome in LEGEND:
-        style = STYLES[outcome]
-        parts += _draw(x, y, len(style.label) * CHAR, style, style.label)
-        x += (len(style.label) + 2) * CHAR
+        label = STYLES[outcome].label
+        parts += _draw(x, y, len(label) * CHAR, outcome, label)
+        x += (len(label) + 2) * CHAR
     parts.append(
-        f'<text x="{width - EDGE:g}" y="{y + 15:g}" text-anchor="end" fill="{PROMPT.ink}">'
+        f'<text x="{width - EDGE:g}" y="{y + 15:g}" text-anchor="end" fill="{LIGHT["quiet"]}">'
         f"{escape(title(lane.recipe))}{rate}</text>"
     )
     return "\n".join([*parts, "</svg>\n"])
 
 
-def _draw(x: float, y: float, width: float, style: Style, text: str) -> Iterator[str]:
-    if style.background:
-        yield f'<rect x="{x:g}" y="{y:g}" width="{width - 1:g}" height="{LINE - 3}" rx="3" fill="{style.background}"/>'
+def colours_of(outcome: Outcome | None) -> tuple[str, str]:
+    """Background (may be empty) and ink of a token; None: the prompt."""
+    if outcome is None:
+        return "", LIGHT["quiet"]
+    name = "unseen" if outcome is Outcome.UNVERIFIED else outcome.value
+    return LIGHT.get(name, ""), LIGHT.get(f"{name}-ink", LIGHT["ink"])
+
+
+def _draw(x: float, y: float, width: float, outcome: Outcome | None, text: str) -> Iterator[str]:
+    background, ink = colours_of(outcome)
+    style = STYLES[outcome or Outcome.PLAIN]
+    if background:
+        yield f'<rect x="{x:g}" y="{y:g}" width="{width - 1:g}" height="{LINE - 3}" rx="3" fill="{background}"/>'
     decoration = f' text-decoration="{style.decoration}"' if style.decoration else ""
     decoration += ' font-style="italic"' if style.italic else ""
     if text.strip():
         yield (
             f'<text x="{x:g}" y="{y + 14:g}" textLength="{width:g}" lengthAdjust="spacingAndGlyphs" '
-            f'fill="{style.ink}"{decoration} xml:space="preserve">{escape(_printable(text))}</text>'
+            f'fill="{ink}"{decoration} xml:space="preserve">{escape(_printable(text))}</text>'
         )
 
 
@@ -63,17 +73,17 @@ def _printable(text: str) -> str:
     return "".join(c if unicodedata.category(c)[0] != "C" else "\ufffd" for c in text)
 
 
-def _tokens(lane: Lane) -> Iterator[tuple[Style, str]]:
+def _tokens(lane: Lane) -> Iterator[tuple[Outcome | None, str]]:
     if lane.header is not None:
-        yield PROMPT, lane.header.prompt
+        yield None, lane.header.prompt
     for event in lane.steps:
         for shown in event.shown():
-            yield STYLES[shown.outcome], shown.text if shown.outcome.committed else shown.text.replace("\n", "⏎")
+            yield shown.outcome, shown.text if shown.outcome.committed else shown.text.replace("\n", "⏎")
 
 
-def _layout(tokens: Iterator[tuple[Style, str]]) -> Iterator[Piece]:
+def _layout(tokens: Iterator[tuple[Outcome | None, str]]) -> Iterator[Piece]:
     line = column = 0
-    for style, text in tokens:
+    for outcome, text in tokens:
         for i, part in enumerate(text.expandtabs(4).split("\n")):
             if i:
                 line, column = line + 1, 0
@@ -82,7 +92,7 @@ def _layout(tokens: Iterator[tuple[Style, str]]) -> Iterator[Piece]:
                 if not count:
                     line, column = line + 1, 0
                     continue
-                yield line, column, columns, style, part[:count]
+                yield line, column, columns, outcome, part[:count]
                 column += columns
                 part = part[count:]
 

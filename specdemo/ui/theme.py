@@ -8,6 +8,7 @@ from typing import Any
 import gradio as gr
 
 from specdemo.models.zoo import ASSETS
+from specdemo.ui.palette import stylesheet
 
 HERE = Path(__file__).parent
 
@@ -84,7 +85,7 @@ def launch_options(page: gr.Blocks) -> dict[str, Any]:
         "favicon_path": ASSETS / "icon.png",
         "pwa": True,
         "theme": theme(),
-        "css": "".join(sheet.read_text(encoding="utf-8") for sheet in sorted(HERE.rglob("*.css"))),
+        "css": stylesheet() + "".join(sheet.read_text(encoding="utf-8") for sheet in sorted(HERE.rglob("*.css"))),
         "footer_links": ["api", "settings"],
         "run_history": False,
         "enable_monitoring": False,

@@ -1,6 +1,6 @@
-"""The tables of the theory tab, in Markdown, each with the run's own row. Knows closed forms, not gradio.
+"""Markdown tables of the Theory tab, each with a row for the latest run.
 
-Measured figures of others are quoted with their source; everything else is computed here.
+Only published measurements are quoted; all other values are computed.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from specdemo.core.theory import (
     share_speedup,
     walltime_improvement,
 )
-from specdemo.ui.theory_curves import Settings
+from specdemo.ui.theory_curves import TheorySettings
 from specdemo.ui.theory_point import TheoryPoint
 
-# 2211.17192, Table 1: alpha and gamma, at c = 0.
-TABLE_1 = ((0.6, 2), (0.7, 3), (0.8, 2), (0.8, 5), (0.9, 2), (0.9, 10))
+# 2211.17192, Table 1: alpha and gamma at c = 0.
+_LEVIATHAN_1 = ((0.6, 2), (0.7, 3), (0.8, 2), (0.8, 5), (0.9, 2), (0.9, 10))
 
-# 2211.17192, Table 2 and its appendix: T5-XXL (11B) on a TPU v4, one text at a time.
+# 2211.17192, Table 2 and appendix: T5-XXL (11B) on a TPU v4, batch size 1.
 # Task, drafter, temperature, gamma, alpha, c, measured speed-up.
-TABLE_2 = (
+_LEVIATHAN_2 = (
     ("EnDe", "small", 0, 7, 0.75, 0.02, 3.4),
     ("EnDe", "base", 0, 7, 0.80, 0.04, 2.8),
     ("EnDe", "large", 0, 7, 0.82, 0.11, 1.7),
@@ -38,88 +38,90 @@ TABLE_2 = (
     ("CNN/DM", "large", 1, 3, 0.56, 0.11, 1.7),
 )
 
-GUIDE_RHO = 0.1
-GUIDE = ((2, 0.8), (4, 0.7), (6, 0.6), (8, 0.5))  # gamma and accepted / drafted, as the practice guide assumes them
+_GUIDE_COST = 0.1
+_GUIDE = ((2, 0.8), (4, 0.7), (6, 0.6), (8, 0.5))  # gamma and accepted / drafted, assumed by the practice guide
 
 
-def by_gamma(at: Settings, point: TheoryPoint | None) -> str:
-    """Everything by draft length, at the sliders' alpha."""
+def gamma_table(settings: TheorySettings, run: TheoryPoint | None) -> str:
+    alpha = settings.alpha
     rows = [
         (
             gamma,
-            accepted_share(at.alpha, gamma),
-            expected_tokens(at.alpha, gamma),
-            walltime_improvement(at.alpha, gamma, at.c),
-            at.gain(gamma),
-            operations(at.alpha, gamma, at.c_hat),
+            accepted_share(alpha, gamma),
+            expected_tokens(alpha, gamma),
+            walltime_improvement(alpha, gamma, settings.c),
+            settings.modelled_speedup(gamma),
+            operations(alpha, gamma, settings.c_hat),
         )
-        for gamma in sorted({1, 2, 3, 4, 6, 8, 12, 16, at.gamma})
+        for gamma in sorted({1, 2, 3, 4, 6, 8, 12, 16, settings.gamma})
     ]
     head = ("γ", "accepted / drafted", "tokens per pass", "Theorem 3.8", "with v and o", "operations")
-    if point:
-        rows.append((_run(point.gamma), point.share, point.tokens, point.theorem, point.speedup, point.operations))
-    note = " The last row is this run: measured, but for Theorem 3.8." if point else ""
+    if run:
+        rows.append((_run_label(run.gamma), run.share, run.tokens, run.theorem, run.speedup, run.operations))
+    note = " The last row is this run: measured, except Theorem 3.8." if run else ""
     return (
-        f"At α = {at.alpha:g}, the chance that a *tested* token is kept, whatever γ is. Other reports call accepted / "
-        "drafted α; what stands behind a rejection is drafted and never tested, so that one falls as γ grows."
-        f"{note}\n\n{table(head, rows)}"
+        f"α = {alpha:g} is the acceptance probability per *tested* token. It does not depend on γ. "
+        "Other reports define α as accepted / drafted. That ratio falls as γ grows: tokens after a rejection are "
+        f"not tested.{note}\n\n{markdown_table(head, rows)}"
     )
 
 
-def leviathan_1(point: TheoryPoint | None) -> str:
-    """Speed against operations where drafting costs nothing."""
+def leviathan_table_1(run: TheoryPoint | None) -> str:
+    """Speed-up and operations for c = 0."""
     rows: list[Sequence[object]] = [
-        (alpha, gamma, operations(alpha, gamma, 0), walltime_improvement(alpha, gamma, 0)) for alpha, gamma in TABLE_1
+        (alpha, gamma, operations(alpha, gamma, 0), walltime_improvement(alpha, gamma, 0))
+        for alpha, gamma in _LEVIATHAN_1
     ]
-    if point:
-        rows.append((_run(point.alpha), point.gamma, point.operations, point.speedup))
-    note = " This run paid for its drafts." if point else ""
+    if run:
+        rows.append((_run_label(run.alpha), run.gamma, run.operations, run.speedup))
+    note = " The row of this run includes its drafting cost." if run else ""
     return (
-        f"Leviathan et al., Table 1, computed: c and ĉ are 0.{note}\n\n"
-        f"{table(('α', 'γ', 'operations', 'speed-up'), rows)}"
+        f"Leviathan et al., Table 1, computed for c = ĉ = 0.{note}\n\n"
+        f"{markdown_table(('α', 'γ', 'operations', 'speed-up'), rows)}"
     )
 
 
-def leviathan_2(point: TheoryPoint | None) -> str:
-    """What others measured against the theorem."""
+def leviathan_table_2(run: TheoryPoint | None) -> str:
+    """Published measurements and the speed-up of Theorem 3.8."""
     rows: list[Sequence[object]] = []
-    for task, drafter, temperature, gamma, alpha, c, measured in TABLE_2:
+    for task, drafter, temperature, gamma, alpha, c, measured in _LEVIATHAN_2:
         theorem = walltime_improvement(alpha, gamma, c)
         name = f"{task}, T5-{drafter}"
         rows.append((name, str(temperature), gamma, alpha, c, f"{measured:.1f}", theorem, f"{measured / theorem:.0%}"))
-    if point:
-        share = f"{point.speedup / point.theorem:.0%}" if point.speedup and point.theorem else None
-        start = (_run(point.method), f"{point.temperature:g}")
-        rows.append((*start, point.gamma, point.alpha, point.c, point.speedup, point.theorem, share))
+    if run:
+        realised = f"{run.speedup / run.theorem:.0%}" if run.speedup and run.theorem else None
+        name, temperature = _run_label(run.method), f"{run.temperature:g}"
+        rows.append((name, temperature, run.gamma, run.alpha, run.c, run.speedup, run.theorem, realised))
+    head = ("task, drafter", "T", "γ", "α", "c", "measured", "Theorem 3.8", "realised")
     return (
-        "Leviathan et al., Table 2: measured by them, T5-XXL on a TPU v4, one text at a time; the theorem is computed."
-        "\n\n" + table(("what", "T", "γ", "α", "c", "measured", "Theorem 3.8", "realised"), rows)
+        "Leviathan et al., Table 2: T5-XXL on a TPU v4, batch size 1. "
+        f"Speed-ups are measured by the authors; Theorem 3.8 is computed.\n\n{markdown_table(head, rows)}"
     )
 
 
-def guide(point: TheoryPoint | None) -> str:
-    """One alpha turned into the other: two formulas, the same speed-up."""
-    given: list[tuple[object, float, float, float | None]] = [
-        (gamma, gamma, share, GUIDE_RHO) for gamma, share in GUIDE
+def guide_table(run: TheoryPoint | None) -> str:
+    """Convert accepted / drafted to alpha per tested token; both formulas yield the same speed-up."""
+    inputs: list[tuple[object, float, float, float | None]] = [
+        (gamma, gamma, share, _GUIDE_COST) for gamma, share in _GUIDE
     ]
-    if point:
-        given.append((_run(point.gamma), point.gamma, point.share, point.c))
+    if run:
+        inputs.append((_run_label(run.gamma), run.gamma, run.share, run.c))
     rows = []
-    for name, gamma, share, rho in given:
+    for label, gamma, share, c in inputs:
         alpha = alpha_of_share(share, gamma)
-        both = (None, None)
-        if rho is not None:
-            both = (share_speedup(share, gamma, rho), walltime_improvement(alpha, gamma, rho))
-        rows.append((name, share, rho, both[0], alpha, both[1]))
+        speedups = (None, None)
+        if c is not None:
+            speedups = (share_speedup(share, gamma, c), walltime_improvement(alpha, gamma, c))
+        rows.append((label, share, c, speedups[0], alpha, speedups[1]))
     head = ("γ", "accepted / drafted", "c", "(1 + γα) / (1 + γc)", "α per tested token", "Theorem 3.8")
     return (
-        "The practice guide's table. Its α is accepted / drafted; the α per tested token that would give it follows, "
-        "and with that Theorem 3.8 says the same. Both formulas are right, each for its own α.\n\n" + table(head, rows)
+        "The practice guide defines α as accepted / drafted. The table converts it to α per tested token. "
+        "Each formula is correct for its definition of α.\n\n" + markdown_table(head, rows)
     )
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Markdown; fractions with two digits, halves up as papers print them; a dash for what is not known."""
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Format rows in Markdown: two digits, halves rounded up as in the papers, dash for None."""
 
     def cell(value: object) -> str:
         if value is None:
@@ -130,5 +132,5 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _run(value: object) -> str:
+def _run_label(value: object) -> str:
     return f"**this run**, {value:.2f}" if isinstance(value, float) else f"**this run**, {value}"

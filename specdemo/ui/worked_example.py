@@ -1,7 +1,4 @@
-"""The worked example of the theory tab: p and q over four tokens, what becomes of each, and a trial of a rule.
-
-Everything is computed by the program's own rules. Knows laws, not gradio.
-"""
+"""Worked example of the Theory tab: p and q over four tokens, and trials of the acceptance rules."""
 
 from __future__ import annotations
 
@@ -15,120 +12,114 @@ from specdemo.core.rules import RULES, residual
 from specdemo.core.sampling import SamplingParams
 from specdemo.core.simulate import Trial, chance_distance, distance, rare_distance, trial
 from specdemo.core.theory import bretagnolle_huber, divergence, overlap, pinsker
-from specdemo.ui.theory_tables import table
+from specdemo.ui.theory_tables import markdown_table
 
-TOKENS = "abcd"
-P = (0.45, 0.32, 0.18, 0.05)  # laws on which every lossy rule shows
-Q = (0.20, 0.30, 0.15, 0.35)
-COUNT = 10_000
-UNADJUSTED = "rejection, corrections drawn from p: lossy"
-PARTS_ORDER = [f"{probs}({token})" for token in TOKENS for probs in "pq"]
-SHARES_ORDER = [f"{token} {part}" for token in TOKENS for part in ("p", "drawn", "q")]
+EXAMPLE_TOKENS = "abcd"
+EXAMPLE_P = (0.45, 0.32, 0.18, 0.05)  # every lossy rule visibly changes this p
+EXAMPLE_Q = (0.20, 0.30, 0.15, 0.35)
+TRIAL_TOKENS = 10_000
+EXAMPLE_ORDER = [f"{probs}({token})" for token in EXAMPLE_TOKENS for probs in "pq"]
+TRIAL_ORDER = [f"{token} {part}" for token in EXAMPLE_TOKENS for part in ("p", "drawn", "q")]
+_UNADJUSTED = "rejection, corrections drawn from p: lossy"
 
-Bar = tuple[str, float, str]  # label, height, part
-
-
-def choices() -> dict[str, tuple[str, bool]]:
-    """Every rule by its title, with and without what may be left out of it: name, and whether it adjusts."""
-    found = {f"{name}: {rule.title}": (name, True) for name, rule in RULES.items()}
-    return found | {UNADJUSTED: ("rejection", False)}
+ProbabilityBar = tuple[str, float, str]  # label, height, part
 
 
-def reference_probs(name: str, values: Sequence[float | None]) -> tuple[list[float], str]:
-    """The law that was typed, and a word about it if it had to be normalised. `UserError` where it cannot be one."""
-    given: list[float] = []
-    for token, value in zip(TOKENS, values, strict=True):
+def rule_choices() -> dict[str, tuple[str, bool]]:
+    """Map dropdown titles to (rule name, draw corrections from the residual)."""
+    return {f"{name}: {rule.title}": (name, True) for name, rule in RULES.items()} | {_UNADJUSTED: ("rejection", False)}
+
+
+def parse_probs(name: str, values: Sequence[float | None]) -> tuple[list[float], str]:
+    """Validate and normalize typed probabilities; return them with a note. Raises `UserError`."""
+    weights: list[float] = []
+    for token, value in zip(EXAMPLE_TOKENS, values, strict=True):
         if value is None or not math.isfinite(value):
             raise UserError(f"{name}({token}) must be a number, not {'empty' if value is None else value}")
         if value < 0:
-            raise UserError(f"{name}({token}) is {value:g}: a probability is not below 0")
-        given.append(value)
-    total = sum(given)
+            raise UserError(f"{name}({token}) is {value:g}, but probabilities must be at least 0")
+        weights.append(value)
+    total = sum(weights)
     if not 0 < total < math.inf:
-        raise UserError(
-            f"{name} adds up to {total:g}: give at least one token a probability above 0, and none a huge one"
-        )
-    probs = [value / total for value in given]
-    note = "" if abs(total - 1) < 1e-9 else f"{name} adds up to {total:g}, so it was divided by that. "
-    return probs, note
+        raise UserError(f"{name} sums to {total:g}: enter at least 1 positive probability, and only finite values")
+    note = "" if abs(total - 1) < 1e-9 else f"{name} sums to {total:g} and was normalized. "
+    return [weight / total for weight in weights], note
 
 
-def example_words(p: Sequence[float], q: Sequence[float]) -> str:
-    """Token by token why the text has the law p, and how far apart the two are."""
+def describe_example(p: Sequence[float], q: Sequence[float]) -> str:
+    """Explain per token why the output follows p; compare beta with its KL bounds."""
     beta, kl = overlap(p, q), divergence(p, q)
-    left = residual(torch.tensor(p, dtype=torch.float64), torch.tensor(q, dtype=torch.float64)).tolist()
+    corrections = residual(torch.tensor(p, dtype=torch.float64), torch.tensor(q, dtype=torch.float64)).tolist()
     rows = []
-    for token, a, b, r in zip(TOKENS, p, q, left, strict=True):
-        kept, corrected = min(a, b), (1 - beta) * r
-        sums = f"{kept:.3f} + {corrected:.3f} = {kept + corrected:.3f}"
-        rows.append((token, *(f"{x:.3f}" for x in (a, b, kept, max(a - b, 0), r)), sums))
-    head = ("token", "p", "q", "kept: min(p, q)", "max(p − q, 0)", "residual", "kept + (1 − β) · residual")
-    unbound, far = 1 / (1 + kl), f"{kl:.3f}" if kl < math.inf else "∞"
-    quoted = "It holds here." if unbound <= beta else "It fails here."
+    for token, a, b, correction in zip(EXAMPLE_TOKENS, p, q, corrections, strict=True):
+        accepted, corrected = min(a, b), (1 - beta) * correction
+        total = f"{accepted:.3f} + {corrected:.3f} = {accepted + corrected:.3f}"
+        rows.append((token, *(f"{x:.3f}" for x in (a, b, accepted, max(a - b, 0), correction)), total))
+    head = ("token", "p", "q", "accepted: min(p, q)", "max(p − q, 0)", "residual", "accepted + (1 − β) · residual")
+    false_bound = 1 / (1 + kl)
     return "\n\n".join(
         [
-            f"A token drawn from q is kept with min(1, p/q), so it is drafted and kept with min(p, q). In all "
-            f"**β = {beta:.3f}** is kept. With the other {1 - beta:.3f} a correction is drawn from the residual, "
-            "max(p − q, 0) made to add up to 1. The last column adds up to p.",
-            table(head, rows),
-            f"KL(p‖q) = {far}, so β is at least {pinsker(kl):.3f} (Pinsker, 1 − √(KL/2)) and at least "
-            f"{bretagnolle_huber(kl):.3f} (Bretagnolle and Huber, e^(−KL)/2). 1/(1 + KL) = {unbound:.3f} is often "
-            f"quoted and is no bound. {quoted}",
+            f"A token from q is accepted with probability min(1, p/q). The acceptance rate is **β = {beta:.3f}**, the "
+            f"sum of min(p, q). With probability {1 - beta:.3f}, a correction is drawn from the residual. "
+            "The residual is max(p − q, 0), normalized. The last column equals p.",
+            markdown_table(head, rows),
+            f"KL(p‖q) = {f'{kl:.3f}' if kl < math.inf else '∞'}. Pinsker: β ≥ 1 − √(KL/2) = {pinsker(kl):.3f}. "
+            f"Bretagnolle–Huber: β ≥ e^(−KL)/2 = {bretagnolle_huber(kl):.3f}. "
+            f"The often-quoted 1/(1 + KL) = {false_bound:.3f} is not a bound. "
+            + ("It is satisfied here." if false_bound <= beta else "It is violated here."),
         ]
     )
 
 
-def example_bars(p: Sequence[float], q: Sequence[float]) -> list[Bar]:
-    """p as kept and corrected, q as kept and rejected."""
-    bars = []
-    for token, a, b in zip(TOKENS, p, q, strict=True):
-        bars += [(f"p({token})", max(a - b, 0.0), "correction"), (f"p({token})", min(a, b), "kept")]
-        bars += [(f"q({token})", max(b - a, 0.0), "rejected"), (f"q({token})", min(a, b), "kept")]
-    return bars
+def example_bars(p: Sequence[float], q: Sequence[float]) -> list[ProbabilityBar]:
+    """Stacked bars: p as accepted and correction, q as accepted and rejected."""
+    rows = []
+    for token, a, b in zip(EXAMPLE_TOKENS, p, q, strict=True):
+        rows += [(f"p({token})", max(a - b, 0.0), "correction"), (f"p({token})", min(a, b), "accepted")]
+        rows += [(f"q({token})", max(b - a, 0.0), "rejected"), (f"q({token})", min(a, b), "accepted")]
+    return rows
 
 
 def try_rule(choice: str, p: Sequence[float], q: Sequence[float], gamma: int, seed: int) -> Trial:
-    """10,000 tokens under a rule of `choices`."""
-    if choice not in choices():
-        raise UserError(f"unknown rule {choice}: known are {', '.join(choices())}")
-    name, adjust = choices()[choice]
-    return trial(name, torch.tensor(p), torch.tensor(q), gamma, COUNT, seed, adjust=adjust)
+    """Draw `TRIAL_TOKENS` tokens with a rule of `rule_choices`."""
+    if choice not in rule_choices():
+        raise UserError(f"unknown rule {choice}: choose one of {', '.join(rule_choices())}")
+    name, adjust = rule_choices()[choice]
+    return trial(name, torch.tensor(p), torch.tensor(q), gamma, TRIAL_TOKENS, seed, adjust=adjust)
 
 
-def trial_words(choice: str, done: Trial, p: Sequence[float], q: Sequence[float]) -> str:
-    """Did the law come out as p, within what chance allows?"""
-    name, adjust = choices()[choice]
+def describe_trial(choice: str, result: Trial, p: Sequence[float], q: Sequence[float]) -> str:
+    """Compare the drawn tokens with p."""
+    name, adjust = rule_choices()[choice]
     exact = RULES[name].exact(SamplingParams()) and adjust
-    shares, count = done.shares(len(p)), len(done.tokens)
-    off, usual, rare = distance(shares, p), chance_distance(p, count), rare_distance(p, count)
-    if off <= rare:
-        said = (
-            "**The law is p**, as far as so many tokens can tell." if exact else "**No difference seen** on these laws."
-        )
-        said += " This rule is exact at any temperature." if exact else " The rule is lossy all the same: try others."
+    shares, count = result.shares(len(p)), len(result.tokens)
+    deviation, expected, rare = distance(shares, p), chance_distance(p, count), rare_distance(p, count)
+    if exact and deviation <= rare:
+        verdict = "**The output follows p** within statistical error. This rule is exact at any temperature."
+    elif exact:
+        verdict = "**The output differs from p.** This occurs by chance once in 1,000 trials: draw again."
+    elif deviation <= rare:
+        verdict = "**No difference detected** for this p and q. The rule is still lossy: try other values."
     else:
-        said = "**The law is not p.** " + (
-            "This should happen once in a thousand trials: draw again." if exact else "The rule is lossy."
-        )
+        verdict = "**The output differs from p.** The rule is lossy."
     rows = [
         (token, *(f"{x:.3f}" for x in (a, b, share)), f"{share - a:+.3f}".replace("-", "−"))
-        for token, a, b, share in zip(TOKENS, p, q, shares, strict=True)
+        for token, a, b, share in zip(EXAMPLE_TOKENS, p, q, shares, strict=True)
     ]
     return "\n\n".join(
         [
-            f"{said} The shares of {count:,} tokens are {off:.4f} away from p (half the sum of |share − p|). Tokens "
-            f"drawn from p itself are {usual:.4f} away on average, and above {rare:.4f} at most once in a thousand "
-            f"trials. {done.accepted:,} of {done.tested:,} tested tokens were accepted, in {done.rounds:,} rounds.",
-            table(("token", "p", "q", "drawn", "drawn − p"), rows),
+            f"{verdict} Total variation distance from p over {count:,} tokens: {deviation:.4f}. "
+            f"Samples of p itself: {expected:.4f} on average, above {rare:.4f} once in 1,000 trials. "
+            f"Accepted: {result.accepted:,} of {result.tested:,} tested tokens in {result.rounds:,} steps.",
+            markdown_table(("token", "p", "q", "drawn", "drawn − p"), rows),
         ]
     )
 
 
-def trial_bars(done: Trial, p: Sequence[float], q: Sequence[float]) -> list[Bar]:
-    """p, what was drawn, and q, side by side."""
-    shares = done.shares(len(p))
+def trial_bars(result: Trial, p: Sequence[float], q: Sequence[float]) -> list[ProbabilityBar]:
+    shares = result.shares(len(p))
     return [
         (f"{token} {part}", height, part)
-        for token, *heights in zip(TOKENS, p, shares, q, strict=True)
+        for token, *heights in zip(EXAMPLE_TOKENS, p, shares, q, strict=True)
         for part, height in zip(("p", "drawn", "q"), heights, strict=True)
     ]

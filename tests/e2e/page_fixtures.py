@@ -1,7 +1,7 @@
-"""The page in a real browser, served by the real program: fixtures and steps for every test of the page.
+"""Fixtures and helpers for browser tests of the page.
 
-A prompt that names a script below is decoded by that script, under the test's control; any other prompt is decoded by
-the real engine. Every wait is for a condition; `PATIENCE` only says when a wait counts as a failure.
+A prompt equal to the name of a script below is decoded by that script, other prompts by the real engine. Tests wait for
+conditions, at most `PATIENCE` seconds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from specdemo.recipe import Recipe
 from specdemo.ui.page import build, launch_options
 
 PATIENCE = 60.0
-SOON = 5.0  # a second on a machine that has one to spare
+SOON = 5.0  # 1 s on an idle machine
 ARGS = [
     "--no-sandbox",
     "--disable-gpu",
@@ -40,15 +40,15 @@ ARGS = [
     "--no-first-run",
 ]
 CODE = 'def fibonacci(n):\n    """'
-KEEPS = re.compile("exact|bit-equal here")  # by what the machine at hand does
-NOISE = "a word that is taken back"
+KEEPS = re.compile("exact|bit-equal here")  # depends on the machine
+NOISE = "text to delete"
 MARKUP = "<img src=x onerror='window.harmed = true'>"
 
 expect.set_options(timeout=PATIENCE * 1000)
 
 
 class Scripts:
-    """An engine with a few scripts of its own, and the events that let a test see into the worker's thread."""
+    """Engine with scripted runs, and events that synchronize tests with the worker thread."""
 
     def __init__(self) -> None:
         self.reset()
@@ -60,14 +60,14 @@ class Scripts:
 
     def __call__(self, recipe: Recipe, prompt: str, pool: ModelPool, stores: Any) -> Iterator[Event]:
         try:
-            script = getattr(self, prompt, None) if isinstance(prompt, str) else None  # else a conversation
+            script = getattr(self, prompt, None) if isinstance(prompt, str) else None  # a list is a conversation
             yield from events_of(script(recipe)) if script else generate(recipe, prompt, pool, stores)
         finally:
             self.closed_in = threading.current_thread().name
             self.closed.set()
 
     def endless(self, recipe: Recipe) -> Iterator[dict[str, Any]]:
-        """A model that takes 10 ms a step and never comes to an end."""
+        """Yield a step every 10 ms, without end."""
         yield header(prompt="endless")
         while True:
             time.sleep(0.01)
@@ -75,14 +75,14 @@ class Scripts:
             self.steps += 1
 
     def loading(self, recipe: Recipe) -> Iterator[dict[str, Any]]:
-        """A model that loads until the gate opens: the device is taken."""
+        """Occupy the device by loading until `gate` is set."""
         yield {"phase": "loading", "text": "loading the target"}
         self.inside.set()
         assert self.gate.wait(PATIENCE)
         yield from (header(prompt="loading"), step(0, pieces=["a"]), end())
 
     def hostile(self, recipe: Recipe) -> Iterator[dict[str, Any]]:
-        """Text that would be markup if anything let it."""
+        """Yield text that contains HTML markup."""
         yield header(prompt=MARKUP + "\n    ")
         yield step(0, pieces=["</span><script>window.harmed = true</script>"])
         yield step(1, pieces=[MARKUP, "\n\n\t"], draft=(MARKUP, "\n", "&lt;"), accepted=(0,), tested=2)
@@ -115,7 +115,7 @@ def served(scripts: Scripts) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrowserContext]:
-    """A browser with a profile on disk: scripts that it has compiled once are not compiled for every tab again."""
+    """Browser with a profile on disk, which caches compiled scripts across tabs."""
     path = browser.executable()
     assert path, browser.MISSING
     with (
@@ -132,7 +132,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrowserContex
 
 @pytest.fixture
 def context(served: Any, chromium: BrowserContext) -> Iterator[BrowserContext]:
-    """A visitor of their own: of what a page keeps, nothing is remembered from one test to the next."""
+    """Browser context whose cookies and storage are cleared after each test."""
     yield chromium
     chromium.clear_cookies()
     blank = chromium.new_cdp_session(chromium.pages[0])
@@ -142,9 +142,9 @@ def context(served: Any, chromium: BrowserContext) -> Iterator[BrowserContext]:
 
 @pytest.fixture
 def tab(served: Any, scripts: Scripts, context: BrowserContext) -> Iterator[Any]:
-    """Opens tabs. Whatever a tab did, it has asked no other host for anything and raised no error."""
+    """Open tabs; afterwards, check that no tab raised an error or sent a request to another host."""
     scripts.reset()
-    asked, errors, pages = [], [], []
+    requested, errors, pages = [], [], []
 
     def open_tab(script: str = "", width: int = 1280, scheme: str = "light") -> Page:
         page = context.new_page()
@@ -152,7 +152,7 @@ def tab(served: Any, scripts: Scripts, context: BrowserContext) -> Iterator[Any]
         page.set_default_timeout(PATIENCE * 1000)
         page.set_viewport_size({"width": width, "height": 900})
         page.emulate_media(color_scheme=scheme)
-        page.on("request", lambda request: asked.append(request.url))
+        page.on("request", lambda request: requested.append(request.url))
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("console", lambda message: "js_on_load" in message.text and errors.append(message.text))
         page.on("dialog", lambda dialog: errors.append(dialog.message))
@@ -166,8 +166,8 @@ def tab(served: Any, scripts: Scripts, context: BrowserContext) -> Iterator[Any]
     for page in pages:
         page.close()
     assert not errors
-    elsewhere = [url for url in asked if not url.startswith((served.url, "data:", "blob:"))]
-    assert asked and not elsewhere
+    external = [url for url in requested if not url.startswith((served.url, "data:", "blob:"))]
+    assert requested and not external
 
 
 def run(page: Page, prompt: str, tokens: int | None = None) -> None:
@@ -183,7 +183,7 @@ def set_number(page: Page, name: str, value: float) -> None:
 
 
 def written(page: Page, name: str, text: str) -> None:
-    """Type into a field key by key, or empty it so: what is typed while its part of the sidebar still opens is lost."""
+    """Type or clear a field key by key, because `fill` is lost while its accordion is opening."""
     field = page.locator(f"#{name} input, #{name} textarea")
     field.clear()
     field.press_sequentially(text or NOISE, delay=10)
@@ -212,15 +212,15 @@ def saved(page: Page, lane: str = "spec") -> list[dict[str, Any]]:
 
 
 def counted(trace: list[dict[str, Any]]) -> Counter:
-    """Tokens by kind, from the trace's own fields."""
+    """Count tokens by kind from the fields of a trace."""
     kinds: Counter = Counter()
     for line in trace:
         if "i" in line:
-            kept = set(line["accepted"])
-            kinds["accepted"] += len(kept)
-            for node in set(range(len(line["draft"]))) - kept:
+            accepted = set(line["accepted"])
+            kinds["accepted"] += len(accepted)
+            for node in set(range(len(line["draft"]))) - accepted:
                 kinds["ignored" if line["beta"][node] is None else "rejected"] += 1
-            kinds[line["kind"]] += len(line["tokens"]) - len(kept)
+            kinds[line["kind"]] += len(line["tokens"]) - len(accepted)
     return +kinds
 
 
@@ -232,15 +232,20 @@ KEPT_TEXT = """lane => [...lane.querySelectorAll(".given, .tok")]
     .filter(s => !["rejected", "ignored"].includes(s.dataset.kind)).map(s => s.textContent).join("")"""
 
 
-RULES = {"light": {}, "dark": {"runOnly": ["color-contrast", "link-in-text-block"]}}  # the others see no colours
+RULES = {
+    "light": {},
+    "dark": {"runOnly": ["color-contrast", "link-in-text-block"]},
+}  # other rules do not depend on colours
 
 
 def grave(page: Page, scheme: str) -> list[Any]:
-    """What axe calls serious or critical, with the first places."""
+    """Serious and critical axe violations with their first four elements."""
     return [
-        (one["id"], [node["target"] for node in one["nodes"]][:4])
-        for one in Axe().run(page, options={"resultTypes": ["violations"], **RULES[scheme]}).response["violations"]
-        if one["impact"] in ("serious", "critical")
+        (violation["id"], [node["target"] for node in violation["nodes"]][:4])
+        for violation in Axe()
+        .run(page, options={"resultTypes": ["violations"], **RULES[scheme]})
+        .response["violations"]
+        if violation["impact"] in ("serious", "critical")
     ]
 
 

@@ -1,4 +1,4 @@
-"""What can be done with a run: inspect, replay, take it home, bring it back; and settings that survive."""
+"""Inspect, replay, export and import runs; stored settings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ VISIBLE = "rounds => rounds.filter(r => !r.hidden).length"
 
 
 def compared(page: Page, tokens: int = 48, temperature: float = 0.5) -> None:
-    """A real run of both lanes."""
+    """Run both lanes with the real engine."""
     set_number(page, "temperature", temperature)
     page.locator("#compare input").check()
     run(page, CODE, tokens=tokens)
@@ -48,7 +48,7 @@ def jsonl(*lines: Any) -> str:
     return "".join(f"{json.dumps(line)}\n" for line in lines)
 
 
-def test_a_click_on_a_token_shows_its_round_as_the_trace_has_it(tab: Any) -> None:
+def test_click_on_a_token_shows_its_step(tab: Any) -> None:
     page = tab()
     run(page, CODE, tokens=48)
     status(page, "done")
@@ -80,7 +80,7 @@ def test_a_click_on_a_token_shows_its_round_as_the_trace_has_it(tab: Any) -> Non
     expect(inspector).to_be_hidden()
 
 
-def test_the_rounds_of_a_lane_stand_in_a_table_with_its_charts(tab: Any) -> None:
+def test_table_and_charts_show_all_steps(tab: Any) -> None:
     page = tab()
     compared(page)
     lane = read_traces(jsonl(*saved(page))).lanes["spec"]
@@ -102,7 +102,7 @@ def test_the_rounds_of_a_lane_stand_in_a_table_with_its_charts(tab: Any) -> None
     expect(page.locator("#chart-whatif")).to_contain_text("This lane did not draft")
 
 
-def test_the_race_ends_where_the_run_ended(tab: Any) -> None:
+def test_replay_ends_in_the_final_state(tab: Any) -> None:
     page = tab()
     compared(page)
     before = {
@@ -117,7 +117,7 @@ def test_the_race_ends_where_the_run_ended(tab: Any) -> None:
     middle = max(t[-1] for t in times.values()) / 3
     race.evaluate("(slider, t) => { slider.value = t; slider.dispatchEvent(new Event('input')); }", middle)
     for lane, t in times.items():
-        shown = sum(round(one, 4) <= middle for one in t)  # as the page is told them
+        shown = sum(round(one, 4) <= middle for one in t)  # precision of the frames
         assert page.eval_on_selector_all(f"#lane-{lane} .round", VISIBLE) == shown
     page.locator("#race-speed").select_option("4")
     page.locator("#race-play").click()
@@ -129,7 +129,7 @@ def test_the_race_ends_where_the_run_ended(tab: Any) -> None:
 
 
 @pytest.mark.parametrize(("rule", "temperature"), [("rejection", 0.0), ("coupled", 1.0)])
-def test_texts_that_have_to_be_the_same_wear_a_badge(tab: Any, rule: str, temperature: float) -> None:
+def test_identical_texts_have_a_badge(tab: Any, rule: str, temperature: float) -> None:
     page = tab()
     if rule != "rejection":
         page.get_by_role("button", name="Rule").click()
@@ -142,7 +142,7 @@ def test_texts_that_have_to_be_the_same_wear_a_badge(tab: Any, rule: str, temper
     expect(page.locator("#verdict")).to_contain_text("Theorem 3.8 predicts")
 
 
-def test_what_is_taken_home_is_what_was_run(tab: Any) -> None:
+def test_exports_match_the_run(tab: Any) -> None:
     page = tab()
     compared(page, tokens=24)
     trace = saved(page)
@@ -174,7 +174,7 @@ def test_what_is_taken_home_is_what_was_run(tab: Any) -> None:
     expect(again.locator("#inspector")).to_be_visible()
 
 
-def test_recorded_traces_are_replayed_with_no_model(tab: Any, served: Any) -> None:
+def test_recorded_traces_open_without_a_model(tab: Any, served: Any) -> None:
     page = tab()
     for path in sorted((ASSETS / "traces").glob("*.jsonl")):
         page.get_by_role("button", name=path.stem.replace("-", " "), exact=True).click()
@@ -184,7 +184,7 @@ def test_recorded_traces_are_replayed_with_no_model(tab: Any, served: Any) -> No
         middle = next(i for i, line in enumerate(trace) if "end" in line) + 1
         assert drawn(page) == counted(trace[:middle]) and drawn(page, "ar") == counted(trace[middle:])
     page.locator("#lane-spec .tok").nth(9).click()
-    expect(page.locator("#round-tree svg")).to_be_visible()  # the second one is a tree
+    expect(page.locator("#round-tree svg")).to_be_visible()  # the second trace is a tree
     expect(page.locator("#round-tree .leaf")).to_have_count(page.locator(".node[data-state]").count() - 1)
 
 
@@ -197,7 +197,7 @@ HOSTILE = jsonl(
 )
 
 
-def test_a_hostile_trace_is_text(tab: Any) -> None:
+def test_markup_in_a_trace_is_shown_as_text(tab: Any) -> None:
     page = tab()
     opened(page, HOSTILE)
     status(page, "done")
@@ -221,26 +221,26 @@ def test_a_hostile_trace_is_text(tab: Any) -> None:
     ],
     ids=["words", "truncated", "types", "binary", "empty", "many"],
 )
-def test_what_is_no_trace_gets_a_message_and_costs_nothing(tab: Any, content: str | bytes, words: str) -> None:
+def test_invalid_trace_shows_an_error_and_leaves_the_page_unchanged(tab: Any, content: str | bytes, words: str) -> None:
     page = tab()
     opened(page, jsonl(header(), PREFILL, end()))
     status(page, "done")
     opened(page, content)
     status(page, f"failed: .*{words}")
-    assert drawn(page) == {"plain": 1}  # what was there is still there
+    assert drawn(page) == {"plain": 1}  # unchanged
     run(page, CODE, tokens=8)
     status(page, "done: 8 tokens")
 
 
-def test_a_file_that_is_too_large_is_not_even_read(tab: Any, tmp_path: Path) -> None:
+def test_oversized_file_is_rejected(tab: Any, tmp_path: Path) -> None:
     page = tab()
     path = tmp_path / "large.jsonl"
     path.write_bytes(b"x" * 33_000_000)
     page.locator("#trace-file").set_input_files(path)
-    status(page, "failed: large.jsonl has 33 MB: 32 are the most")
+    status(page, "failed: large.jsonl has 33 MB: the limit is 32 MB")
 
 
-def test_settings_survive_a_reload_and_a_reset_brings_the_usual_ones(tab: Any) -> None:
+def test_settings_survive_a_reload_and_reset_restores_defaults(tab: Any) -> None:
     page = tab()
     usual = page.locator("#gamma input[type=number]").input_value()
     first = page.locator("#prompt textarea").input_value()
@@ -263,7 +263,7 @@ def test_settings_survive_a_reload_and_a_reset_brings_the_usual_ones(tab: Any) -
     expect(page.locator("#prompt textarea")).to_have_value(first)
 
 
-def test_a_link_brings_the_settings_to_someone_else(tab: Any, served: Any) -> None:
+def test_link_transfers_settings(tab: Any, served: Any) -> None:
     page = tab()
     set_number(page, "gamma", 5)
     set_number(page, "temperature", 0)
@@ -285,7 +285,7 @@ def test_a_link_brings_the_settings_to_someone_else(tab: Any, served: Any) -> No
     expect(other.locator("#gamma input[type=number]")).not_to_have_value("9999")
 
 
-def test_kept_lanes_run_beside_the_others(tab: Any) -> None:
+def test_added_lanes_run_with_the_others(tab: Any) -> None:
     page = tab()
     for method in ("nasd", "tree"):
         page.locator("#method input").click()
@@ -307,7 +307,7 @@ def test_kept_lanes_run_beside_the_others(tab: Any) -> None:
     expect(page.locator("#lane-third")).to_be_hidden()
 
 
-def test_every_method_has_an_example_of_its_best_and_its_worst(tab: Any) -> None:
+def test_methods_have_best_and_worst_examples(tab: Any) -> None:
     page = tab()
     made = json.loads((ASSETS / "examples.json").read_text("utf-8"))["methods"]
     for method in ("suffix", "beam"):
@@ -320,7 +320,7 @@ def test_every_method_has_an_example_of_its_best_and_its_worst(tab: Any) -> None
 
 
 @pytest.mark.parametrize("scheme", RULES)
-def test_axe_finds_nothing_serious(tab: Any, scheme: str) -> None:
+def test_axe_finds_no_serious_violations(tab: Any, scheme: str) -> None:
     page = tab(scheme=scheme)
     page.get_by_role("button", name=re.compile("^draft, temp")).click()
     status(page, "done")
@@ -334,12 +334,12 @@ def test_axe_finds_nothing_serious(tab: Any, scheme: str) -> None:
     for name, part in (("Theory", "#theory-words li"), ("Bench", "#bench-run"), ("Memory", "#memory-pairs tbody tr")):
         page.get_by_role("tab", name=name).click()
         expect(page.locator(part).first).to_be_visible()
-        if name == "Theory":  # until they are drawn, gradio shows places for plots
+        if name == "Theory":  # gradio shows placeholders until the plots are drawn
             expect(page.locator('.curves .mark-line path[stroke="var(--dot-set)"]')).to_have_count(6)
         assert not grave(page, scheme), name
 
 
-def test_nothing_is_inspected_while_tokens_still_come(tab: Any) -> None:
+def test_inspector_is_closed_during_a_run(tab: Any) -> None:
     page = tab()
     run(page, "endless")
     spans(page, 12)
@@ -351,18 +351,18 @@ def test_nothing_is_inspected_while_tokens_still_come(tab: Any) -> None:
     expect(page.locator("#inspector")).to_be_visible()
 
 
-def test_a_hidden_tab_loses_nothing(tab: Any) -> None:
+def test_hidden_tab_receives_all_tokens(tab: Any) -> None:
     page = tab("""
         Object.defineProperty(document, "visibilityState", {get: () => "hidden"});
         window.requestAnimationFrame = () => 0;""")
     run(page, "endless")
-    page.wait_for_function("document.querySelectorAll('.lane .tok').length > 300", polling=100)  # there are no frames
+    page.wait_for_function("document.querySelectorAll('.lane .tok').length > 300", polling=100)  # no animation frames
     page.locator("#stop").evaluate("button => button.click()")
     status(page, "stopped")
     assert drawn(page) == counted(saved(page))
 
 
-def test_a_conversation_goes_on_from_run_to_run(tab: Any, tmp_path: Path) -> None:
+def test_conversation_continues_across_runs(tab: Any, tmp_path: Path) -> None:
     tokenizer = byte_level_tokenizer()
     tokenizer.chat_template = TEMPLATE
     folder = save_model(tmp_path / "talker", tokenizer)

@@ -167,7 +167,9 @@ def test_stop_needs_no_answer_and_a_lost_cloud_is_told_of_in_the_text(tab: Any, 
     os.kill(process(served).process.pid, signal.SIGSTOP)  # it hears, and says nothing any more
     try:
         status(page, "done: 48 tokens")
-        expect(page.locator("#lane-spec .note")).to_have_text("Connection to the cloud lost: the drafter continues alone.")
+        expect(page.locator("#lane-spec .note")).to_have_text(
+            "Connection to the cloud lost: the drafter continues alone."
+        )
         assert page.locator("#lane-spec [data-by=alone]").count() > 0
         assert page.locator("#lane-spec .note ~ .round:not([data-by])").count() == 0
         linked(page, served, mode="speculative", remote=process(served).url, deadline_ms=600000, max_tokens=64)

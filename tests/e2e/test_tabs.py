@@ -1,4 +1,4 @@
-"""The Bench and the Memory tab in a real browser, with the bundled pair on a few prompts."""
+"""Bench and Memory tabs in a real browser, with the bundled pair on a few prompts."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ from specdemo.ui.page import build, launch_options
 from specdemo.ui.sweep import HEADERS, cells
 
 
-class Listener:
-    """The bench's own `measure`; what it handed out is kept, to be compared with what the page shows."""
+class MeasureRecorder:
+    """Wrapper of `bench.measure` that records its results for comparison with the page."""
 
     def __init__(self) -> None:
-        self.over = threading.Event()
+        self.finished = threading.Event()
         self.recipes: Any = ()
         self.records: list[dict[str, Any]] = []
 
     def __call__(self, recipes: Any, prompts: Any, pool: Any) -> Iterator[Any]:
         self.recipes, self.records = recipes, []
-        self.over.clear()
+        self.finished.clear()
         try:
             for item in bench.measure(recipes, prompts, pool):
                 if isinstance(item, dict):
                     self.records.append(item)
                 yield item
         finally:
-            self.over.set()
+            self.finished.set()
 
 
 @pytest.fixture(scope="module")
-def measured() -> Listener:
-    return Listener()
+def measured() -> MeasureRecorder:
+    return MeasureRecorder()
 
 
 @pytest.fixture(scope="module")
-def served(measured: Listener) -> Iterator[Any]:
+def served(measured: MeasureRecorder) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(service, "measure", measured)
         demo = build()
@@ -59,7 +59,7 @@ def served(measured: Listener) -> Iterator[Any]:
 
 @pytest.fixture
 def tab(tab: Any) -> Any:
-    """Opens the page with one of its tabs in front."""
+    """Open the page at a tab."""
 
     def open_tab(name: str) -> Page:
         page = tab()
@@ -69,20 +69,20 @@ def tab(tab: Any) -> Any:
     return open_tab
 
 
-def ask(page: Page, each: int, tokens: int, kinds: tuple[str, ...] = ("code", "adversarial")) -> None:
-    """A small grid: drafting by the model and by n-grams on the first prompts of some classes."""
+def choose(page: Page, each: int, tokens: int, kinds: tuple[str, ...] = ("code", "adversarial")) -> None:
+    """Choose a small grid: methods draft and nasd on the first prompts of some classes."""
     for kind in ("code", "repetitive", "prose", "adversarial"):
         page.locator("#bench-kinds").get_by_label(kind).set_checked(kind in kinds)
     set_number(page, "bench-each", each)
     set_number(page, "bench-max-tokens", tokens)
 
 
-def says(page: Page, words: str) -> None:
-    expect(page.locator("#bench-status p")).to_contain_text(re.compile(words), timeout=PATIENCE * 1000)
+def expect_status(page: Page, pattern: str) -> None:
+    expect(page.locator("#bench-status p")).to_contain_text(re.compile(pattern), timeout=PATIENCE * 1000)
 
 
 def table(page: Page) -> list[list[str]]:
-    """Headers and rows; gradio draws them as a grid of its own."""
+    """Headers and rows of gradio's grid."""
     grid = page.locator("#bench-table").get_by_role("row")
     expect(page.locator("#bench-table").get_by_role("gridcell").first).to_be_visible(timeout=PATIENCE * 1000)
     heads = page.locator("#bench-table").get_by_role("columnheader").all_inner_texts()
@@ -96,12 +96,12 @@ def saved(page: Page, button: str) -> str:
     return Path(download.value.path()).read_text("utf-8")
 
 
-def test_the_table_on_the_page_is_the_benchs_own(tab: Any, measured: Listener, served: Any) -> None:
+def test_table_matches_the_bench(tab: Any, measured: MeasureRecorder, served: Any) -> None:
     page = tab("Bench")
-    ask(page, each=2, tokens=16)
+    choose(page, each=2, tokens=16)
     expect(page.locator("#bench-size")).to_contain_text("3 recipes × 4 prompts = 12 runs of at most 16 tokens")
     page.locator("#bench-run").click()
-    says(page, r"^done: 12 runs on 4 prompts$")
+    expect_status(page, r"^done: 12 runs on 4 prompts$")
     rows = bench.table(measured.recipes, measured.records)
     assert table(page) == [list(HEADERS), *cells(rows)] and len(rows) == 6
     assert {row.lane for row in rows} == {"ar T=0", "draft gamma=3 T=0", "nasd gamma=3 T=0"}
@@ -116,16 +116,16 @@ def test_the_table_on_the_page_is_the_benchs_own(tab: Any, measured: Listener, s
     assert served.worker.active == 0
 
 
-def test_stop_leaves_a_part_and_a_free_worker(tab: Any, measured: Listener, served: Any) -> None:
+def test_stop_shows_partial_results_and_frees_the_worker(tab: Any, measured: MeasureRecorder, served: Any) -> None:
     page = tab("Bench")
     page.get_by_role("button", name="Toggle Sidebar").click()
-    page.set_viewport_size({"width": 390, "height": 900})  # where the tabs themselves are in a menu
-    ask(page, each=4, tokens=128, kinds=("code",))
+    page.set_viewport_size({"width": 390, "height": 900})  # a narrow page puts the tabs in a menu
+    choose(page, each=4, tokens=128, kinds=("code",))
     page.locator("#bench-run").click()
-    says(page, r"^([4-9]|10) of 12: code [234], ")
+    expect_status(page, r"^([4-9]|10) of 12: code [234], ")
     expect(page.locator("#bench-run")).to_be_disabled()
     page.locator("#bench-stop").click()
-    says(page, "^stopped: partial, [123] of 4 prompts are measured$")
+    expect_status(page, "^stopped: partial, [123] of 4 prompts are measured$")
     assert served.worker.active == 0 and 1 <= len(measured.records) < 4
     rows = bench.table(measured.recipes, measured.records)
     assert table(page) == [list(HEADERS), *cells(rows)]
@@ -136,46 +136,46 @@ def test_stop_leaves_a_part_and_a_free_worker(tab: Any, measured: Listener, serv
     expect(page.locator("#bench-stop")).to_be_disabled()
 
 
-def test_a_browser_that_goes_away_ends_the_bench(tab: Any, measured: Listener) -> None:
+def test_leaving_the_page_cancels_the_bench(tab: Any, measured: MeasureRecorder) -> None:
     page = tab("Bench")
-    ask(page, each=4, tokens=128, kinds=("code",))
+    choose(page, each=4, tokens=128, kinds=("code",))
     page.locator("#bench-run").click()
-    says(page, "^[1-4] of 12")
-    assert not measured.over.is_set()
+    expect_status(page, "^[1-4] of 12")
+    assert not measured.finished.is_set()
     page.goto("about:blank")
-    assert measured.over.wait(PATIENCE) and len(measured.records) < 4
+    assert measured.finished.wait(PATIENCE) and len(measured.records) < 4
 
 
-def test_too_much_or_nothing_is_refused_in_words(tab: Any, served: Any) -> None:
+def test_oversized_and_empty_grids_are_rejected(tab: Any, served: Any) -> None:
     page = tab("Bench")
-    ask(page, each=24, tokens=256, kinds=("code", "repetitive", "adversarial"))
+    choose(page, each=24, tokens=256, kinds=("code", "repetitive", "adversarial"))
     expect(page.locator("#bench-size")).to_contain_text("192 runs of at most 256 tokens")
     page.locator("#bench-run").click()
-    says(page, "^3 recipes × 64 prompts = 192 runs .* about 8 minutes .* too much for the page")
-    ask(page, each=1, tokens=8, kinds=())
+    expect_status(page, "^3 recipes × 64 prompts = 192 runs .* about 8 minutes .* too much for the page")
+    choose(page, each=1, tokens=8, kinds=())
     page.locator("#bench-run").click()
-    says(page, "^choose at least one class of prompts$")
+    expect_status(page, "^choose at least one class of prompts$")
     expect(page.locator("#bench-size")).to_contain_text("choose at least one class of prompts")
     assert served.worker.active == 0
     expect(page.locator("#bench-table")).to_be_hidden()
 
 
-def test_the_size_is_of_the_last_change_however_late_answers_come(tab: Any) -> None:
+def test_size_follows_the_last_change_despite_late_responses(tab: Any) -> None:
     page = tab("Bench")
     expect(page.locator("#bench-size")).to_contain_text("3 recipes × 12 prompts = 36 runs of at most 64 tokens")
-    held: list[Route] = []
-    page.route("**/run/predict*", lambda route: held.append(route), times=1)
+    delayed: list[Route] = []
+    page.route("**/run/predict*", lambda route: delayed.append(route), times=1)
     with page.expect_request("**/run/predict*"):
         set_number(page, "bench-each", 5)
     set_number(page, "bench-max-tokens", 128)
-    held[0].continue_()
+    delayed[0].continue_()
     expect(page.locator("#bench-size")).to_contain_text("3 recipes × 20 prompts = 60 runs of at most 128 tokens")
 
 
-def test_memory_is_told_from_the_trace_when_it_is_looked_at(tab: Any) -> None:
+def test_memory_tab_shows_the_trace_when_selected(tab: Any) -> None:
     page = tab("Memory")
-    told = page.locator("#memory-run")
-    expect(told).to_contain_text("No run available")
+    latest = page.locator("#memory-run")
+    expect(latest).to_contain_text("No run available")
     expect(page.locator("#memory-machine")).to_contain_text("system, available")
     expect(page.locator("#memory-pairs tbody tr")).to_have_count(len(QUANTIZATIONS) + len(PAIRS) - 1)
     expect(page.locator("#memory-pairs tbody tr").first).to_contain_text("yes")
@@ -184,17 +184,17 @@ def test_memory_is_told_from_the_trace_when_it_is_looked_at(tab: Any) -> None:
     page.locator("#run").click()
     expect(page.locator("#status")).to_have_text(re.compile("^done"), timeout=PATIENCE * 1000)
     page.locator("#memory-refresh").click()
-    expect(told).to_contain_text("weights of the target")
+    expect(latest).to_contain_text("weights of the target")
     trace = [json.loads(line) for line in saved(page, "#trace-spec").splitlines()]
     sizes, peak = trace[0]["environment"], max(line["memory"]["kv_bytes"] for line in trace if "memory" in line)
-    for what, size in (
+    for label, size in (
         ("weights of the target", sizes["target_bytes"]),
         ("weights of the drafter", sizes["drafter_bytes"]),
         ("keys and values, peak", peak),
     ):
-        row = told.locator("tr").filter(has_text=what)
+        row = latest.locator("tr").filter(has_text=label)
         expect(row.locator("td")).to_have_text(f"{size / 1e6:,.1f}")
-    page.get_by_role("tab", name="The method").click()
-    expect(told).to_be_hidden()
+    page.get_by_role("tab", name="Method").click()
+    expect(latest).to_be_hidden()
     page.get_by_role("tab", name="Memory").click()
-    expect(told).to_contain_text("process, peak")
+    expect(latest).to_contain_text("process, peak")

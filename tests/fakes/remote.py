@@ -1,4 +1,4 @@
-"""Edge and cloud in one process, through the real encoding."""
+"""Edge and cloud in the same process, with the real codecs."""
 
 from __future__ import annotations
 
@@ -17,81 +17,88 @@ from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.model import ModelDrafter
 from specdemo.remote.client import RemoteVerifier
 from specdemo.remote.contexts import Contexts, StaleRequest, UnknownContext
+from specdemo.remote.http_client import ContextGone, RequestSuperseded
 from specdemo.remote.link import MeteredNetwork
-from specdemo.remote.protocol import ENCODINGS, VerifyConfig, VerifyRequest, WireMessage
-from specdemo.remote.transport import ContextGone, RequestSuperseded
+from specdemo.remote.protocol import CODECS, NetworkMessage, VerifyConfig, VerifyRequest
 
 
-class Table:
-    """A cache that needs none."""
+class TableCache:
+    """Stateless scoring cache around the table model."""
 
-    kv_bytes = reserved_bytes = 100
+    reserved_bytes = 100
 
     def __init__(self) -> None:
         self.score = TARGET.score
 
 
 def contexts(**options: Any) -> Contexts:
-    return Contexts(Table, vocab_size=VOCAB, context=64, **options)
+    return Contexts(TableCache, vocab_size=VOCAB, context=64, **options)
 
 
-class Direct:
-    """`Http` without a network: messages become bytes and are read again, then the cloud answers at once."""
+class DirectClient:
+    """`HttpClient` without a network: encode and decode messages, then call the contexts."""
 
     url = "direct"
 
     def __init__(self, cloud: Contexts, kind: str = "application/msgpack") -> None:
-        self.cloud, self.wire, self.encoding = cloud, MeteredNetwork(), ENCODINGS[kind]
+        self.cloud, self.network, self.codec = cloud, MeteredNetwork(), CODECS[kind]
         self.sent: list[VerifyRequest] = []
-        self.answered: list[WireMessage] = []
+        self.responses: list[NetworkMessage] = []
 
     def call(
-        self, method: str, path: str, message: WireMessage | None, answer: type[WireMessage], timeout: float
+        self,
+        method: str,
+        path: str,
+        message: NetworkMessage | None,
+        response_type: type[NetworkMessage],
+        timeout: float,
     ) -> Any:
         if message is None:
-            return answer(forgotten=self.cloud.forget(path.rpartition("/")[2]))
-        body = self.encoding.dump(message)
-        self.wire.tally.up += len(body)
-        self.sent.append(self.encoding.load(VerifyRequest, body))
+            return response_type(deleted=self.cloud.delete(path.rpartition("/")[2]))
+        body = self.codec.dump(message)
+        self.network.counts.up += len(body)
+        self.sent.append(self.codec.load(VerifyRequest, body))
         try:
-            body = self.encoding.dump(self.cloud.answer(self.sent[-1]))
+            body = self.codec.dump(self.cloud.verify(self.sent[-1]))
         except UnknownContext as error:
             raise ContextGone(str(error)) from error
         except StaleRequest as error:
             raise RequestSuperseded(str(error)) from error
-        self.wire.tally.down += len(body)
-        self.answered.append(self.encoding.load(answer, body))
-        return self.answered[-1]
+        self.network.counts.down += len(body)
+        self.responses.append(self.codec.load(response_type, body))
+        return self.responses[-1]
 
     def close(self) -> None: ...
 
 
-class Once:
-    """A source that explores, and says the same again when it is asked the same again: as noise keyed by place does."""
+class RepeatableNoise:
+    """Exploring noise source that repeats its values per position, as keyed noise does."""
 
-    def __init__(self, explorer: Explorer, place: int, said: dict[Any, Any]) -> None:
-        self.explorer, self.place, self.said, self.asked = explorer, place, said, 0
+    def __init__(self, explorer: Explorer, position: int, values: dict[Any, Any]) -> None:
+        self.explorer, self.position, self.values, self.count = explorer, position, values, 0
 
-    def _once(self, what: Callable[[], Any]) -> Any:
-        key = (self.place, self.asked)
-        self.asked += 1
-        if key not in self.said:
-            self.said[key] = what()
-        return self.said[key]
+    def _repeat(self, draw: Callable[[], Any]) -> Any:
+        key = (self.position, self.count)
+        self.count += 1
+        if key not in self.values:
+            self.values[key] = draw()
+        return self.values[key]
 
     def test(self, probability: float) -> tuple[bool, float]:
-        return self._once(lambda: self.explorer.test(probability))
+        return self._repeat(lambda: self.explorer.test(probability))
 
-    def draw(self, probs: torch.Tensor, place: int = 0) -> int:
-        return self._once(lambda: self.explorer.draw(probs))
+    def draw(self, probs: torch.Tensor, position: int = 0) -> int:
+        return self._repeat(lambda: self.explorer.draw(probs))
 
 
-def settings(sampling: SamplingParams, rule: str = "rejection", seed: int = 0, adjust: bool = True) -> VerifyConfig:
+def verify_config(
+    sampling: SamplingParams, rule: str = "rejection", seed: int = 0, adjust: bool = True
+) -> VerifyConfig:
     return VerifyConfig(
-        temp=sampling.temperature,
+        temperature=sampling.temperature,
         top_k=sampling.top_k,
         top_p=sampling.top_p,
-        rep_penalty=sampling.repetition_penalty,
+        repetition_penalty=sampling.repetition_penalty,
         bad_words=[list(word) for word in sampling.bad_words],
         seed=seed,
         rule=rule,
@@ -99,20 +106,20 @@ def settings(sampling: SamplingParams, rule: str = "rejection", seed: int = 0, a
     )
 
 
-COUPLED = settings(SamplingParams(), "coupled", seed=7)
+COUPLED = verify_config(SamplingParams(), "coupled", seed=7)
 LONG = 40
 
 
-def texts(http: Direct, seed: int = 7, max_tokens: int = LONG, **options: Any) -> Any:
-    """The steps of a coupled text at temperature 1 with the other model's drafts."""
+def decode_coupled(http: DirectClient, seed: int = 7, max_tokens: int = LONG, **options: Any) -> Any:
+    """Decode with rule coupled at temperature 1."""
     drafter = ModelDrafter(SMALL.score, SamplingParams(), SharedNoise(seed), VOCAB)
-    chosen = settings(SamplingParams(), "coupled", seed)
-    verifier = RemoteVerifier(http, chosen, pause=lambda seconds: None, **options)
+    config = verify_config(SamplingParams(), "coupled", seed)
+    verifier = RemoteVerifier(http, config, sleep=lambda seconds: None, **options)
     return run(PROMPT, verifier, drafter, Fixed(3), max_tokens)
 
 
-def plain(seed: int = 7, max_tokens: int = LONG) -> list[int]:
-    """What plain local decoding writes with the same noise."""
+def decode_locally(seed: int = 7, max_tokens: int = LONG) -> list[int]:
+    """Decode autoregressively without the cloud, with the same noise."""
     return committed(
         run(
             PROMPT,

@@ -1,4 +1,4 @@
-"""The cloud's service: who may ask, what is refused, what is streamed; and two real processes over loopback."""
+"""Cloud service: authentication, invalid requests, streaming, shutdown; two processes over loopback."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import Any
 import msgpack
 import pytest
 from fakes.enumeration import TARGET, VOCAB
-from fakes.remote import Table, contexts, plain
+from fakes.remote import TableCache, contexts, decode_locally
 from fakes.trace_lines import trace_lines as generate
 from fastapi.testclient import TestClient
 
@@ -30,12 +30,13 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.contexts import Contexts
-from specdemo.remote.protocol import ENCODINGS, ServiceInfo
-from specdemo.remote.server import RateLimiter, ServiceLimits, service
+from specdemo.remote.http_client import HttpClient, NoResponse
+from specdemo.remote.protocol import CODECS, ServiceInfo, StreamRequest, VerifyConfig
+from specdemo.remote.server import RateLimiter, ServiceLimits, create_app
 from specdemo.worker import Worker
 
 ROOT = Path(__file__).parents[2]
-ABOUT = ServiceInfo(
+INFO = ServiceInfo(
     name="table",
     vocab_size=VOCAB,
     context=64,
@@ -52,8 +53,8 @@ OPEN = {"ctx_id": "a", "round": 0, "base": 0, "k": 0, "tokens": [2, 0, 2, 0], "s
 DRAFTED = {**OPEN, "k": 2, "draft_tokens": [1, 2], "q_token_probs": [0.5, 0.5]}
 
 
-def client(worker: Worker | None = None, held: Contexts | None = None, **options: Any) -> TestClient:
-    app = service(ABOUT, contexts(stop=frozenset({3})) if held is None else held, worker or Worker(), **options)
+def client(worker: Worker | None = None, table: Contexts | None = None, **options: Any) -> TestClient:
+    app = create_app(INFO, contexts(stop=frozenset({3})) if table is None else table, worker or Worker(), **options)
     return TestClient(app, raise_server_exceptions=False)
 
 
@@ -62,11 +63,11 @@ def cloud() -> TestClient:
     return client()
 
 
-# --- who may ask -------------------------------------------------------------------------------------------------
+# --- authentication and rate limit -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sent", [None, "Bearer wrong", "Bearer ", "Basic c2VjcmV0", "secret", "Bearer sécret"])
-def test_without_the_token_nothing_is_told(sent: str | None) -> None:
+def test_requests_without_the_token_are_rejected(sent: str | None) -> None:
     guarded = client(token="secret")
     headers = {} if sent is None else {"Authorization": sent.encode("utf-8")}
     for response in (
@@ -80,18 +81,18 @@ def test_without_the_token_nothing_is_told(sent: str | None) -> None:
     assert guarded.get("/v1/target", headers={"Authorization": "Bearer secret"}).json()["name"] == "table"
 
 
-def test_an_address_may_ask_so_often() -> None:
+def test_rate_limit_per_address() -> None:
     now = [0.0]
     rates = RateLimiter(2.0, 3, clock=lambda: now[0])
     assert [rates.allow("a") for _ in range(4)] == [True, True, True, False] and rates.allow("b")
     now[0] = 0.5
     assert rates.allow("a") and not rates.allow("a")
-    limited = client(limits=ServiceLimits(rounds_per_second=1e-6, burst=1))
+    limited = client(limits=ServiceLimits(requests_per_second=1e-6, burst=1))
     first, second = limited.get("/v1/target"), limited.get("/v1/target")
     assert (first.status_code, second.status_code, second.json()["code"]) == (200, 429, "busy")
 
 
-# --- what is refused ---------------------------------------------------------------------------------------------
+# --- invalid requests --------------------------------------------------------------------------------------------
 
 BAD: dict[str, tuple[Any, int, str]] = {
     "no object": ([], 422, "VerifyRequest"),
@@ -106,13 +107,13 @@ BAD: dict[str, tuple[Any, int, str]] = {
     "an id in the text out of range": ({**OPEN, "tokens": [9]}, 422, "not among the model's 4 ids"),
     "an id beyond all bounds": ({**OPEN, "tokens": [1 << 80]}, 422, "tokens"),
     "q above one": ({**DRAFTED, "q_token_probs": [1.5, 0.5]}, 422, "q_token_probs"),
-    "a q too few": ({**DRAFTED, "q_token_probs": [0.5]}, 422, "one for each"),
-    "a parent that comes later": ({**DRAFTED, "parents": [-1, 1]}, 422, "must come before"),
+    "a q too few": ({**DRAFTED, "q_token_probs": [0.5]}, 422, "send 2 entries"),
+    "a parent that comes later": ({**DRAFTED, "parents": [-1, 1]}, 422, "must precede"),
     "a parent of parents": ({**DRAFTED, "parents": [-2, 0]}, 422, "parents"),
     "a row that is none": ({**DRAFTED, "rows": [{"node": 0, "values": "AACAPw=="}]}, 422, "does not fit"),
     "a row in pieces": ({**DRAFTED, "rows": [{"node": 0, "values": "AAA="}]}, 422, "middle of a number"),
     "a row that is no base64": ({**DRAFTED, "rows": [{"node": 0, "values": "%%"}]}, 422, "rows.0.values"),
-    "a row of zeros": ({**DRAFTED, "rows": [{"node": 0, "values": "A" * 21 + "A=="}]}, 422, "is no law"),
+    "a row of zeros": ({**DRAFTED, "rows": [{"node": 0, "values": "A" * 21 + "A=="}]}, 422, "is no distribution"),
     "a row of no node": ({**DRAFTED, "rows": [{"node": 7, "values": "AAAA"}]}, 422, "belongs to no node"),
     "an unknown rule": ({**OPEN, "sampling_cfg": {"rule": "magic"}}, 422, "known are rejection"),
     "no temperature": ({**OPEN, "sampling_cfg": {"temp": -1.0}}, 422, "temp"),
@@ -121,15 +122,15 @@ BAD: dict[str, tuple[Any, int, str]] = {
     "a penalty that leaves no number": ({**OPEN, "sampling_cfg": {"rep_penalty": 1e-300}}, 422, "rep_penalty"),
     "every token a bad word": ({**OPEN, "sampling_cfg": {"bad_words": [[0], [1], [2], [3]]}}, 422, "ban fewer"),
     "no settings": ({**OPEN, "sampling_cfg": None}, 422, "sampling_cfg"),
-    "no text": ({**OPEN, "tokens": []}, 422, "nothing to continue"),
+    "no text": ({**OPEN, "tokens": []}, 422, "the text is empty"),
     "too long a text": ({**OPEN, "tokens": [1] * 65}, 422, "do not fit the model's 64"),
     "an id with a path in it": ({**OPEN, "ctx_id": "../a"}, 422, "ctx_id"),
-    "a context that is not there": ({**OPEN, "ctx_id": "b", "base": 4, "digest": "0" * 16}, 404, "whole text"),
+    "an unknown context": ({**OPEN, "ctx_id": "b", "base": 4, "digest": "0" * 16}, 404, "complete text"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_rounds_get_one_sentence(cloud: TestClient, case: str) -> None:
+def test_invalid_verify_requests_get_a_sentence(cloud: TestClient, case: str) -> None:
     body, status, words = BAD[case]
     response = cloud.post("/v1/rounds", json=body)
     assert response.status_code == status and words in response.json()["error"]
@@ -150,13 +151,11 @@ NAN = struct.pack("<f", math.nan)
         ({"q_token_probs": msgpack.ExtType(1, NAN[:3])}, "msgpack"),
         ({"sampling_cfg": {"temp": math.nan}}, "temp"),
         ({"sampling_cfg": {"top_p": math.nan}}, "top_p"),
-        ({"rows": [{"node": 0, "values": NAN * VOCAB}]}, "is no law"),
+        ({"rows": [{"node": 0, "values": NAN * VOCAB}]}, "is no distribution"),
         ({"draft_tokens": msgpack.ExtType(1, struct.pack("<2f", 1, 2))}, "draft_tokens"),
     ],
 )
-def test_numbers_that_are_none_are_refused_in_the_binary_encoding_too(
-    cloud: TestClient, changes: dict[str, Any], words: str
-) -> None:
+def test_msgpack_rejects_invalid_numbers(cloud: TestClient, changes: dict[str, Any], words: str) -> None:
     body = msgpack.packb({**DRAFTED, **changes})
     response = cloud.post("/v1/rounds", content=body, headers={"Content-Type": "application/msgpack"})
     assert response.status_code == 422 and words in msgpack.unpackb(response.content)["error"]
@@ -185,7 +184,7 @@ TEXT_OF = {"tokens": [2, 0], "sampling_cfg": {}, "max_tokens": 4}
         ({"draft_tokens": [1]}, "draft_tokens"),
     ],
 )
-def test_bad_texts_get_one_sentence(cloud: TestClient, changes: dict[str, Any], words: str) -> None:
+def test_invalid_stream_requests_get_a_sentence(cloud: TestClient, changes: dict[str, Any], words: str) -> None:
     response = cloud.post("/v1/texts", json={**TEXT_OF, **changes})
     assert response.status_code == 422 and words in response.json()["error"] and "\n" not in response.json()["error"]
 
@@ -193,7 +192,7 @@ def test_bad_texts_get_one_sentence(cloud: TestClient, changes: dict[str, Any], 
 def _packed(body: Any) -> bytes:
     try:
         return msgpack.packb(body)
-    except OverflowError:  # msgpack has no such numbers: let it be nonsense
+    except OverflowError:  # too large for msgpack: send an invalid body
         return b"\xc1"
 
 
@@ -214,65 +213,63 @@ def _packed(body: Any) -> bytes:
         (b" " * 2000, "application/json", 413),
     ],
 )
-def test_bodies_that_are_no_messages(body: bytes, kind: str, status: int) -> None:
+def test_invalid_bodies_are_rejected(body: bytes, kind: str, status: int) -> None:
     small = client(limits=ServiceLimits(body_bytes=1000 if status == 413 else 1 << 20))
     response = small.post("/v1/rounds", content=body, headers={"Content-Type": kind})
     assert response.status_code == status and response.content
 
 
-def test_after_all_that_it_still_judges(cloud: TestClient) -> None:
-    answer = cloud.post("/v1/rounds", json={**DRAFTED, "ctx_id": "fresh", "q_token_probs": None}).json()
-    assert answer["accepted_len"] in (0, 1, 2) and len(answer["p"]) == 2
-    assert all(math.isfinite(p) for p in answer["p"])
+def test_service_works_after_invalid_requests(cloud: TestClient) -> None:
+    response = cloud.post("/v1/rounds", json={**DRAFTED, "ctx_id": "fresh", "q_token_probs": None}).json()
+    assert response["accepted_len"] in (0, 1, 2) and len(response["p"]) == 2
+    assert all(math.isfinite(p) for p in response["p"])
 
 
-def test_what_it_takes_and_gives_is_described(cloud: TestClient) -> None:
+def test_openapi_describes_requests_and_responses(cloud: TestClient) -> None:
     described = cloud.get("/openapi.json").json()
     assert set(described["paths"]) == {"/v1/target", "/v1/rounds", "/v1/texts", "/v1/contexts/{ctx_id}"}
     fields = described["components"]["schemas"]["VerifyRequest"]["properties"]
     assert {"ctx_id", "draft_tokens", "q_token_probs", "hard_mask", "k", "sampling_cfg"} <= set(fields)
-    for operation in (one for path in described["paths"].values() for one in path.values()):
+    for operation in (operation for path in described["paths"].values() for operation in path.values()):
         for part in (operation.get("requestBody", {}), *operation["responses"].values()):
-            assert set(part.get("content", {})) in (set(), set(ENCODINGS))
+            assert set(part.get("content", {})) in (set(), set(CODECS))
         assert operation.get("requestBody") or not operation["operationId"].endswith("post")
     text = json.dumps(described)
     for name in re.findall(r"#/components/schemas/(\w+)", text):
         assert name in described["components"]["schemas"]
 
 
-# --- turns -------------------------------------------------------------------------------------------------------
+# --- job queue ---------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def occupied(worker: Worker, jobs: int = 1) -> Iterator[None]:
-    """The worker is at the first of these jobs, and the others wait, until the block ends."""
-    go, started = threading.Event(), threading.Event()
+    """Block the worker with one job and queue the others, until the block ends."""
+    release, started = threading.Event(), threading.Event()
 
-    def held() -> Iterator[None]:
+    def blocking() -> Iterator[None]:
         started.set()
-        go.wait()
+        release.wait()
         yield
 
-    worker.submit(held)
+    worker.submit(blocking)
     assert started.wait(10)
     for _ in range(jobs - 1):
-        worker.submit(held)
+        worker.submit(blocking)
     try:
         yield
     finally:
-        go.set()
+        release.set()
 
 
-def test_too_many_at_once_are_told_so() -> None:
-    """The worker is held up by one job and one waits: the next is one too many."""
+def test_full_queue_responds_busy() -> None:
     worker = Worker(at_once=1, waiting=1)
     with occupied(worker, jobs=2):
         response = client(worker).post("/v1/rounds", json=OPEN)
     assert response.status_code == 429 and response.json()["code"] == "busy" and response.headers["retry-after"]
 
 
-def test_what_is_given_up_while_it_waits_is_never_computed() -> None:
-    """Whoever hangs up in the queue takes its round along; the next one finds its turn."""
+def test_queued_request_is_cancelled_when_the_client_disconnects() -> None:
     worker, cloud = Worker(at_once=1), contexts()
     messages = [
         {"type": "http.request", "body": json.dumps(OPEN).encode(), "more_body": False},
@@ -295,18 +292,18 @@ def test_what_is_given_up_while_it_waits_is_never_computed() -> None:
         "client": ("edge", 1),
     }
     with occupied(worker):
-        asyncio.run(service(ABOUT, cloud, worker)(scope, receive, send))
+        asyncio.run(create_app(INFO, cloud, worker)(scope, receive, send))
     worker.close()
     assert sent[0]["status"] == 400 and len(cloud) == 0
 
 
-def test_a_text_is_streamed_as_plain_decoding_writes_it(cloud: TestClient) -> None:
-    chosen = {"temp": 1.0, "rule": "coupled", "seed": 7}
-    body = {"tokens": [2, 0, 2, 0], "sampling_cfg": chosen, "max_tokens": 40}
+def test_streamed_text_equals_the_local_text(cloud: TestClient) -> None:
+    config = {"temp": 1.0, "rule": "coupled", "seed": 7}
+    body = {"tokens": [2, 0, 2, 0], "sampling_cfg": config, "max_tokens": 40}
     *tokens, end = cloud.post("/v1/texts", json=body).text.split()
-    whole = plain()
-    stop = whole.index(3) + 1 if 3 in whole else len(whole)
-    assert [int(token) for token in tokens] == whole[:stop] and end == "end"
+    text = decode_locally()
+    stop = text.index(3) + 1 if 3 in text else len(text)
+    assert [int(token) for token in tokens] == text[:stop] and end == "end"
     full = cloud.post("/v1/texts", json={**body, "tokens": [1] * 63}).text.split()
     assert full[-1] == "end" and 1 <= len(full) - 1 <= 2  # as far as the context of 64 reaches
     long = cloud.post("/v1/texts", json={**body, "tokens": [1] * 65})
@@ -314,9 +311,9 @@ def test_a_text_is_streamed_as_plain_decoding_writes_it(cloud: TestClient) -> No
 
 
 def failing(error: Exception) -> TestClient:
-    """A service whose model fails on texts of five tokens and more."""
+    """Service with a model that fails for texts of at least five tokens."""
 
-    class Broken(Table):
+    class BrokenCache(TableCache):
         def __init__(self) -> None:
             self.score = self._score
 
@@ -325,19 +322,19 @@ def failing(error: Exception) -> TestClient:
                 raise error
             return TARGET.score(tokens, draft)
 
-    return client(held=Contexts(Broken, vocab_size=VOCAB, context=64))
+    return client(table=Contexts(BrokenCache, vocab_size=VOCAB, context=64))
 
 
-def test_a_text_that_fails_half_way_says_why() -> None:
+def test_stream_error_contains_the_cause() -> None:
     body = {"tokens": [2, 0, 2, 0], "sampling_cfg": {}, "max_tokens": 9}
-    lines = failing(UserError("the model is tired: let it rest")).post("/v1/texts", json=body).text.splitlines()
-    assert len(lines) == 2 and lines[0].isdigit() and lines[1] == "error the model is tired: let it rest"
+    lines = failing(UserError("the model failed: try again")).post("/v1/texts", json=body).text.splitlines()
+    assert len(lines) == 2 and lines[0].isdigit() and lines[1] == "error the model failed: try again"
 
 
-def test_an_error_in_the_model_is_no_answer_and_harms_no_other() -> None:
-    flawed = failing(ZeroDivisionError())
-    assert flawed.post("/v1/rounds", json={**OPEN, "tokens": [1] * 5}).status_code == 500
-    assert flawed.post("/v1/rounds", json=OPEN).status_code == 200
+def test_model_error_affects_only_its_request() -> None:
+    broken = failing(ZeroDivisionError())
+    assert broken.post("/v1/rounds", json={**OPEN, "tokens": [1] * 5}).status_code == 500
+    assert broken.post("/v1/rounds", json=OPEN).status_code == 200
 
 
 # --- the terminal ------------------------------------------------------------------------------------------------
@@ -357,7 +354,9 @@ def test_an_error_in_the_model_is_no_answer_and_harms_no_other() -> None:
         (["run", "x", "--remote", "http://127.0.0.1:1", "--gate", "magic"], "known are nll"),
     ],
 )
-def test_bad_options_get_one_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_get_a_sentence(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(arguments) == 2
     error = capsys.readouterr().err.strip().splitlines()
     assert sentence in error[-1] and error[-1].startswith("specdemo: ")
@@ -369,7 +368,7 @@ TEXT = 'def read_lines(path):\n    """Read the lines of a file."""\n'
 
 
 class Process:
-    """The service in a process of its own."""
+    """Service in a subprocess."""
 
     def __init__(self, port: int = 0) -> None:
         command = [sys.executable, "-m", "specdemo", "serve", "--port", str(port), "--device", "cpu"]
@@ -386,7 +385,7 @@ class Process:
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[list[Process]]:
-    """The one that runs now, last in the list; tests may put another in its place."""
+    """List with the running service last; tests may append a replacement."""
     running = [Process()]
     yield running
     running[-1].kill()
@@ -397,33 +396,33 @@ def secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECDEMO_TOKEN", "secret")
 
 
-SHELF = ModelPool()
+POOL = ModelPool()
 
 
 def tokens(**options: Any) -> list[int]:
-    lines = list(generate(Recipe(device="cpu", max_tokens=24, **options), TEXT, SHELF))
+    lines = list(generate(Recipe(device="cpu", max_tokens=24, **options), TEXT, POOL))
     assert lines[-1]["end"] in ("length", "stop"), lines[-1]
     return [token for line in lines if "i" in line for token in line["tokens"]]
 
 
 @pytest.mark.parametrize("encoding", ["json", "msgpack"])
-def test_two_processes_write_what_one_writes(process: list[Process], secret: None, encoding: str) -> None:
+def test_two_processes_give_the_text_of_one(process: list[Process], secret: None, encoding: str) -> None:
     cloud = CloudConfig(process[-1].url, encoding=encoding)
     coupled = {"temperature": 1.0, "top_p": 1.0, "rule": "coupled", "seed": 3}
     for settings in ({"temperature": 0.0}, coupled):
-        plainly = tokens(method="ar", **settings)
+        baseline = tokens(method="ar", **settings)
         for method in ("draft", "nasd", "tree") if encoding == "json" else ("draft", "lookahead"):
-            assert tokens(method=method, cloud=cloud, **settings) == plainly, method
+            assert tokens(method=method, cloud=cloud, **settings) == baseline, method
     if encoding == "json":
         return
     assert tokens(cloud=CloudConfig(process[-1].url, mode="cloud_only"), **coupled) == tokens(method="ar", **coupled)
 
 
-def test_the_trace_counts_what_went_over_the_wire(process: list[Process], secret: None) -> None:
+def test_trace_contains_network_traffic(process: list[Process], secret: None) -> None:
     recipe = Recipe(
         device="cpu", max_tokens=24, temperature=1.0, cloud=CloudConfig(process[-1].url, encoding="msgpack")
     )
-    head, *steps, end = (line for line in generate(recipe, TEXT, SHELF) if "phase" not in line)
+    head, *steps, end = (line for line in generate(recipe, TEXT, POOL) if "phase" not in line)
     assert head["exact"] and process[-1].url in head["environment"]["device"]
     assert head["recipe"]["cloud"]["remote"] == process[-1].url and "secret" not in json.dumps([head, steps, end])
     for step in steps:
@@ -437,15 +436,13 @@ def test_the_trace_counts_what_went_over_the_wire(process: list[Process], secret
     assert rejected and all(link["rows"] >= 1 for link in rejected)
 
 
-def test_a_cloud_that_is_killed_in_mid_run_and_started_again_changes_nothing(
-    process: list[Process], secret: None
-) -> None:
+def test_killed_and_restarted_service_does_not_change_the_text(process: list[Process], secret: None) -> None:
     settings = {"temperature": 1.0, "top_p": 1.0, "seed": 11}
     cloud = CloudConfig(process[-1].url, deadline_ms=200, lost_after_s=120)
     faultless = tokens(cloud=cloud, **settings)
     recipe = Recipe(device="cpu", max_tokens=24, cloud=cloud, **settings)
     written, port = [], int(process[-1].url.rpartition(":")[2])
-    for line in generate(recipe, TEXT, SHELF):
+    for line in generate(recipe, TEXT, POOL):
         if "i" in line:
             written += line["tokens"]
             if line["i"] == 3:
@@ -454,18 +451,18 @@ def test_a_cloud_that_is_killed_in_mid_run_and_started_again_changes_nothing(
     assert written == faultless and line["end"] in ("length", "stop")
 
 
-def test_an_edge_that_is_killed_in_mid_run_harms_nobody(process: list[Process], secret: None) -> None:
+def test_killed_edge_does_not_affect_the_service(process: list[Process], secret: None) -> None:
     url = process[-1].url
     command = [sys.executable, "-m", "specdemo", "run", TEXT, "--remote", url, "--json", "--max-tokens", "1000"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as edge:
         assert edge.stdout is not None
-        assert any(json.loads(line).get("i") == 3 for line in edge.stdout)  # in the midst of its text
+        assert any(json.loads(line).get("i") == 3 for line in edge.stdout)
         edge.kill()
     assert edge.returncode == -signal.SIGKILL
     assert tokens(cloud=CloudConfig(url), temperature=0.0) == tokens(method="ar", temperature=0.0)
 
 
-def test_what_does_not_fit_is_refused_in_one_sentence(
+def test_unreachable_or_unauthorised_service_gets_a_sentence(
     process: list[Process], secret: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UserError, match="there is no service at"):
@@ -473,3 +470,48 @@ def test_what_does_not_fit_is_refused_in_one_sentence(
     monkeypatch.setenv("SPECDEMO_TOKEN", "wrong")
     with pytest.raises(UserError, match="bearer token"):
         tokens(cloud=CloudConfig(process[-1].url))
+
+
+# --- shutdown ------------------------------------------------------------------------------------------------------
+
+
+def _ignore_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell does for background jobs
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_ends_streams_and_the_process_with_exit_code_0(number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "specdemo", "serve", "--port", "0", "--device", "cpu", "--until-stdin-ends"]
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdin=subprocess.PIPE,  # remains open
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=_ignore_interrupts,
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        url = process.stdout.readline().removeprefix("listening on ").strip()
+        client = HttpClient(url)
+        info = client.call("GET", "/v1/target", None, ServiceInfo, 10)
+        banned = [[token] for token in info.stop]
+        request = StreamRequest(tokens=[1, 2], config=VerifyConfig(bad_words=banned), max_tokens=1 << 17)
+        tokens = client.tokens("/v1/texts", request, 10)
+        assert next(tokens) is not None
+        process.send_signal(number)
+        with pytest.raises(NoResponse, match="cut off"):
+            for _ in tokens:
+                pass
+        assert process.wait(15) == 0 and process.stderr.read() == ""
+        with pytest.raises(NoResponse):
+            client.call("GET", "/v1/target", None, ServiceInfo, 10)
+
+
+def test_closed_worker_responds_unavailable() -> None:
+    worker = Worker()
+    stopped = client(worker)
+    worker.close()
+    response = stopped.post("/v1/rounds", json=OPEN)
+    assert response.status_code == 503 and "shutting down" in response.json()["error"]

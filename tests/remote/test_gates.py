@@ -1,4 +1,4 @@
-"""Gates, late answers and lost clouds: what is taken without the target's word, and how that is told."""
+"""Gates, late responses and lost connections: tokens committed without the target."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fakes.enumeration import PROMPT, SMALL, TARGET, VOCAB
-from fakes.remote import Direct, contexts, settings
+from fakes.remote import DirectClient, contexts, verify_config
 from fakes.tiny_models import committed, run, tiny_model
 
 from specdemo.core import trace
@@ -33,17 +33,17 @@ from specdemo.remote.gates import (
     GatedVerifier,
     RecordingPolicy,
     document_frequency,
-    hard,
+    hard_tokens,
     mc_dropout,
     signals,
 )
-from specdemo.remote.transport import NoResponse
+from specdemo.remote.http_client import NoResponse
 
 GREEDY = SamplingParams(temperature=0)
 
 
 def small_text(count: int) -> list[int]:
-    """What the drafter writes by itself, greedily."""
+    """Decode greedily with the drafter."""
     text = list(PROMPT)
     for _ in range(count):
         text.append(int(SMALL.logits(text).argmax()))
@@ -60,61 +60,61 @@ def target_text(count: int) -> list[int]:
 # --- gates -------------------------------------------------------------------------------------------------------
 
 
-def test_signals_are_what_their_names_say() -> None:
+def test_signals_match_their_definitions() -> None:
     probs = torch.tensor([[0.5, 0.25, 0.125, 0.125], [0.25, 0.25, 0.25, 0.25]])
-    found = signals(list(probs.log()), Draft.chain((1, 3)))
-    assert found["nll"] == pytest.approx([math.log(4), math.log(4)])
-    assert found["entropy"] == pytest.approx([1.75, 2.0])
-    assert found["margin"] == pytest.approx([0.25, 0.0])
-    assert hard(found, {"entropy": 1.8}) == [0, 1] and hard(found, {"margin": 0.2}) == [0, 1]
-    assert hard(found, {"nll": 1.3, "entropy": 9}) == [1, 1] and hard(found, {}) == []
+    values = signals(list(probs.log()), Draft.chain((1, 3)))
+    assert values["nll"] == pytest.approx([math.log(4), math.log(4)])
+    assert values["entropy"] == pytest.approx([1.75, 2.0])
+    assert values["margin"] == pytest.approx([0.25, 0.0])
+    assert hard_tokens(values, {"entropy": 1.8}) == [0, 1] and hard_tokens(values, {"margin": 0.2}) == [0, 1]
+    assert hard_tokens(values, {"nll": 1.3, "entropy": 9}) == [1, 1] and hard_tokens(values, {}) == []
 
 
-def gated(thresholds: dict[str, float], most_hard: float = 0.3, **options: Any) -> tuple[list[Any], Direct]:
-    http = Direct(contexts())
-    gauge = RecordingPolicy(Fixed(2))
-    verifier = GatedVerifier(RemoteVerifier(http, settings(GREEDY)), gauge, thresholds, most_hard, **options)
+def gated(thresholds: dict[str, float], max_hard: float = 0.3, **options: Any) -> tuple[list[Any], DirectClient]:
+    http = DirectClient(contexts())
+    recorder = RecordingPolicy(Fixed(2))
+    verifier = GatedVerifier(RemoteVerifier(http, verify_config(GREEDY)), recorder, thresholds, max_hard, **options)
     drafter = ModelDrafter(SMALL.score, GREEDY, Noise(0, "draft"), VOCAB, extend=SMALL.extend)
-    return run(PROMPT, verifier, drafter, gauge, 13), http
+    return run(PROMPT, verifier, drafter, recorder, 13), http
 
 
-def test_a_gate_that_finds_everything_hard_leaves_the_targets_text() -> None:
+def test_gate_with_all_tokens_hard_gives_the_target_text() -> None:
     steps, http = gated({"nll": 0.0})
     assert committed(steps) == target_text(13)
     assert all(step.verdict.notes["escalated"] == 1 for step in steps)
-    assert [message.hard_mask for message in http.sent if message.k] == [[1] * n.k for n in http.sent if n.k]
+    assert [r.hard_mask for r in http.sent if r.k] == [[1] * r.k for r in http.sent if r.k]
 
 
-def test_a_gate_that_finds_nothing_hard_leaves_the_drafters_text() -> None:
+def test_gate_without_hard_tokens_gives_the_drafter_text() -> None:
     steps, http = gated({"nll": math.inf, "margin": -1.0})
     first, *rest = committed(steps)
-    assert [first] == target_text(1)  # the prefill has nothing to take
+    assert [first] == target_text(1)  # the prefill requires the target
     text = [*PROMPT, first]
     for token in rest[:-1]:
         assert token == int(SMALL.logits(text).argmax())
         text.append(token)
-    asked = [step for step in steps if step.verdict.notes["escalated"]]
-    assert len(http.sent) == len(asked) < len(steps) and all(not step.draft for step in asked)
-    taken = next(step for step in steps if not step.verdict.notes["escalated"])
-    line = trace.to_json(StepEvent(taken, ("a", "b"), ("a", "b")))
+    escalated = [step for step in steps if step.verdict.notes["escalated"]]
+    assert len(http.sent) == len(escalated) < len(steps) and all(not step.draft for step in escalated)
+    unverified = next(step for step in steps if not step.verdict.notes["escalated"])
+    line = trace.to_json(StepEvent(unverified, ("a", "b"), ("a", "b")))
     assert line["p"] == [None, None] and line["top"] == [None, None] and line["remote"]["hard_ratio"] == 0
-    assert trace.step_from_json(line) == taken
+    assert trace.step_from_json(line) == unverified
 
 
-def test_between_them_it_saves_calls_and_costs_agreement() -> None:
-    saved = []
+def test_higher_thresholds_save_requests() -> None:
+    requests = []
     for limit in (0.0, 0.5, 1.0, math.inf):
         steps, http = gated({"nll": limit})
-        saved.append(len(http.sent))
-    assert saved[0] > saved[-1] and saved == sorted(saved, reverse=True)
+        requests.append(len(http.sent))
+    assert requests[0] > requests[-1] and requests == sorted(requests, reverse=True)
 
 
-def test_rules_that_always_ask() -> None:
+def test_rules_that_always_verify() -> None:
     assert AlwaysVerify(["numbers"])("in 1999") and not AlwaysVerify(["numbers"])("in a year")
     assert AlwaysVerify(["names"])("of Paris") and not AlwaysVerify(["names"])("of paris, 1")
-    seen = document_frequency(["Common word", "common sense", "common rare_one"])
-    assert seen == Counter({"common": 3, "word": 1, "sense": 1, "rare": 1, "one": 1})
-    assert AlwaysVerify(["rare"], seen)("a word") and not AlwaysVerify(["rare"], seen)("Common")
+    frequency = document_frequency(["Common word", "common sense", "common rare_one"])
+    assert frequency == Counter({"common": 3, "word": 1, "sense": 1, "rare": 1, "one": 1})
+    assert AlwaysVerify(["rare"], frequency)("a word") and not AlwaysVerify(["rare"], frequency)("Common")
     steps, _ = gated({}, always=lambda tokens, draft: True)
     assert committed(steps) == target_text(13)
     steps, _ = gated({}, always=lambda tokens, draft: 1 in draft.tokens)
@@ -122,24 +122,24 @@ def test_rules_that_always_ask() -> None:
         assert step.verdict.notes["escalated"] == (not step.draft or 1 in step.draft.tokens)
 
 
-def test_dropout_varies_what_is_unsure_and_nothing_without_it() -> None:
+def test_dropout_variance_is_zero_without_dropout() -> None:
     model = LlamaWeights(tiny_model("llama"))
     tokens, draft = [1, 2, 3], Draft.chain((4, 5, 6))
-    silent = mc_dropout([CachedModel(with_dropout(model, seed, share=0.0)).score for seed in range(3)])
-    assert silent(tokens, draft) == [0.0, 0.0, 0.0]
+    constant = mc_dropout([CachedModel(with_dropout(model, seed, share=0.0)).score for seed in range(3)])
+    assert constant(tokens, draft) == [0.0, 0.0, 0.0]
     varied = mc_dropout([CachedModel(with_dropout(model, seed)).score for seed in range(3)])(tokens, draft)
     assert len(varied) == 3 and all(0 < value <= 0.25 for value in varied)
-    whole = CachedModel(model).score(tokens, draft)
-    assert torch.equal(whole, CachedModel(with_dropout(model, 0, share=0.0)).score(tokens, draft))
+    full = CachedModel(model).score(tokens, draft)
+    assert torch.equal(full, CachedModel(with_dropout(model, 0, share=0.0)).score(tokens, draft))
     with pytest.raises(UserError, match="Llama family"):
         with_dropout(tiny_model("gpt2"), 0)
 
 
-# --- late answers ------------------------------------------------------------------------------------------------
+# --- late responses ----------------------------------------------------------------------------------------------
 
 
-class Held(Direct):
-    """Answers that are held back until they are let go."""
+class DelayedClient(DirectClient):
+    """Delay responses until `free` is set."""
 
     def __init__(self) -> None:
         super().__init__(contexts())
@@ -151,84 +151,86 @@ class Held(Direct):
         return super().call(*args)
 
 
-def late_judge(http: Direct) -> RemoteVerifier:
-    return RemoteVerifier(http, settings(GREEDY), patience=Deadlines(deadline_s=0.3, strict=False))
+def late_verifier(http: DirectClient) -> RemoteVerifier:
+    return RemoteVerifier(http, verify_config(GREEDY), deadlines=Deadlines(deadline_s=0.3, strict=False))
 
 
-def test_past_the_deadline_one_drafted_token_is_taken_and_said_to_be_provisional() -> None:
-    http = Held()
-    verifier, right = late_judge(http), target_text(8)
+def test_first_draft_token_is_provisional_after_the_deadline() -> None:
+    http = DelayedClient()
+    verifier, expected = late_verifier(http), target_text(8)
     text = list(PROMPT)
-    assert verifier.verify(text, Draft()).token == right[0]
-    text.append(right[0])
+    assert verifier.verify(text, Draft()).token == expected[0]
+    text.append(expected[0])
     http.free.clear()
-    verdict = verifier.verify(text, Draft.chain(tuple(right[1:4])))
+    verdict = verifier.verify(text, Draft.chain(tuple(expected[1:4])))
     assert verdict.accepted == (0,) and verdict.token is None and verdict.notes["provisional"] == 1
     assert verdict.p == (None,) * 3
-    text.append(right[1])
-    http.free.set()  # the answer comes: it agrees, and says how the text goes on
+    text.append(expected[1])
+    http.free.set()  # the response agrees and determines the next tokens
     sent = len(http.sent)
-    verdict = verifier.verify(text, Draft.chain((right[2], right[3], (right[4] + 1) % VOCAB)))
+    verdict = verifier.verify(text, Draft.chain((expected[2], expected[3], (expected[4] + 1) % VOCAB)))
     assert verdict.notes["confirmed"] == 1 and verdict.notes["overruled"] == 0 and len(http.sent) <= sent + 1
-    assert verdict.accepted == (0, 1) and verdict.token == right[4]
-    text += [right[2], right[3], right[4]]
-    assert verifier.verify(text, Draft()).token == right[5]
+    assert verdict.accepted == (0, 1) and verdict.token == expected[4]
+    text += [expected[2], expected[3], expected[4]]
+    assert verifier.verify(text, Draft()).token == expected[5]
 
 
-def test_a_provisional_token_that_the_target_would_not_have_written_is_counted() -> None:
-    http = Held()
-    verifier, right = late_judge(http), target_text(2)
+def test_wrong_provisional_token_is_counted() -> None:
+    http = DelayedClient()
+    verifier, expected = late_verifier(http), target_text(2)
     text = list(PROMPT)
     text.append(verifier.verify(text, Draft()).token)
     http.free.clear()
-    wrong = (right[1] + 1) % VOCAB
+    wrong = (expected[1] + 1) % VOCAB
     assert verifier.verify(text, Draft.chain((wrong,))).accepted == (0,)
     text.append(wrong)
     http.free.set()
-    verdict = verifier.verify(text, Draft())  # the text stays; both ends hold it
+    verdict = verifier.verify(text, Draft())  # the provisional token remains in the text
     assert verdict.notes["overruled"] == 1 and verdict.notes["confirmed"] == 0
     assert verdict.token == int(TARGET.logits(text).argmax())
     assert http.sent[-1].tokens == [wrong]
 
 
-def test_a_late_cloud_in_strict_mode_is_waited_for() -> None:
-    http = Held()
-    verifier = RemoteVerifier(http, settings(GREEDY), patience=Deadlines(deadline_s=0.3))
+def test_strict_mode_waits_for_late_responses() -> None:
+    http = DelayedClient()
+    verifier = RemoteVerifier(http, verify_config(GREEDY), deadlines=Deadlines(deadline_s=0.3))
     http.free.clear()
     threading.Timer(0.0, http.free.set).start()
     drafter = ModelDrafter(SMALL.score, GREEDY, Noise(0, "draft"), VOCAB)
     assert committed(run(PROMPT, verifier, drafter, Fixed(2), 12)) == target_text(12)
 
 
-# --- lost clouds -------------------------------------------------------------------------------------------------
+# --- lost connections --------------------------------------------------------------------------------------------
 
 
-class Dying(Direct):
-    """Answers so many rounds, then none."""
+class FailingClient(DirectClient):
+    """Respond to a number of requests, then fail."""
 
-    def __init__(self, rounds: int) -> None:
+    def __init__(self, requests: int) -> None:
         super().__init__(contexts())
-        self.rounds = rounds
+        self.requests = requests
 
     def call(self, *args: Any) -> Any:
-        if len(self.sent) >= self.rounds:
-            raise NoResponse("nobody there")
+        if len(self.sent) >= self.requests:
+            raise NoResponse("unreachable")
         return super().call(*args)
 
 
-def test_a_cloud_that_is_lost_ends_the_run_or_leaves_it_to_the_edge() -> None:
+def test_lost_connection_ends_the_run_or_continues_at_the_edge() -> None:
     now = [0.0]
 
     def clock() -> float:
         now[0] += 1.0
         return now[0]
 
-    quick = {"clock": clock, "pause": lambda seconds: None, "patience": Deadlines(lost_s=20)}
+    options = {"clock": clock, "sleep": lambda seconds: None, "deadlines": Deadlines(lost_s=20)}
     drafter = ModelDrafter(SMALL.score, GREEDY, Noise(0, "draft"), VOCAB)
-    with pytest.raises(ConnectionLost, match=r"has not answered for \d+ seconds \(nobody there\)"):
-        run(PROMPT, RemoteVerifier(Dying(2), settings(GREEDY), **quick), drafter, Fixed(2), 12)
+    with pytest.raises(ConnectionLost, match=r"has not responded for \d+ seconds \(unreachable\)"):
+        run(PROMPT, RemoteVerifier(FailingClient(2), verify_config(GREEDY), **options), drafter, Fixed(2), 12)
     edge = ModelVerifier(SMALL.score, GREEDY, rejection, Noise(0, "accept"), Noise(0, "edge"))
-    steps = run(PROMPT, RemoteVerifier(Dying(2), settings(GREEDY), edge=edge, **quick), drafter, Fixed(2), 12)
+    steps = run(
+        PROMPT, RemoteVerifier(FailingClient(2), verify_config(GREEDY), edge=edge, **options), drafter, Fixed(2), 12
+    )
     lost = [step.verdict.notes.get("lost", 0.0) for step in steps]
     assert sum(lost) == 1 and len(committed(steps)) == 12
     before = steps[: lost.index(1.0)]
@@ -237,8 +239,8 @@ def test_a_cloud_that_is_lost_ends_the_run_or_leaves_it_to_the_edge() -> None:
     for token in committed(steps[lost.index(1.0) :]):
         assert token == int(SMALL.logits(text).argmax())
         text.append(token)
-    nobody = RemoteVerifier(Dying(0), settings(GREEDY), edge=edge, **quick)
-    assert committed(run(PROMPT, nobody, drafter, Fixed(2), 8)) == small_text(8)
+    unreachable = RemoteVerifier(FailingClient(0), verify_config(GREEDY), edge=edge, **options)
+    assert committed(run(PROMPT, unreachable, drafter, Fixed(2), 8)) == small_text(8)
 
 
 # --- choices -----------------------------------------------------------------------------------------------------
@@ -265,7 +267,7 @@ URL = "http://cloud:8300"
         ({}, {"skip_sample_adjustment": True}, False),
     ],
 )
-def test_every_lossy_choice_is_called_so(cloud: dict[str, Any], recipe: dict[str, Any], exact: bool) -> None:
+def test_lossy_options_are_reported(cloud: dict[str, Any], recipe: dict[str, Any], exact: bool) -> None:
     assert Recipe(cloud=CloudConfig(URL, **cloud), **recipe).exact == exact
 
 
@@ -285,14 +287,14 @@ def test_every_lossy_choice_is_called_so(cloud: dict[str, Any], recipe: dict[str
         ({"provisional": True}, {"method": "ar"}, "drafts nothing"),
     ],
 )
-def test_choices_that_cannot_be_meant_are_refused(cloud: dict[str, Any], recipe: dict[str, Any], sentence: str) -> None:
+def test_invalid_options_are_rejected(cloud: dict[str, Any], recipe: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         Recipe(cloud=CloudConfig(**{"remote": URL, **cloud}), **recipe)
 
 
-def test_one_end_by_itself_is_plain_decoding_there() -> None:
-    here = Recipe(cloud=CloudConfig(URL, mode="edge_only"), temperature=0.0)
-    assert here.running.method == "ar" and here.running.cloud is None
-    assert here.running.models[0] == here.models[1] and here.running.temperature == 0
-    there = Recipe(cloud=CloudConfig(URL, mode="cloud_only")).running
-    assert there.method == "ar" and there.cloud is not None and there.models == here.models
+def test_single_machine_modes_decode_autoregressively() -> None:
+    edge = Recipe(cloud=CloudConfig(URL, mode="edge_only"), temperature=0.0)
+    assert edge.running.method == "ar" and edge.running.cloud is None
+    assert edge.running.models[0] == edge.models[1] and edge.running.temperature == 0
+    cloud = Recipe(cloud=CloudConfig(URL, mode="cloud_only")).running
+    assert cloud.method == "ar" and cloud.cloud is not None and edge.models == edge.models

@@ -1,4 +1,4 @@
-"""A run over a link in numbers, from traces written by hand; what settings mean; waiting that can be stopped."""
+"""Link metrics of traces, settings, interruptible waits, local services."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specdemo.recipe import Recipe
 from specdemo.remote.client import RemoteVerifier
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.link import MeteredNetwork
-from specdemo.remote.local_service import LocalServices, ServiceProcess, command
+from specdemo.remote.local_service import LocalServices, ServiceProcess, serve_command
 from specdemo.remote.protocol import VerifyConfig
 from specdemo.ui import edge_cloud_modes as modes
 from specdemo.ui import link_speedup as best_k
@@ -77,7 +77,7 @@ LINES = [
 ]
 
 
-# --- the run in numbers --------------------------------------------------------------------------------------------
+# --- the run in numbers ------------------------------------------------------------------------------------------
 
 
 def test_the_parts_of_all_rounds_fill_the_time_without_gap_or_overlap() -> None:
@@ -160,7 +160,7 @@ def test_the_timeline_names_every_part() -> None:
     assert picture([], []) == ""
 
 
-# --- what no target has seen ---------------------------------------------------------------------------------------
+# --- what no target has seen -------------------------------------------------------------------------------------
 
 
 def test_lanes_say_what_no_target_has_seen_and_what_became_of_it() -> None:
@@ -213,7 +213,7 @@ def test_a_trace_with_unjudged_tokens_comes_back_as_it_was() -> None:
         read_traces("".join(f"{json.dumps(line)}\n" for line in (header(), PREFILL, untested)))
 
 
-# --- settings ------------------------------------------------------------------------------------------------------
+# --- settings ----------------------------------------------------------------------------------------------------
 
 
 def test_settings_mean_what_the_terminals_options_mean() -> None:
@@ -271,7 +271,7 @@ def test_what_is_decoded_elsewhere_is_compared_with_plain_decoding_here() -> Non
     assert plan_of({"method": "ar", "mode": "cloud_only"}, False, 0) == (SPEC,)
 
 
-# --- what a host allows --------------------------------------------------------------------------------------------
+# --- what a host allows ------------------------------------------------------------------------------------------
 
 
 def over(url: str, **more: Any) -> Recipe:
@@ -312,17 +312,17 @@ def test_the_named_services_are_read_from_the_environment() -> None:
             read_limits({"SPECDEMO_REMOTE": nonsense})
 
 
-# --- waiting that can be stopped -----------------------------------------------------------------------------------
+# --- interruptible waits -----------------------------------------------------------------------------------------
 
 
-class Silent:
-    """A cloud that has heard the round and never answers; until it is told to."""
+class SilentClient:
+    """Client of a service that does not respond until `over` is set."""
 
     url = "silent"
 
     def __init__(self) -> None:
         self.heard, self.over = threading.Event(), threading.Event()
-        self.wire = MeteredNetwork()
+        self.network = MeteredNetwork()
         self.calls: list[str] = []
         self.closed = False
 
@@ -336,8 +336,8 @@ class Silent:
         self.closed = True
 
 
-def test_stop_does_not_wait_for_a_round_that_is_under_way() -> None:
-    cloud, worker = Silent(), Worker()
+def test_stop_does_not_wait_for_a_pending_request() -> None:
+    cloud, worker = SilentClient(), Worker()
     verifier = RemoteVerifier(cloud, VerifyConfig(temp=0.0))
 
     def job() -> Iterator[Any]:
@@ -351,14 +351,14 @@ def test_stop_does_not_wait_for_a_round_that_is_under_way() -> None:
     stream.stop()
     assert stream.wait(PATIENCE) and not cloud.over.is_set()
     assert stream.error is None and stream.items == [] and cloud.closed
-    assert cloud.calls == ["POST"]  # nothing more was asked of it
+    assert cloud.calls == ["POST"]  # no DELETE
     after = worker.submit(lambda: iter((interruptible(lambda: 7),)))
-    assert after.wait(PATIENCE) and after.items == [7]  # the thread serves the next one
+    assert after.wait(PATIENCE) and after.items == [7]  # the worker is free
     cloud.over.set()
     worker.close()
 
 
-def test_outside_of_a_job_nothing_is_interrupted_and_errors_are_passed_on() -> None:
+def test_interruptible_outside_a_job_and_with_errors() -> None:
     assert interruptible(threading.get_ident) == threading.get_ident()
     worker = Worker()
 
@@ -370,77 +370,77 @@ def test_outside_of_a_job_nothing_is_interrupted_and_errors_are_passed_on() -> N
     worker.close()
 
 
-# --- a cloud of its own --------------------------------------------------------------------------------------------
+# --- local services ----------------------------------------------------------------------------------------------
 
 
-class Ready:
-    """Processes that cost nothing: what they say is where they listen, and they live until they are ended."""
+class FakeProcesses:
+    """Start processes that print an address and run until stopped."""
 
     def __init__(self) -> None:
-        self.made: list[ServiceProcess] = []
+        self.started: list[ServiceProcess] = []
 
     def __call__(self, spec: ModelSpec) -> ServiceProcess:
         script = f"import sys; print('listening on http://{spec.name}', flush=True); sys.stdin.read()"
-        self.made.append(ServiceProcess.start([sys.executable, "-S", "-c", script]))
-        return self.made[-1]
+        self.started.append(ServiceProcess.start([sys.executable, "-S", "-c", script]))
+        return self.started[-1]
 
 
 ONE, TWO = ModelSpec("one"), ModelSpec("two")
 
 
-def test_one_process_serves_all_who_want_the_same_and_makes_room_for_another() -> None:
-    ready = Ready()
-    own = LocalServices(start=ready)
-    with own.running([ONE, ONE]) as found, own.running([ONE]) as again, own.running([]) as none:
-        assert found == again == {ONE: "http://one"} and none == {} and len(ready.made) == 1
-    with own.running([ONE]):
-        assert len(ready.made) == 1  # it was kept
-        with own.running([TWO]) as other:
-            assert other == {TWO: "http://two"} and ready.made[0].alive
-    ready.made[0].process.kill()
-    ready.made[0].process.wait()
-    with own.running([ONE]):
-        assert len(ready.made) == 3 and not ready.made[1].alive  # a dead one is replaced, an idle one makes room
-    own.close()
-    assert not any(process.alive for process in ready.made)
+def test_services_are_shared_by_target_and_stopped_when_idle() -> None:
+    fake = FakeProcesses()
+    services = LocalServices(start=fake)
+    with services.running([ONE, ONE]) as urls, services.running([ONE]) as same, services.running([]) as none:
+        assert urls == same == {ONE: "http://one"} and none == {} and len(fake.started) == 1
+    with services.running([ONE]):
+        assert len(fake.started) == 1  # reused
+        with services.running([TWO]) as other:
+            assert other == {TWO: "http://two"} and fake.started[0].alive
+    fake.started[0].process.kill()
+    fake.started[0].process.wait()
+    with services.running([ONE]):
+        assert len(fake.started) == 3 and not fake.started[1].alive  # dead: replaced; idle: stopped
+    services.close()
+    assert not any(process.alive for process in fake.started)
 
 
-def test_an_idle_one_is_ended() -> None:
-    ready = Ready()
-    own = LocalServices(idle_s=0.0, start=ready)
-    with own.running([ONE]):
+def test_idle_service_is_stopped() -> None:
+    fake = FakeProcesses()
+    services = LocalServices(idle_s=0.0, start=fake)
+    with services.running([ONE]):
         pass
-    assert ready.made[0].process.wait(PATIENCE) is not None
+    assert fake.started[0].process.wait(PATIENCE) is not None
 
 
-def test_one_that_does_not_start_says_why() -> None:
-    said = "import sys; print('warning: x', file=sys.stderr); sys.exit('specdemo: there is no model of that name')"
-    own = LocalServices(start=lambda spec: ServiceProcess.start([sys.executable, "-S", "-c", said]))
-    with pytest.raises(UserError, match=r"did not start: there is no model of that name$"), own.running([ONE]):
+def test_failed_start_reports_the_error() -> None:
+    script = "import sys; print('warning: x', file=sys.stderr); sys.exit('specdemo: there is no model of that name')"
+    services = LocalServices(start=lambda spec: ServiceProcess.start([sys.executable, "-S", "-c", script]))
+    with pytest.raises(UserError, match=r"did not start: there is no model of that name$"), services.running([ONE]):
         pass
 
 
-@pytest.mark.parametrize("said", [None, "7"])
-def test_it_leaves_the_edge_a_core(monkeypatch: pytest.MonkeyPatch, said: str | None) -> None:
+@pytest.mark.parametrize("threads", [None, "7"])
+def test_service_leaves_a_core_to_the_edge(monkeypatch: pytest.MonkeyPatch, threads: str | None) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(4)), raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if said:
-        monkeypatch.setenv("OMP_NUM_THREADS", said)
+    if threads:
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
     process = ServiceProcess.start(
         [sys.executable, "-c", "import os; print('listening on', os.environ['OMP_NUM_THREADS'])"]
     )
-    assert process.address() == (said or "3")
+    assert process.address() == (threads or "3")
     process.end()
 
 
-def test_it_serves_the_very_target_on_this_machine_only() -> None:
-    words = command(ModelSpec("m", "float32", "int8", "cpu"))
+def test_serve_command_contains_the_target() -> None:
+    words = serve_command(ModelSpec("m", "float32", "int8", "cpu"))
     for flag, value in (("--target", "m"), ("--dtype", "float32"), ("--quantization", "int8"), ("--port", "0")):
         assert words[words.index(flag) + 1] == value
-    assert "--until-stdin-ends" in words and "--host" not in words  # the usual host is this machine
+    assert "--until-stdin-ends" in words and "--host" not in words  # default host: localhost
 
 
-# --- three modes ---------------------------------------------------------------------------------------------------
+# --- three modes -------------------------------------------------------------------------------------------------
 
 
 def measured(mode: str, wall_s: float) -> dict[str, Any]:

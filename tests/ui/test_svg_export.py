@@ -6,11 +6,10 @@ from xml.etree import ElementTree
 
 from fakes.trace_records import ALL_KEPT, PREFILL, REJECTION, absorb, end, header, step
 
-from specdemo.core.explain import STYLES
 from specdemo.core.step import Outcome
 from specdemo.ui.frames import Run, cells
 from specdemo.ui.lane import SPEC, Lane
-from specdemo.ui.svg_export import CHAR, EDGE, WIDTH, as_svg
+from specdemo.ui.svg_export import CHAR, EDGE, WIDTH, as_svg, colours_of
 
 NAME = "{http://www.w3.org/2000/svg}"
 
@@ -23,7 +22,7 @@ def lane(*lines: dict, prompt: str = "def") -> Lane:
 
 
 def texts(svg: str, kind: str) -> str:
-    ink = STYLES[Outcome(kind)].ink
+    ink = colours_of(Outcome(kind))[1]
     return "".join(
         node.text or "" for node in ElementTree.fromstring(svg).iter(f"{NAME}text") if node.get("fill") == ink
     )

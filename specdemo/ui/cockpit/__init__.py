@@ -1,4 +1,4 @@
-"""The cockpit: lanes, tiles, the race, the inspector. Drawn in the browser; here it is only put together."""
+"""Status, tiles, lanes, replay and step inspector, drawn in the browser from JSON frames."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from pathlib import Path
 
 import gradio as gr
 
-HERE = Path(__file__).parent
-SCRIPTS = (
-    "lanes.js",
-    "socket.js",
-    "figures.js",
-    "tip.js",
-    "replay.js",
-    "charts.js",
-    "inspector.js",
-    "whole.js",
-)  # one scope, in this order
+_FOLDER = Path(__file__).parent
+_SCRIPTS = (  # one scope, in order of dependency
+    "lanes",
+    "socket",
+    "tiles",
+    "tooltip",
+    "replay",
+    "charts",
+    "inspector",
+    "page_actions",
+)
 
 
 def cockpit(server_functions: list[Callable]) -> gr.HTML:
-    """Lanes, tiles and status, drawn in the browser from JSON strings."""
+    """Create the component; the browser calls `server_functions` by name with one argument."""
 
-    def free(method: Callable) -> Callable:  # gradio writes on the functions it is given
-        return wraps(method)(lambda asked: method(asked))
+    def copy(function: Callable) -> Callable:  # gradio sets attributes, which bound methods do not support
+        return wraps(function)(lambda argument: function(argument))
 
     return gr.HTML(
-        html_template=(HERE / "cockpit.html").read_text(encoding="utf-8"),
-        js_on_load="\n".join((HERE / name).read_text(encoding="utf-8") for name in SCRIPTS),
+        html_template=(_FOLDER / "cockpit.html").read_text(encoding="utf-8"),
+        js_on_load="\n".join(map(script, _SCRIPTS)),
         apply_default_css=False,
-        server_functions=[free(method) for method in server_functions],
+        server_functions=[copy(function) for function in server_functions],
         elem_id="cockpit",
     )
 
 
-def script(name: str, known: dict[str, str]) -> str:
-    """One of the page's own functions, with the values that it is to know."""
-    text = (HERE / f"{name}.js").read_text(encoding="utf-8")
-    for placeholder, value in known.items():
+def script(name: str, constants: dict[str, str] | None = None) -> str:
+    """Read `name`.js and replace each placeholder in `constants` by its JavaScript value."""
+    text = (_FOLDER / f"{name}.js").read_text(encoding="utf-8")
+    for placeholder, value in (constants or {}).items():
         text = text.replace(placeholder, value)
     return text

@@ -1,4 +1,4 @@
-// Small charts in SVG. Each says in words what it shows; colours are those of the page.
+// Small SVG charts. Each has a text alternative and uses the CSS colours of the page.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -16,68 +16,68 @@ function canvas(label, width, height, ...children) {
   return svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label, class: "chart" }, ...children);
 }
 
-const WIDE = 420, HIGH = 190, LEFT = 38, FOOT = 26, TOP = 10; // of every chart
+const WIDTH = 420, HEIGHT = 190, MARGIN_LEFT = 38, MARGIN_BOTTOM = 26, MARGIN_TOP = 10;
 
-function frame(top, unit, marks) { // axes: `top` is the largest value, marks are [x, text] under the chart
+function axes(top, unit, marks) { // `top`: largest value; `marks`: [x, text] below the chart
   const lines = [];
   for (const share of [0, 0.5, 1]) {
-    const y = HIGH - FOOT - share * (HIGH - FOOT - TOP);
-    lines.push(svg("line", { x1: LEFT, x2: WIDE, y1: y, y2: y, class: "grid" }));
-    lines.push(svg("text", { x: LEFT - 5, y: y + 4, class: "axis end", text: unit(share * top) }));
+    const y = HEIGHT - MARGIN_BOTTOM - share * (HEIGHT - MARGIN_BOTTOM - MARGIN_TOP);
+    lines.push(svg("line", { x1: MARGIN_LEFT, x2: WIDTH, y1: y, y2: y, class: "grid" }));
+    lines.push(svg("text", { x: MARGIN_LEFT - 5, y: y + 4, class: "axis end", text: unit(share * top) }));
   }
-  for (const [x, text] of marks) lines.push(svg("text", { x, y: HIGH - 8, class: "axis middle", text }));
+  for (const [x, text] of marks) lines.push(svg("text", { x, y: HEIGHT - 8, class: "axis middle", text }));
   return lines;
 }
 
-const height = (share) => share * (HIGH - FOOT - TOP);
+const height = (share) => share * (HEIGHT - MARGIN_BOTTOM - MARGIN_TOP);
 
 function chartPositions(positions) {
-  if (!positions.length) return make("p", { class: "quiet", text: "Nothing was tested." });
-  const step = (WIDE - LEFT) / positions.length;
+  if (!positions.length) return make("p", { class: "quiet", text: "No draft tokens were tested." });
+  const step = (WIDTH - MARGIN_LEFT) / positions.length;
   const bars = positions.map(([share, tested], i) => {
-    const bar = svg("rect", { x: LEFT + i * step + 0.15 * step, y: HIGH - FOOT - height(share), width: 0.7 * step, height: height(share), class: "accepted" });
+    const bar = svg("rect", { x: MARGIN_LEFT + i * step + 0.15 * step, y: HEIGHT - MARGIN_BOTTOM - height(share), width: 0.7 * step, height: height(share), class: "accepted" });
     bar.append(svg("title", { text: `position ${i + 1}: ${(100 * share).toFixed(0)} % of ${tested} tested` }));
     return bar;
   });
-  const words = positions.map(([share], i) => `${i + 1}: ${(100 * share).toFixed(0)} %`).join(", ");
-  const marks = positions.map((_, i) => [LEFT + (i + 0.5) * step, String(i + 1)]);
-  return canvas(`Share of tested tokens that were accepted, by position in the draft: ${words}`, WIDE, HIGH, ...frame(1, (x) => `${(100 * x).toFixed(0)} %`, marks), ...bars);
+  const description = positions.map(([share], i) => `${i + 1}: ${(100 * share).toFixed(0)} %`).join(", ");
+  const marks = positions.map((_, i) => [MARGIN_LEFT + (i + 0.5) * step, String(i + 1)]);
+  return canvas(`Share of tested tokens that were accepted, by position in the draft: ${description}`, WIDTH, HEIGHT, ...axes(1, (x) => `${(100 * x).toFixed(0)} %`, marks), ...bars);
 }
 
 const PARTS = ["draft", "verify", "host"];
-const MOST_BARS = 120;
+const MAX_BARS = 120;
 
-function chartTimes(rows) { // rows of the table; where there are too many, neighbours share a bar
-  const after = rows.filter((row) => row[0] > 0);
-  if (!after.length) return make("p", { class: "quiet", text: "There was no round after the prefill." });
-  const each = Math.ceil(after.length / MOST_BARS);
+function chartTimes(rows) { // table rows; beyond MAX_BARS, adjacent steps are averaged
+  const decoded = rows.filter((row) => row[0] > 0);
+  if (!decoded.length) return make("p", { class: "quiet", text: "There were no steps after the prefill." });
+  const perBar = Math.ceil(decoded.length / MAX_BARS);
   const groups = [];
-  for (let i = 0; i < after.length; i += each) groups.push(after.slice(i, i + each));
+  for (let i = 0; i < decoded.length; i += perBar) groups.push(decoded.slice(i, i + perBar));
   const means = groups.map((group) => PARTS.map((_, k) => group.reduce((sum, row) => sum + row[9 + k], 0) / group.length));
   const top = Math.max(...means.map((m) => m[0] + m[1] + m[2]));
-  const step = (WIDE - LEFT) / groups.length;
+  const step = (WIDTH - MARGIN_LEFT) / groups.length;
   const bars = means.flatMap((mean, i) => {
     let base = 0;
     return mean.map((ms, k) => {
-      const bar = svg("rect", { x: LEFT + i * step, y: HIGH - FOOT - height((base + ms) / top), width: Math.max(step - 0.5, 0.5), height: height(ms / top), class: PARTS[k] });
-      bar.append(svg("title", { text: `round ${groups[i][0][0]}: ${PARTS[k]} ${ms.toFixed(2)} ms` }));
+      const bar = svg("rect", { x: MARGIN_LEFT + i * step, y: HEIGHT - MARGIN_BOTTOM - height((base + ms) / top), width: Math.max(step - 0.5, 0.5), height: height(ms / top), class: PARTS[k] });
+      bar.append(svg("title", { text: `step ${groups[i][0][0]}: ${PARTS[k]} ${ms.toFixed(2)} ms` }));
       base += ms;
       return bar;
     });
   });
-  const total = PARTS.map((_, k) => after.reduce((sum, row) => sum + row[9 + k], 0));
-  const words = PARTS.map((part, k) => `${part} ${total[k].toFixed(0)} ms`).join(", ");
-  const key = make("p", { class: "key" }, ...PARTS.map((part, k) => make("span", { class: part, text: `${part} ${(total[k] / after.length).toFixed(2)} ms` })));
-  const marks = [[LEFT + step / 2, "1"], [WIDE - 14, String(after.length)]];
-  return make("div", {}, canvas(`Time of each round. In total: ${words}`, WIDE, HIGH, ...frame(top, (x) => x.toFixed(1), marks), ...bars), key);
+  const total = PARTS.map((_, k) => decoded.reduce((sum, row) => sum + row[9 + k], 0));
+  const totals = PARTS.map((part, k) => `${part} ${total[k].toFixed(0)} ms`).join(", ");
+  const legend = make("p", { class: "key" }, ...PARTS.map((part, k) => make("span", { class: part, text: `${part} ${(total[k] / decoded.length).toFixed(2)} ms` })));
+  const marks = [[MARGIN_LEFT + step / 2, "1"], [WIDTH - 14, String(decoded.length)]];
+  return make("div", {}, canvas(`Time per step. Total: ${totals}`, WIDTH, HEIGHT, ...axes(top, (x) => x.toFixed(1), marks), ...bars), legend);
 }
 
-function chartWhatIf(found, whyNot) {
-  if (!found) return make("p", { class: "quiet", text: whyNot });
-  const { rows, gamma, measured } = found;
+function chartWhatIf(estimate, reason) {
+  if (!estimate) return make("p", { class: "quiet", text: reason });
+  const { rows, gamma, measured } = estimate;
   const top = 1.1 * Math.max(measured, ...rows.map((row) => row[2]));
-  const x = (g) => LEFT + 14 + (g / Math.max(1, rows.at(-1)[0])) * (WIDE - LEFT - 28);
-  const y = (rate) => HIGH - FOOT - height(rate / top);
+  const x = (g) => MARGIN_LEFT + 14 + (g / Math.max(1, rows.at(-1)[0])) * (WIDTH - MARGIN_LEFT - 28);
+  const y = (rate) => HEIGHT - MARGIN_BOTTOM - height(rate / top);
   const best = rows.reduce((a, b) => (b[2] > a[2] ? b : a));
   const line = svg("polyline", { points: rows.map(([g, , rate]) => `${x(g)},${y(rate)}`).join(" "), class: "line" });
   const dots = rows.map(([g, passes, rate]) => {
@@ -85,10 +85,10 @@ function chartWhatIf(found, whyNot) {
     dot.append(svg("title", { text: `γ ${g}: ${rate.toFixed(1)} tokens/s, ${passes.toFixed(2)} per pass` }));
     return dot;
   });
-  const was = gamma === null || gamma > rows.at(-1)[0] ? [] : [svg("path", { d: `M${x(gamma) - 6} ${y(measured)}h12M${x(gamma)} ${y(measured) - 6}v12`, class: "was" }, svg("title", { text: `measured: ${measured.toFixed(1)} tokens/s` }))];
-  const words = `γ ${best[0]} would have been fastest: about ${best[2].toFixed(0)} tokens/s. Measured${gamma === null ? "" : ` with γ ${gamma}`} (+): ${measured.toFixed(0)}.`;
-  const list = make("table", { class: "other" }, make("tr", {}, ...["γ", "tokens per pass", "tokens/s"].map((text) => make("th", { text, scope: "col" }))),
+  const cross = gamma === null || gamma > rows.at(-1)[0] ? [] : [svg("path", { d: `M${x(gamma) - 6} ${y(measured)}h12M${x(gamma)} ${y(measured) - 6}v12`, class: "was" }, svg("title", { text: `measured: ${measured.toFixed(1)} tokens/s` }))];
+  const summary = `Estimated best: γ ${best[0]}, ${best[2].toFixed(0)} tokens/s. Measured (+)${gamma === null ? "" : `: γ ${gamma}`}, ${measured.toFixed(0)} tokens/s.`;
+  const table = make("table", { class: "other" }, make("tr", {}, ...["γ", "tokens per pass", "tokens/s"].map((text) => make("th", { text, scope: "col" }))),
     ...rows.map(([g, passes, rate]) => make("tr", {}, ...[g, passes.toFixed(2), rate.toFixed(1)].map((text) => make("td", { text: String(text) })))));
   const marks = rows.map(([g]) => [x(g), String(g)]);
-  return make("div", {}, canvas(words, WIDE, HIGH, ...frame(top, (v) => v.toFixed(0), marks), line, ...dots, ...was), make("p", { text: words }), list);
+  return make("div", {}, canvas(summary, WIDTH, HEIGHT, ...axes(top, (v) => v.toFixed(0), marks), line, ...dots, ...cross), make("p", { text: summary }), table);
 }

@@ -1,7 +1,7 @@
-// One round in detail, and all rounds of a lane. What is shown is asked of the server, which has the trace.
+// Details of one step, and the table of all steps of a lane. The server computes both from the trace.
 
 const round = { lane: null, i: 0, asked: 0 };
-let figuresOf = null; // the lane whose figures are drawn
+let figuresOf = null; // lane shown in charts and table
 
 function openRounds(names) {
   $("#round-lane").replaceChildren(...names.map((name) => make("option", { value: name, text: `${HEADINGS[name]}: ${$(".title", lanes[name].box).textContent}` })));
@@ -24,8 +24,8 @@ async function inspectRound(name, i) {
   const [was, of] = [round.lane, run];
   Object.assign(round, { lane: name, i });
   const text = await server.round([of, name, i]);
-  if (mine !== round.asked || of !== run) return; // another was asked for meanwhile
-  if (!text) return say("failed", "the server no longer holds this run: run it again");
+  if (mine !== round.asked || of !== run) return; // superseded by a later request
+  if (!text) return say("failed", "the server no longer stores this run: run it again");
   drawPicture(JSON.parse(text));
   if (was !== name && $("#figures").open) showFigures();
 }
@@ -36,7 +36,7 @@ function drawPicture(found) {
   const slider = $("#round-at");
   slider.max = found.rounds - 1;
   slider.value = found.i;
-  slider.setAttribute("aria-valuetext", `round ${found.i} of ${found.rounds - 1}`);
+  slider.setAttribute("aria-valuetext", `step ${found.i} of ${found.rounds - 1}`);
   setText($("#round-number"), `${found.i} of ${found.rounds - 1}`);
   const facts = found.facts.map(([name, value]) => `${name} ${value}`).join(" · ");
   setText($("#round-words"), `${found.words} At ${found.t.toFixed(3)} s. ${facts}.`);
@@ -66,15 +66,15 @@ function drawNode(node, n) {
   return card;
 }
 
-function drawTest(node) { // the draw on [0, 1), and how far it is kept
+function drawTest(node) { // the draw in [0, 1) and the acceptance bound
   const x = (share) => 4 + 192 * share;
   const parts = [svg("rect", { x: x(0), y: 8, width: 192, height: 8, class: "lost" }), svg("rect", { x: x(0), y: 8, width: 192 * node.bound, height: 8, class: "kept" })];
   if (node.draw !== null) parts.push(svg("path", { d: `M${x(node.draw)} 3v18`, class: "draw" }));
-  const words = node.draw === null ? "Kept up to min(1, p/q)" : `The draw ${show(node.draw)} against min(1, p/q) = ${show(node.bound)}`;
+  const words = node.draw === null ? "Accepted below min(1, p/q)" : `The draw ${show(node.draw)} against min(1, p/q) = ${show(node.bound)}`;
   return canvas(words, 200, 24, ...parts, svg("title", { text: words }));
 }
 
-function drawBars(bars, ...names) { // a row per token: p above q, what they share is shaded
+function drawBars(bars, ...names) { // a row per token: p above q, their minimum shaded
   const rows = bars.map(([text, p, q]) => {
     const width = (mass) => 100 * Math.min(1, Math.max(0, mass ?? 0));
     const track = make("span", { class: "track" });
@@ -85,14 +85,14 @@ function drawBars(bars, ...names) { // a row per token: p above q, what they sha
     const masses = names.length > 1 ? `${number(p)} ${number(q)}` : number(p);
     return make("div", { class: "law" }, make("code", { text: shown(text) }), track, make("span", { class: "mass", text: masses }));
   });
-  const words = names.length > 1 ? "likeliest tokens: p, q; what they share is β" : `likeliest tokens of the ${names[0]}`;
+  const words = names.length > 1 ? "top tokens: p, q (overlap: β)" : `top tokens: ${names[0]}`;
   return make("div", { class: "laws" }, make("p", { class: "quiet", text: words }), ...rows);
 }
 
 function drawLast(last) {
   const card = make("article", { class: "node", "data-state": last.kind }, make("h3", {},
     make("span", { class: "tok", "data-kind": last.kind, text: shown(last.text) }), make("small", { text: last.kind })));
-  if (last.bars.length) card.append(drawBars(last.bars, last.law === "p" ? "law p" : "residual"));
+  if (last.bars.length) card.append(drawBars(last.bars, last.law === "p" ? "p" : "residual"));
   card.append(make("p", { class: "why", text: last.words }));
   return card;
 }
@@ -105,7 +105,7 @@ function drawTimes(times) {
   return make("div", {}, bar, make("p", { class: "key" }, ...words));
 }
 
-function drawTree({ nodes, path }) { // depth to the right, leaves below one another
+function drawTree({ nodes, path }) { // depth to the right, leaves from top to bottom
   const depth = [], row = [], accepted = new Set(path);
   let leaves = 0;
   const children = (n) => nodes.flatMap((node, i) => (node.parent === n ? [i] : []));
@@ -139,12 +139,12 @@ async function showFigures() {
   figuresOf = name;
   const text = await server.figures([of, name]);
   if (of !== run || figuresOf !== name) return;
-  if (!text) return say("failed", "the server no longer holds this run: run it again");
+  if (!text) return say("failed", "the server no longer stores this run: run it again");
   const found = JSON.parse(text);
   $("#chart-positions").replaceChildren(chartPositions(found.positions));
   $("#chart-times").replaceChildren(chartTimes(found.rows));
   $("#chart-whatif").replaceChildren(chartWhatIf(found.what_if, found.why_not));
-  const head = make("thead", {}, make("tr", {}, ...found.columns.map((text) => make("th", { scope: "col", text: text.replace(/_/g, " ") }))));
+  const head = make("thead", {}, make("tr", {}, ...found.columns.map((text) => make("th", { scope: "col", text: text.replace(/_/g, " ").replace("round", "step") }))));
   const body = make("tbody");
   for (const cells of found.rows) {
     const row = make("tr", {}, ...cells.map((cell, k) => make("td", { text: cell === null ? "–" : k === 12 ? shown(cell) : String(cell) })));

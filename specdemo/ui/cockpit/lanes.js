@@ -1,25 +1,25 @@
-// The run as it is drawn. Frames come as JSON strings: new records from index `at` on, and the present state.
-// Whatever was written by a model or a visitor reaches the page through textContent, never as markup.
+// State and lanes of the run. A frame is a JSON string with the records from index `at` on and the current state.
+// Texts of models and visitors are inserted with textContent, never as markup.
 const $ = (selector, within = element) => within.querySelector(selector);
 const NOT_KEPT = new Set(["rejected", "ignored"]);
-const PATIENCE_MS = 2500; // without a frame for this long, ask: frames may have been lost
-const HEADINGS = { spec: "Speculative", ar: "Plain", third: "Third lane", fourth: "Fourth lane" };
+const FRAME_TIMEOUT_MS = 2500; // without a frame for this long, request missed records
+const HEADINGS = { spec: "Speculative", ar: "Autoregressive", third: "Third lane", fourth: "Fourth lane" };
 
-let run = null; // id of the run on show
-let busy = false; // from the press of Run until the last frame
-let have = 0; // records received
-let pending = []; // records received and not yet drawn
-let state = null; // the newest frame without its records
+let run = null; // id of the displayed run
+let busy = false; // from Run until the last frame
+let received = 0; // number of records
+let pending = []; // records not drawn yet
+let state = null; // latest frame
 let drawing = false;
-let asking = false;
+let catchingUp = false;
 let stopWanted = false;
-let began = 0;
-let heard = 0;
-const past = new Set(); // earlier runs, whose last frames may still arrive
+let startedAt = 0;
+let lastFrameAt = 0;
+const past = new Set(); // ids of earlier runs, whose last frames may still arrive
 const cellOf = new WeakMap(); // token span -> [cell, step index, template of its explanation]
-const lanes = {}; // by name: the box, the lane in it, its rounds so far, as {span, t, tokens: so many committed by then}
+const lanes = {}; // name -> { box, lane, rounds: [{ span, t, tokens }], shown }; `tokens` are committed up to that step
 
-// --- building --------------------------------------------------------------------------------------------------
+// --- layout --------------------------------------------------------------------------------------------------
 
 function make(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
@@ -37,9 +37,9 @@ for (const [name, heading] of Object.entries(HEADINGS)) {
   const header = make("header", {},
     make("h2", { text: heading }), make("span", { class: "title" }), make("span", { class: "badge", hidden: true }),
     make("span", { class: "rate" }));
-  const footer = make("footer", {}, button("copy", "Copy text"), button("trace", "Save trace"), button("csv", "Save rounds (CSV)"), button("svg", "Save picture (SVG)"));
+  const footer = make("footer", {}, button("copy", "Copy text"), button("trace", "Save trace"), button("csv", "Save steps (CSV)"), button("svg", "Save picture (SVG)"));
   const lane = make("div", { class: "lane", id: `lane-${name}`, role: "log", "aria-live": "off", tabindex: 0,
-    "aria-label": `${heading}: arrow keys move from token to token, Enter shows the round` });
+    "aria-label": `${heading}: arrow keys move between tokens, Enter shows the step` });
   const box = make("article", { class: "box", "data-lane": name, hidden: name !== "spec" }, header, lane, footer);
   $(".lanes").append(box);
   lanes[name] = { box, lane, rounds: [], shown: 0 };
@@ -53,37 +53,37 @@ function take(frame) {
     reset(frame.run, frame.plan);
     if (busy) listen(run);
   }
-  heard = performance.now();
+  lastFrameAt = performance.now();
   if (stopWanted) { stopWanted = false; server.stop_run(run); }
-  if (frame.at > have) return catchUp();
-  const fresh = frame.r.slice(have - frame.at);
-  have += fresh.length;
-  pending.push(...fresh);
+  if (frame.at > received) return catchUp();
+  const records = frame.r.slice(received - frame.at);
+  received += records.length;
+  pending.push(...records);
   state = frame;
   if (drawing) return;
   drawing = true;
-  // a hidden tab gets no animation frames
+  // hidden tabs receive no animation frames
   document.visibilityState === "hidden" ? setTimeout(draw, 0) : requestAnimationFrame(draw);
 }
 
 async function catchUp() {
-  if (asking || run === null) return;
-  asking = true;
+  if (catchingUp || run === null) return;
+  catchingUp = true;
   try {
-    const missed = await server.trace_since([run, have]);
+    const missed = await server.trace_since([run, received]);
     if (missed) take(JSON.parse(missed));
-    else if (busy) over("failed", "failed: the server no longer knows this run");
+    else if (busy) over("failed", "failed: the server no longer stores this run");
   } catch {
-    if (busy) over("failed", "failed: the server cannot be reached");
+    if (busy) over("failed", "failed: the server is not reachable");
   } finally {
-    asking = false;
+    catchingUp = false;
   }
 }
 
 function reset(id, plan) {
   if (run !== null) past.add(run);
   run = element.dataset.run = id;
-  have = 0;
+  received = 0;
   pending = [];
   for (const [name, one] of Object.entries(lanes)) {
     one.box.hidden = !plan.includes(name);
@@ -106,13 +106,13 @@ function reset(id, plan) {
 
 function draw() {
   drawing = false;
-  const news = {};
-  const followed = []; // lanes that are read at their end
-  for (const record of pending) (news[record.l] ??= []).push(record);
+  const byLane = {};
+  const following = []; // lanes scrolled to their end
+  for (const record of pending) (byLane[record.l] ??= []).push(record);
   pending = [];
-  for (const [name, records] of Object.entries(news)) {
+  for (const [name, records] of Object.entries(byLane)) {
     const { lane } = lanes[name];
-    if (lane.scrollHeight - lane.scrollTop - lane.clientHeight < 40) followed.push(lane);
+    if (lane.scrollHeight - lane.scrollTop - lane.clientHeight < 40) following.push(lane);
     const fragment = document.createDocumentFragment();
     for (const record of records) record.head ? drawHead(name, record.head, fragment) : record.note ? drawNote(record.note, fragment) : drawRound(name, record, fragment);
     if (lane.lastElementChild?.className === "ahead") lane.lastElementChild.remove();
@@ -120,8 +120,8 @@ function draw() {
     drawAhead(lane, records.at(-1).ahead);
   }
   if (!state.over && busy && element.dataset.stopping !== "yes") say(state.phase[0], state.phase[1]);
-  if (state.over || performance.now() - figured >= FIGURES_MS) drawFigures();
-  for (const lane of followed) lane.scrollTop = lane.scrollHeight; // last, so that the page is laid out once
+  if (state.over || performance.now() - tilesDrawnAt >= TILES_INTERVAL_MS) drawTiles();
+  for (const lane of following) lane.scrollTop = lane.scrollHeight; // last, so the page is laid out once
   if (state.over) finish();
 }
 
@@ -165,16 +165,16 @@ function drawRound(name, record, fragment) {
 
 function drawNote(text, fragment) { fragment.append(make("span", { class: "note", role: "note", text })); }
 
-function settle(rounds, [confirmed, overruled]) { // a late answer is there: what it says of what was committed meanwhile
+function settle(rounds, [confirmed, overruled]) { // apply a late response to the oldest provisional steps
   const open = rounds.flatMap(({ span }) => (span.dataset.by === "provisional" && !span.dataset.fate ? [span] : []));
   open.forEach((span, i) => { span.dataset.fate = i < confirmed ? "confirmed" : i < confirmed + overruled ? "overruled" : "open"; });
 }
 
-function drawAhead(lane, text) { // how a search would go on, which the next round may think better of
+function drawAhead(lane, text) { // current continuation of a beam search, which the next step may replace
   if (text) lane.append(make("span", { class: "ahead", text }));
 }
 
-// --- what is going on, in words --------------------------------------------------------------------------------
+// --- status --------------------------------------------------------------------------------
 
 function setText(node, text) { if (node.textContent !== text) node.textContent = text; }
 
@@ -184,18 +184,18 @@ function say(phase, text) {
   setText($("#status"), text ? `${phase}: ${text}` : phase);
 }
 
-function showClock() { if (busy) setText($(".clock"), `${((performance.now() - began) / 1000).toFixed(1)} s`); }
+function showClock() { if (busy) setText($(".clock"), `${((performance.now() - startedAt) / 1000).toFixed(1)} s`); }
 
 function tick() {
   if (!busy) return;
-  if (performance.now() - figured > 1.5 * FIGURES_MS) { figured = performance.now(); showClock(); } // else a frame does
-  if (run !== null && performance.now() - heard > PATIENCE_MS) { heard = performance.now(); catchUp(); }
+  if (performance.now() - tilesDrawnAt > 1.5 * TILES_INTERVAL_MS) { tilesDrawnAt = performance.now(); showClock(); }
+  if (run !== null && performance.now() - lastFrameAt > FRAME_TIMEOUT_MS) { lastFrameAt = performance.now(); catchUp(); }
 }
 
 function press() {
   busy = true;
   stopWanted = false;
-  began = heard = performance.now();
+  startedAt = lastFrameAt = performance.now();
   if (run !== null) past.add(run);
   run = null;
   element.dataset.stopping = "no";

@@ -1,5 +1,4 @@
-// The race: what was recorded of all lanes, on one clock. Rounds after the moment on show are hidden, and nothing else
-// changes, so its end is what the run left.
+// Replay of all lanes on one clock from the recorded times. Steps after the current time are hidden.
 
 const race = { lanes: [], end: 0, at: 0, playing: false, frame: 0, timer: 0, before: 0 };
 
@@ -27,17 +26,17 @@ function seconds(t) { return `${t.toFixed(2)} s`; }
 function seek(t) {
   race.at = Math.max(0, Math.min(t, race.end));
   for (const name of race.lanes) {
-    const one = lanes[name];
-    const upTo = roundsBy(one.rounds, race.at);
-    for (let i = one.shown; i < upTo; i++) one.rounds[i].span.hidden = false;
-    for (let i = upTo; i < one.shown; i++) one.rounds[i].span.hidden = true;
-    if (one.shown !== upTo) {
-      one.shown = upTo;
-      follow(one.lane, one.rounds[upTo - 1]?.span);
+    const replayed = lanes[name];
+    const upTo = roundsBy(replayed.rounds, race.at);
+    for (let i = replayed.shown; i < upTo; i++) replayed.rounds[i].span.hidden = false;
+    for (let i = upTo; i < replayed.shown; i++) replayed.rounds[i].span.hidden = true;
+    if (replayed.shown !== upTo) {
+      replayed.shown = upTo;
+      follow(replayed.lane, replayed.rounds[upTo - 1]?.span);
     }
-    const last = one.rounds[upTo - 1];
-    const finished = upTo === one.rounds.length;
-    setText($(".rate", one.box), !last ? "0 tokens" : `${last.tokens} tokens${finished ? ` in ${seconds(last.t)}` : ""}`);
+    const last = replayed.rounds[upTo - 1];
+    const finished = upTo === replayed.rounds.length;
+    setText($(".rate", replayed.box), !last ? "0 tokens" : `${last.tokens} tokens${finished ? ` in ${seconds(last.t)}` : ""}`);
   }
   if (race.at === race.end) showRates();
   $("#race-at").value = race.at;
@@ -45,7 +44,7 @@ function seek(t) {
   hideTip();
 }
 
-function roundsBy(rounds, t) { // how many rounds were over by then
+function roundsBy(rounds, t) { // number of steps finished at time t
   let [low, high] = [0, rounds.length];
   while (low < high) {
     const middle = (low + high) >> 1;
@@ -55,11 +54,11 @@ function roundsBy(rounds, t) { // how many rounds were over by then
   return low;
 }
 
-function follow(lane, span) { // scrolls the lane alone, never the page
+function follow(lane, span) { // scroll the lane without scrolling the page
   if (!span) { lane.scrollTop = 0; return; }
-  const [box, at] = [lane.getBoundingClientRect(), span.getBoundingClientRect()];
-  if (at.bottom > box.bottom) lane.scrollTop += at.bottom - box.bottom + 8;
-  else if (at.top < box.top) lane.scrollTop += at.top - box.top - 8;
+  const [box, target] = [lane.getBoundingClientRect(), span.getBoundingClientRect()];
+  if (target.bottom > box.bottom) lane.scrollTop += target.bottom - box.bottom + 8;
+  else if (target.top < box.top) lane.scrollTop += target.top - box.top - 8;
 }
 
 function play() {
@@ -67,9 +66,9 @@ function play() {
   race.playing = true;
   race.before = performance.now();
   setText($("#race-play"), "❚❚ Pause");
-  // whoever wants less motion sees four pictures a second
-  const calm = matchMedia("(prefers-reduced-motion: reduce)").matches;
-  const next = (step) => (calm ? (race.timer = setTimeout(step, 250)) : (race.frame = requestAnimationFrame(step)));
+  // with reduced motion, update four times per second
+  const reduced = matchMedia("(prefers-reduced-motion: reduce)").matches;
+  const next = (step) => (reduced ? (race.timer = setTimeout(step, 250)) : (race.frame = requestAnimationFrame(step)));
   const step = () => {
     const now = performance.now();
     seek(race.at + ((now - race.before) / 1000) * Number($("#race-speed").value));

@@ -1,4 +1,4 @@
-// The frames of a run over a socket, which spares the thread that decodes. Where there is none they come through gradio.
+// Frames of a run over a WebSocket, which costs the decoding thread less than gradio events (the fallback).
 
 let socket = null;
 

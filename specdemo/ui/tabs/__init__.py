@@ -1,1 +1,33 @@
-"""What stands under the lanes, a file per tab: each lays itself out, and is filled when it is looked at."""
+"""Tabs below the lanes; each is updated when it is selected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import gradio as gr
+
+from specdemo.recipe import Recipe
+from specdemo.ui.method_notes import ABOUT
+from specdemo.ui.service import Service
+from specdemo.ui.tabs.bench import bench_tab
+from specdemo.ui.tabs.edge import edge_tab
+from specdemo.ui.tabs.memory import memory_tab
+from specdemo.ui.tabs.theory import theory_tab
+
+
+def build_tabs(
+    service: Service, controls: Mapping[str, gr.components.Component], defaults: Recipe, device: str
+) -> gr.Markdown:
+    """Lay out all tabs; return the description of the method, which the page updates."""
+    with gr.Tabs(elem_id="tabs"):
+        with gr.Tab("Method", id="method"):
+            about = gr.Markdown(ABOUT[defaults.method], elem_id="about")
+        with gr.Tab("Theory", id="theory") as tab:
+            theory_tab(service.runs.latest, tab)
+        with gr.Tab("Edge-cloud", id="edge") as tab:
+            edge_tab(service, controls, device, tab)
+        with gr.Tab("Bench", id="bench") as tab:
+            bench_tab(service, controls, defaults, tab)
+        with gr.Tab("Memory", id="memory") as tab:
+            memory_tab(service, device, tab)
+    return about

@@ -1,4 +1,4 @@
-"""The second half of the theory tab: why the text has the target's law, and a trial of any rule."""
+"""Worked example in the Theory tab."""
 
 from __future__ import annotations
 
@@ -10,68 +10,69 @@ import gradio as gr
 
 from specdemo.core.errors import UserError
 from specdemo.ui import worked_example as worked
-from specdemo.ui.tabs.plots import bars, shown
+from specdemo.ui.tabs.plots import plot_value, probability_plot
 
-PARTS = {"kept": "var(--bar-kept)", "correction": "var(--bar-correction)", "rejected": "var(--bar-rejected)"}
-DRAWN = {"p": "var(--curve-set)", "drawn": "var(--bar-correction)", "q": "var(--curve-2)"}
-
-INTRO = """### Why the text has the target's law
-Type any p (the target's) and q (the drafter's) over four tokens."""
-
-TRIAL = """### Try a rule
-10,000 tokens drawn from these p and q by the program's own rules and noise. An exact rule gives p back, whatever q
-is."""
+_EXAMPLE_COLOURS = {part: f"var(--bar-{part})" for part in ("accepted", "correction", "rejected")}
+_TRIAL_COLOURS = {"p": "var(--curve-set)", "drawn": "var(--bar-correction)", "q": "var(--curve-2)"}
+_INTRO = """### Why the output follows the target's distribution
+Enter any p (target) and q (drafter) over four tokens."""
+_TRIAL_INTRO = """### Try a rule
+Draw 10,000 tokens from this p and q with any acceptance rule. With an exact rule the drawn tokens follow p for every
+q."""
 
 
-def residual(looked_at: gr.Tab) -> None:
-    """Lay it out and wire it; `looked_at` is the tab that it stands in."""
-    gr.Markdown(INTRO)
-    p, q = _law("p", worked.P), _law("q", worked.Q)
-    explained = gr.Markdown(elem_id="theory-residual", elem_classes="figures")
-    parts = bars("p and q", PARTS, worked.PARTS_ORDER, "theory-parts")
-    gr.Markdown(TRIAL)
+def residual_example(tab: gr.Tab) -> None:
+    gr.Markdown(_INTRO)
+    p, q = _probability_inputs("p", worked.EXAMPLE_P), _probability_inputs("q", worked.EXAMPLE_Q)
+    example_text = gr.Markdown(elem_id="theory-residual", elem_classes="figures")
+    example_plot = probability_plot("p and q", _EXAMPLE_COLOURS, worked.EXAMPLE_ORDER, "theory-parts")
+    gr.Markdown(_TRIAL_INTRO)
     with gr.Row():
-        rule = gr.Dropdown(list(worked.choices()), label="Rule", scale=3, min_width=300, elem_id="theory-rule")
-        gamma = gr.Slider(1, 4, 1, step=1, label="Draft length γ", scale=2, min_width=220, elem_id="theory-length")
-        go = gr.Button("Draw 10,000 tokens", scale=1, min_width=220, elem_id="theory-draw")
-    outcome = gr.Markdown(elem_id="theory-trial", elem_classes="figures")
-    with gr.Column(visible=False) as tried:  # a place for a plot that is not there yet has no name to be read out
-        shares = bars("p, drawn, q", DRAWN, worked.SHARES_ORDER, "theory-shares")
+        rule = gr.Dropdown(list(worked.rule_choices()), label="Rule", scale=3, min_width=300, elem_id="theory-rule")
+        gamma = gr.Slider(
+            1, 4, 1, step=1, label="Draft length γ (tokens)", scale=2, min_width=220, elem_id="theory-length"
+        )
+        draw = gr.Button("Draw 10,000 tokens", scale=1, min_width=220, elem_id="theory-draw")
+    trial_text = gr.Markdown(elem_id="theory-trial", elem_classes="figures")
+    with gr.Column(visible=False) as trial_results:  # screen readers announce an empty plot without a name
+        trial_plot = probability_plot("p, drawn, q", _TRIAL_COLOURS, worked.TRIAL_ORDER, "theory-shares")
 
     def explain(*values: float | None) -> Any:
         try:
-            target, drafter, note = _laws(values)
+            target, drafter, note = _parse(values)
         except UserError as error:
             return [f"**{error}.**", None]
-        return [note + worked.example_words(target, drafter), shown(parts, worked.example_bars(target, drafter))]
+        text = note + worked.describe_example(target, drafter)
+        return [text, plot_value(example_plot, worked.example_bars(target, drafter))]
 
     def try_rule(choice: str, length: int, *values: float | None) -> Any:
         try:
-            target, drafter, note = _laws(values)
-            done = worked.try_rule(choice, target, drafter, length, secrets.randbits(31))
+            target, drafter, note = _parse(values)
+            result = worked.try_rule(choice, target, drafter, length, secrets.randbits(31))
         except UserError as error:
             return [f"**{error}.**", None, gr.Column(visible=False)]
-        said = note + worked.trial_words(choice, done, target, drafter)
-        return [said, shown(shares, worked.trial_bars(done, target, drafter)), gr.Column(visible=True)]
+        text = note + worked.describe_trial(choice, result, target, drafter)
+        return [text, plot_value(trial_plot, worked.trial_bars(result, target, drafter)), gr.Column(visible=True)]
 
-    quiet = {"show_progress": "hidden", "api_visibility": "private"}
-    moved = [looked_at.select, *(number.change for number in (*p, *q))]
-    gr.on(moved, explain, [*p, *q], [explained, parts], trigger_mode="always_last", **quiet)
-    go.click(try_rule, [rule, gamma, *p, *q], [outcome, shares, tried], trigger_mode="once", **quiet)
+    hidden = {"show_progress": "hidden", "api_visibility": "private"}
+    inputs = [*p, *q]
+    triggers = [tab.select, *(number.change for number in inputs)]
+    gr.on(triggers, explain, inputs, [example_text, example_plot], trigger_mode="always_last", **hidden)
+    draw.click(try_rule, [rule, gamma, *inputs], [trial_text, trial_plot, trial_results], trigger_mode="once", **hidden)
 
 
-def _law(name: str, usual: Sequence[float]) -> list[gr.Number]:
+def _probability_inputs(name: str, defaults: Sequence[float]) -> list[gr.Number]:
     with gr.Row():
         return [
             gr.Number(value, label=f"{name}({token})", step=0.05, min_width=110, elem_id=f"theory-{name}-{token}")
-            for token, value in zip(worked.TOKENS, usual, strict=True)
+            for token, value in zip(worked.EXAMPLE_TOKENS, defaults, strict=True)
         ]
 
 
-def _laws(values: Sequence[float | None]) -> tuple[list[float], list[float], str]:
-    """p, q, and what had to be done to them."""
-    half = len(worked.TOKENS)
-    p, changed = worked.reference_probs("p", values[:half])
-    q, likewise = worked.reference_probs("q", values[half:])
-    note = changed + likewise
+def _parse(values: Sequence[float | None]) -> tuple[list[float], list[float], str]:
+    """Return p, q and a note about normalization."""
+    half = len(worked.EXAMPLE_TOKENS)
+    p, p_note = worked.parse_probs("p", values[:half])
+    q, q_note = worked.parse_probs("q", values[half:])
+    note = p_note + q_note
     return p, q, f"{note}\n\n" if note else ""

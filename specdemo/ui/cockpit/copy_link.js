@@ -6,11 +6,11 @@
     if (JSON.stringify(values[i]) === JSON.stringify(usual[i])) url.searchParams.delete(name);
     else url.searchParams.set(name, text);
   });
-  const long = url.href.length > 8000; // servers refuse what is longer
-  if (long) url.searchParams.delete("prompt");
+  const tooLong = url.href.length > 8000; // common limit of servers
+  if (tooLong) url.searchParams.delete("prompt");
   history.replaceState(null, "", url);
   const button = document.getElementById("link"), label = "Link to these settings";
-  const say = (text) => { button.textContent = text; setTimeout(() => { button.textContent = label; }, 2500); };
-  const done = long ? "Copied, without the long prompt" : "Copied";
-  (navigator.clipboard?.writeText(url.href) ?? Promise.reject()).then(() => say(done), () => say("It is in the address bar"));
+  const show = (text) => { button.textContent = text; setTimeout(() => { button.textContent = label; }, 2500); };
+  const done = tooLong ? "Copied, without the long prompt" : "Copied";
+  (navigator.clipboard?.writeText(url.href) ?? Promise.reject()).then(() => show(done), () => show("Copy it from the address bar"));
 }

@@ -1,11 +1,11 @@
-// The tiles, the rates of the lanes and the curve of speed: slower than the tokens.
+// Tiles, rates of the lanes and the speed curve, updated less often than the tokens.
 
-const FIGURES_MS = 250; // between two drawings of tiles, clock and curve: nobody reads a dozen a second
+const TILES_INTERVAL_MS = 250;
 
-let figured = 0; // when tiles, clock and curve were last drawn
+let tilesDrawnAt = 0;
 
-function drawFigures() {
-  figured = performance.now();
+function drawTiles() {
+  tilesDrawnAt = performance.now();
   for (const [name, [value, note]] of Object.entries(state.tiles)) {
     const tile = $(`[data-kpi=${name}]`);
     setText($(".value", tile), value);
@@ -13,14 +13,14 @@ function drawFigures() {
   }
   showRates();
   showClock();
-  spark(); // asks for its size
+  drawSpeedCurve(); // last, because it forces a layout
 }
 
 function showRates() {
   for (const [name, rate] of Object.entries(state.rates)) setText($(".rate", lanes[name].box), rate);
 }
 
-function spark() {
+function drawSpeedCurve() {
   const canvas = $(".spark");
   const [width, height, scale] = [canvas.clientWidth, canvas.clientHeight, window.devicePixelRatio || 1];
   if (canvas.width !== width * scale || canvas.height !== height * scale) {
@@ -30,10 +30,10 @@ function spark() {
   const pen = canvas.getContext("2d");
   pen.setTransform(scale, 0, 0, scale, 0, 0);
   pen.clearRect(0, 0, width, height);
-  const curves = Object.entries(lanes).map(([name, one]) => [name, speeds(one.rounds)]).filter(([, s]) => s.length > 1);
+  const curves = Object.entries(lanes).map(([name, lane]) => [name, speeds(lane.rounds)]).filter(([, points]) => points.length > 1);
   if (!curves.length) return;
-  const top = Math.max(...curves.flatMap(([, s]) => s.map(([, y]) => y))) * 1.1;
-  const end = Math.max(...curves.map(([, s]) => s.at(-1)[0]));
+  const top = Math.max(...curves.flatMap(([, points]) => points.map(([, y]) => y))) * 1.1;
+  const end = Math.max(...curves.map(([, points]) => points.at(-1)[0]));
   const style = getComputedStyle(element);
   for (const [name, curve] of curves) {
     const first = name === "spec" || curves.length === 1;
@@ -47,12 +47,12 @@ function spark() {
   }
 }
 
-function speeds(rounds) { // tokens per second over the latest eight rounds; the prefill is left out
-  const out = [];
-  const every = Math.max(1, Math.floor(rounds.length / 200)); // no more points than can be told apart
-  for (let i = 4; i < rounds.length; i += every) {
-    const [before, now] = [rounds[Math.max(0, i - Math.max(8, every))], rounds[i]];
-    if (now.t > before.t) out.push([now.t - rounds[0].t, (now.tokens - before.tokens) / (now.t - before.t)]);
+function speeds(rounds) { // [time, tokens per second] over a window of eight steps, without the prefill
+  const points = [];
+  const stride = Math.max(1, Math.floor(rounds.length / 200)); // at most 200 points
+  for (let i = 4; i < rounds.length; i += stride) {
+    const [before, now] = [rounds[Math.max(0, i - Math.max(8, stride))], rounds[i]];
+    if (now.t > before.t) points.push([now.t - rounds[0].t, (now.tokens - before.tokens) / (now.t - before.t)]);
   }
-  return out;
+  return points;
 }
