@@ -76,7 +76,7 @@ def _run(
     stores: Stores | None,
     drafter: Drafter | None,
 ) -> Iterator[Event]:
-    environment = target.environment  # measured once, before the clock starts
+    environment = {**_versions(), **target.environment}  # measured before the clock starts
     start = time.perf_counter()
     text, prompt_tokens = render_prompt(target.tokenizer, prompt, running.chat)
     tokens = target.opening if target.encoder else prompt_tokens  # an encoder's input is not part of the text
@@ -85,12 +85,7 @@ def _run(
         resources.callback(pipeline.close)
         if drafter is not None:
             pipeline = replace(pipeline, drafter=drafter)
-        room = pipeline.context - len(tokens)
-        if room < 1:
-            raise UserError(
-                f"the prompt has {len(tokens):,} tokens and the context {pipeline.context:,}: "
-                f"shorten it by at least {1 - room:,}"
-            )
+        room = _room(pipeline, tokens)
         yield Header(
             recipe=asdict(recipe),
             prompt=text,
@@ -100,11 +95,7 @@ def _run(
             # compared for chains only
             bit_equal=target.bit_equal and running.method not in FORESTS and drafter is None,
             encoder=target.encoder,
-            environment={
-                **_versions(),
-                **environment,
-                "drafter_bytes": model.weight_bytes if model else None,
-            },
+            environment={**environment, "drafter_bytes": model.weight_bytes if model else None},
         )
         device, metrics, last = pipeline.device, Metrics(), None
         steps = _steps(pipeline, target, tokens, min(running.max_tokens, room), start)
@@ -121,16 +112,29 @@ def _run(
             resources.close()
             del pipeline, steps
             pool.recover()
-            failure = (
-                f"memory ran out (keys and values took {format_bytes(kv_bytes)}, "
-                f"{format_bytes(memory.free_bytes(device))} are free again): shorten the prompt or the text, quantize "
-                "the models, or choose a smaller pair"
-            )
+            failure = _memory_ran_out(kv_bytes, device)
         if failure is not None:
             yield End("error", failure, metrics)
             return
         peak = MemoryUse(memory.peak_process_bytes(), memory.peak_device_bytes(device), kv_bytes)
         yield End("stop" if last in target.stop else "length", None, metrics, peak)
+
+
+def _room(pipeline: Pipeline, tokens: Sequence[int]) -> int:
+    room = pipeline.context - len(tokens)
+    if room < 1:
+        raise UserError(
+            f"the prompt has {len(tokens):,} tokens and the context {pipeline.context:,}: "
+            f"shorten it by at least {1 - room:,}"
+        )
+    return room
+
+
+def _memory_ran_out(kv_bytes: int, device: torch.device) -> str:
+    return (
+        f"memory ran out (keys and values took {format_bytes(kv_bytes)}, {format_bytes(memory.free_bytes(device))} are "
+        "free again): shorten the prompt or the text, quantize the models, or choose a smaller pair"
+    )
 
 
 def _steps(
