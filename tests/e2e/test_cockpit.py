@@ -213,11 +213,11 @@ def test_markup_in_a_trace_is_shown_as_text(tab: Any) -> None:
     ("content", "words"),
     [
         ("this is no trace", "line 1 is not JSON"),
-        (HOSTILE[:-60], "no JSON"),
+        (HOSTILE[:-60], "not JSON"),
         (jsonl(header(), PREFILL | {"tokens": "abc"}), "tokens"),
-        (b"\xff\xfe\x00\x01", "no JSON"),
+        (b"\xff\xfe\x00\x01", "not JSON"),
         ("", "the file is empty"),
-        (jsonl(header()) + jsonl(PREFILL).replace('"i": 0', '"i": %d') % 0 * (MAX_STEPS + 2), "not what follows"),
+        (jsonl(header()) + jsonl(PREFILL).replace('"i": 0', '"i": %d') % 0 * (MAX_STEPS + 2), "does not follow"),
     ],
     ids=["words", "truncated", "types", "binary", "empty", "many"],
 )
