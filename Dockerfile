@@ -30,8 +30,6 @@ COPY --chown=user . .
 # Downloaded models persist in a volume.
 VOLUME /home/user/.cache/huggingface
 EXPOSE 7860
-# PID 1 ignores SIGTERM by default; Python shuts down cleanly on SIGINT.
-STOPSIGNAL SIGINT
 # Healthy: a token was produced recently or can be produced now. The start period covers model loading.
 HEALTHCHECK --interval=60s --timeout=30s --start-period=180s \
     CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:7860/health', timeout=25).close()"]

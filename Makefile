@@ -11,10 +11,10 @@ READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint format bench clean
+.PHONY: help setup run test test-fast lint format bench clean
 
 help: ## list the commands
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 18
 
 setup: $(READY) ## create .venv and install the requirements; repeated after they change
 
@@ -24,6 +24,9 @@ run: $(READY) ## open the page
 test: $(READY_DEV) ## run all tests, including a real browser
 	@$(BIN)/python tests/e2e/browser.py
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(ARGS)
+
+test-fast: $(READY_DEV) ## run the tests that need no browser, no bundled weights and less than a minute
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not slow" $(ARGS)
 
 lint: $(READY_DEV) ## check style and formatting
 	@$(BIN)/ruff check .

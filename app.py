@@ -1,124 +1,156 @@
-"""Builds the page and launches it. `python app.py --help` lists the choices."""
+"""Build the page and launch it. `python app.py --help` lists the options."""
 
 from __future__ import annotations
 
 import argparse
 import gc
 import os
+import signal
 import socket
 import sys
+import time
 import webbrowser
+from typing import Any
+
+from specdemo import limit_onednn_cache
+from specdemo.signals import handle_signals
 
 PORT = 7860
-HERE = ("127.0.0.1", "localhost", "::1")  # hosts that only this machine's browsers reach
-PROXIES = "127.0.0.1,10.0.0.0/8,172.16.0.0/12,192.168.0.0/16"  # whose word about a visitor's address a Space takes
+PORT_COUNT = 100  # ports tried if none is requested
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")  # reachable from this machine only
+FLUSH_S = 0.5  # for the last lines of runs: Gradio discards pending messages when its queue is closed
+PROXIES = "127.0.0.1,10.0.0.0/8,172.16.0.0/12,192.168.0.0/16"  # trusted on a Space to report client addresses
 
 
 def options() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the argument parser."""
     parser = argparse.ArgumentParser(description="See, measure and trust speculative decoding, in the browser.")
     host, port = os.environ.get("GRADIO_SERVER_NAME", "127.0.0.1"), os.environ.get("GRADIO_SERVER_PORT")
     parser.add_argument("--host", default=host, help="address to listen on (default: this machine only)")
-    parser.add_argument(
-        "--port", type=int, default=port, help=f"port to listen on (default: {PORT}, or the next one that is free)"
-    )
-    parser.add_argument("--pair", help="drafter and target to begin with (default: the first that is offered)")
-    parser.add_argument("--device", default="auto", help="where the models run: auto, cpu, cuda, mps")
-    parser.add_argument("--share", action="store_true", help="also open a public tunnel; off by default")
+    parser.add_argument("--port", type=int, default=port, help=f"port (default: the first free port from {PORT})")
+    parser.add_argument("--pair", help="initial drafter and target (default: the first available pair)")
+    parser.add_argument("--device", default="auto", help="device of the models: auto, cpu, cuda, mps")
+    parser.add_argument("--share", action="store_true", help="also open a public tunnel")
     parser.add_argument(
         "--browser",
         action=argparse.BooleanOptionalAction,
         default=has_display(),
-        help="open the page in a browser (default: if there seems to be a display)",
+        help="open the page in a browser (default: if a display is available)",
     )
-    parser.add_argument("--window", action="store_true", help="open the page in a window of its own (needs pywebview)")
+    parser.add_argument("--window", action="store_true", help="open the page in a desktop window (requires pywebview)")
     parser.add_argument(
         "--zero-gpu",
         action=argparse.BooleanOptionalAction,
         default=os.environ.get("SPACES_ZERO_GPU", "").lower() in ("1", "t", "true"),
-        help="run in processes that are lent a GPU each (default: on a ZeroGPU Space)",
+        help="decode in ZeroGPU processes (default: on a ZeroGPU Space)",
     )
     return parser
 
 
 def has_display() -> bool:
-    """Whether a browser window would probably be seen by whoever started this."""
+    """Return True if a display is available to the user who started the program."""
     if os.environ.get("SSH_CONNECTION") or os.environ.get("CI"):
         return False
     return sys.platform in ("win32", "darwin") or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether the port can be had."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as door:
-        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    """Return True if a server can listen on this port."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            door.bind((host, port))
+            server.bind((host, port))
         except OSError:
             return False
     return True
 
 
-def choose_port(host: str, asked: int | None) -> int | None:
-    """The port asked for, else the usual one or the next that is free; None if it cannot be had."""
-    if asked is not None:
-        return asked if is_free(host, asked) else None
-    return next((port for port in range(PORT, PORT + 100) if is_free(host, port)), None)
+def choose_port(host: str, requested: int | None) -> int | None:
+    """Return the requested port, by default the first free port from `PORT`; None if unavailable."""
+    candidates = range(PORT, PORT + PORT_COUNT) if requested is None else [requested]
+    return next((port for port in candidates if is_free(host, port)), None)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Build and serve until interrupted. Exit code 2: the request cannot be met."""
+    """Serve the page until SIGINT or SIGTERM; return the exit code (2: invalid options)."""
     args = options().parse_args(argv)
     port = choose_port(args.host, args.port)
     if port is None:
-        which = f"Port {args.port}" if args.port is not None else f"Every port from {PORT} to {PORT + 99}"
-        print(f"{which} on {args.host} cannot be had: choose another with --port.", file=sys.stderr)
+        ports = f"Port {args.port}" if args.port is not None else f"Every port from {PORT} to {PORT + PORT_COUNT - 1}"
+        print(f"{ports} on {args.host} is unavailable: choose another port with --port.", file=sys.stderr)
         return 2
     if port != PORT and args.port is None:
-        print(f"Port {PORT} is in use, so the page is on port {port}.", flush=True)
+        print(f"Port {PORT} is in use; using port {port}.", flush=True)
+    with handle_signals(lambda number, frame: sys.exit(0), signal.SIGINT, signal.SIGTERM):
+        return _serve(args, port)
 
-    if "SPACE_ID" in os.environ:
-        os.environ.setdefault("FORWARDED_ALLOW_IPS", PROXIES)
 
-    # imported late: these take seconds, and the arguments are checked first
+def _serve(args: argparse.Namespace, port: int) -> int:
+    limit_onednn_cache()  # before torch is imported
+    # Imported after the options are checked: these imports take seconds.
     from specdemo.core.errors import UserError
-    from specdemo.ui import desktop_window as window
-    from specdemo.ui import zero_gpu as zero
-    from specdemo.ui.limits import read_limits
-    from specdemo.ui.page import build, launch_options
-    from specdemo.ui.service import leave_a_core
+    from specdemo.ui.page import launch_options
 
-    if args.host in HERE and not args.share:
-        leave_a_core()
     try:
-        limits = read_limits(os.environ)
-        lent = zero.hosted(limits, args.device) if args.zero_gpu else {}
-        page = build(pair=args.pair, device=args.device, limits=limits, **lent)
+        page = _build(args)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    _, local, public = page.launch(
-        server_name=args.host,
-        server_port=port,
-        share=args.share,
-        inbrowser=args.browser and not args.window,
-        prevent_thread_lock=True,
-        **launch_options(page),
-    )
-    gc.freeze()  # half a million objects that are here to stay: to go over them again stops every thread for 0.4 s
-    print(f"specdemo is ready: {public or local}  (Ctrl+C ends it)", flush=True)
     try:
-        if args.window:
-            missing = window.show(local) if has_display() else "there is no display here"
-            if missing is None:
-                return 0
-            print(f"No window: {missing}. The page is in the browser instead.", file=sys.stderr, flush=True)
-            if args.browser:
-                webbrowser.open(local)
-        page.block_thread()
+        _, local_url, public_url = page.launch(
+            server_name=args.host,
+            server_port=port,
+            share=args.share,
+            inbrowser=args.browser and not args.window,
+            prevent_thread_lock=True,
+            **launch_options(page),
+        )
+        gc.freeze()  # 500,000 permanent objects: without this, a full collection stops all threads for 0.4 s
+        print(f"specdemo is ready: {public_url or local_url}  (press Ctrl+C to stop)", flush=True)
+        if not (args.window and _show_window(local_url, args.browser)):
+            page.block_thread()
     finally:
-        page.worker.close()
+        _close(page)
     return 0
+
+
+def _close(page: Any) -> None:
+    """End the runs, then the local services, then the server."""
+    running = page.worker.active
+    page.worker.close()
+    if running:
+        time.sleep(FLUSH_S)
+    page.clouds.close()
+    page.close(verbose=False)
+
+
+def _build(args: argparse.Namespace) -> Any:
+    """Return the page as `gr.Blocks`. Raise `UserError` for invalid options or environment variables."""
+    from specdemo.ui.limits import read_limits
+    from specdemo.ui.page import build
+    from specdemo.ui.service import leave_a_core
+    from specdemo.ui.zero_gpu import hosted
+
+    if "SPACE_ID" in os.environ:
+        os.environ.setdefault("FORWARDED_ALLOW_IPS", PROXIES)
+    if args.host in LOCAL_HOSTS and not args.share:
+        leave_a_core()
+    limits = read_limits(os.environ)
+    overrides = hosted(limits, args.device) if args.zero_gpu else {}
+    return build(pair=args.pair, device=args.device, limits=limits, **overrides)
+
+
+def _show_window(url: str, browser: bool) -> bool:
+    """Show the page in a desktop window until it is closed; return False if no window is available."""
+    from specdemo.ui import desktop_window
+
+    error = desktop_window.show(url) if has_display() else "no display is available"
+    if error is None:
+        return True
+    print(f"No window: {error}. The page is available in the browser.", file=sys.stderr, flush=True)
+    if browser:
+        webbrowser.open(url)
+    return False
 
 
 if __name__ == "__main__":

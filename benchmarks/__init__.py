@@ -1,1 +1,5 @@
-"""Studies and measurements cited by docs/; run by hand, not installed."""
+"""Studies cited by the documents in docs/. Run: `python benchmarks/NAME.py` or `python -m benchmarks.NAME`."""
+
+from specdemo import limit_onednn_cache
+
+limit_onednn_cache()  # before torch is imported

@@ -1,4 +1,8 @@
-"""What drafting without a model costs as the text grows: microseconds and bytes per token, by length of history."""
+"""Time and memory of drafting without a model, by length of the history: table `drafting_cost` in docs/performance.md.
+
+`python -m benchmarks.drafting_cost --write`. The drafters follow the source of Python's standard library; the target is
+replaced by the text, so that acceptance is real and verification free.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specdemo.cli.arguments import Parser
-from specdemo.cli.commands import run_command
+from benchmarks.tables import publish, run_study, study_parser
 from specdemo.core.decode import DraftBudget, Drafter, decode
 from specdemo.core.policies import Fixed
 from specdemo.core.step import Draft, Verdict
@@ -23,8 +26,8 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
 
 SIZES = (1_000, 10_000, 100_000)
-READ = DraftBudget(0, Fixed(1))  # a draft of no tokens: the text is read, and that is all
-NEW = 1_000  # tokens over which a cost is taken
+NEW_TOKENS = 1_000  # timed
+READ_ONLY = DraftBudget(0, Fixed(1))  # update without drafting
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "nasd": lambda: NGramDrafter(4, "multi", 3),
     "nasd, one level": lambda: NGramDrafter(4, "one", 1),
@@ -34,32 +37,32 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 
 
 @dataclass(frozen=True)
-class StoreCost:
-    """One drafter at one length of history."""
+class DraftingCost:
+    """Cost of a drafter for a length of history."""
 
     drafter: str
     history: int
     seconds_per_token: float  # drafting and learning, per committed token
-    bytes_per_token: float  # of what is kept
-    accepted_per_round: float
+    bytes_per_token: float  # memory of the drafter, per token of the history
+    accepted_per_step: float
 
 
-class Replay:
-    """A target that always says what a text says: what it drafts against is real, its pass is free."""
+class TextVerifier:
+    """Verifier that continues every prefix of a text with the text."""
 
     def __init__(self, text: Sequence[int]) -> None:
         self._text = text
 
     def verify(self, tokens: Sequence[int], draft: Draft) -> Verdict:
-        """The drafted tokens that the text has, and its next one."""
-        at = len(tokens)
-        kept = next((i for i, t in enumerate(draft.tokens) if t != self._text[at + i]), len(draft))
-        choices = tuple((self._text[at + i],) for i in range(len(draft) + 1))
-        return Verdict(tuple(range(kept)), self._text[at + kept], choices=choices)
+        """Accept the draft tokens that agree with the text."""
+        start = len(tokens)
+        accepted = next((i for i, token in enumerate(draft.tokens) if token != self._text[start + i]), len(draft))
+        choices = tuple((self._text[start + i],) for i in range(len(draft) + 1))
+        return Verdict(tuple(range(accepted)), self._text[start + accepted], choices=choices)
 
 
 def stdlib_tokens(encode: Callable[[str], list[int]], count: int) -> list[int]:
-    """The source of Python's standard library, as it comes, up to `count` tokens."""
+    """Return the first `count` tokens of the standard library's source."""
     tokens: list[int] = []
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         if len(tokens) >= count:
@@ -68,62 +71,46 @@ def stdlib_tokens(encode: Callable[[str], list[int]], count: int) -> list[int]:
     return tokens[:count]
 
 
-def measure(text: Sequence[int], sizes: Sequence[int] = SIZES, gamma: int = 4) -> Iterator[StoreCost]:
-    """Let every drafter follow `text` from each of `sizes` tokens on."""
-    for name, make in DRAFTERS.items():
+def measure(text: Sequence[int], sizes: Sequence[int] = SIZES, gamma: int = 4) -> Iterator[DraftingCost]:
+    """Yield the cost of every drafter following `text` from each of `sizes` tokens on."""
+    for name, build in DRAFTERS.items():
         for size in sizes:
-            seconds, accepted, rounds = _follow(make(), text, size, gamma)
+            seconds, accepted, steps = _follow(build(), text, size, gamma)
             tracemalloc.start()
-            drafter = make()
-            drafter.propose(text[:size], READ)
-            kept, _ = tracemalloc.get_traced_memory()
+            drafter = build()
+            drafter.propose(text[:size], READ_ONLY)
+            memory, _ = tracemalloc.get_traced_memory()
             tracemalloc.stop()
-            yield StoreCost(name, size, seconds / NEW, kept / size, accepted / rounds)
+            yield DraftingCost(name, size, seconds / NEW_TOKENS, memory / size, accepted / steps)
 
 
 def _follow(drafter: Drafter, text: Sequence[int], size: int, gamma: int) -> tuple[float, int, int]:
-    """Seconds spent on `NEW` tokens after the first `size`, tokens accepted, and rounds; reading the prompt apart."""
-    drafter.propose(text[:size], READ)
-    steps = decode(text[:size], Replay(text), drafter, Fixed(gamma), max_tokens=NEW, stop=(), clock=time.perf_counter)
-    seconds, accepted, rounds = 0.0, 0, 0
-    for step in steps:
-        seconds += step.draft_s + step.host_s
-        accepted += len(step.verdict.accepted)
-        rounds += 1
-    return seconds, accepted, rounds
+    """Return drafting seconds, accepted tokens and steps for `NEW_TOKENS` tokens after the first `size`."""
+    drafter.propose(text[:size], READ_ONLY)
+    verifier, clock = TextVerifier(text), time.perf_counter
+    steps = list(decode(text[:size], verifier, drafter, Fixed(gamma), max_tokens=NEW_TOKENS, stop=(), clock=clock))
+    seconds = sum(step.draft_s + step.host_s for step in steps)
+    return seconds, sum(len(step.verdict.accepted) for step in steps), len(steps)
 
 
-def markdown(costs: Sequence[StoreCost]) -> str:
-    """A row per drafter, a pair of columns per length of history."""
-    sizes = sorted({cost.history for cost in costs})
-    head = [
-        "drafter",
-        *(f"us / token at {size:,}" for size in sizes),
-        *(f"bytes / token at {size:,}" for size in sizes),
-    ]
-    rows = []
-    for name in dict.fromkeys(cost.drafter for cost in costs):
-        mine = {cost.history: cost for cost in costs if cost.drafter == name}
-        rows.append(
-            [name]
-            + [f"{1e6 * mine[size].seconds_per_token:.1f}" for size in sizes]
-            + [f"{mine[size].bytes_per_token:.0f}" for size in sizes]
-        )
-    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows))
-
-
-def run(options: argparse.Namespace) -> int:
-    """Measure and print the table."""
+def study(options: argparse.Namespace) -> None:
+    """Measure and publish the table: a row per drafter, two columns per length of history."""
     tokenizer = ModelPool().take(Recipe(method="nasd").target_spec).tokenizer
-    text = stdlib_tokens(lambda source: tokenizer.encode(source, verbose=False), max(SIZES) + 2 * NEW)
-    print(markdown(list(measure(text))))
-    return 0
+    text = stdlib_tokens(lambda source: tokenizer.encode(source, verbose=False), max(SIZES) + 2 * NEW_TOKENS)
+    rows: dict[str, dict[str, object]] = {}
+    for cost in measure(text):
+        row = rows.setdefault(cost.drafter, {"drafter": cost.drafter})
+        row[f"us_{cost.history}"] = 1e6 * cost.seconds_per_token
+        row[f"bytes_{cost.history}"] = cost.bytes_per_token
+    columns = {"drafter": "{drafter}"}
+    columns |= {f"us / token at {size:,}": f"{{us_{size}:.1f}}" for size in SIZES}
+    columns |= {f"bytes / token at {size:,}": f"{{bytes_{size}:.0f}}" for size in SIZES}
+    publish(options, "drafting_cost", columns, list(rows.values()))
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Parse the command line and run the benchmark."""
-    parser = Parser(description="cost of drafting without a model as the text grows")
-    return run_command(run, parser.parse_args(arguments))
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and run the study."""
+    return run_study(study, study_parser(__file__, __doc__, "performance.md"), arguments)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Nonsense for the service, made from its own description: ``python -m benchmarks.fuzz``.
+"""Fuzz the cloud service from its OpenAPI description: table `fuzz` in docs/edge-cloud.md.
 
-The service runs in a process of its own. Schemathesis (``pip install schemathesis msgpack``, here or elsewhere:
-``--fuzzer`` names its program) reads its description and sends it what that allows and what it forbids, in both
-encodings. Every answer must come in time, be no 5xx, and be one that the description knows; the service's memory is
-looked at meanwhile, and afterwards it must still write what plain decoding at hand writes.
+`python -m benchmarks.fuzz --seconds 150 --seed 1 --write`. Requires Schemathesis (`pip install schemathesis msgpack`,
+possibly in another environment named by `--fuzzer`), which sends valid and invalid requests in both encodings. Every
+response must arrive in time, match the description and not be a 5xx; afterwards the service must still reproduce the
+text of local AR decoding.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from benchmarks.cloud import cloud
+from benchmarks.runs import cloud_service, traced
+from benchmarks.tables import publish, run_study, study_parser
 from specdemo.core.errors import UserError
-from specdemo.core.events import StepEvent
-from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
@@ -44,47 +43,32 @@ CHECKS = (
     "unsupported_method",
 )
 HOOKS = Path(__file__).with_name("fuzz_hooks.py")
+REPORT = "responses.json"
+COLUMNS = {
+    "requests": "{requests:,}",
+    "accepted": "{status_2xx:,}",
+    "rejected": "{status_4xx:,}",
+    "5xx": "{status_5xx}",
+    "fuzzer passed": "{fuzzer_passed}",
+    "AR text before, after": "{correct_before}, {correct_after}",
+    "memory before, 1/4, 1/2, end MB": "{rss_mb[0]:.0f}, {rss_mb[1]:.0f}, {rss_mb[2]:.0f}, {rss_mb[3]:.0f}",
+}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Show the fuzzer's own report, then what became of the service, and a JSON line; 1 where anything is amiss."""
-    parser = argparse.ArgumentParser(prog="benchmarks.fuzz")
-    parser.add_argument("--fuzzer", default="st", help="schemathesis' program")
-    parser.add_argument("--seconds", type=int, default=240)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--longest-s", type=float, default=30.0, help="an answer that takes longer is a failure")
-    options = parser.parse_args(arguments)
+def study(options: argparse.Namespace) -> int:
+    """Run the fuzzer and publish the table. Return 1 after any failure."""
     if shutil.which(options.fuzzer) is None:
-        raise UserError(
-            f"there is no program {options.fuzzer}: pip install schemathesis msgpack, or name it with --fuzzer"
-        )
+        raise UserError(f"{options.fuzzer} is missing: pip install schemathesis msgpack, or name it with --fuzzer")
     os.environ[TOKEN] = secrets.token_hex()
     pool, memory = ModelPool(), []
-    with cloud("--contexts", "64", "--budget-mb", "64") as service, tempfile.TemporaryDirectory() as work:
+    with cloud_service("--contexts", "64", "--budget-mb", "64") as service, tempfile.TemporaryDirectory() as work:
         recipe = Recipe(temperature=0.0, max_tokens=48, cloud=CloudConfig(service.url, deadline_ms=5000))
-        judged = [_judges(recipe, pool)]
         assert recipe.drafter_spec is not None
-        command = [
-            options.fuzzer,
-            "run",
-            f"{service.url}/openapi.json",
-            f"--header=Authorization: Bearer {os.environ[TOKEN]}",
-            "--phases=coverage,fuzzing",
-            f"--checks={','.join(CHECKS)}",
-            f"--max-time={options.seconds}",
-            f"--request-timeout={options.longest_s}",
-            f"--seed={options.seed}",
-            "--continue-on-failure",
-            "--suppress-health-check=all",
-            "--generation-database=none",
-            "--no-color",
-            "--report=har",
-            "--report-har-path=said.json",
-        ]
+        correct_before = _reproduces_ar_text(recipe, pool)
         vocabulary = str(pool.take(recipe.drafter_spec).vocab_size)
         environment = {**os.environ, "SCHEMATHESIS_HOOKS": str(HOOKS), "SPECDEMO_VOCABULARY": vocabulary}
         began = time.monotonic()
-        with subprocess.Popen(command, cwd=work, env=environment) as fuzzer:
+        with subprocess.Popen(_command(options, service.url), cwd=work, env=environment) as fuzzer:
             while fuzzer.poll() is None:
                 memory.append(service.rss_bytes)
                 try:
@@ -92,44 +76,68 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 except subprocess.TimeoutExpired:
                     continue
         seconds = time.monotonic() - began
-        answers = _answers(Path(work, "said.json"))
-        judged.append(_judges(recipe, pool))
+        responses = _count_responses(Path(work, REPORT))
+        correct_after = _reproduces_ar_text(recipe, pool)
         memory.append(service.rss_bytes)
+    statuses = [(status, count) for counts in responses.values() for status, count in counts.items()]
     figures = {
         "seconds": seconds,
-        "fuzzer_found_nothing": fuzzer.returncode == 0,
-        "answers": answers,
-        "judges_before": judged[0],
-        "judges_after": judged[1],
-        **{f"rss_mb_at_{quarter}_quarters": memory[quarter * (len(memory) - 1) // 4] / 1e6 for quarter in range(5)},
+        "requests": sum(count for _, count in statuses),
+        **{f"status_{digit}xx": sum(n for status, n in statuses if status[0] == digit) for digit in "245"},
+        "fuzzer_passed": fuzzer.returncode == 0,
+        "responses": responses,
+        "correct_before": correct_before,
+        "correct_after": correct_after,
+        "rss_mb": [memory[quarter * (len(memory) - 1) // 4] / 1e6 for quarter in (0, 1, 2, 4)],
     }
-    for name, value in figures.items():
-        print(f"{name.replace('_', ' ')}: {value:,.1f}" if isinstance(value, float) else f"{name}: {value}")
-    print(json.dumps({"fuzz": figures}))
-    return 0 if all(judged) and fuzzer.returncode == 0 else 1
+    publish(options, "fuzz", COLUMNS, [figures])
+    return 0 if correct_before and correct_after and fuzzer.returncode == 0 else 1
 
 
-def _answers(report: Path) -> dict[str, dict[str, int]]:
-    """How often each status was answered, by method and the first two parts of the path."""
-    found: dict[str, Counter[str]] = defaultdict(Counter)
+def _command(options: argparse.Namespace, url: str) -> list[str]:
+    return [
+        options.fuzzer,
+        "run",
+        f"{url}/openapi.json",
+        f"--header=Authorization: Bearer {os.environ[TOKEN]}",
+        "--phases=coverage,fuzzing",
+        f"--checks={','.join(CHECKS)}",
+        f"--max-time={options.seconds}",
+        f"--request-timeout={options.longest_s}",
+        f"--seed={options.seed}",
+        "--continue-on-failure",
+        "--suppress-health-check=all",
+        "--generation-database=none",
+        "--no-color",
+        "--report=har",
+        f"--report-har-path={REPORT}",
+    ]
+
+
+def _count_responses(report: Path) -> dict[str, dict[str, int]]:
+    """Count responses by method, first two parts of the path, and status."""
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
     for entry in json.loads(report.read_text("utf-8"))["log"]["entries"]:
         path = "/".join(urlsplit(entry["request"]["url"]).path.split("/")[:3])
-        found[f"{entry['request']['method']} {path}"][str(entry["response"]["status"])] += 1
-    return {name: dict(sorted(counts.items())) for name, counts in sorted(found.items())}
+        counts[f"{entry['request']['method']} {path}"][str(entry["response"]["status"])] += 1
+    return {name: dict(sorted(statuses.items())) for name, statuses in sorted(counts.items())}
 
 
-def _judges(recipe: Recipe, pool: ModelPool) -> bool:
-    """Whether the service's text is that of plain decoding at hand."""
+def _reproduces_ar_text(recipe: Recipe, pool: ModelPool) -> bool:
     prompt = load_prompts(kinds=["code"])[0].text
-    texts = [
-        [token for event in generate(one, prompt, pool) if isinstance(event, StepEvent) for token in event.step.tokens]
-        for one in (recipe, replace(recipe, method="ar", cloud=None))
-    ]
-    return texts[0] == texts[1]
+    local = replace(recipe, method="ar", cloud=None)
+    return traced(recipe, prompt, pool).tokens == traced(local, prompt, pool).tokens
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and run the study."""
+    parser = study_parser(__file__, __doc__, "edge-cloud.md")
+    parser.add_argument("--fuzzer", default="st", help="program of Schemathesis (default: %(default)s)")
+    parser.add_argument("--seconds", type=int, default=240)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--longest-s", type=float, default=30.0, help="time limit of a response, in seconds")
+    return run_study(study, parser, arguments)
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except UserError as refusal:
-        sys.exit(f"specdemo: {refusal}")
+    sys.exit(main())

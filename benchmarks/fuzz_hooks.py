@@ -1,9 +1,8 @@
-"""How the fuzzer's nonsense gets further than the door: hooks that schemathesis loads, see `fuzz.py`.
+"""Schemathesis hooks of `fuzz.py` that make part of the generated requests pass validation.
 
-What the description allows is seldom what a model can judge: ids are far outside its vocabulary, lengths do not agree.
-So every other body that the description allows is put right in that respect, and in nothing else: contexts, forests,
-rows and rules get their share. Runs where schemathesis is installed, which may be nowhere near the program: imports
-nothing of it.
+Generated token ids are rarely within the vocabulary and lengths rarely agree. Every second valid body is corrected in
+these respects, so that contexts, draft forests, rows and rules are tested too. Runs in the environment of Schemathesis;
+imports no part of this program.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from schemathesis.generation import GenerationMode
 
 VOCABULARY = int(os.environ["SPECDEMO_VOCABULARY"])
 RULES = ("rejection", "match", "coupled", "top1", "ratio", "threshold", "typical")
-FLAT = base64.b64encode(b"\x00\x00\x80\x3f" * VOCABULARY).decode()  # a row: ones, little-endian
-LONGEST = 64  # tokens of a text, so that there is time for many
+FLAT = base64.b64encode(b"\x00\x00\x80\x3f" * VOCABULARY).decode()  # row of 1.0, little-endian float32
+MAX_TOKENS = 64  # of a text, for many requests per second
 turns = count()
 
 
 def _ids(values: list[int]) -> list[int]:
-    return [value % VOCABULARY for value in values[:LONGEST]]
+    return [value % VOCABULARY for value in values[:MAX_TOKENS]]
 
 
-def _round(body: dict[str, Any], turn: int) -> None:
-    """Lengths that agree, rows that are laws, a few contexts for all; three of four are opened."""
+def _correct_draft(body: dict[str, Any], turn: int) -> None:
+    """Make lengths agree and rows valid, share a few contexts, and open three of four of them."""
     n = body["k"] = len(body.get("draft_tokens", ()))
     for name, filler in (("q_token_probs", 0.5), ("hard_mask", 1), ("parents", -1)):
         if body.get(name) is not None:
@@ -46,7 +45,7 @@ def _round(body: dict[str, Any], turn: int) -> None:
 
 @schemathesis.serializer("application/msgpack")
 def packed(context: Any, value: Any) -> bytes:
-    """In the binary encoding; what it has no way to write is sent as nothing."""
+    """Encode as msgpack; return an empty body for values that msgpack cannot represent."""
     try:
         return msgpack.packb(value)
     except (OverflowError, TypeError, ValueError):
@@ -55,13 +54,13 @@ def packed(context: Any, value: Any) -> bytes:
 
 @schemathesis.deserializer("application/msgpack")
 def unpacked(context: Any, response: Any) -> Any:
-    """What an answer says; probabilities come in an extension of four bytes each."""
+    """Decode msgpack; probabilities are an extension type of four bytes each."""
     return msgpack.unpackb(response.content, ext_hook=lambda kind, data: list(memoryview(data).cast("f")))
 
 
 @schemathesis.hook
 def before_call(context: Any, case: Any, kwargs: dict[str, Any]) -> None:
-    """Put every other body right; what the description forbids stays as it is."""
+    """Correct every second valid body; invalid bodies are unchanged."""
     turn = next(turns)
     if turn % 2 or case.meta is None or case.meta.generation.mode is not GenerationMode.POSITIVE:
         return
@@ -73,5 +72,5 @@ def before_call(context: Any, case: Any, kwargs: dict[str, Any]) -> None:
         words = [_ids(word) for word in body["sampling_cfg"].get("bad_words", ())]
         body["sampling_cfg"] = {**body["sampling_cfg"], "bad_words": words, "rule": RULES[turn // 2 % len(RULES)]}
     if "ctx_id" in body:
-        _round(body, turn // 2)
+        _correct_draft(body, turn // 2)
     case.body = body

@@ -1,22 +1,23 @@
-"""What a gate's threshold saves and costs: ``python -m benchmarks.gates``.
+"""Saved cloud calls and lost quality by threshold of a gate: table `gates` in docs/edge-cloud.md.
 
-Thresholds are percentiles of each signal over what the drafter drafts on one half of the prompts (the practice guide
-takes the 80th of the NLL); the curve is of the other half. Calls saved are against asking about every draft. Agreement
-is the share of tokens that are the target's own first choice where they stand; beta is the mean of sum min(p, q) over
-the text, 1 for a token that the target judged.
+`python -m benchmarks.gates --max-tokens 32 --prompts 12 --write`. Thresholds are percentiles of each signal over the
+draft tokens of half of the prompts (the practice guide uses the 80th of the NLL); figures are measured on the other
+half. Saved calls are relative to verifying every draft. Agreement is the share of tokens that are the target's first
+choice; beta is the mean of sum min(p, q), 1 for tokens verified by the target.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from benchmarks.runs import percentile
+from benchmarks.tables import publish, run_study, study_parser
 from specdemo.core.decode import Verifier, decode
 from specdemo.core.step import Draft, Step, Verdict
 from specdemo.models.kv_cache import CachedModel
@@ -29,147 +30,133 @@ from specdemo.recipe import Recipe
 from specdemo.remote.gates import GatedVerifier, RecordingPolicy, mc_dropout, signals
 
 PERCENTILES = (20, 40, 60, 80, 90, 95)
-NAMES = ("nll", "entropy", "margin", "variance")
+SIGNAL_NAMES = ("nll", "entropy", "margin", "variance")
+COLUMNS = {
+    "signal": "{signal}",
+    "percentile": "{percentile}",
+    "threshold": "{threshold:.4g}",
+    "calls saved": "{saved:.0%}",
+    "agreement": "{agreement:.3f}",
+    "mean beta": "{beta:.3f}",
+}
 
 
-class Here:
-    """The target at hand in the cloud's place; it keeps what the drafts looked like."""
+class LocalTarget:
+    """Local verifier in place of the cloud that records the signals of all drafts."""
 
-    def __init__(self, verifier: Verifier, gauge: RecordingPolicy, variance: Any) -> None:
-        self._verifier, self._gauge, self._variance = verifier, gauge, variance
-        self.seen: dict[str, list[float]] = {name: [] for name in NAMES}
+    def __init__(self, verifier: Verifier, policy: RecordingPolicy, variance: Any) -> None:
+        self._verifier, self._policy, self._variance = verifier, policy, variance
+        self.signals: dict[str, list[float]] = {name: [] for name in SIGNAL_NAMES}
 
     def verify(self, tokens: Sequence[int], draft: Draft, hard_mask: Sequence[int] | None = None) -> Verdict:
-        """The target's verdict."""
+        """Record the signals and verify."""
         if draft.tokens:
-            for name, values in signals(self._gauge.log_probs, draft).items():
-                self.seen[name] += values
-            self.seen["variance"] += self._variance(tokens, draft)
+            for name, values in signals(self._policy.log_probs, draft).items():
+                self.signals[name] += values
+            self.signals["variance"] += self._variance(tokens, draft)
         return self._verifier.verify(tokens, draft)
 
     def close(self) -> None:
-        """Nothing to hang up."""
+        """Required by the protocol of remote targets."""
 
 
-@dataclass(frozen=True)
-class Point:
-    """One threshold of one signal."""
+class GateStudy:
+    """Decoding with the bundled pair and a gate."""
 
-    signal: str
-    percentile: int
-    threshold: float
-    saved: float  # of the calls that asking about every draft takes, per token
-    agreement: float
-    beta: float
-
-
-class Study:
-    """The bundled pair, or another, and how it decodes behind a gate."""
-
-    def __init__(self, recipe: Recipe, pool: ModelPool, most_hard: float) -> None:
+    def __init__(self, recipe: Recipe, pool: ModelPool, max_hard_share: float) -> None:
         assert recipe.drafter_spec is not None
-        self._recipe, self._most_hard = recipe, most_hard
+        self._recipe, self._max_hard_share = recipe, max_hard_share
         self._target, self._drafter = pool.take(recipe.target_spec), pool.take(recipe.drafter_spec)
-        self._variance = mc_dropout(
-            [CachedModel(with_dropout(self._drafter.model, seed)).score for seed in range(PASSES)]
-        )
+        variants = [with_dropout(self._drafter.model, seed) for seed in range(PASSES)]
+        self._variance = mc_dropout([CachedModel(model).score for model in variants])
 
-    def run(self, text: str, thresholds: Mapping[str, float]) -> tuple[list[int], list[Step], Here]:
-        """The prompt's tokens, the steps behind the gate, and what it saw."""
+    def run(self, text: str, thresholds: Mapping[str, float]) -> tuple[list[int], list[Step], LocalTarget]:
+        """Return the prompt's tokens, the steps, and the target with the recorded signals."""
         pipeline = build_pipeline(self._recipe, self._target, self._drafter)
-        gauge = RecordingPolicy(pipeline.policy)
-        here = Here(pipeline.verifier, gauge, self._variance)
+        policy = RecordingPolicy(pipeline.policy)
+        target = LocalTarget(pipeline.verifier, policy, self._variance)
         variance = self._variance if "variance" in thresholds else None
-        verifier = GatedVerifier(here, gauge, thresholds, self._most_hard, variance=variance)
+        verifier = GatedVerifier(target, policy, thresholds, self._max_hard_share, variance=variance)
         tokens = self._target.tokenizer.encode(text)
-        most = min(self._recipe.max_tokens, pipeline.context - len(tokens))
-        return (
-            tokens,
-            list(
-                decode(
-                    tokens,
-                    verifier,
-                    pipeline.drafter,
-                    gauge,
-                    max_tokens=most,
-                    stop=self._target.stop,
-                    clock=lambda: 0.0,
-                )
-            ),
-            here,
-        )
+        limits = {
+            "max_tokens": min(self._recipe.max_tokens, pipeline.context - len(tokens)),
+            "stop": self._target.stop,
+            "clock": lambda: 0.0,
+        }
+        return tokens, list(decode(tokens, verifier, pipeline.drafter, policy, **limits)), target
 
     def calibrate(self, prompts: Sequence[Prompt]) -> dict[str, list[float]]:
-        """Each signal over every drafted token, sorted; every draft is judged."""
-        seen: dict[str, list[float]] = {name: [] for name in NAMES}
+        """Return the values of each signal over all draft tokens when every draft is verified."""
+        values: dict[str, list[float]] = {name: [] for name in SIGNAL_NAMES}
         for prompt in prompts:
-            _, _, here = self.run(prompt.text, {"nll": -1.0})
-            for name, values in here.seen.items():
-                seen[name] += values
-        return {name: sorted(values) for name, values in seen.items()}
+            _, _, target = self.run(prompt.text, {"nll": -1.0})
+            for name in values:
+                values[name] += target.signals[name]
+        return values
 
     def measure(self, prompts: Sequence[Prompt], thresholds: Mapping[str, float]) -> tuple[float, float, float]:
-        """Calls per token, agreement, beta."""
+        """Return calls per token, agreement and mean beta."""
         calls = tokens = 0
-        right: list[float] = []
+        agreement: list[float] = []
         betas: list[float] = []
         for prompt in prompts:
-            before, steps, _ = self.run(prompt.text, thresholds)
+            prompt_tokens, steps, _ = self.run(prompt.text, thresholds)
             new = [token for step in steps for token in step.tokens]
-            judged = [step.verdict.notes.get("escalated", 1.0) > 0 for step in steps for _ in step.tokens]
-            p, q = (_laws(model, [*before, *new])[len(before) - 1 : -1] for model in (self._target, self._drafter))
-            right += (p.argmax(-1) == torch.tensor(new)).float().tolist()
+            escalated = [step.verdict.notes.get("escalated", 1.0) > 0 for step in steps]
+            verified = [flag for flag, step in zip(escalated, steps, strict=True) for _ in step.tokens]
+            p, q = (
+                _distributions(model, [*prompt_tokens, *new])[len(prompt_tokens) - 1 : -1]
+                for model in (self._target, self._drafter)
+            )
+            agreement += (p.argmax(-1) == torch.tensor(new)).float().tolist()
             overlap = torch.minimum(p, q).sum(-1).tolist()
-            betas += [1.0 if ours else beta for ours, beta in zip(judged, overlap, strict=True)]
-            calls += sum(step.verdict.notes.get("escalated", 1.0) > 0 for step in steps[1:])
+            betas += [1.0 if by_target else beta for by_target, beta in zip(verified, overlap, strict=True)]
+            calls += sum(escalated[1:])
             tokens += len(new)
-        return calls / tokens, statistics.mean(right), statistics.mean(betas)
+        return calls / tokens, statistics.mean(agreement), statistics.mean(betas)
 
 
-def _laws(model: LoadedModel, tokens: Sequence[int]) -> torch.Tensor:
-    """Raw laws after each of `tokens`, `[n, vocab]`."""
+def _distributions(model: LoadedModel, tokens: Sequence[int]) -> torch.Tensor:
     return CachedModel(model.model).read(tokens).float().softmax(-1).cpu()
 
 
-def curve(study: Study, valid: Sequence[Prompt], held_out: Sequence[Prompt]) -> Iterator[Point]:
-    """A point per signal and percentile, and the two ends: ask about everything, ask about nothing."""
-    seen = study.calibrate(valid)
-    always, agreement, beta = study.measure(held_out, {"nll": -1.0})
-    yield Point("always ask", 0, 0.0, 0.0, agreement, beta)
-    for name in NAMES:
-        for percentile in PERCENTILES:
-            share = (100 - percentile if name == "margin" else percentile) / 100
-            threshold = seen[name][min(len(seen[name]) - 1, int(share * len(seen[name])))]
-            calls, agreement, beta = study.measure(held_out, {name: threshold})
-            yield Point(name, percentile, threshold, 1 - calls / always, agreement, beta)
-    calls, agreement, beta = study.measure(held_out, {"nll": float("inf")})
-    yield Point("never ask", 100, 0.0, 1 - calls / always, agreement, beta)
+def curve(gate: GateStudy, calibration: Sequence[Prompt], held_out: Sequence[Prompt]) -> Iterator[dict[str, Any]]:
+    """Yield a record per signal and percentile, and for the limits of always and never calling the target."""
+    values = gate.calibrate(calibration)
+    points = [("verify always", 0, {"nll": -1.0})]
+    for name in SIGNAL_NAMES:
+        for percent in PERCENTILES:
+            share = (100 - percent if name == "margin" else percent) / 100
+            points.append((name, percent, {name: percentile(values[name], share)}))
+    points.append(("verify never", 100, {"nll": float("inf")}))
+    always = 0.0
+    for name, percent, thresholds in points:
+        calls, agreement, beta = gate.measure(held_out, thresholds)
+        always = always or calls  # of the first point
+        threshold = thresholds.get(name, 0.0)
+        figures = {"saved": 1 - calls / always, "agreement": agreement, "beta": beta}
+        yield {"signal": name, "percentile": percent, "threshold": threshold, **figures}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the curve, and a JSON line."""
-    parser = argparse.ArgumentParser(prog="benchmarks.gates")
+def study(options: argparse.Namespace) -> None:
+    """Measure and publish the table."""
+    settings = {name: getattr(options, name) for name in ("temperature", "gamma", "max_tokens")}
+    recipe = Recipe(**settings, top_p=1.0, device="cpu")
+    prompts = load_prompts(kinds=["code"])[: options.prompts]
+    gate = GateStudy(recipe, ModelPool(), options.ratio)
+    publish(options, "gates", COLUMNS, list(curve(gate, prompts[::2], prompts[1::2])))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and run the study."""
+    parser = study_parser(__file__, __doc__, "edge-cloud.md")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--gamma", type=int, default=4)
-    parser.add_argument("--ratio", type=float, default=0.3, help="of a draft that may be hard")
+    parser.add_argument("--ratio", type=float, default=0.3, help="share of hard tokens that requires a call")
     parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--prompts", type=int, default=24, help="of the class of code, half of them held out")
-    options = parser.parse_args(arguments)
-    recipe = Recipe(
-        temperature=options.temperature, top_p=1.0, gamma=options.gamma, max_tokens=options.max_tokens, device="cpu"
-    )
-    prompts = load_prompts(kinds=["code"])[: options.prompts]
-    points = []
-    print("| signal | percentile | threshold | calls saved | agreement | mean beta |\n|---|---|---|---|---|---|")
-    for point in curve(Study(recipe, ModelPool(), options.ratio), prompts[::2], prompts[1::2]):
-        points.append(point)
-        print(
-            f"| {point.signal} | {point.percentile} | {point.threshold:.4g} | {point.saved:.0%} "
-            f"| {point.agreement:.3f} | {point.beta:.3f} |",
-            flush=True,
-        )
-    print(json.dumps({"gates": [vars(point) for point in points]}))
+    parser.add_argument("--prompts", type=int, default=24, help="prompts of class code, half for calibration")
+    return run_study(study, parser, arguments)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

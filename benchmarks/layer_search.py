@@ -1,7 +1,8 @@
-"""Which layers can self-speculation do without? A greedy search over a few texts, before anything is generated.
+"""Greedy search for the layers that self-speculation can skip, cited in README.md.
 
-Layers are left out one by one, each time the one whose loss costs the least agreement with the whole model (Draft &
-Verify 2309.08168 searches the same sets with Bayesian optimisation; one pass per candidate is enough for small ones).
+`python -m benchmarks.layer_search`. Each iteration removes the layer with the smallest loss of agreement
+with the complete model on a few texts. Draft & Verify (2309.08168) searches the same sets with Bayesian
+optimisation; for small models a pass per candidate is affordable.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.pass_cost import step_seconds
-from specdemo.cli.arguments import Parser, add_model_options, given
-from specdemo.cli.commands import at_least_one, run_command
+from benchmarks.pass_cost import Model, step_seconds
+from benchmarks.tables import run_study, study_parser
+from specdemo.bench import Progress, markdown_table
+from specdemo.cli.arguments import given
+from specdemo.cli.commands import at_least_one
 from specdemo.core.errors import UserError
 from specdemo.core.theory import best_gamma, walltime_improvement
 from specdemo.models.engines.llama_weights import LlamaWeights
@@ -30,78 +33,87 @@ from specdemo.recipe import Recipe
 
 @dataclass(frozen=True)
 class LayerSubset:
-    """The best drafter found with so many layers left out."""
+    """Best drafter for a number of skipped layers."""
 
     skipped: tuple[int, ...]
     alpha: float  # mean sum min(p, q) at temperature 1 on the texts
-    c: float  # its pass in passes of the whole model, as measured
+    c: float  # measured cost of its pass, in passes of the complete model
 
     @property
     def gamma(self) -> int:
-        """The best draft length for it; 0 where no draft pays."""
+        """Best draft length; 0 if drafting does not pay."""
         return best_gamma(self.alpha, self.c)
 
     @property
     def speedup(self) -> float:
-        """What Theorem 3.8 promises at that length."""
+        """Speed-up of Theorem 3.8 for the best draft length."""
         return walltime_improvement(self.alpha, self.gamma, self.c)
 
 
-def search(target: LoadedModel, texts: Sequence[str], most_tokens: int = 128) -> Iterator[LayerSubset]:
-    """One finding per number of layers left out, from one to all but one."""
+def search(target: LoadedModel, texts: Sequence[str], max_tokens: int = 128) -> Iterator[LayerSubset]:
+    """Yield the best set for 1, 2, ... skipped layers."""
     model, count = target.model, layer_count(target.model)
-    ids = [target.tokenizer.encode(text)[:most_tokens] for text in texts]
-    distributions = [_laws(model, one) for one in ids]
+    ids = [target.tokenizer.encode(text)[:max_tokens] for text in texts]
+    target_probs = [_distributions(model, tokens) for tokens in ids]
+
+    def without(skipped: tuple[int, ...]) -> Model:
+        return with_layers(model, [i for i in range(count) if i not in skipped])
 
     def alpha(skipped: tuple[int, ...]) -> float:
-        thin = with_layers(model, [i for i in range(count) if i not in skipped])
-        pairs = zip((_laws(thin, one) for one in ids), distributions, strict=True)
+        drafter = without(skipped)
+        pairs = zip((_distributions(drafter, tokens) for tokens in ids), target_probs, strict=True)
         return float(torch.cat([torch.minimum(q, p).sum(-1) for q, p in pairs]).mean())
 
-    free = range(
-        0 if isinstance(model, LlamaWeights) else 1, count
-    )  # transformers needs layer 0 to know how long the text is
+    removable = set(range(0 if isinstance(model, LlamaWeights) else 1, count))  # transformers' cache needs layer 0
     skipped: tuple[int, ...] = ()
-    while len(skipped) < count - 1 and set(free) - set(skipped):
-        found = {(*skipped, i): alpha((*skipped, i)) for i in free if i not in skipped}
-        skipped = max(found, key=found.__getitem__)
-        whole, thin = step_seconds([model, with_layers(model, [i for i in range(count) if i not in skipped])], 20)
-        yield LayerSubset(tuple(sorted(skipped)), found[skipped], thin / whole)
+    while len(skipped) < count - 1 and removable - set(skipped):
+        candidates = {(*skipped, i): alpha((*skipped, i)) for i in sorted(removable - set(skipped))}
+        skipped = max(candidates, key=candidates.__getitem__)
+        complete_s, drafter_s = step_seconds([model, without(skipped)], 20)
+        yield LayerSubset(tuple(sorted(skipped)), candidates[skipped], drafter_s / complete_s)
 
 
-def _laws(model: LlamaWeights | torch.nn.Module, tokens: Sequence[int]) -> Tensor:
-    """The law after each of `tokens`, `[n, vocab]`."""
+def _distributions(model: Model, tokens: Sequence[int]) -> Tensor:
     return CachedModel(model).read(tokens).float().softmax(-1)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Measure and print the table."""
+def study(options: argparse.Namespace) -> None:
+    """Print a table of the sets and the command-line options of the best."""
     at_least_one("prompts", options.prompts)
     recipe = Recipe(method="self", **given(options))
     texts = [prompt.text for prompt in load_prompts(kinds=["code"])[: options.prompts]]
-    found = []
-    print("layers left out, alpha, c, best gamma, Theorem 3.8", file=sys.stderr)
-    for thinned in search(ModelPool().take(recipe.target_spec), texts):
-        found.append(thinned)
-        skipped = " ".join(map(str, thinned.skipped))
-        print(f"{skipped:<40} {thinned.alpha:.3f}  {thinned.c:.3f}  {thinned.gamma}  {thinned.speedup:.2f}", flush=True)
-    best = max(found, key=lambda thinned: thinned.speedup, default=None)
-    if best is None:
-        raise UserError(f"{recipe.models[0]} has no layer to spare: choose a deeper model")
+    subsets, progress = [], Progress()
+    for subset in search(ModelPool().take(recipe.target_spec), texts):
+        subsets.append(subset)
+        progress.show(f"{len(subset.skipped)} layers skipped: Theorem 3.8: {subset.speedup:.2f}")
+    progress.over()
+    if not subsets:
+        raise UserError(f"{recipe.models[0]} has too few layers for self-speculation: choose a deeper model")
+    head = ("skipped layers", "alpha", "c", "best gamma", "Theorem 3.8")
+    rows = [
+        (
+            " ".join(map(str, subset.skipped)),
+            f"{subset.alpha:.3f}",
+            f"{subset.c:.3f}",
+            subset.gamma,
+            f"{subset.speedup:.2f}",
+        )
+        for subset in subsets
+    ]
+    print(markdown_table(head, rows))
+    best = max(subsets, key=lambda subset: subset.speedup)
     if not best.gamma:
-        print("no set of layers left out makes drafting pay on these texts: choose another method")
-        return 0
+        print("self-speculation does not pay on these texts for any set of layers: choose another method")
+        return
     flags = " ".join(f"--skip-layer {i}" for i in best.skipped)
     print(f"best: --method self --gamma {best.gamma} {flags}")
-    return 0
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Parse the command line and run the benchmark."""
-    parser = Parser(description="which layers self-speculation can do without")
-    add_model_options(parser)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and run the study."""
+    parser = study_parser(__file__, __doc__, models=True)
     parser.add_argument("--prompts", type=int, default=6)
-    return run_command(run, parser.parse_args(arguments))
+    return run_study(study, parser, arguments)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What models take, planned and measured: ``python -m benchmarks.memory``, for `docs/models.md`.
+"""Planned and measured memory of models: table `memory` in docs/models.md.
 
-Every case is a process of its own: a tiny model of other widths is loaded and run first, so that libraries have set
-themselves up, then the case, with a long prompt. Measured is anonymous memory and what stays mapped of the weights'
-files (on an accelerator, what tensors take); pages of files that are only passed through do not count, the system drops
-them. The models are the bundled ones and others drawn at random on the spot.
+`OMP_NUM_THREADS=1 python -m benchmarks.memory --write`. Each case runs in a new process: a tiny model of the same
+form warms up the libraries, then the measured model is loaded and continues a long prompt. Measured is anonymous memory
+plus mapped weight files (on an accelerator: tensors); the page cache does not count. Models other than the bundled pair
+have random weights.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from typing import Any
 
 import psutil
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.random_models import save_random
-from specdemo.bench.progress import Progress
-from specdemo.generate import generate
+from benchmarks.runs import run_module, traced
+from benchmarks.tables import publish, run_study, study_parser
+from specdemo.bench import Progress
 from specdemo.models.memory import device_bytes, peak_device_bytes, release_memory
 from specdemo.models.memory_plan import plan_spec
 from specdemo.models.model_pool import ModelPool
@@ -36,17 +37,60 @@ from specdemo.models.spec import QUANTIZATIONS, find_device
 from specdemo.models.zoo import PAIRS
 from specdemo.recipe import Recipe
 
-EVERY_S = 0.002  # between two looks at the memory
-OWN_PEAK, OWN_STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")  # a 5 in it: Linux counts anew
+SAMPLE_INTERVAL_S = 0.002  # of memory usage
+CLEAR_REFS, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")  # Linux: writing 5 resets the peak
 CONTEXT = 1024
-FIRST = "tiny"
-DRAWN = ("llama-30m", "llama-100m", "llama-300m", "qwen2-wide", "gpt2", "pythia-70m")
+PROMPT = "def f():\n"
 BUNDLED = {role: getattr(PAIRS["bundled"], role) for role in ("target", "drafter")}
+COLUMNS = {
+    "model": "{model}",
+    "parameters": "{millions:.1f} M",
+    "quantization": "{quantization}",
+    "planned": "{planned_mb:.1f} MB",
+    "measured": "{measured_mb:.1f} MB",
+    "error": "{error:+.0%}",
+    "planned peak": "{planned_peak_mb:.1f} MB",
+    "measured peak": "{measured_peak_mb:.1f} MB",
+    "peak error": "{peak_error:+.0%}",
+}
+
+
+def _shape(kind: str, vocab: int, hidden: int, inner: int, layers: int, heads: int, **others: Any) -> dict[str, Any]:
+    return {
+        "model_type": kind,
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        **others,
+    }
+
+
+_LONG = {"max_position_embeddings": 32768, "rope_theta": 1e6}
+_TIED = {"num_key_value_heads": 4, "tie_word_embeddings": True, **_LONG}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-30m": _shape("llama", 4096, 512, 1536, 8, 8, **_TIED),
+    "llama-100m": _shape("llama", 4096, 768, 2304, 14, 12, **_TIED),
+    "llama-300m": _shape("llama", 4096, 1280, 3840, 16, 20, **{**_TIED, "tie_word_embeddings": False}),
+    "qwen2-wide": _shape("qwen2", 151936, 512, 1536, 8, 8, **_TIED),  # mostly embeddings
+    "gpt2": {"model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12},
+    "pythia-70m": _shape("gpt_neox", 50304, 512, 2048, 6, 8, tie_word_embeddings=False, **_LONG),
+}
+WARMUP_SHAPE = _shape("qwen2", 4096, 64, 128, 2, 2, num_key_value_heads=1, tie_word_embeddings=True, **_LONG)
+
+
+def save_random(shape: dict[str, Any], folder: Path) -> None:
+    """Save a model with random weights and the bundled tokenizer."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**shape)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(BUNDLED["target"]).save_pretrained(folder)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One model in one form: bytes as planned, and as measured once loaded and run, and at the highest."""
+    """Planned and measured bytes of a model, after a run and at the peak."""
 
     model: str
     quantization: str
@@ -56,66 +100,63 @@ class Case:
     planned_peak: int
     measured_peak: int
 
+    def record(self) -> dict[str, Any]:
+        """Return the fields with derived figures."""
+        sizes = ("planned", "measured", "planned_peak", "measured_peak")
+        megabytes = {f"{name}_mb": getattr(self, name) / 1e6 for name in sizes}
+        errors = {
+            "error": self.planned / self.measured - 1,
+            "peak_error": self.planned_peak / self.measured_peak - 1,
+        }
+        return {**asdict(self), "millions": self.parameters / 1e6, **megabytes, **errors}
 
-def measure(name: str, folder: str, quantization: str, device: str, first: str) -> Case:
-    """Load and run it, watching memory, after the model at `first`. In a process that has done nothing else."""
-    prompt = "x = 1\n" * (CONTEXT // 8)
-    asked: dict[str, Any] = {
+
+def measure(name: str, folder: str, quantization: str, device_name: str, warmup: str) -> Case:
+    """Load and run a model, after the model in `warmup`; requires a new process."""
+    settings: dict[str, Any] = {
         "method": "nasd",
         "temperature": 0.8,
         "ngram_keep": False,
         "max_tokens": 48,
-        "device": device,
+        "device": device_name,
     }
-    pool, small = ModelPool(), Recipe(target=first, **asked)
-    drive(small, "def f():\n", pool)
-    drive(replace(small, quantization=quantization), "def f():\n", pool)  # what libraries take once for a form
-    tokenizer = pool.take(small.target_spec).tokenizer  # every model here has it
-    recipe = Recipe(target=folder, quantization=quantization, **asked)
-    length = len(tokenizer.encode(prompt)) + recipe.max_tokens
-    planned = plan_spec(recipe.target_spec.resolved(), length)
-    where = find_device(device)
+    pool, small = ModelPool(), Recipe(target=warmup, **settings)
+    traced(small, PROMPT, pool)
+    traced(replace(small, quantization=quantization), PROMPT, pool)
+    tokenizer = pool.take(small.target_spec).tokenizer  # shared by all models
+    prompt = "x = 1\n" * (CONTEXT // 8)
+    recipe = Recipe(target=folder, quantization=quantization, **settings)
+    planned = plan_spec(recipe.target_spec.resolved(), len(tokenizer.encode(prompt)) + recipe.max_tokens)
+    device = find_device(device_name)
     release_memory()
-    before, anonymous = used(where), used(where, mapped=False)
-    with highest(where) as loading:
+    before, before_anonymous = used_bytes(device), used_bytes(device, mapped=False)
+    with peak_bytes(device) as loading:
         pool.take(recipe.target_spec)
-    with highest(where, files=False) as running:
-        drive(recipe, prompt, pool)
+    with peak_bytes(device, files=False) as running:
+        traced(recipe, prompt, pool)
     release_memory()
-    after = used(where)
-    stays_mapped = after - before - (used(where, mapped=False) - anonymous)
-    return Case(
-        name,
-        quantization,
-        planned.parameters,
-        planned.resting,
-        after - before,
-        planned.peak,
-        max(loading[0], running[0]) - anonymous + stays_mapped,
-    )
+    after = used_bytes(device)
+    mapped = after - before - (used_bytes(device, mapped=False) - before_anonymous)
+    measured_peak = max(loading[0], running[0]) - before_anonymous + mapped
+    sizes = (planned.parameters, planned.resting, after - before, planned.peak, measured_peak)
+    return Case(name, quantization, *sizes)
 
 
-def rounds(count: int, device: str, forms: Sequence[str]) -> Iterator[int]:
-    """Bytes in use after each round of loading the bundled pair in each of `forms`, running it, and unloading all."""
-    pool, where = ModelPool(), find_device(device)
+def repeated_loading(count: int, device_name: str, quantizations: Sequence[str]) -> Iterator[int]:
+    """Yield the used bytes after each of `count` cycles of loading, running and unloading the bundled pair."""
+    pool, device = ModelPool(), find_device(device_name)
     for i in range(count + 1):
-        for form in forms:
-            if unavailable(form, where) is None:
-                asked = {"quantization": form, "drafter_quantization": form, "device": device}
-                drive(Recipe(max_tokens=32, **asked), "def f():\n", pool)
+        for quantization in quantizations:
+            if unavailable(quantization, device) is None:
+                forms = {"quantization": quantization, "drafter_quantization": quantization, "device": device_name}
+                traced(Recipe(max_tokens=32, **forms), PROMPT, pool)
         pool.clear()
-        if i:  # libraries have set themselves up in the first
-            yield used(where)
+        if i:  # the first cycle warms up the libraries
+            yield used_bytes(device)
 
 
-def drive(recipe: Recipe, prompt: str, pool: ModelPool) -> None:
-    """Run it to its end."""
-    *_, end = generate(recipe, prompt, pool)
-    assert end.reason in ("length", "stop"), end.error
-
-
-def used(device: torch.device, mapped: bool = True) -> int:
-    """Bytes of this process, without pages of files unless `mapped`."""
+def used_bytes(device: torch.device, mapped: bool = True) -> int:
+    """Return the bytes used by this process, including mapped files if `mapped`."""
     if (tensors := device_bytes(device)) is not None:
         return tensors
     memory = psutil.Process().memory_info()
@@ -123,98 +164,82 @@ def used(device: torch.device, mapped: bool = True) -> int:
 
 
 @contextmanager
-def highest(device: torch.device, files: bool = True) -> Iterator[list[int]]:
-    """A list whose only item is the most that was used meanwhile, without pages of files.
+def peak_bytes(device: torch.device, files: bool = True) -> Iterator[list[int]]:
+    """Yield a list with the peak of used bytes without mapped files, filled on exit.
 
-    Unless `files` are passed through, Linux counts it: a thread that looks is blind between two looks.
+    If no `files` are mapped meanwhile, the peak of Linux is used, since sampling misses short peaks.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    found, over = [used(device, mapped=False)], threading.Event()
+    peak, finished = [used_bytes(device, mapped=False)], threading.Event()
 
-    def look() -> None:
-        while not over.wait(EVERY_S):
-            found[0] = max(found[0], used(device, mapped=False))
+    def sample() -> None:
+        while not finished.wait(SAMPLE_INTERVAL_S):
+            peak[0] = max(peak[0], used_bytes(device, mapped=False))
 
-    counts = not files and device.type == "cpu" and OWN_PEAK.exists()
-    watch = threading.Thread(target=look, daemon=True)
-    if counts:
-        OWN_PEAK.write_text("5")
+    kernel = not files and device.type == "cpu" and CLEAR_REFS.exists()
+    sampler = threading.Thread(target=sample, daemon=True)
+    if kernel:
+        CLEAR_REFS.write_text("5")
     else:
-        watch.start()
+        sampler.start()
     try:
-        yield found
+        yield peak
     finally:
-        over.set()
-        if counts:
-            kibibytes = re.search(r"VmHWM:\s+(\d+)", OWN_STATUS.read_text())
+        finished.set()
+        if kernel:
+            kibibytes = re.search(r"VmHWM:\s+(\d+)", STATUS.read_text())
             assert kibibytes is not None
-            found[0] = 1024 * int(kibibytes[1]) - (used(device) - used(device, mapped=False))
+            peak[0] = 1024 * int(kibibytes[1]) - (used_bytes(device) - used_bytes(device, mapped=False))
         else:
-            watch.join()
-        found[0] = max(found[0], peak_device_bytes(device) or 0)
+            sampler.join()
+        peak[0] = max(peak[0], peak_device_bytes(device) or 0)
 
 
-def markdown(cases: list[Case]) -> str:
-    """A row per case."""
-    lines = [
-        "| model | parameters | quantisation | planned | measured | off by | planned peak | measured peak | off by |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for case in cases:
-        lines.append(
-            f"| {case.model} | {case.parameters / 1e6:.1f} M | {case.quantization} "
-            f"| {_beside(case.planned, case.measured)} | {_beside(case.planned_peak, case.measured_peak)} |"
-        )
-    return "\n".join(lines)
-
-
-def _beside(planned: int, measured: int) -> str:
-    return f"{planned / 1e6:.1f} MB | {measured / 1e6:.1f} MB | {planned / measured - 1:+.0%}"
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", nargs="+", choices=[*BUNDLED, *DRAWN], default=[*BUNDLED, *DRAWN])
-    parser.add_argument("--quantization", nargs="+", choices=QUANTIZATIONS, default=["none", "bf16", "int8", "nf4"])
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--one", nargs=4, metavar=("NAME", "FOLDER", "QUANTIZATION", "FIRST"), help=argparse.SUPPRESS)
-    parser.add_argument("--rounds", type=int, metavar="N", help="instead: load, run, switch and unload N times")
-    options = parser.parse_args(arguments)
+def study(options: argparse.Namespace) -> None:
+    """Measure each case in a new process and publish the table."""
     if options.rounds:
         print("MB in use after each round:", end="", flush=True)
-        for taken in rounds(options.rounds, options.device, options.quantization):
-            print(f" {taken / 1e6:.1f}", end="", flush=True)
+        for used in repeated_loading(options.rounds, options.device, options.quantization):
+            print(f" {used / 1e6:.1f}", end="", flush=True)
         print()
         return
     if options.one:
-        name, folder, quantization, first = options.one
-        print(json.dumps(asdict(measure(name, folder, quantization, options.device, first))))
+        name, folder, quantization, warmup = options.one
+        print(json.dumps(asdict(measure(name, folder, quantization, options.device, warmup))))
         return
-    cases, progress = [], Progress()
-    with tempfile.TemporaryDirectory() as place:
-        for name in (FIRST, *options.model):
-            if name not in BUNDLED:
-                save_random(name, Path(place, name), BUNDLED["target"], torch.bfloat16, torch.device("cpu"))
+    records, progress = [], Progress()
+    with tempfile.TemporaryDirectory() as directory:
+        warmup = Path(directory, "warmup")
+        save_random(WARMUP_SHAPE, warmup)
+        folders = {name: BUNDLED.get(name) or str(Path(directory, name)) for name in options.model}
+        for name in options.model:
+            if name in SHAPES:
+                save_random(SHAPES[name], Path(folders[name]))
         for name, quantization in product(options.model, options.quantization):
-            folder = BUNDLED.get(name) or str(Path(place, name))
-            command = [sys.executable, "-m", "benchmarks.memory", "--device", options.device]
-            done = subprocess.run(
-                [*command, "--one", name, folder, quantization, str(Path(place, FIRST))],
-                stdout=subprocess.PIPE,
-                text=True,
-                check=False,
-            )
-            if done.returncode:
+            case = ("--one", name, folders[name], quantization, str(warmup))
+            try:
+                line = run_module("benchmarks.memory", "--device", options.device, *case)
+            except subprocess.CalledProcessError:
                 print(f"{name} in {quantization} could not be measured", file=sys.stderr)
                 continue
-            cases.append(Case(**json.loads(done.stdout.splitlines()[-1])))
-            progress.show(f"{len(cases)} measured")
+            records.append(Case(**json.loads(line)).record())
+            progress.show(f"{len(records)} measured")
     progress.over()
-    print(markdown(cases))
-    print(json.dumps([asdict(case) for case in cases]))
+    publish(options, "memory", COLUMNS, records)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and run the study."""
+    parser = study_parser(__file__, __doc__, "models.md")
+    names = [*BUNDLED, *SHAPES]
+    parser.add_argument("--model", nargs="+", choices=names, default=names)
+    parser.add_argument("--quantization", nargs="+", choices=QUANTIZATIONS, default=["none", "bf16", "int8", "nf4"])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--one", nargs=4, metavar=("NAME", "FOLDER", "QUANTIZATION", "WARMUP"), help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, metavar="N", help="load, run and unload the bundled pair N times instead")
+    return run_study(study, parser, arguments)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

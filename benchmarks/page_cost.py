@@ -1,12 +1,13 @@
-"""What the page costs over the terminal, and how long a cold start takes: the real page in a real browser.
+"""Speed and CPU time of the page relative to the terminal, and cold starts: tables `page_cost*` in docs/page.md.
 
-Usage: `.venv/bin/python benchmarks/page_cost.py --help`. It wants the machine to itself.
+`python -m benchmarks.page_cost --tokens 1000 --rounds 10 --write` writes `page_cost`, `page_cost-cpu` and
+`page_cost-startup`; the same with `--remote --rounds 6` writes `page_cost-remote`. Uses the real page in a real browser
+and requires an otherwise idle machine.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import statistics
@@ -14,47 +15,43 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from http.client import HTTPConnection, HTTPException
-from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-
 import psutil
 import torch
-from e2e import browser
-from e2e.page_fixtures import ARGS, CODE, run, set_number, status
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 from websockets.sync.client import connect
 
 from app import choose_port
-from specdemo.core.events import Event, Loading, StepEvent
+from benchmarks.pages import CODE, HOST, chromium, run, served, set_number, status
+from benchmarks.tables import ROOT, publish, run_study, study_parser
+from specdemo.core.errors import UserError
+from specdemo.core.events import Event, Loading
 from specdemo.core.intervals import interval
-from specdemo.core.step import Step
+from specdemo.core.trace import to_json
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
-from specdemo.ui.page import build, launch_options
 from specdemo.ui.service import leave_a_core
 
-ROOT = Path(__file__).parents[1]
-HOST = "127.0.0.1"
-PATIENCE = 600.0  # seconds; only says when a wait counts as a failure
-POLL = 0.02  # seconds
-SAME = "terminal, threads of the page"
-STARTS, FEW = 3, 16  # cold starts, and the tokens of their runs
-COLD = (
-    "process start to page answers",
-    "process start to page drawn",
+TIMEOUT_S = 600.0
+POLL_S = 0.02
+BASELINE = "terminal, threads of the page"
+COLD_STARTS, COLD_TOKENS = 3, 16
+COLD_MARKS = (
+    "process start to HTTP response",
+    "process start to complete page",
     "process start to first token",
     "Run to first token, first run",
-    "Run to first token, once loaded",
+    "Run to first token, models loaded",
 )
-# Timed in the browser, from the click itself. The last run's tokens stay until the first frame of the next one.
+# Measured in the browser from the click. Tokens of the previous run remain until the first frame of the next.
 WATCH = """() => {
     const lane = document.getElementById("lane-spec"), old = lane.querySelector(".tok");
     let began;
@@ -69,71 +66,61 @@ WATCH = """() => {
     watch.observe(lane, {childList: true});
 }"""
 
-Trace = list[Event]
+Lines = list[dict[str, Any]]
 
 
-@contextmanager
-def chromium() -> Iterator[Browser]:
-    """The browser, running."""
-    path = browser.executable(browser.WHOLE) or sys.exit(browser.MISSING)
-    with sync_playwright() as playwright, playwright.chromium.launch(executable_path=path, args=ARGS) as opened:
-        yield opened
+class RecordingEngine:
+    """`generate`, recording the trace of its latest run."""
+
+    def __init__(self) -> None:
+        self.trace: Lines = []
+
+    def __call__(self, *arguments: Any) -> Iterator[Event]:
+        self.trace = []
+        for event in generate(*arguments):
+            if not isinstance(event, Loading):
+                self.trace.append(to_json(event))
+            yield event
+
+    @property
+    def steps(self) -> Lines:
+        """Lines of the steps."""
+        return self.trace[1:-1]
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second of wall time after the prefill."""
+        steps = self.steps
+        return sum(len(step["tokens"]) for step in steps[1:]) / (steps[-1]["t"] - steps[0]["t"])
 
 
 @contextmanager
 def tab(opened: Browser) -> Iterator[Page]:
-    """An empty tab of a visitor who was never here: nothing is cached."""
+    """Open an empty tab without cached files."""
     with opened.new_context(viewport={"width": 1280, "height": 900}) as context:
-        context.set_default_timeout(PATIENCE * 1000)
+        context.set_default_timeout(TIMEOUT_S * 1000)
         yield context.new_page()
 
 
 @contextmanager
-def served(pool: ModelPool, engine: Kept) -> Iterator[Any]:
-    """The page, served from this process."""
-    demo = build(pool, engine=engine)
-    _, demo.url, _ = demo.launch(server_name=HOST, prevent_thread_lock=True, **launch_options(demo))
-    gc.freeze()  # as the program does
-    try:
-        yield demo
-    finally:
-        demo.worker.close()
-        demo.close(verbose=False)
-
-
-class Kept:
-    """`generate`, and the trace of its latest run."""
-
-    def __init__(self) -> None:
-        self.trace: Trace = []
-
-    def __call__(self, *given: Any) -> Iterator[Event]:
-        self.trace = []
-        for event in generate(*given):
-            if not isinstance(event, Loading):
-                self.trace.append(event)
-            yield event
-
-
-@contextmanager
-def halted(browser_process: psutil.Process) -> Iterator[None]:
-    """Within, the browser is as good as closed."""
+def suspended(browser_process: psutil.Process) -> Iterator[None]:
+    """Suspend all processes of the browser."""
     family = [browser_process, *browser_process.children(recursive=True)]
-    for one in family:
-        one.suspend()
+    for process in family:
+        process.suspend()
     try:
         yield
     finally:
-        for one in family:
-            one.resume()
+        for process in family:
+            process.resume()
 
 
-def in_terminal(demo: Any, engine: Kept, pool: ModelPool, recipe: Recipe, threads: int) -> None:
-    """A run as the terminal does it: on all its threads, in the one that owns the models, without turns."""
+def run_in_terminal(demo: Any, engine: RecordingEngine, pool: ModelPool, recipe: Recipe, threads: int) -> None:
+    """Run like the terminal: in the device thread, with `threads` torch threads and without yielding to other jobs."""
 
     def job() -> Iterator[int]:
         usual = torch.get_num_threads()
-        torch.set_num_threads(threads)  # of the thread that calls, too
+        torch.set_num_threads(threads)
         try:
             yield sum(1 for _ in engine(recipe, CODE, pool))
         finally:
@@ -145,26 +132,20 @@ def in_terminal(demo: Any, engine: Kept, pool: ModelPool, recipe: Recipe, thread
         raise stream.error
 
 
-def on_page(page: Page) -> None:
-    """A run as a visitor does it."""
-    run(page, CODE)
-    status(page, "done")
-
-
-def read_along(url: str, asked: str) -> None:
-    """A visitor who draws nothing: press Run, read the stream to its end. In a process of its own, the least urgent."""
+def read_frames(url: str, settings: str) -> None:
+    """Press Run and read the stream without rendering; runs in a process of the lowest priority."""
     os.nice(19)
-    with urlopen(f"{url}config") as answer:
-        config = json.load(answer)
-    props = {part["id"]: part["props"] for part in config["components"]}
-    run_button = next(one for one, about in props.items() if about.get("elem_id") == "run")
+    with urlopen(f"{url}config") as response:
+        config = json.load(response)
+    props = {component["id"]: component["props"] for component in config["components"]}
+    run_button = next(id_ for id_, values in props.items() if values.get("elem_id") == "run")
     pressed = next(event for event in config["dependencies"] if [run_button, "click"] in event["targets"])
     drawn = next(event for event in config["dependencies"] if event["inputs"] == pressed["outputs"])
-    wanted = json.loads(asked)
-    values = [wanted.get(props[one].get("elem_id"), props[one].get("value")) for one in pressed["inputs"]]
+    given = json.loads(settings)
+    values = [given.get(props[id_].get("elem_id"), props[id_].get("value")) for id_ in pressed["inputs"]]
     body = {"data": [json.dumps(values)], "fn_index": drawn["id"], "session_hash": f"reader{os.getpid()}"}
-    head = {"Content-Type": "application/json"}
-    urlopen(Request(f"{url}gradio_api/queue/join", json.dumps(body).encode(), head)).read()
+    headers = {"Content-Type": "application/json"}
+    urlopen(Request(f"{url}gradio_api/queue/join", json.dumps(body).encode(), headers)).read()
     with urlopen(f"{url}gradio_api/queue/data?session_hash={body['session_hash']}") as stream:
         first = next(line for line in stream if b'"process_generating"' in line)
         frame = json.loads(json.loads(first[len(b"data: ") :])["output"]["data"][0])
@@ -176,162 +157,165 @@ def read_along(url: str, asked: str) -> None:
                 return
 
 
-def plain(value: Any) -> Any:
-    """As a trace file would hold it."""
-    return json.loads(json.dumps(value))
-
-
-def steps_of(trace: Trace) -> list[Step]:
-    return [event.step for event in trace if isinstance(event, StepEvent)]
-
-
-def text(trace: Trace) -> list[int]:
-    """The tokens of a run."""
-    return [token for step in steps_of(trace) for token in step.tokens]
-
-
-def speed(trace: Trace) -> float:
-    """Tokens per second on the wall, after those of the first pass."""
-    steps = steps_of(trace)
-    return sum(len(step.tokens) for step in steps[1:]) / (steps[-1].t - steps[0].t)
-
-
-def used() -> dict[str, float]:
-    """CPU seconds so far: of this process by thread, of the browser by kind of process."""
+def cpu_seconds() -> dict[str, float]:
+    """Return the CPU seconds of this process by thread and of the browser by type of process."""
     seconds: dict[str, float] = {}
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    groups = {"device": "worker", "Thread-1 (run)": "server"}
     for thread in psutil.Process().threads():
-        name = names.get(thread.id, "torch and others")
-        name = {"device": "worker", "Thread-1 (run)": "server"}.get(name, "torch and others")
-        seconds[name] = seconds.get(name, 0) + thread.user_time + thread.system_time
+        group = groups.get(names.get(thread.id, ""), "torch and others")
+        seconds[group] = seconds.get(group, 0) + thread.user_time + thread.system_time
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
-            line = process.cmdline()
-            if line and "chrom" in line[0]:
-                kind = next((word[7:] for word in line if word.startswith("--type=")), "browser")
-                spent = process.cpu_times()
-                seconds[f"chromium {kind}"] = seconds.get(f"chromium {kind}", 0) + spent.user + spent.system
+            command = process.cmdline()
+            if command and "chrom" in command[0]:
+                kind = next((word[7:] for word in command if word.startswith("--type=")), "browser")
+                times = process.cpu_times()
+                seconds[f"chromium {kind}"] = seconds.get(f"chromium {kind}", 0) + times.user + times.system
     return seconds
 
 
-def page_cost(rounds: int, tokens: int, like_root: bool, elsewhere: bool) -> None:
-    """Decode the same text in a terminal's loop, for a reader and on the page, in turn; print what each took."""
+Speeds = dict[str, list[float]]
+CpuShares = dict[str, list[dict[str, float]]]  # CPU seconds per second of each run
+
+
+def alternate(
+    ways: Mapping[str, Callable[[], None]], rounds: int, engine: RecordingEngine, recipe: Recipe
+) -> tuple[Speeds, CpuShares]:
+    """Run all ways in alternating order, after a warm-up round. Raises `UserError` if recipes or texts differ."""
+    speeds: Speeds = {way: [] for way in ways}
+    cpu: CpuShares = {way: [] for way in ways}
+    expected_recipe, first_text = json.loads(json.dumps(asdict(recipe))), None
+    for i in range(-1, rounds):
+        for way in list(ways) if i % 2 else list(ways)[::-1]:
+            before = cpu_seconds()
+            ways[way]()
+            after, steps = cpu_seconds(), engine.steps
+            text = [step["tokens"] for step in steps]
+            first_text = first_text or text
+            if json.loads(json.dumps(engine.trace[0]["recipe"])) != expected_recipe or text != first_text:
+                raise UserError(f"{way}: the recipe or the text differs, which makes the speeds incomparable")
+            if i >= 0:
+                speeds[way].append(engine.speed)
+                cpu[way].append({name: (after[name] - before.get(name, 0)) / steps[-1]["t"] for name in after})
+    return speeds, cpu
+
+
+def page_cost(options: argparse.Namespace) -> None:
+    """Decode the same text in the terminal, for a reader and on the page; publish speeds and CPU times."""
+    tokens = options.tokens
     recipe = Recipe(pair="bundled", method="draft", gamma=3, temperature=0.0, top_p=1.0, max_tokens=tokens, top=5)
-    pool, engine, threads = ModelPool(), Kept(), torch.get_num_threads()
-    if not elsewhere:
-        leave_a_core()  # as the program does where the browser is on its machine
+    pool, engine, threads = ModelPool(), RecordingEngine(), torch.get_num_threads()
+    if not options.remote:
+        leave_a_core()  # as app.py does for a local browser
     page_threads = torch.get_num_threads()
-    with served(pool, engine) as demo, chromium() as opened, tab(opened) as page:
+    with served(pool, engine=engine) as demo, chromium() as opened, tab(opened) as page:
         page.goto(demo.url)
         expect(page.locator("#lane-spec")).to_be_visible()
-        asked = {
-            name.replace("_", "-"): getattr(recipe, name) for name in ("gamma", "temperature", "top_p", "max_tokens")
-        }
-        for name, value in asked.items():
+        names = ("gamma", "temperature", "top_p", "max_tokens")
+        settings: dict[str, Any] = {name.replace("_", "-"): getattr(recipe, name) for name in names}
+        for name, value in settings.items():
             set_number(page, name, value)
-        asked["prompt"] = CODE
+        settings["prompt"] = CODE
         family = psutil.Process().children(recursive=True)
-        shown = next(one for one in family if "chrom" in one.name() and "--type" not in " ".join(one.cmdline()))
-        if not like_root:  # only root's browser may put itself before everybody else
-            for one in [shown, *shown.children(recursive=True)]:
-                for thread in one.threads():
+        shown = next(p for p in family if "chrom" in p.name() and "--type" not in " ".join(p.cmdline()))
+        if not options.root:
+            for process in [shown, *shown.children(recursive=True)]:
+                for thread in process.threads():
                     os.setpriority(os.PRIO_PROCESS, thread.id, 0)
 
-        def terminal() -> None:
-            with halted(shown):
-                in_terminal(demo, engine, pool, recipe, threads)
+        def without_browser(call: Callable[[], object]) -> Callable[[], None]:
+            def way() -> None:
+                with suspended(shown):
+                    call()
 
-        def same_threads() -> None:
-            with halted(shown):
-                in_terminal(demo, engine, pool, recipe, page_threads)
+            return way
 
-        def reader() -> None:
-            with halted(shown):
-                subprocess.run([sys.executable, __file__, "--read", demo.url, json.dumps(asked)], check=True)
+        def on_page() -> None:
+            run(page, CODE)
+            status(page, "done")
 
-        ways = {"terminal": terminal, SAME: same_threads, "reader": reader, "page": lambda: on_page(page)}
-        if page_threads == threads:
-            del ways["terminal"]
-        speeds: dict[str, list[float]] = {way: [] for way in ways}
-        spent: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
-        first = None
-        for i in range(-1, rounds):
-            order = list(ways) if i % 2 else list(ways)[::-1]  # each goes first in turn
-            for way in order:
-                before = used()
-                ways[way]()
-                after, trace = used(), engine.trace
-                if plain(trace[0].recipe) != plain(asdict(recipe)):
-                    sys.exit(f"The {way} ran another recipe: {trace[0].recipe}")
-                first = first or text(trace)
-                if text(trace) != first:
-                    sys.exit(f"The {way} wrote another text: the speeds cannot be compared.")
-                if i >= 0:  # the first round only warms up
-                    speeds[way].append(speed(trace))
-                    took = steps_of(trace)[-1].t
-                    spent[way].append({name: (after[name] - before.get(name, 0)) / took for name in after})
-    device = trace[0].environment["device"]
-    print(f"\n{tokens} tokens on {device}; threads: {threads} in the terminal, {page_threads} on the page\n")
-    rows = []
+        terminal = partial(run_in_terminal, demo, engine, pool, recipe)
+        command = [sys.executable, "-m", "benchmarks.page_cost", "--read", demo.url, json.dumps(settings)]
+        ways = {
+            **({"terminal": without_browser(partial(terminal, threads))} if threads != page_threads else {}),
+            BASELINE: without_browser(partial(terminal, page_threads)),
+            "reader": without_browser(partial(subprocess.run, command, cwd=ROOT, check=True)),
+            "page": on_page,
+        }
+        speeds, cpu = alternate(ways, options.rounds, engine, recipe)
+    device = engine.trace[0]["environment"]["device"]
+    print(f"{tokens} tokens on {device}; threads: {threads} in the terminal, {page_threads} on the page")
+    publish_speeds(options, "page_cost-remote" if options.remote else "page_cost", speeds)
+    if not options.remote:
+        publish_cpu(options, "page_cost-cpu", cpu)
+
+
+def publish_speeds(options: argparse.Namespace, name: str, speeds: Speeds) -> None:
+    """Publish the median speed of each way and its ratio to the terminal with the same number of threads."""
+    records = []
     for way, column in speeds.items():
-        ratios = [ours / theirs for ours, theirs in zip(column, speeds[SAME], strict=True)]
-        low, high = interval(ratios)
-        rows.append(
-            [way, f"{statistics.median(column):.1f}", f"{statistics.median(ratios):.3f} [{low:.3f}, {high:.3f}]"]
-        )
-    show(("way", "tokens/s", "of the terminal's on as many threads"), rows)
-    print("\nCPU, milliseconds per second of the run\n")
-    names = sorted({name for runs in spent.values() for one in runs for name in one})
-    middle = {
-        way: {name: 1000 * statistics.median(one.get(name, 0) for one in runs) for name in names}
-        for way, runs in spent.items()
-    }
-    rows = [[name, *(f"{column[name]:.0f}" for column in middle.values())] for name in names]
-    show(("", *middle), [row for row in rows if any(cell != "0" for cell in row[1:])])
+        ratios = [speed / base for speed, base in zip(column, speeds[BASELINE], strict=True)]
+        figures = {"speed": statistics.median(column), "ratio": statistics.median(ratios), "interval": interval(ratios)}
+        records.append({"way": way, **figures})
+    ratio = "{ratio:.3f} [{interval[0]:.3f}, {interval[1]:.3f}]"
+    publish(options, name, {"": "{way}", "tokens/s": "{speed:.1f}", "relative to the terminal": ratio}, records)
 
 
-def answers(port: int) -> bool:
-    """Whether the page is served."""
-    door = HTTPConnection(HOST, port, timeout=PATIENCE)  # knows no proxy
+def publish_cpu(options: argparse.Namespace, name: str, cpu: CpuShares) -> None:
+    """Publish the median CPU milliseconds per second of the run, by thread or process and way."""
+    groups = sorted({group for runs in cpu.values() for shares in runs for group in shares})
+    records = []
+    for group in groups:
+        medians = [1000 * statistics.median(shares.get(group, 0) for shares in runs) for runs in cpu.values()]
+        if max(medians) >= 0.5:
+            records.append({"group": group, "ms": medians})
+    columns = {"CPU, ms per second": "{group}", **{way: f"{{ms[{i}]:.0f}}" for i, way in enumerate(cpu)}}
+    publish(options, name, columns, records)
+
+
+def responds(port: int) -> bool:
+    """Return True if the page is served at this local port, without a proxy."""
+    connection = HTTPConnection(HOST, port, timeout=TIMEOUT_S)
     try:
-        door.request("GET", "/")
-        return door.getresponse().status == 200
+        connection.request("GET", "/")
+        return connection.getresponse().status == 200
     except (OSError, HTTPException):
         return False
     finally:
-        door.close()
+        connection.close()
 
 
-def first_token(page: Page) -> float:
-    """Press Run; seconds to the first token."""
+def first_token_s(page: Page) -> float:
+    """Press Run and return the seconds to the first token."""
     page.evaluate(WATCH)
     page.locator("#run").click()
     return page.wait_for_function("window.waited").json_value()
 
 
 def cold_start(opened: Browser) -> list[float]:
-    """Seconds of one start of the program, in the order of `COLD`."""
+    """Start the program and return the seconds of `COLD_MARKS`."""
     port = choose_port(HOST, None)
     command = [sys.executable, "app.py", "--host", HOST, "--port", str(port), "--no-browser"]
     began = time.perf_counter()
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     try:
-        while not answers(port):
-            if process.poll() is not None or time.perf_counter() - began > PATIENCE:
-                sys.exit("The program did not start.")
-            time.sleep(POLL)
+        while not responds(port):
+            if process.poll() is not None or time.perf_counter() - began > TIMEOUT_S:
+                raise UserError("the program did not start: run app.py to see its error")
+            time.sleep(POLL_S)
         marks = [time.perf_counter() - began]
         with tab(opened) as page:
             page.goto(f"http://{HOST}:{port}", wait_until="commit")
             page.locator("#run").wait_for()
             marks.append(time.perf_counter() - began)
             expect(page.locator("#lane-spec")).to_be_visible()
-            set_number(page, "max-tokens", FEW)
+            set_number(page, "max-tokens", COLD_TOKENS)
             page.locator("#prompt textarea").fill(CODE)
-            pressed = first_token(page)
-            marks += [time.perf_counter() - began, pressed]
+            waited = first_token_s(page)
+            marks += [time.perf_counter() - began, waited]
             status(page, "done")
-            marks.append(first_token(page))
+            marks.append(first_token_s(page))
             status(page, "done")
         return marks
     finally:
@@ -339,45 +323,44 @@ def cold_start(opened: Browser) -> list[float]:
         process.wait()
 
 
-def cold_starts() -> None:
-    """Start the program a few times and print how long a visitor waits."""
+def cold_starts(options: argparse.Namespace) -> None:
+    """Publish the times of several cold starts; browser and file system cache are warm."""
     with chromium() as opened:
-        with tab(opened) as page:  # the browser itself is not cold
+        with tab(opened) as page:
             page.goto("about:blank")
-        starts = [cold_start(opened) for _ in range(STARTS)]
-    rows = [
-        [name, *(f"{seconds:.2f}" for seconds in column), f"{statistics.median(column):.2f}"]
-        for name, column in zip(COLD, zip(*starts, strict=True), strict=True)
+        starts = [cold_start(opened) for _ in range(COLD_STARTS)]
+    records = [
+        {"mark": mark, "seconds": seconds, "median": statistics.median(seconds)}
+        for mark, seconds in zip(COLD_MARKS, zip(*starts, strict=True), strict=True)
     ]
-    print("\nCold start: a new process, the browser running, the files in the system's cache\n")
-    show(("seconds from", *map(str, range(1, STARTS + 1)), "median"), rows)
+    columns = {"seconds from": "{mark}", **{str(i + 1): f"{{seconds[{i}]:.2f}}" for i in range(COLD_STARTS)}}
+    publish(options, "page_cost-startup", {**columns, "median": "{median:.2f}"}, records)
 
 
-def show(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a Markdown table."""
-    for row in (head, ["---"] * len(head), *rows):
-        print(f"| {' | '.join(row)} |", flush=True)
+def study(options: argparse.Namespace) -> None:
+    """Measure page and cold starts."""
+    if options.read:
+        read_frames(*options.read)
+        return
+    if options.rounds < 1 or not 8 <= options.tokens <= 1024:
+        raise UserError("--rounds must be at least 1 and --tokens from 8 to 1024")
+    expect.set_options(timeout=TIMEOUT_S * 1000)
+    page_cost(options)
+    if not (options.skip_cold or options.remote):
+        cold_starts(options)
 
 
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and run the study."""
+    parser = study_parser(__file__, __doc__, "page.md")
     parser.add_argument("--rounds", type=int, default=8, help="pairs of runs (default: 8)")
     parser.add_argument("--tokens", type=int, default=256, help="tokens per run (default: 256)")
-    parser.add_argument("--root", action="store_true", help="leave root's browser the priority that it takes itself")
-    parser.add_argument("--elsewhere", action="store_true", help="all threads, as where visitors are elsewhere")
+    parser.add_argument("--root", action="store_true", help="keep the raised priority of a browser run by root")
+    parser.add_argument("--remote", action="store_true", help="use all threads, as for remote visitors")
     parser.add_argument("--read", nargs=2, metavar=("URL", "SETTINGS"), help=argparse.SUPPRESS)
-    parser.add_argument("--skip-cold", action="store_true", help="leave the cold starts out")
-    options = parser.parse_args()
-    if options.rounds < 1 or not 8 <= options.tokens <= 1024:
-        parser.error("--rounds must be at least 1 and --tokens from 8 to 1024")
-    expect.set_options(timeout=PATIENCE * 1000)
-    if options.read:
-        return read_along(*options.read)
-    page_cost(options.rounds, options.tokens, options.root, options.elsewhere)
-    if not options.skip_cold:
-        cold_starts()
+    parser.add_argument("--skip-cold", action="store_true", help="omit the cold starts")
+    return run_study(study, parser, arguments)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,75 +1,81 @@
-"""How smoothly the page draws, how far it is behind the worker, and whether the browser's heap stays flat.
+"""Frame times, latency and browser heap of the page: table `page_frames` in docs/page.md.
 
-Usage: `.venv/bin/python benchmarks/page_frames.py --help`. Two lanes of 2,048 tokens each run on the real
-page in a real browser; the model is replaced by rounds of a recorded trace, at a pace that does not depend on it.
+`python -m benchmarks.page_frames --write`. Two lanes of 2,048 tokens each run on the real page in a real browser; the
+steps of a recorded trace replace the models, at a fixed speed.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from playwright.sync_api import Page, expect
 
-from e2e import browser
-from e2e.page_fixtures import ARGS
-from playwright.sync_api import expect, sync_playwright
-
+from benchmarks.pages import chromium, served
+from benchmarks.runs import percentile
+from benchmarks.tables import publish, run_study, study_parser
+from specdemo.bench import Progress
 from specdemo.core import trace
 from specdemo.core.events import End, Event
 from specdemo.core.metrics import Metrics
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import ASSETS
 from specdemo.recipe import Recipe
-from specdemo.ui.page import build, launch_options
 
 TRACE = sorted((ASSETS / "traces").glob("*.jsonl"))[0]
+COLUMNS = {
+    "run": "{run}",
+    "frames": "{frames}",
+    "p50 ms": "{p50_ms:.1f}",
+    "p95 ms": "{p95_ms:.1f}",
+    "longest ms": "{longest_ms:.1f}",
+    "latency p95 ms": "{latency_p95_ms:.1f}",
+    "longest latency ms": "{longest_latency_ms:.1f}",
+    "heap MB": "{heap_mb:.1f}",
+    "spans": "{spans}",
+}
 WATCH = """() => {
     window.gaps = [];
-    window.painted = {spec: [], ar: []}; // when each round was on the page, in ms since the epoch
-    const old = document.querySelector(".lane .given"); // of the run before, until the next one clears the lanes
+    window.painted = {spec: [], ar: []}; // time at which each step was on the page, in ms since the epoch
+    const old = document.querySelector(".lane .given"); // of the previous run, until the lanes are cleared
     let before = performance.now();
-    const look = (now) => {
+    const frame = (now) => {
         window.gaps.push(now - before);
         before = now;
         for (const lane of old?.isConnected ? [] : ["spec", "ar"]) {
-            const seen = window.painted[lane], rounds = document.querySelectorAll(`#lane-${lane} .round`).length;
-            while (seen.length < rounds) seen.push(performance.timeOrigin + performance.now());
+            const times = window.painted[lane], steps = document.querySelectorAll(`#lane-${lane} .round`).length;
+            while (times.length < steps) times.push(performance.timeOrigin + performance.now());
         }
-        if (!window.enough) requestAnimationFrame(look);
+        if (!window.finished) requestAnimationFrame(frame);
     };
-    window.enough = false;
-    requestAnimationFrame(look);
+    window.finished = false;
+    requestAnimationFrame(frame);
 }"""
 
 
-class Player:
-    """An engine that plays rounds of a recorded trace, over and over, so many tokens per second."""
+class TracePlayer:
+    """Engine that repeats the steps of a recorded trace at a fixed number of tokens per second."""
 
     def __init__(self, tokens: int, rate: float) -> None:
-        speculative, baseline = trace.read(TRACE.read_text("utf-8"))
-        self._lanes = {False: speculative, True: baseline}
+        self._lanes = dict(zip(("spec", "ar"), trace.read(TRACE.read_text("utf-8")), strict=True))
         self._tokens, self._rate = tokens, rate
-        self.given: dict[str, list[float]] = {}
+        self.sent: dict[str, list[float]] = {}  # time of each step by lane, in seconds since the epoch
 
     def __call__(self, recipe: Recipe, prompt: str, pool: ModelPool, stores: Any) -> Iterator[Event]:
-        plain = recipe.method == "ar"
-        lane, metrics = self._lanes[plain], Metrics()
-        first, *rounds = lane.steps
-        given = self.given["ar" if plain else "spec"] = []
+        lane = "ar" if recipe.method == "ar" else "spec"
+        metrics, (first, *steps) = Metrics(), self._lanes[lane].steps
+        sent = self.sent[lane] = []
         began, count = time.perf_counter(), 0
-        yield lane.header
-        for i, event in enumerate(itertools.chain([first], itertools.cycle(rounds))):
+        yield self._lanes[lane].header
+        for i, event in enumerate(itertools.chain([first], itertools.cycle(steps))):
             count += len(event.step.tokens)
             time.sleep(max(0.0, began + count / self._rate - time.perf_counter()))
-            given.append(time.time())
+            sent.append(time.time())
             step = replace(event.step, i=i, t=time.perf_counter() - began)
             metrics = metrics.plus(step)
             yield replace(event, step=step, metrics=metrics)
@@ -78,58 +84,57 @@ class Player:
         yield End("length", None, metrics)
 
 
-def quantile(values: list[float], share: float) -> float:
-    """A quantile by rank."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+def measure(page: Page, devtools: Any, player: TracePlayer) -> dict[str, Any]:
+    """Run both lanes once and return the figures."""
+    page.evaluate(WATCH)
+    page.locator("#run").click()
+    page.wait_for_function("document.getElementById('status').textContent.startsWith('done')", polling=500)
+    page.evaluate("window.finished = true")
+    gaps, painted = page.evaluate("[window.gaps, window.painted]")
+    latencies = [
+        shown - 1000 * sent
+        for lane, times in player.sent.items()
+        for shown, sent in zip(painted[lane], times, strict=True)
+    ]
+    devtools.send("HeapProfiler.collectGarbage")
+    return {
+        "frames": len(gaps),
+        "p50_ms": percentile(gaps, 0.5),
+        "p95_ms": percentile(gaps, 0.95),
+        "longest_ms": max(gaps),
+        "latency_p95_ms": percentile(latencies, 0.95),
+        "longest_latency_ms": max(latencies),
+        "heap_mb": devtools.send("Runtime.getHeapUsage")["usedSize"] / 1e6,
+        "spans": page.locator(".lane .tok").count(),
+    }
 
 
-def main() -> None:
-    """Run, watch, print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def study(options: argparse.Namespace) -> None:
+    """Measure several runs in a tab and publish the table."""
+    player, records, progress = TracePlayer(options.tokens, options.rate), [], Progress()
+    with served(ModelPool(), engine=player) as demo, chromium() as opened:
+        page = opened.new_page(viewport={"width": 1280, "height": 900})
+        devtools = page.context.new_cdp_session(page)
+        page.set_default_timeout(600_000)
+        page.goto(demo.url)
+        expect(page.locator("#lane-spec")).to_be_visible()
+        page.locator("#compare input").check()
+        page.locator("#prompt textarea").fill("x")
+        for i in range(1, options.runs + 1):
+            records.append({"run": i, **measure(page, devtools, player)})
+            progress.show(f"{i} of {options.runs} runs")
+    progress.over()
+    publish(options, "page_frames", COLUMNS, records)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and run the study."""
+    parser = study_parser(__file__, __doc__, "page.md")
     parser.add_argument("--runs", type=int, default=10)
-    parser.add_argument("--tokens", type=int, default=2048, help="of each lane (default: 2048)")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens per lane (default: 2048)")
     parser.add_argument("--rate", type=float, default=200.0, help="tokens per second of each lane (default: 200)")
-    options = parser.parse_args()
-    player = Player(options.tokens, options.rate)
-    demo = build(engine=player)
-    _, url, _ = demo.launch(server_name="127.0.0.1", prevent_thread_lock=True, **launch_options(demo))
-    gc.freeze()  # as the program does
-    path = browser.executable(browser.WHOLE) or sys.exit(browser.MISSING)
-    print("| run | frames | p50 ms | p95 ms | longest ms | behind the worker: p95 ms | most ms | heap MB | spans |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    try:
-        with sync_playwright() as playwright, playwright.chromium.launch(executable_path=path, args=ARGS) as chromium:
-            page = chromium.new_page(viewport={"width": 1280, "height": 900})
-            devtools = page.context.new_cdp_session(page)
-            page.set_default_timeout(600_000)
-            page.goto(url)
-            expect(page.locator("#lane-spec")).to_be_visible()
-            page.locator("#compare input").check()
-            page.locator("#prompt textarea").fill("x")
-            for i in range(options.runs):
-                page.evaluate(WATCH)
-                page.locator("#run").click()
-                page.wait_for_function("document.getElementById('status').textContent.startsWith('done')", polling=500)
-                page.evaluate("window.enough = true")
-                gaps, painted = page.evaluate("[window.gaps, window.painted]")
-                late = [
-                    shown - 1000 * given
-                    for lane, times in player.given.items()
-                    for shown, given in zip(painted[lane], times, strict=True)
-                ]
-                devtools.send("HeapProfiler.collectGarbage")
-                heap = devtools.send("Runtime.getHeapUsage")["usedSize"] / 1e6
-                spans = page.locator(".lane .tok").count()
-                row = [i + 1, len(gaps), *(quantile(gaps, share) for share in (0.5, 0.95, 1)), quantile(late, 0.95)]
-                cells = [*row, max(late), heap, spans]
-                print(
-                    f"| {' | '.join(f'{cell:.1f}' if isinstance(cell, float) else str(cell) for cell in cells)} |",
-                    flush=True,
-                )
-    finally:
-        demo.worker.close()
-        demo.close(verbose=False)
+    return run_study(study, parser, arguments)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

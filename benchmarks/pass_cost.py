@@ -1,6 +1,7 @@
-"""What a pass costs: by rows, by context, and one model's beside another's. Seconds of passes that take turns.
+"""Cost of a target pass by rows and context: tables `pass_cost-float32`, `pass_cost-bfloat16` in docs/performance.md.
 
-Taking turns, whatever else the machine does weighs on all alike, so ratios can be trusted where seconds cannot.
+`python -m benchmarks.pass_cost --dtype float32 --write`, then with `--dtype bfloat16`. Passes of all shapes alternate,
+so that other load affects them alike and ratios are reliable.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedModel
 
-from specdemo.cli.arguments import Parser, add_model_options, given
-from specdemo.cli.commands import at_least_one, run_command
+from benchmarks.tables import publish, run_study, study_parser
+from specdemo.cli.arguments import given
+from specdemo.cli.commands import at_least_one
 from specdemo.core.errors import UserError
 from specdemo.core.intervals import interval
 from specdemo.core.step import Draft
@@ -26,87 +28,83 @@ from specdemo.recipe import Recipe
 Model = LlamaWeights | PreTrainedModel
 
 
-def step_seconds(models: Sequence[Model], rounds: int = 60, length: int = 200) -> list[float]:
-    """Seconds of a pass over one row, for each model."""
+def step_seconds(models: Sequence[Model], repeats: int = 60, length: int = 200) -> list[float]:
+    """Return the median seconds of a single-row pass for each model."""
     caches = [CachedModel(model) for model in models]
-    length = min(length, *(cache.context - rounds for cache in caches))
-    text = _text(caches, length + rounds)
+    length = min(length, *(cache.context - repeats for cache in caches))
+    text = _text(caches, length + repeats)
     for cache in caches:
         cache.score(text[:length], Draft())
-    seconds = _in_turn([_timed(cache, text, length, rounds) for cache in caches], rounds)
-    return [statistics.median(own) for own in seconds]
+
+    def timed(cache: CachedModel) -> Callable[[int], float]:
+        return lambda i: _seconds(cache, text[: length + 1 + i], Draft())
+
+    return [statistics.median(seconds) for seconds in _alternate([timed(cache) for cache in caches], repeats)]
 
 
 def pass_seconds(
-    model: Model, rows: Sequence[int], contexts: Sequence[int], rounds: int
+    model: Model, rows: Sequence[int], contexts: Sequence[int], repeats: int
 ) -> dict[tuple[int, int], Sequence[float]]:
-    """Seconds of passes over so many rows behind so many tokens, by rows and tokens: in every round each shape once."""
+    """Return the seconds of `repeats` passes for every (number of rows, context)."""
     shapes = [(n, context) for n in rows for context in contexts]
     caches = {context: CachedModel(model) for context in contexts}
     text = _text(list(caches.values()), max(contexts) + max(rows))
 
     def timed(n: int, context: int) -> Callable[[int], float]:
-        def once(i: int) -> float:
-            cache = caches[context]
-            cache.score(text[: context - 1], Draft())  # so that the last token is news
-            start = time.perf_counter()
-            cache.score(text[:context], Draft.chain(tuple(text[context : context + n - 1])))[0, 0].item()
-            return time.perf_counter() - start
+        def once(_: int) -> float:
+            caches[context].score(text[: context - 1], Draft())  # the pass then adds the last token and the draft
+            return _seconds(caches[context], text[:context], Draft.chain(tuple(text[context : context + n - 1])))
 
         return once
 
-    return dict(zip(shapes, _in_turn([timed(*shape) for shape in shapes], rounds), strict=True))
+    return dict(zip(shapes, _alternate([timed(*shape) for shape in shapes], repeats), strict=True))
 
 
-def _timed(cache: CachedModel, text: Sequence[int], length: int, rounds: int) -> Callable[[int], float]:
-    def once(i: int) -> float:
-        start = time.perf_counter()
-        cache.score(text[: length + 1 + i], Draft())[0, 0].item()  # waits for it
-        return time.perf_counter() - start
-
-    return once
+def _seconds(cache: CachedModel, tokens: Sequence[int], draft: Draft) -> float:
+    start = time.perf_counter()
+    cache.score(tokens, draft)[0, 0].item()  # synchronise the device
+    return time.perf_counter() - start
 
 
-def _in_turn(timed: Sequence[Callable[[int], float]], rounds: int) -> list[tuple[float, ...]]:
-    """What each of them found: they are called with the number of the round, one after the other."""
-    return list(zip(*[[once(i) for once in timed] for i in range(rounds)], strict=True))
+def _alternate(timed: Sequence[Callable[[int], float]], repeats: int) -> list[tuple[float, ...]]:
+    """Call all functions in turn, `repeats` times, and return the results of each."""
+    return list(zip(*[[once(i) for once in timed] for i in range(repeats)], strict=True))
 
 
 def _text(caches: Sequence[CachedModel], length: int) -> list[int]:
     return [i % min(cache.vocab_size for cache in caches) for i in range(length)]
 
 
-def run(options: argparse.Namespace) -> int:
-    """Measure and print the table."""
+def study(options: argparse.Namespace) -> None:
+    """Publish the median milliseconds of a pass and its ratio to the first number of rows, with a 95 % interval."""
     at_least_one("rounds", options.rounds)
     target = ModelPool().take(Recipe(method="ar", **given(options)).target_spec)
     longest = CachedModel(target.model).context
     if max(options.context) + max(options.rows) > longest or min(*options.context, *options.rows) < 1:
-        raise UserError(f"contexts and rows must be 1 or more and fit the model's {longest:,} tokens together")
-    found = pass_seconds(target.model, options.rows, options.context, options.rounds)
-    print("| rows | " + " | ".join(f"{context:,} tokens" for context in options.context) + " |")
-    print("|---" * (len(options.context) + 1) + "|")
+        raise UserError(f"contexts and rows must be at least 1 and fit the model's {longest:,} positions together")
+    seconds = pass_seconds(target.model, options.rows, options.context, options.rounds)
     first = options.rows[0]
+    records = []
     for n in options.rows:
-        cells = []
+        record: dict[str, object] = {"rows": n}
         for context in options.context:
-            ratios = [own / one for own, one in zip(found[n, context], found[first, context], strict=True)]
-            low, high = interval(ratios)
-            ratio = "1" if n == first else f"{statistics.median(ratios):.2f} [{low:.2f}, {high:.2f}]"
-            cells.append(f"{1000 * statistics.median(found[n, context]):.2f} ms, {ratio}")
-        print(f"| {n} | " + " | ".join(cells) + " |")
-    print(f"milliseconds of a pass, and how many passes over {first} row(s) that is at the same context [95 %]")
-    return 0
+            ratios = [own / base for own, base in zip(seconds[n, context], seconds[first, context], strict=True)]
+            ratio = (
+                "1" if n == first else "{:.2f} [{:.2f}, {:.2f}]".format(statistics.median(ratios), *interval(ratios))
+            )
+            record[f"context_{context}"] = f"{1000 * statistics.median(seconds[n, context]):.2f} ms, {ratio}"
+        records.append(record)
+    columns = {"rows": "{rows}", **{f"{context:,} tokens": f"{{context_{context}}}" for context in options.context}}
+    publish(options, f"pass_cost-{options.dtype or 'float32'}", columns, records)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Parse the command line and run the benchmark."""
-    parser = Parser(description="what a pass of the target costs, by rows and by context")
-    add_model_options(parser)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and run the study."""
+    parser = study_parser(__file__, __doc__, "performance.md", models=True)
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 6, 8])
     parser.add_argument("--context", nargs="+", type=int, default=[64, 128, 256, 512, 1024, 2040])
     parser.add_argument("--rounds", type=int, default=100, help="passes of each shape (default: %(default)s)")
-    return run_command(run, parser.parse_args(arguments))
+    return run_study(study, parser, arguments)
 
 
 if __name__ == "__main__":

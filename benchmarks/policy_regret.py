@@ -1,15 +1,15 @@
-"""What a draft-length policy loses to the best fixed gamma, without the noise of a clock or of chance.
+"""Loss of a draft-length policy against the best fixed gamma: table `policy_regret` in docs/policies.md.
 
-Texts that the target wrote are read once by both models. Given that x is the token that came, a draft of it was
-accepted with min(1, q(x) / p(x)): of all that comes to x with p(x), min(p, q)(x) comes that way (2211.17192, section
-2.2). So the rounds of any number of runs that all wrote this text can be drawn, and the same coins thrown for every
-policy. Each runs through the one loop, at costs that were measured once: what then differs is what they decided.
+`python -m benchmarks.policy_regret --write`. Both models read recorded texts of the target once. Given that the text
+continues with x, a draft of x was accepted with probability min(1, q(x) / p(x)): of all ways to obtain x, p(x),
+min(p, q)(x) are accepted drafts (2211.17192, section 2.2). This defines the distribution of the steps of all runs with
+this text, which are sampled with the same random numbers for every policy and replayed in the decoding loop at costs
+measured once. The comparison is free of timing noise.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.tables import publish, run_study, study_parser
 from specdemo.bench import recipe_label
-from specdemo.cli.arguments import Parser, add_model_options, given
-from specdemo.cli.commands import at_least_one, run_command
+from specdemo.cli.arguments import given
+from specdemo.cli.commands import at_least_one
 from specdemo.core.decode import DraftBudget, DraftLengthPolicy, decode
 from specdemo.core.errors import UserError
 from specdemo.core.intervals import interval
@@ -33,7 +34,6 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.pipeline import build_pipeline
 from specdemo.preflight import (
     MAX_GAMMA,
-    MODEL_METHODS,
     distributions,
     load_comparable,
     measure_costs,
@@ -42,59 +42,74 @@ from specdemo.preflight import (
     usable_texts,
 )
 from specdemo.prompts import load_prompts
-from specdemo.recipe import Recipe
+from specdemo.recipe import METHODS, Recipe
+
+COLUMNS = {
+    "class": "{kind}",
+    "recipe": "{lane}",
+    "texts": "{texts}",
+    "c": "{c:.2f}",
+    "v(4)": "{v4:.2f}",
+    "best fixed gamma": "{best_gamma}",
+    "its speed-up": "{best:.2f}",
+    "speed-up": "{speed:.2f}",
+    "over that gamma": "{ratio:.3f}",
+    "median text": "{median:.3f}",
+    "95 %": "{interval[0]:.2f}-{interval[1]:.2f}",
+}
 
 
 @dataclass(frozen=True)
 class RecordedAcceptance:
-    """A text after its prompt: for each token the chance that a draft of it was accepted, and sum min(p, q)."""
+    """Acceptance probability and sum min(p, q) for each token of a text after its prompt."""
 
     chance: tuple[float, ...]
     beta: tuple[float, ...]
-    prompt_cost: float = 0.0  # the drafter's first look at the prompt, in plain passes
+    prompt_cost: float = 0.0  # cost of reading the prompt with the drafter, in AR passes
 
 
 class Replay:
-    """Drafter, judge and clock of a run that is known to end in this text."""
+    """Drafter, verifier and clock of a sampled run that ends in the recorded text."""
 
-    def __init__(self, told: RecordedAcceptance, costs: CostModel, seed: int) -> None:
+    def __init__(self, recorded: RecordedAcceptance, costs: CostModel, seed: int) -> None:
         rng = random.Random(seed)
-        self._right = [rng.random() < chance for chance in told.chance]
-        self._told, self._costs, self._reading, self.now = told, costs, told.prompt_cost, 0.0
+        self._hits = [rng.random() < chance for chance in recorded.chance]
+        self._beta, self._costs, self._prompt_cost, self.now = recorded.beta, costs, recorded.prompt_cost, 0.0
 
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
-        """Token 1 where the text confirms the draft, 0 where not; what follows a wrong one is never tested."""
-        place, count = len(tokens) - 1, 0
+        """Draft token 1 for a hit and 0 for a miss; tokens after a miss are never tested."""
+        position, count = len(tokens) - 1, 0
         while budget.may_extend(count, None):
             count += 1
-        self.now += self._costs.token * count + self._reading
-        self._reading = 0.0
-        return Draft.chain(tuple(map(int, self._right[place : place + count])))
+        self.now += self._costs.token * count + self._prompt_cost
+        self._prompt_cost = 0.0
+        return Draft.chain(tuple(map(int, self._hits[position : position + count])))
 
     def verify(self, tokens: Sequence[int], draft: Draft) -> Verdict:
-        """Accepts up to the first wrong token."""
-        place, count = len(tokens) - 1, len(draft)
-        kept = (*draft.tokens, 0).index(0)
-        tested = min(kept + 1, count)
+        """Accept the tokens before the first miss."""
+        position, count = len(tokens) - 1, len(draft)
+        accepted = (*draft.tokens, 0).index(0)
+        tested = min(accepted + 1, count)
         self.now += self._costs.verify(count + 1)
-        betas = (*self._told.beta[place : place + tested], *(None,) * (count - tested))
+        betas = (*self._beta[position : position + tested], *(None,) * (count - tested))
         draws = (*(0.5,) * tested, *(None,) * (count - tested))
-        return Verdict(tuple(range(kept)), 1, draw=draws, beta=betas)
+        return Verdict(tuple(range(accepted)), 1, draw=draws, beta=betas)
 
     def observe(self, step: Step) -> None:
-        """Nothing to learn."""
+        """Required by the drafter protocol; the replay does not adapt."""
+
+    def clock(self) -> float:
+        """Return the replayed time in AR passes."""
+        return self.now
 
 
-def speed(told: RecordedAcceptance, costs: CostModel, policy: DraftLengthPolicy, seeds: int) -> float:
-    """Tokens per plain pass after the first token, over runs of `seeds` seeds; the speed-up over plain decoding."""
+def replay_speed(recorded: RecordedAcceptance, costs: CostModel, policy: DraftLengthPolicy, seeds: int) -> float:
+    """Return tokens per AR pass after the first token, over runs with `seeds` seeds."""
     tokens, spent = 0, 0.0
     for seed in range(seeds):
-        replay = Replay(told, costs, seed)
-        gamma = deepcopy(policy)
-        steps = decode(
-            [1], replay, replay, gamma, max_tokens=len(told.chance), stop=(), clock=lambda replay=replay: replay.now
-        )
-        for step in steps:
+        replay = Replay(recorded, costs, seed)
+        limits = {"max_tokens": len(recorded.chance), "stop": (), "clock": replay.clock}
+        for step in decode([1], replay, replay, deepcopy(policy), **limits):
             if step.i:
                 tokens += len(step.tokens)
                 spent += step.draft_s + step.verify_s
@@ -103,13 +118,13 @@ def speed(told: RecordedAcceptance, costs: CostModel, policy: DraftLengthPolicy,
 
 @dataclass(frozen=True)
 class Regret:
-    """One policy on one class of texts; speeds are means over texts, as speed-ups over plain decoding."""
+    """A policy on a class of texts; speeds are means over texts, relative to AR decoding."""
 
     kind: str
     recipe: Recipe
     texts: int
     costs: CostModel
-    best_gamma: int  # of those that are fixed, known afterwards; 0 is plain decoding
+    best_gamma: int  # fixed gamma with the best speed in hindsight; 0 is AR decoding
     best: float
     speed: float
     median: float  # over the texts, of the ratio to that gamma
@@ -117,119 +132,86 @@ class Regret:
 
     @property
     def ratio(self) -> float:
-        """The policy's speed over that of the best fixed gamma: 1 where it loses nothing."""
+        """Speed of the policy relative to the best fixed gamma."""
         return self.speed / self.best
+
+    def record(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        derived = {"lane": recipe_label(self.recipe), "c": self.costs.token, "v4": self.costs.verify(4)}
+        return {**asdict(self), "ratio": self.ratio, **derived}
 
 
 def regret(
     kind: str,
     recipe: Recipe,
-    told: Sequence[RecordedAcceptance],
+    recorded: Sequence[RecordedAcceptance],
     costs: CostModel,
     policy: DraftLengthPolicy,
     seeds: int,
 ) -> Regret:
-    """`policy` against every fixed gamma on the same texts, with the same coins. A greedy text has no coins."""
+    """Compare `policy` with every fixed gamma on the same texts and seeds; greedy texts need a single seed."""
     seeds = seeds if recipe.temperature else 1
-    fixed = [[speed(one, costs, Fixed(gamma), seeds) for one in told] for gamma in range(MAX_GAMMA + 1)]
+    fixed = [[replay_speed(text, costs, Fixed(gamma), seeds) for text in recorded] for gamma in range(MAX_GAMMA + 1)]
     best = max(range(len(fixed)), key=lambda gamma: statistics.fmean(fixed[gamma]))
-    ours = [speed(one, costs, policy, seeds) for one in told]
-    ratios = [a / b for a, b in zip(ours, fixed[best], strict=True)]
-    return Regret(
-        kind,
-        recipe,
-        len(told),
-        costs,
-        best,
-        statistics.fmean(fixed[best]),
-        statistics.fmean(ours),
-        statistics.median(ratios),
-        interval(ratios),
-    )
+    speeds = [replay_speed(text, costs, policy, seeds) for text in recorded]
+    ratios = [a / b for a, b in zip(speeds, fixed[best], strict=True)]
+    means = statistics.fmean(fixed[best]), statistics.fmean(speeds)
+    return Regret(kind, recipe, len(recorded), costs, best, *means, statistics.median(ratios), interval(ratios))
 
 
-def study(recipe: Recipe, kinds: Sequence[str], pool: ModelPool, seeds: int) -> Iterator[Regret]:
-    """The recipe's policy on the texts of every class. Raises `UserError` for what cannot be told from texts."""
-    if recipe.method not in MODEL_METHODS:
-        raise UserError(f"texts tell of the methods {', '.join(MODEL_METHODS)}, not of {recipe.method}: bench it")
+def regrets(recipe: Recipe, kinds: Sequence[str], pool: ModelPool, seeds: int) -> Iterator[Regret]:
+    """Yield the regret of the policy on each class. Raises `UserError` for unsupported methods and policies."""
+    if METHODS[recipe.method].preflight != "distributions":
+        names = ", ".join(name for name, method in METHODS.items() if method.preflight == "distributions")
+        raise UserError(f"policy_regret supports the methods {names}, not {recipe.method}: bench it")
     target, drafter, pipeline = load_comparable(recipe, pool)
     policy = pipeline.policy
     if policy.needs_logits:
-        raise UserError(f"policy {recipe.policy} reads a law before every drafted token, also off the text: bench it")
+        raise UserError(f"policy {recipe.policy} needs the logits of every draft token, which texts lack: bench it")
     sampling = SamplingParams(recipe.temperature, recipe.top_k, recipe.top_p)
     for kind in kinds:
         texts = usable_texts(target, texts_for(recipe, [kind]), recipe.max_tokens, pipeline.context)
-        priced = measure_costs(lambda: build_pipeline(recipe, target, drafter), texts, MAX_GAMMA)
-        told = []
+        costs = measure_costs(lambda: build_pipeline(recipe, target, drafter), texts, MAX_GAMMA)
+        recorded = []
         for text, start in texts:
             pipeline = build_pipeline(recipe, target, drafter)
-            first = prompt_cost(pipeline, (text, start), priced)
+            opening = prompt_cost(pipeline, (text, start), costs)
             p, q = (distributions(cache, text, sampling)[start - 1 : -1] for cache in pipeline.caches)
             x = torch.tensor(text[start:], device=p.device)[:, None]
             px, qx = p.gather(1, x)[: recipe.max_tokens, 0], q.gather(1, x)[: recipe.max_tokens, 0]
-            chance = torch.where(px > 0, qx / px, 0.0).clamp(max=1)  # a text that was encoded anew may be none of p's
+            chance = torch.where(px > 0, qx / px, 0.0).clamp(max=1)  # p(x) may be 0 in a text that was re-encoded
             beta = torch.minimum(p, q).sum(-1)[: len(chance)]
-            told.append(RecordedAcceptance(tuple(chance.tolist()), tuple(beta.tolist()), first))
-        yield regret(kind, recipe, told, CostModel(dict(enumerate(priced.v, 1)), priced.c), policy, seeds)
+            recorded.append(RecordedAcceptance(tuple(chance.tolist()), tuple(beta.tolist()), opening))
+        yield regret(kind, recipe, recorded, CostModel(dict(enumerate(costs.v, 1)), costs.c), policy, seeds)
 
 
-def markdown(found: Sequence[Regret]) -> str:
-    """A row per class and recipe."""
-    head = ["class", "recipe", "texts", "c", "v(4)", "best fixed gamma", "its speed-up"]
-    head += ["speed-up", "over that gamma", "median text", "95 %"]
-    rows = [
-        [
-            one.kind,
-            recipe_label(one.recipe),
-            str(one.texts),
-            f"{one.costs.token:.2f}",
-            f"{one.costs.verify(4):.2f}",
-            str(one.best_gamma),
-            f"{one.best:.2f}",
-            f"{one.speed:.2f}",
-            f"{one.ratio:.3f}",
-            f"{one.median:.3f}",
-            "{:.2f}-{:.2f}".format(*one.interval),
-        ]
-        for one in found
-    ]
-    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows))
-
-
-def as_json(found: Sequence[Regret]) -> str:
-    """All rows in one line."""
-    rows: list[dict[str, Any]] = [{**asdict(one), "ratio": one.ratio} for one in found]
-    return json.dumps({"regret": rows})
-
-
-def run(options: argparse.Namespace) -> int:
-    """Measure and print the table."""
+def study(options: argparse.Namespace) -> None:
+    """Replay every combination of method, policy and temperature and publish the table."""
     at_least_one("runs", options.runs)
     varying = ("method", "policy", "temperature")
     common = {name: value for name, value in given(options).items() if name not in varying} | {"top_p": 1.0}
     kinds = list(dict.fromkeys(prompt.kind for prompt in load_prompts(kinds=options.kind)))
-    pool, found = ModelPool(), []
+    pool, records = ModelPool(), []
     for method in options.method:
         for policy in options.policy:
             for temperature in options.temperature:
                 recipe = Recipe(**common, method=method, policy=policy, temperature=temperature)
-                found += study(recipe, kinds, pool, options.runs)
-    print(markdown(found))
-    print(as_json(found))
-    return 0
+                records += [result.record() for result in regrets(recipe, kinds, pool, options.runs)]
+    publish(options, "policy_regret", COLUMNS, records)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Parse the command line and run the benchmark."""
-    parser = Parser(description="what a draft-length policy loses to the best fixed gamma, without a clock")
-    add_model_options(parser)
-    parser.add_argument("--method", nargs="+", default=["draft", "self"], help="one or more of draft, self")
-    parser.add_argument("--policy", nargs="+", default=["auto"], help="one or more that read no laws of the drafter")
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and run the study."""
+    parser = study_parser(__file__, __doc__, "policies.md", models=True)
+    parser.add_argument("--method", nargs="+", default=["draft", "self"], help="draft, self")
+    parser.add_argument("--policy", nargs="+", default=["auto"], help="policies that need no logits")
     parser.add_argument("--temperature", nargs="+", type=float, default=[0.0, 1.0])
     parser.add_argument("--kind", nargs="+", default=[], help="classes of prompts (default: all)")
     parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--runs", type=int, default=20, metavar="N", help="of every text, where coins are thrown")
-    return run_command(run, parser.parse_args(arguments))
+    parser.add_argument(
+        "--runs", type=int, default=20, metavar="N", help="sampled runs of each text above temperature 0"
+    )
+    return run_study(study, parser, arguments)
 
 
 if __name__ == "__main__":

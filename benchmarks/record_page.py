@@ -1,7 +1,7 @@
-"""The README's moving picture: a run on the real page, its race replayed frame by frame, and a round looked into.
+"""Record the animation `assets/pictures/page.webp` of README.md: a run on the real page, its race, and the inspector.
 
-Usage: `.venv/bin/python benchmarks/record_page.py`. The race is drawn at the moments of its frames, so the
-picture shows the recorded times however long a screenshot takes.
+`python -m benchmarks.record_page`. The race is drawn at the times of its frames, so that the animation shows recorded
+times, independent of the time of a screenshot.
 """
 
 from __future__ import annotations
@@ -9,62 +9,64 @@ from __future__ import annotations
 import argparse
 import io
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-
-from e2e import browser
-from e2e.page_fixtures import ARGS, run, set_number, status
 from PIL import Image
-from playwright.sync_api import Page, expect, sync_playwright
+from playwright.sync_api import Page, expect
 
+from benchmarks.pages import chromium, run, served, set_number, status
+from benchmarks.tables import ROOT, run_study, study_parser
+from specdemo.core.errors import UserError
 from specdemo.models.model_pool import ModelPool
-from specdemo.ui.page import build, launch_options
 from specdemo.ui.service import leave_a_core
 
 PROMPT = 'class Stack:\n    """A last-in, first-out container."""\n\n    def __init__(self, items=()):'
-OUT = Path(__file__).parents[1] / "assets" / "pictures" / "page.webp"
-LARGEST = 3_000_000  # bytes
-WIDE, HIGH = 1380, 900
+OUTPUT = ROOT / "assets" / "pictures" / "page.webp"
+MAX_BYTES = 3_000_000
+WIDTH, HEIGHT = 1380, 900
 TICK_MS = 90
-SLOW = 0.25  # of the recorded speed: what is over in a second is hard to see
+RACE_SPEED = 0.25  # relative to the recorded speed
 
 
 class Film:
-    """Frames and how long each stays."""
+    """Frames and the duration of each."""
 
     def __init__(self, page: Page, scale: float) -> None:
         self._page, self._scale = page, scale
         self.frames: list[Image.Image] = []
-        self.lasts: list[int] = []
+        self.durations_ms: list[int] = []
 
-    def take(self, lasts_ms: int = TICK_MS) -> None:
-        """What the page shows now; a frame like the one before only makes that one last longer."""
+    def take(self, duration_ms: int = TICK_MS) -> None:
+        """Add a screenshot; an unchanged screenshot extends the previous frame."""
         picture = Image.open(io.BytesIO(self._page.screenshot())).convert("RGB")
-        picture = picture.resize((round(WIDE * self._scale), round(HIGH * self._scale)), Image.Resampling.LANCZOS)
+        size = (round(WIDTH * self._scale), round(HEIGHT * self._scale))
+        picture = picture.resize(size, Image.Resampling.LANCZOS)
         if self.frames and picture.tobytes() == self.frames[-1].tobytes():
-            self.lasts[-1] += lasts_ms
+            self.durations_ms[-1] += duration_ms
         else:
             self.frames.append(picture)
-            self.lasts.append(lasts_ms)
+            self.durations_ms.append(duration_ms)
 
     def write(self, path: Path, quality: int) -> int:
-        """As an animated WebP that begins anew; its size in bytes."""
+        """Write a looping WebP and return its size in bytes."""
         first, *rest = self.frames
-        first.save(path, save_all=True, append_images=rest, duration=self.lasts, loop=0, quality=quality, method=4)
+        options = {"duration": self.durations_ms, "loop": 0, "quality": quality, "method": 4}
+        first.save(path, save_all=True, append_images=rest, **options)
         return path.stat().st_size
 
 
-def scene(page: Page, film: Film) -> None:
-    """Type, run, watch; then the race; then a rejected token and its round."""
+def record(page: Page, film: Film) -> None:
+    """Record a run with both lanes, their race, and the inspector on a rejected token."""
     set_number(page, "max-tokens", 160)
     set_number(page, "temperature", 0.7)
+    page.get_by_role("button", name="Advanced settings").click()
     page.get_by_role("button", name="Rule").click()
     page.locator("#rule input").click()
-    page.get_by_role("option", name="coupled:").click()  # both lanes then write the same text
+    page.get_by_role("option", name="coupled:").click()  # same text in both lanes
     page.get_by_role("button", name="Rule").click()
     page.locator("#compare input").check()
-    run(page, PROMPT)  # once before, so that nothing is cold
+    run(page, PROMPT)  # warm-up
     status(page, "done")
     page.evaluate("document.querySelector('.cockpit').scrollIntoView()")
     page.locator("#run").evaluate("button => button.click()")
@@ -74,9 +76,9 @@ def scene(page: Page, film: Film) -> None:
     film.take(1500)
     race, end = page.locator("#race-at"), float(page.locator("#race-at").get_attribute("max") or 0)
     seek = "(slider, t) => { slider.value = t; slider.dispatchEvent(new Event('input')); }"
-    page.locator("#race-speed").select_option(str(SLOW))
-    for i in range(int(end * 1000 / TICK_MS / SLOW) + 2):
-        race.evaluate(seek, min(end, SLOW * i * TICK_MS / 1000))
+    page.locator("#race-speed").select_option(str(RACE_SPEED))
+    for i in range(int(end * 1000 / TICK_MS / RACE_SPEED) + 2):
+        race.evaluate(seek, min(end, RACE_SPEED * i * TICK_MS / 1000))
         film.take()
     film.take(1500)
     page.locator("#lane-spec [data-kind=rejected]").nth(2).evaluate("token => token.click()")
@@ -90,32 +92,30 @@ def scene(page: Page, film: Film) -> None:
         film.take(1600)
 
 
-def main() -> None:
-    """Serve the page, film it, write the picture."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=OUT)
+def study(options: argparse.Namespace) -> None:
+    """Serve the page, record it and write the animation."""
+    leave_a_core()  # as in app.py
+    with served(ModelPool()) as demo, chromium() as opened:
+        page = opened.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="light")
+        page.goto(demo.url)
+        expect(page.locator("#lane-spec")).to_be_visible()
+        film = Film(page, options.scale)
+        record(page, film)
+    size = film.write(options.output, options.quality)
+    seconds = sum(film.durations_ms) / 1000
+    print(f"{options.output}: {len(film.frames)} frames, {seconds:.1f} s, {size / 1e6:.2f} MB")
+    if size > MAX_BYTES:
+        raise UserError(f"the file is larger than {MAX_BYTES / 1e6:.0f} MB: lower --quality or --scale")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and record the animation."""
+    parser = study_parser(__file__, __doc__)
+    parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--scale", type=float, default=0.7, help="pixels per pixel of the page (default: 0.7)")
     parser.add_argument("--quality", type=int, default=60, help="of the WebP (default: 60)")
-    options = parser.parse_args()
-    leave_a_core()  # as the program does
-    demo = build(ModelPool())
-    _, url, _ = demo.launch(server_name="127.0.0.1", prevent_thread_lock=True, **launch_options(demo))
-    path = browser.executable(browser.WHOLE) or sys.exit(browser.MISSING)
-    try:
-        with sync_playwright() as playwright, playwright.chromium.launch(executable_path=path, args=ARGS) as chromium:
-            page = chromium.new_page(viewport={"width": WIDE, "height": HIGH}, color_scheme="light")
-            page.goto(url)
-            expect(page.locator("#lane-spec")).to_be_visible()
-            film = Film(page, options.scale)
-            scene(page, film)
-        size = film.write(options.output, options.quality)
-    finally:
-        demo.worker.close()
-        demo.close(verbose=False)
-    print(f"{options.output}: {len(film.frames)} frames, {sum(film.lasts) / 1000:.1f} s, {size / 1e6:.2f} MB")
-    if size > LARGEST:
-        sys.exit(f"That is more than {LARGEST / 1e6:.0f} MB: lower --quality or --scale.")
+    return run_study(study, parser, arguments)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,7 +1,6 @@
-"""A slow link between two network namespaces, for a kernel without netem: ``python benchmarks/relay.py``.
+"""Slow link between two network namespaces for kernels without netem, used by `netns.sh` (docs/edge-cloud.md).
 
-A TUN device for each; what one end sends is held for a while and handed to the other, or dropped. Packets may overtake
-one another where there is jitter. Knows packets only; needs the right to make devices. Used by ``netns.sh``.
+Packets between two TUN devices are delayed or dropped; jitter may reorder them. Requires the right to create devices.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ import subprocess
 import time
 
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000  # linux/if_tun.h
-LONGEST = 1 << 16
+MAX_PACKET_BYTES = 1 << 16
 
 
 def device(name: str, namespace: str, address: str, other: str) -> int:
-    """A TUN device called `name`, up in `namespace`; the descriptor that its packets pass through."""
+    """Create the TUN device `name` in `namespace` and return its file descriptor."""
     tun = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(tun, TUNSETIFF, struct.pack("16sH", name.encode(), IFF_TUN | IFF_NO_PI))
     for command in (
@@ -34,31 +33,31 @@ def device(name: str, namespace: str, address: str, other: str) -> int:
 
 
 def relay(ends: tuple[int, int], delay_s: float, jitter_s: float, loss: float, seed: int = 0) -> None:
-    """Hand packets on for ever: each takes `delay_s` and up to `jitter_s` more, and a share of `loss` is dropped."""
-    rng, other = random.Random(seed), dict(zip(ends, reversed(ends), strict=True))
-    held: list[tuple[float, int, int, bytes]] = []  # when it is due, its number, where to
+    """Forward packets forever, each after `delay_s` plus up to `jitter_s`; drop a share of `loss`."""
+    rng, receiver = random.Random(seed), dict(zip(ends, reversed(ends), strict=True))
+    queue: list[tuple[float, int, int, bytes]] = []  # due time, number, receiver, packet
     number = 0
     while True:
-        wait = max(0.0, held[0][0] - time.monotonic()) if held else None
+        wait = max(0.0, queue[0][0] - time.monotonic()) if queue else None
         for end in select.select(ends, (), (), wait)[0]:
-            packet = os.read(end, LONGEST)
+            packet = os.read(end, MAX_PACKET_BYTES)
             if rng.random() >= loss:
                 due = time.monotonic() + delay_s + jitter_s * rng.random()
-                heapq.heappush(held, (due, number, other[end], packet))
+                heapq.heappush(queue, (due, number, receiver[end], packet))
                 number += 1
-        while held and held[0][0] <= time.monotonic():
-            _, _, end, packet = heapq.heappop(held)
+        while queue and queue[0][0] <= time.monotonic():
+            _, _, end, packet = heapq.heappop(queue)
             os.write(end, packet)
 
 
 def main() -> None:
-    """Make both devices, say so, and relay until killed."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("edge", help="namespace; its address will be 10.77.0.1")
-    parser.add_argument("cloud", help="namespace; its address will be 10.77.0.2")
+    """Create both devices, print `relaying` and forward packets until killed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("edge", help="namespace with address 10.77.0.1")
+    parser.add_argument("cloud", help="namespace with address 10.77.0.2")
     parser.add_argument("--delay-ms", type=float, default=15.0, help="each way")
-    parser.add_argument("--jitter-ms", type=float, default=2.0, help="up to so much more, each way")
-    parser.add_argument("--loss-percent", type=float, default=1.0, help="of packets, each way")
+    parser.add_argument("--jitter-ms", type=float, default=2.0, help="maximum additional delay, each way")
+    parser.add_argument("--loss-percent", type=float, default=1.0, help="share of packets, each way")
     options = parser.parse_args()
     ends = (
         device("specdemo-e", options.edge, "10.77.0.1", "10.77.0.2"),

@@ -1,12 +1,13 @@
-"""Where the time of a round goes: ``python -m benchmarks.time_breakdown``, for `docs/performance.md`.
+"""Time of a decoding step by part: table `time_breakdown` in docs/performance.md.
 
-The calls of the real loop are timed from outside, on a CPU, with the bundled pair.
+`python -m benchmarks.time_breakdown --write`. Calls of the decoding loop are timed on a CPU with the bundled pair.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from unittest.mock import patch
 
 from torch.nn import functional
 
+from benchmarks.tables import publish, run_study, study_parser
 from specdemo.core.events import StepEvent
 from specdemo.core.step import Step
 from specdemo.core.verifier import ModelVerifier
@@ -26,28 +28,28 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 
-# What is timed, and what each is called; a pass holds products and attention, a verdict holds a pass.
+# Timed calls and their names; a pass includes products and attention, a verification includes a pass.
 TIMED: tuple[tuple[Any, str, str], ...] = (
     (PackedLinear, "forward", "products"),
     (functional, "scaled_dot_product_attention", "attention"),
     (LlamaEngine, "run", "pass"),
-    (ModelVerifier, "verify", "verdict"),
+    (ModelVerifier, "verify", "verification"),
 )
 
 
 @contextmanager
 def stopwatches() -> Iterator[Counter[tuple[bool, str]]]:
-    """Seconds spent so far, by whether a verdict was being found, and in what."""
+    """Count seconds by (during verification, name of the call)."""
     spent: Counter[tuple[bool, str]] = Counter()
-    judging = [False]
+    verifying = [False]
 
     def timed(call: Callable[..., Any], part: str) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            judging[0] |= part == "verdict"
+            verifying[0] |= part == "verification"
             start = time.perf_counter()
             result = call(*args, **kwargs)
-            spent[judging[0], part] += time.perf_counter() - start
-            judging[0] &= part != "verdict"
+            spent[verifying[0], part] += time.perf_counter() - start
+            verifying[0] &= part != "verification"
             return result
 
         return wrapper
@@ -58,55 +60,59 @@ def stopwatches() -> Iterator[Counter[tuple[bool, str]]]:
         yield spent
 
 
-def rounds(recipe: Recipe, prompts: Sequence[str]) -> list[dict[str, float]]:
-    """Seconds of each round with a draft of full length, by part; the first prompt is run once before that."""
+def step_parts(recipe: Recipe, prompts: Sequence[str]) -> list[dict[str, float]]:
+    """Return seconds by part for each step with a full-length draft, after a warm-up run of the first prompt."""
     with stopwatches() as spent:
-        pool = ModelPool()  # what it loads calls what is timed
+        pool = ModelPool()  # models loaded within the context use the patched calls
         list(generate(recipe, prompts[0], pool))
-        found = []
+        parts = []
         for prompt in prompts:
             spent.clear()
             for event in generate(recipe, prompt, pool):
                 if isinstance(event, StepEvent) and event.step.i and len(event.step.draft) == recipe.gamma:
-                    found.append(_split(event.step, spent))
+                    parts.append(_split(event.step, spent))
                 spent.clear()
-    return found
+    return parts
 
 
 def _split(step: Step, spent: Counter[tuple[bool, str]]) -> dict[str, float]:
-    """A round's time: what a pass is made of, and what is done with its logits."""
-    pipeline = {}
-    for judging, whose, seconds in ((False, "drafter", step.draft_s), (True, "target", step.verify_s)):
-        products, attention, whole = (spent[judging, part] for part in ("products", "attention", "pass"))
-        pipeline |= {
-            f"{whose}: products": products,
-            f"{whose}: attention": attention,
-            f"{whose}: the rest of its passes": whole - products - attention,
-            f"{whose}: laws, draws, tests": seconds - whole,
+    parts = {}
+    for verifying, role, seconds in ((False, "drafter", step.draft_s), (True, "target", step.verify_s)):
+        products, attention, passes = (spent[verifying, part] for part in ("products", "attention", "pass"))
+        parts |= {
+            f"{role}: products": products,
+            f"{role}: attention": attention,
+            f"{role}: remainder of its passes": passes - products - attention,
+            f"{role}: distributions, sampling, tests": seconds - passes,
         }
-    return {**pipeline, "the loop": step.host_s}
+    return {**parts, "loop": step.host_s}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the table: medians over rounds."""
-    parser = argparse.ArgumentParser(prog="benchmarks.time_breakdown")
+def study(options: argparse.Namespace) -> None:
+    """Measure and publish medians over steps: a row per part, two columns per temperature."""
+    prompts = [prompt.text for prompt in load_prompts(kinds=["code"])][: options.prompts]
+    columns, rows = {"part": "{part}"}, {}
+    for temperature in options.temperature:
+        recipe = Recipe(gamma=options.gamma, temperature=temperature, top_p=1.0, max_tokens=options.max_tokens)
+        steps = step_parts(recipe, prompts)
+        medians = {part: statistics.median(step[part] for step in steps) for part in steps[0]}
+        key = f"{temperature:g}".replace(".", "_")
+        columns |= {f"T={temperature:g}, ms": f"{{ms_{key}:.2f}}", f"T={temperature:g}, share": f"{{share_{key}:.0%}}"}
+        for part, seconds in medians.items():
+            figures = {f"ms_{key}": 1000 * seconds, f"share_{key}": seconds / sum(medians.values())}
+            rows.setdefault(part, {"part": part}).update(figures)
+    publish(options, "time_breakdown", columns, list(rows.values()))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and run the study."""
+    parser = study_parser(__file__, __doc__, "performance.md")
     parser.add_argument("--gamma", type=int, default=3)
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--max-tokens", type=int, default=64)
-    options = parser.parse_args(arguments)
-    prompts = [prompt.text for prompt in load_prompts(kinds=["code"])][: options.prompts]
-    tables = []
-    for temperature in options.temperature:
-        recipe = Recipe(gamma=options.gamma, temperature=temperature, top_p=1.0, max_tokens=options.max_tokens)
-        found = rounds(recipe, prompts)
-        tables.append({part: statistics.median(one[part] for one in found) for part in found[0]})
-    print("| part | " + " | ".join(f"T={temperature:g}, ms | share" for temperature in options.temperature) + " |")
-    print("|---" * (1 + 2 * len(tables)) + "|")
-    for part in tables[0]:
-        cells = [f"{1000 * table[part]:.2f} | {table[part] / sum(table.values()):.0%}" for table in tables]
-        print(f"| {part} | {' | '.join(cells)} |")
+    return run_study(study, parser, arguments)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,77 +1,83 @@
-"""What travels between edge and cloud: ``python -m benchmarks.traffic``. Two processes over loopback.
+"""Bytes per edge-cloud step by draft, rule and encoding: table `traffic` in docs/edge-cloud.md.
 
-Bytes of a round by kind of draft, rule and encoding, HTTP and its headers included, against what the ids, scalars and
-laws alone would take: four bytes an id, a scalar and (float32) a token of a row. No time is taken.
+`python -m benchmarks.traffic --write`. Two processes over loopback; HTTP headers are included. In theory an id takes
+four bytes, a scalar four, and an entry of a float32 row four. No time is measured.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.cloud import cloud, rounds
+from benchmarks.runs import cloud_service, step_totals
+from benchmarks.tables import publish, run_study, study_parser
 from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import Prompt, load_prompts
 from specdemo.recipe import Recipe
 from specdemo.remote.config import ENCODINGS, CloudConfig
 
-KINDS: dict[str, tuple[dict[str, Any], str, int]] = {  # settings, how rows travel, bytes of a drafted token's q
+KINDS: dict[str, tuple[dict[str, Any], str, int]] = {  # settings, encoding of rows, bytes of q per draft token
     "point masses (T=0)": ({"temperature": 0.0}, "float32", 0),
     "coupled": ({"temperature": 1.0, "rule": "coupled"}, "float32", 0),
     "scalar q (lossy)": ({"temperature": 1.0}, "scalar", 4),
     "row of float32": ({"temperature": 1.0}, "float32", 4),
     "row of float16": ({"temperature": 1.0}, "float16", 4),
 }
-WIDTHS = {"float32": 4, "float16": 2, "scalar": 0}  # bytes of a row's entry
+ENTRY_BYTES = {"float32": 4, "float16": 2, "scalar": 0}
+COLUMNS = {
+    "draft and rule": "{mode}",
+    "encoding": "{encoding}",
+    "k": "{k:.1f}",
+    "rows/step": "{rows:.2f}",
+    "up, theory": "{theory_up:,.0f}",
+    "up": "{up:,.0f}",
+    "down, theory": "{theory_down:.0f}",
+    "down": "{down:,.0f}",
+    "all of q up": "{all_of_q:,.0f}",
+}
 
 
 def traffic(base: Recipe, prompts: Sequence[Prompt], pool: ModelPool) -> Iterator[dict[str, Any]]:
-    """A record per kind of draft, rule and encoding: bytes of a round each way, and what theory has for them."""
+    """Yield measured and theoretical bytes per step for every kind of draft and every encoding."""
     assert base.cloud is not None and base.drafter_spec is not None
     vocab_size = pool.take(base.drafter_spec).vocab_size
     for name, (settings, q_rows, q_bytes) in KINDS.items():
         for encoding in ENCODINGS:
-            wire = replace(base.cloud, q_rows=q_rows, encoding=encoding)
-            found = rounds(replace(base, **settings, gamma=4, cloud=wire), prompts, pool)
-            rows = found.rows / found.count
+            link = replace(base.cloud, q_rows=q_rows, encoding=encoding)
+            totals = step_totals(replace(base, **settings, gamma=4, cloud=link), prompts, pool)
+            rows = totals.rows / totals.steps
             yield {
                 "mode": name,
                 "encoding": encoding,
-                "k": found.gamma,
+                "k": totals.gamma,
                 "rows": rows,
-                "theory_up": (4 + q_bytes) * found.gamma + rows * vocab_size * WIDTHS[q_rows],
+                "theory_up": (4 + q_bytes) * totals.gamma + rows * vocab_size * ENTRY_BYTES[q_rows],
                 "theory_down": 8.0,
-                "up": found.up / found.count,
-                "down": found.down / found.count,
-                "all_of_q": (4 + 4 * vocab_size) * found.gamma,
+                "up": totals.bytes_up / totals.steps,
+                "down": totals.bytes_down / totals.steps,
+                "all_of_q": (4 + 4 * vocab_size) * totals.gamma,
             }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the table, and a JSON line."""
-    parser = argparse.ArgumentParser(prog="benchmarks.traffic")
+def study(options: argparse.Namespace) -> None:
+    """Measure and publish the table."""
+    pool, prompts = ModelPool(), load_prompts(kinds=["code"])[: options.prompts]
+    with cloud_service() as service:
+        link = CloudConfig(service.url, deadline_ms=5000)
+        base = Recipe(temperature=0.0, top_p=1.0, max_tokens=options.max_tokens, cloud=link)
+        publish(options, "traffic", COLUMNS, list(traffic(base, prompts, pool)))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and run the study."""
+    parser = study_parser(__file__, __doc__, "edge-cloud.md")
     parser.add_argument("--prompts", type=int, default=2)
     parser.add_argument("--max-tokens", type=int, default=64)
-    options = parser.parse_args(arguments)
-    pool, prompts, found = ModelPool(), load_prompts(kinds=["code"])[: options.prompts], []
-    with cloud() as service:
-        wire = CloudConfig(service.url, deadline_ms=5000)
-        base = Recipe(temperature=0.0, top_p=1.0, max_tokens=options.max_tokens, cloud=wire)
-        rounds(replace(base, max_tokens=8), prompts, pool)
-        print("| draft and rule | encoding | k | rows/round | up, theory | up | down, theory | down | all of q up |")
-        print("|---" * 9 + "|")
-        for one in traffic(base, prompts, pool):
-            found.append(one)
-            print(
-                f"| {one['mode']} | {one['encoding']} | {one['k']:.1f} | {one['rows']:.2f} | {one['theory_up']:,.0f} "
-                f"| {one['up']:,.0f} | {one['theory_down']:.0f} | {one['down']:,.0f} | {one['all_of_q']:,.0f} |",
-                flush=True,
-            )
-    print(json.dumps({"traffic": found}))
+    return run_study(study, parser, arguments)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

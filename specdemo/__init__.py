@@ -1,8 +1,68 @@
-"""See, measure and trust speculative decoding of language models."""
+"""Speculative decoding of language models: visualisation, measurement and verification.
+
+Public names are imported on first access, so `import specdemo` loads neither torch nor transformers.
+
+>>> from specdemo import Recipe, generate, load_pair
+>>> recipe = Recipe(method="nasd", temperature=0, max_tokens=5)
+>>> *_, end = generate(recipe, "for i in range(", load_pair("bundled", device="cpu"))
+>>> end.metrics.tokens
+5
+"""
+
+from __future__ import annotations
 
 import os
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import Any
 
-# oneDNN keeps what it has compiled for a product of so many rows, half a megabyte each, and there are as many numbers
-# of rows as lengths of prompts: by itself it would keep a thousand of them, twice. Read when torch is imported.
-for _cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-    os.environ.setdefault(_cache, "128")
+_EXPORTS = {
+    "LoadedPair": "specdemo.models.loaded_pair",
+    "Recipe": "specdemo.recipe",
+    "Step": "specdemo.core.step",
+    "UserError": "specdemo.core.errors",
+    "generate": "specdemo.generate",
+    "load_pair": "specdemo.models.loaded_pair",
+}
+__all__ = [*sorted(_EXPORTS), "methods"]
+
+
+def methods() -> dict[str, str]:
+    """Return the description of every decoding method by name.
+
+    >>> "draft" in methods() and "ar" in methods()
+    True
+    """
+    return dict(import_module("specdemo.recipe").METHODS)
+
+
+def limit_onednn_cache() -> None:
+    """Bound oneDNN's kernel cache by environment variables. Entry points call this before torch is imported.
+
+    oneDNN compiles 0.5 MB per weight shape and number of rows, and caches 1,024 kernels twice by default; prompt
+    lengths produce as many numbers of rows.
+    """
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(name, "128")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_EXPORTS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+class _Package(ModuleType):
+    """Reserve `specdemo.generate` for the function; importing the submodule would bind the module to that name."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name == "generate" and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

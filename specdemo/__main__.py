@@ -2,7 +2,10 @@
 
 import sys
 
-from specdemo.cli.main import main
+from specdemo import limit_onednn_cache
 
 if __name__ == "__main__":
+    limit_onednn_cache()  # before torch is imported
+    from specdemo.cli.main import main
+
     sys.exit(main())

@@ -20,11 +20,12 @@ from specdemo.core.metrics import Metrics
 from specdemo.core.step import Step
 from specdemo.models import memory
 from specdemo.models.load import LoadedModel
-from specdemo.models.load_errors import format_bytes
+from specdemo.models.loaded_pair import LoadedPair
+from specdemo.models.memory import format_bytes
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.tokenizer import ChatMessage, TextStream, TokenNames, render_prompt
 from specdemo.pipeline import Pipeline, Stores, build_pipeline
-from specdemo.recipe import FORESTS, Recipe
+from specdemo.recipe import METHODS, Recipe
 from specdemo.remote.remote_model import RemoteModel, connect
 
 CHARACTERS_PER_TOKEN = 3  # rough
@@ -33,7 +34,7 @@ CHARACTERS_PER_TOKEN = 3  # rough
 def generate(
     recipe: Recipe,
     prompt: str | Sequence[ChatMessage],
-    pool: ModelPool | None = None,
+    pool: ModelPool | LoadedPair | None = None,
     stores: Stores | None = None,
     drafter: Drafter | None = None,
 ) -> Iterator[Event]:
@@ -45,10 +46,12 @@ def generate(
     """
     if not prompt:
         raise UserError("the prompt is empty: type something to continue")
+    if isinstance(pool, LoadedPair):
+        recipe, pool = pool.bind(recipe), pool.pool
     pool = ModelPool() if pool is None else pool
     running = recipe.running
     if drafter is not None:
-        if running.method in ("ar", "beam"):
+        if not METHODS[running.method].drafts:
             raise UserError(f"method {running.method} does not draft: choose another method to use a drafter with it")
         running = replace(running, method="lookup")  # needs no second model
     specs = [running.drafter_spec] if running.cloud else [running.target_spec, running.drafter_spec]
@@ -93,7 +96,7 @@ def _run(
             vocab_size=target.vocab_size,
             exact=recipe.exact,
             # compared for chains only
-            bit_equal=target.bit_equal and running.method not in FORESTS and drafter is None,
+            bit_equal=target.bit_equal and METHODS[running.method].shape == "chain" and drafter is None,
             encoder=target.encoder,
             environment={**environment, "drafter_bytes": model.weight_bytes if model else None},
         )

@@ -1,4 +1,4 @@
-"""The place where a recipe's names become objects."""
+"""Build drafter, verifier and policy of a recipe from loaded models."""
 
 from __future__ import annotations
 
@@ -6,30 +6,23 @@ import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specdemo.core.beam import BeamSearch
-from specdemo.core.decode import Drafter, DraftLengthPolicy, EmptyDrafter, Verifier
+from specdemo.core.decode import Drafter, DraftLengthPolicy, Verifier
 from specdemo.core.errors import UserError
-from specdemo.core.policies import POLICIES, CostModel, Fixed
+from specdemo.core.policies import POLICIES, CostModel
 from specdemo.core.rules import RULES, rejection
 from specdemo.core.sampling import Noise, SamplingParams, SharedNoise
 from specdemo.core.step import Draft
 from specdemo.core.verifier import ModelVerifier
-from specdemo.drafters.hybrid import HybridDrafter
-from specdemo.drafters.lookahead import LookaheadDrafter
-from specdemo.drafters.lookup import LookupDrafter
-from specdemo.drafters.model import ModelDrafter, fitted
-from specdemo.drafters.ngram import NGramDrafter
-from specdemo.drafters.suffix import SuffixDrafter
-from specdemo.drafters.tree import TreeDrafter
-from specdemo.drafters.universal import UniversalDrafter
+from specdemo.drafters import METHODS
+from specdemo.drafters.model import fitted
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_variants import layer_count, with_dropout, with_layers
@@ -47,36 +40,148 @@ from specdemo.remote.gates import (
 from specdemo.remote.protocol import VerifyConfig
 from specdemo.remote.remote_model import RemoteModel, remote_verifier
 
+PASSES = 4  # of the drafter with dropout, for gate `variance`
+_CONTEXT_TOKENS = 8  # decoded before a draft, for rules about words
+
+Stores = dict[Any, Any]  # state of a visitor's earlier runs: n-grams and KV caches
+
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A recipe's objects: what the loop needs, and the caches, to be measured."""
+    """Objects of a run: the roles of the decoding loop, and the caches for memory statistics."""
 
     verifier: Verifier
     drafter: Drafter
     policy: DraftLengthPolicy
     caches: tuple[CachedModel, ...]
-    context: int  # tokens of a text that every model of this run can hold
+    context: int  # longest text, in tokens, that every model supports
     on_close: Callable[[], None] | None = None
 
     def close(self) -> None:
-        """Hang up, where the judge is at the other end of a wire."""
+        """Close the connection to a remote verifier."""
         if self.on_close is not None:
             self.on_close()
 
     @property
     def device(self) -> torch.device:
-        """Where this end computes."""
+        """Return the device of the local models."""
         return self.caches[0].model.device if self.caches else torch.device("cpu")
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of all keys and values held now."""
+        """Return the present size of all KV caches in bytes."""
         return sum(cache.kv_bytes for cache in self.caches)
 
 
+class ModelContext:
+    """`BuildContext` of a run. Each cached model is created by the first `scorer` call that needs it."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        target: LoadedModel | RemoteModel,
+        drafter: LoadedModel | None,
+        stores: Stores | None = None,
+        prompt: str = "",
+    ) -> None:
+        self.options = self.recipe = recipe
+        self.target, self.drafter = target, drafter
+        self._stores, self._prompt = stores, prompt
+        self.seed = recipe.seed
+        self.sampling = _sampling_params(recipe, target)
+        self.bridge = _bridge(recipe, target, drafter)
+        self.source = _source(target, prompt)
+        self.stop = target.stop
+        self.draft_caches: list[CachedModel] = []
+        self._shared = SharedNoise(recipe.seed) if RULES[recipe.rule].shares_noise else None
+        self.target_cache: CachedModel | None = None
+        if not isinstance(target, RemoteModel):
+            self.target_cache = self._cached(target, target.invariance.pad)
+
+    @property
+    def vocab_size(self) -> int:
+        """Return the vocabulary size of the target."""
+        return self.target_cache.vocab_size if self.target_cache else self.target.info.vocab_size
+
+    @cached_property
+    def drafter_sampling(self) -> SamplingParams:
+        """Return the sampling parameters in drafter tokens."""
+        assert self.drafter is not None
+        return _sampling_params(self.recipe, self.drafter)
+
+    def scorer(self, role: str, layers: Callable[[int], Sequence[int]] | None = None) -> CachedModel:
+        """Return the cached model of a role; `layers` selects layers, given their number."""
+        if role == "target" and layers is None:
+            assert self.target_cache is not None
+            return self.target_cache
+        model = self.target if role == "target" else self.drafter
+        assert model is not None and not isinstance(model, RemoteModel)
+        if layers is None:
+            cache = self._cached(model)
+        else:
+            cache = CachedModel(with_layers(model.model, list(layers(layer_count(model.model)))))
+        self.draft_caches.append(cache)
+        return cache
+
+    def noise(self, name: str, *, shared: bool = True) -> Noise | SharedNoise:
+        """Return the random stream `name`, or the shared stream of the coupled rule."""
+        return self._shared if shared and self._shared is not None else Noise(self.seed, name)
+
+    def with_store(self, make: Callable[[Any], Any], *key: Any) -> Any:
+        """Return `make(store)` with the store of earlier runs, if the recipe uses them."""
+        if self._stores is None or not self.recipe.ngram_keep:
+            return make(None)
+        key = (self.recipe.method, self.recipe.target_spec.name, *key)
+        drafter = make(self._stores.get(key))
+        self._stores[key] = drafter.store
+        return drafter
+
+    def _cached(self, loaded: LoadedModel, pad: int = 1) -> CachedModel:
+        """Return the model with a KV cache; in a conversation, with the cache of earlier turns."""
+        if not self.recipe.chat or self._stores is None or loaded.encoder:
+            return CachedModel(loaded.model, pad, _source(loaded, self._prompt))
+        key = ("keys and values", loaded.spec, self.recipe.method)  # compared lanes share no cache
+        cache = self._stores.get(key)
+        if cache is None or cache.model is not loaded.model:
+            cache = self._stores[key] = CachedModel(loaded.model, pad)
+        return cache
+
+
+def build_pipeline(
+    recipe: Recipe,
+    target: LoadedModel | RemoteModel,
+    drafter: LoadedModel | None,
+    stores: Stores | None = None,
+    prompt: str = "",
+) -> Pipeline:
+    """Build the objects of a run; encoders process `prompt`.
+
+    Raises `UserError` for models or methods that do not fit together.
+    """
+    if drafter is not None and target.encoder != drafter.encoder:
+        role = "target" if target.encoder else "drafter"
+        raise UserError(f"the {role} has an encoder and the other model is a decoder: choose two of the same kind")
+    if target.encoder:
+        refuse_with_encoder(recipe.method)
+    method, context = METHODS[recipe.method], ModelContext(recipe, target, drafter, stores, prompt)
+    proposer, caches = method.build(context), tuple(context.draft_caches)
+    if method.policy is not None:
+        policy = method.policy(recipe)
+    else:
+        policy = POLICIES[recipe.policy].make(recipe.gamma, *recipe.gamma_bounds, _cost_model(context))
+    local = (context.target_cache,) if context.target_cache else ()
+    same_tokens = (*local, *(() if context.bridge else caches))  # a drafter of another vocabulary has other counts
+    context_length = min([cache.context for cache in same_tokens] + [sys.maxsize])
+    if isinstance(target, RemoteModel):
+        remote, policy = build_remote_verifier(recipe, target, context.sampling, policy, caches)
+        context_length = min(context_length, target.info.context)
+        return Pipeline(remote, proposer, policy, caches, context_length, remote.close)
+    verifier = method.verifier(context) if method.verifier else _verifier(context)
+    return Pipeline(verifier, proposer, policy, (*local, *caches), context_length)
+
+
 def _bridge(recipe: Recipe, target: LoadedModel | RemoteModel, drafter: LoadedModel | None) -> Bridge | None:
-    """Between two vocabularies, where there are two. Raises `UserError` unless the recipe allows that."""
+    """Return a bridge if the vocabularies differ. Raises `UserError` unless the recipe allows it."""
     if drafter is None:
         return None
     try:
@@ -88,103 +193,41 @@ def _bridge(recipe: Recipe, target: LoadedModel | RemoteModel, drafter: LoadedMo
     return None
 
 
-def build_pipeline(
-    recipe: Recipe,
-    target: LoadedModel | RemoteModel,
-    drafter: LoadedModel | None,
-    stores: Stores | None = None,
-    prompt: str = "",
-) -> Pipeline:
-    """Turn names into objects. `stores` holds what a user's earlier runs taught, if that is to be kept.
-
-    Encoders read the `prompt`. Raises `UserError` for models or a method that do not go together.
-    """
-    if drafter is not None and target.encoder != drafter.encoder:
-        role = "target" if target.encoder else "drafter"
-        raise UserError(f"the {role} has an encoder and the other model has none: choose two of one kind")
-    if target.encoder:
-        refuse_with_encoder(recipe.method)
-    sampling = sampling_params_of(recipe, target)
-    shared = SharedNoise(recipe.seed) if RULES[recipe.rule].shares_noise else None
-    ours = () if isinstance(target, RemoteModel) else (cache_of(recipe, stores, target, prompt, target.invariance.pad),)
-    vocab_size = target.info.vocab_size if isinstance(target, RemoteModel) else ours[0].vocab_size
-
-    def draws(cache: CachedModel, kind: type, **options: Any) -> Drafter:
-        noise = shared or Noise(recipe.seed, "draft")
-        if kind is ModelDrafter:
-            options["extend"] = cache.extend
-        return kind(cache.score, sampling, noise, vocab_size, cache.vocab_size, **options)
-
-    context = BuildContext(recipe, target, drafter, stores, prompt, _bridge(recipe, target, drafter), draws)
-    made, caches = DRAFTERS[recipe.method](context)
-    if recipe.method == "lookahead":  # as deep as its window reaches, whatever the policy
-        gamma: DraftLengthPolicy = Fixed(recipe.lookahead_window + recipe.lookahead_n)
-    else:
-        gamma = POLICIES[recipe.policy].make(recipe.gamma, *recipe.gamma_bounds, _cost_model(target, ours, caches))
-    counted = (*ours, *(() if context.bridge else caches))  # a drafter of another vocabulary counts its own tokens
-    context_length = min([cache.context for cache in counted] + [sys.maxsize])
-    if isinstance(target, RemoteModel):
-        asking, gamma = build_remote_verifier(recipe, target, sampling, gamma, caches)
-        return Pipeline(asking, made, gamma, caches, min(context_length, target.info.context), asking.close)
-    verifier = _verifier(recipe, target, ours[0], sampling, shared)
-    return Pipeline(verifier, made, gamma, (*ours, *caches), context_length)
-
-
-def _cost_model(
-    target: LoadedModel | RemoteModel, ours: Sequence[CachedModel], caches: Sequence[CachedModel]
-) -> CostModel:
-    """What is known of costs before anything has run; nothing of a target that is elsewhere."""
-    if isinstance(target, RemoteModel):
+def _cost_model(context: ModelContext) -> CostModel:
+    """Return the costs known before the first step; empty for a remote target."""
+    if context.target_cache is None:
         return CostModel()
-    return CostModel(target.invariance.cost, sum(cache.weight_bytes for cache in caches) / ours[0].weight_bytes)
+    weights = sum(cache.weight_bytes for cache in context.draft_caches)
+    return CostModel(context.target.invariance.cost, weights / context.target_cache.weight_bytes)
 
 
-def _verifier(
-    recipe: Recipe, target: LoadedModel, ours: CachedModel, sampling: SamplingParams, shared: SharedNoise | None
-) -> Verifier:
-    """The target at hand."""
-    if recipe.method == "beam":
-        return BeamSearch(
-            ours.score,
-            sampling,
-            target.stop,
-            max_tokens=recipe.max_tokens,
-            context=ours.context,
-            num_beams=recipe.num_beams,
-            length_penalty=recipe.length_penalty,
-            top_k=recipe.top_k,
-            min_length=recipe.min_length,
-        )
-    kind = RULES[recipe.rule]
-    rule = kind.apply
+def _verifier(context: ModelContext) -> ModelVerifier:
+    recipe, rule = context.recipe, RULES[context.recipe.rule]
+    apply = rule.apply
     if recipe.skip_sample_adjustment:
-        rule = partial(rule, adjust=False)
-    if kind.threshold is not None:
-        rule = partial(rule, threshold=kind.threshold if recipe.threshold is None else recipe.threshold)
+        apply = partial(apply, adjust=False)
+    if rule.threshold is not None:
+        apply = partial(apply, threshold=rule.threshold if recipe.threshold is None else recipe.threshold)
     return ModelVerifier(
-        ours.score,
-        sampling,
-        rule,
-        accept=Noise(recipe.seed, "accept"),
-        correct=shared or Noise(recipe.seed, "correct"),
-        candidates=recipe.candidates,
+        context.scorer("target").score,
+        context.sampling,
+        apply,
+        accept=context.noise("accept", shared=False),
+        correct=context.noise("correct"),
+        candidates=METHODS[recipe.method].candidates(recipe),
         top=recipe.top,
     )
-
-
-PASSES = 4  # of the drafter under dropout
-BEFORE = 8  # tokens of context in which a draft is spelt out
 
 
 def build_remote_verifier(
     recipe: Recipe,
     target: RemoteModel,
     sampling: SamplingParams,
-    gamma: DraftLengthPolicy,
+    policy: DraftLengthPolicy,
     caches: Sequence[CachedModel],
 ) -> tuple[ClosableVerifier, DraftLengthPolicy]:
-    """The judge that asks the cloud, behind a gate if there is one, and the policy that the gate listens to."""
-    cloud = target.cloud
+    """Return the remote verifier, gated if the recipe has gates, and the policy that records for the gate."""
+    cloud, candidates = target.cloud, METHODS[recipe.method].candidates(recipe)
     rule = RULES[recipe.rule]
     settings = VerifyConfig(
         temp=float(sampling.temperature),
@@ -197,183 +240,60 @@ def build_remote_verifier(
         threshold=rule.threshold if recipe.threshold is None else recipe.threshold,
         adjust=not recipe.skip_sample_adjustment,
     )
-    vocab_size = target.info.vocab_size
     edge = None
     if cloud.on_loss == "edge" and caches:
 
         def score(tokens: Sequence[int], draft: Draft) -> Tensor:
-            return fitted(caches[0].score(tokens, draft), vocab_size)
+            return fitted(caches[0].score(tokens, draft), target.info.vocab_size)
 
-        noise = Noise(recipe.seed, "edge")
-        edge = ModelVerifier(
-            score, sampling, rejection, Noise(recipe.seed, "edge accept"), noise, recipe.candidates, recipe.top
-        )
+        accept, correct = Noise(recipe.seed, "edge accept"), Noise(recipe.seed, "edge")
+        edge = ModelVerifier(score, sampling, rejection, accept, correct, candidates, recipe.top)
     verifier = remote_verifier(
         target,
         settings,
         max_tokens=recipe.max_tokens,
         edge=edge,
-        candidates=recipe.candidates,
+        candidates=candidates,
         top=recipe.top,
     )
-    if not cloud.gates:
-        return verifier, gamma
-    gauge = RecordingPolicy(gamma)
-    variance = None
+    return _gated(verifier, target, policy, caches) if cloud.gates else (verifier, policy)
+
+
+def _gated(
+    verifier: ClosableVerifier, target: RemoteModel, policy: DraftLengthPolicy, caches: Sequence[CachedModel]
+) -> tuple[ClosableVerifier, DraftLengthPolicy]:
+    cloud, recorder, variance = target.cloud, RecordingPolicy(policy), None
     if "variance" in cloud.gates:
         variance = mc_dropout([CachedModel(with_dropout(caches[0].model, seed)).score for seed in range(PASSES)])
-    gate = GatedVerifier(
-        verifier,
-        gauge,
-        cloud.thresholds,
-        cloud.gate_ratio,
-        always=word_rules(target, cloud.always) if cloud.always else None,
-        variance=variance,
-    )
-    return gate, gauge
+    always = word_rules(target, cloud.always) if cloud.always else None
+    gate = GatedVerifier(verifier, recorder, cloud.thresholds, cloud.gate_ratio, always=always, variance=variance)
+    return gate, recorder
 
 
 def word_rules(target: RemoteModel, rules: Sequence[str]) -> Callable[[Sequence[int], Draft], bool]:
-    """The rules that look at words, for tokens."""
+    """Return a test of drafts, given as tokens, by rules about words."""
     always = AlwaysVerify(rules, _library() if "rare" in rules else None)
 
-    def asks(tokens: Sequence[int], draft: Draft) -> bool:
-        before = target.tokenizer.decode(tokens[-BEFORE:])
-        return always(target.tokenizer.decode([*tokens[-BEFORE:], *draft.tokens])[len(before) :])
+    def needs_verification(tokens: Sequence[int], draft: Draft) -> bool:
+        tail = tokens[-_CONTEXT_TOKENS:]
+        before = target.tokenizer.decode(tail)
+        return always(target.tokenizer.decode([*tail, *draft.tokens])[len(before) :])
 
-    return asks
+    return needs_verification
 
 
 @cache
 def _library() -> Counter[str]:
-    """In how many files of Python's own library each word stands: what the bundled pair knows."""
+    """Count the files of Python's standard library, the bundled pair's training data, that contain each word."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     return document_frequency(path.read_text("utf-8", errors="replace") for path in files)
 
 
-Stores = dict[Any, Any]  # what a user's earlier runs taught, by what it was learnt from
-
-
-@dataclass(frozen=True)
-class BuildContext:
-    """What a drafter may be made of."""
-
-    recipe: Recipe
-    target: LoadedModel | RemoteModel
-    drafter: LoadedModel | None
-    stores: Stores | None
-    prompt: str  # for an encoder to read; n-grams may draft from it too
-    bridge: Bridge | None  # to a drafter of another vocabulary
-    draws: Callable[..., Drafter]  # `draws(cache, kind, **options)`: a drafter of this kind on this model's law
-
-    @property
-    def source(self) -> list[int]:
-        """What the target's encoder reads; nothing if it has none."""
-        return source_of(self.target, self.prompt)
-
-    def kept(self, make: Callable[[Any], Any], *key: Any) -> Any:
-        """A drafter with the store of earlier runs, if those are to be kept; its own store is kept then."""
-        if self.stores is None or not self.recipe.ngram_keep:
-            return make(None)
-        key = (self.recipe.method, self.recipe.target_spec.name, *key)
-        made = make(self.stores.get(key))
-        self.stores[key] = made.store
-        return made
-
-
-Made = tuple[Drafter, tuple[CachedModel, ...]]  # a drafter, and the caches that it brings
-
-
-def cache_of(recipe: Recipe, stores: Stores | None, loaded: LoadedModel, prompt: str, pad: int = 1) -> CachedModel:
-    """A model with its keys and values; in a conversation, those of the turns before, so that only news are read."""
-    if not recipe.chat or stores is None or loaded.encoder:  # an encoder reads all of it anew
-        return CachedModel(loaded.model, pad, source_of(loaded, prompt))
-    key = ("keys and values", loaded.spec, recipe.method)  # lanes that are compared share nothing
-    kept = stores.get(key)
-    if kept is None or kept.model is not loaded.model:
-        kept = stores[key] = CachedModel(loaded.model, pad)
-    return kept
-
-
-def sampling_params_of(recipe: Recipe, loaded: LoadedModel | RemoteModel) -> SamplingParams:
-    """What the recipe does to a model's logits; words are banned in the tokens of that model."""
+def _sampling_params(recipe: Recipe, loaded: LoadedModel | RemoteModel) -> SamplingParams:
     words = tuple(tuple(loaded.tokenizer.encode(word, add_special_tokens=False)) for word in recipe.bad_words)
     return SamplingParams(recipe.temperature, recipe.top_k, recipe.top_p, recipe.repetition_penalty, words)
 
 
-def source_of(loaded: LoadedModel, prompt: str) -> list[int]:
-    """The prompt in the tokens of a model whose encoder reads it; without an encoder there is nothing apart to read."""
+def _source(loaded: LoadedModel | RemoteModel, prompt: str) -> list[int]:
+    """Return the encoder input; empty for decoders."""
     return loaded.tokenizer.encode(prompt) if loaded.encoder else []
-
-
-def _plain(context: BuildContext) -> Made:
-    return EmptyDrafter(), ()
-
-
-def _model(context: BuildContext, kind: type = ModelDrafter, **options: int) -> Made:
-    assert context.drafter is not None
-    cache = cache_of(context.recipe, context.stores, context.drafter, context.prompt)
-    if context.bridge is None:
-        return context.draws(cache, kind, **options), (cache,)
-    if kind is not ModelDrafter:
-        raise UserError(
-            "the branches of a tree cannot be put into the tokens of another vocabulary: choose method draft or hybrid"
-        )
-    # Judged as point masses, the likeliest continuation is accepted more often than one that was drawn.
-    sampling, noise = (
-        replace(sampling_params_of(context.recipe, context.drafter), temperature=0),
-        Noise(context.recipe.seed, "draft"),
-    )
-    inner = ModelDrafter(cache.score, sampling, noise, cache.vocab_size, extend=cache.extend)
-    return UniversalDrafter(inner, context.bridge.read, context.bridge.write, cache.context), (cache,)
-
-
-def _self(context: BuildContext) -> Made:
-    assert isinstance(context.target, LoadedModel)
-    model, recipe = context.target.model, context.recipe
-    count = layer_count(model)
-    first = count // 2 if recipe.exit_layer is None else recipe.exit_layer
-    kept = [i for i in range(count) if i not in recipe.skip_layers] if recipe.skip_layers else list(range(first))
-    cache = CachedModel(with_layers(model, kept))
-    return context.draws(cache, ModelDrafter), (cache,)
-
-
-def _ngrams(context: BuildContext) -> Made:
-    order, levels, filler = context.recipe.ngram, context.recipe.ngram_levels, context.recipe.filler_top_k
-    return context.kept(lambda store: NGramDrafter(order, levels, filler, store, context.source), order, levels), ()
-
-
-def _suffix(context: BuildContext) -> Made:
-    return context.kept(lambda store: SuffixDrafter(store=store, source=context.source)), ()
-
-
-def _tree(context: BuildContext) -> Made:
-    return _model(context, TreeDrafter, nodes=context.recipe.tree_nodes, width=context.recipe.tree_width)
-
-
-def _hybrid(context: BuildContext) -> Made:
-    model, caches = _model(context)
-    return HybridDrafter(_suffix(context)[0], model), caches
-
-
-def _lookahead(context: BuildContext) -> Made:
-    recipe = context.recipe
-    return LookaheadDrafter(recipe.lookahead_window, recipe.lookahead_n, recipe.lookahead_guesses, recipe.seed), ()
-
-
-def _lookup(context: BuildContext) -> Made:
-    return LookupDrafter(), ()
-
-
-DRAFTERS: dict[str, Callable[[BuildContext], Made]] = {
-    "ar": _plain,
-    "beam": _plain,
-    "draft": _model,
-    "tree": _tree,
-    "self": _self,
-    "nasd": _ngrams,
-    "suffix": _suffix,
-    "hybrid": _hybrid,
-    "lookahead": _lookahead,
-    "lookup": _lookup,
-}

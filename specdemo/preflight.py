@@ -1,10 +1,8 @@
-"""Will this pair help? Acceptance from one pass over a few texts, costs from a few timed rounds, nothing generated.
+"""Estimate the speed-up of a recipe without generating: acceptance from recorded texts, costs from a few timed steps.
 
-The texts stand for what will be written. A round may start at any of their tokens: how many it would commit follows
-from beta = sum min(p, q) at the tokens after it (2211.17192, Definition 3.3), one after the other, so acceptance that
-comes in runs is priced as it comes. Where greedy decoding is asked about, only places count at which the target would
-have gone on as the text does: elsewhere its own text would be another. A text of the target's own is the best thing to
-read, since it repeats itself as the next one will: n-grams promise far too little on anything else.
+A step may start at any token of a text; its expected tokens follow from beta = sum min(p, q) at the next positions
+(2211.17192, Definition 3.3). For greedy decoding, only positions at which the text
+continues with the target's choice count. Texts written by the target give the best estimates.
 """
 
 from __future__ import annotations
@@ -14,8 +12,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import cycle
-from typing import Any
+from itertools import cycle, takewhile
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,16 +31,35 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import PAIRS
 from specdemo.pipeline import Pipeline, build_pipeline
 from specdemo.prompts import Prompt, load_prompts, load_written
-from specdemo.recipe import Recipe
+from specdemo.recipe import METHODS, Recipe
 
-MODEL_METHODS, STORE_METHODS = ("draft", "self"), ("nasd", "suffix", "lookup")
-MAX_GAMMA = 8  # tokens of a draft
-MAX_TEXT_TOKENS = 512  # tokens of a text that are read
+MAX_GAMMA = 8
+MAX_TEXT_TOKENS = 512
+WORTHWHILE_SPEEDUP = 1.03
+EXPENSIVE_DRAFT = 0.3  # value of c
+BASELINE_RUNS = 5  # consecutive AR steps; CPU caches are cold after a draft
+WARMUP_RUNS = 2  # the first of these, not counted
+
+TimedText = tuple[Sequence[int], int]  # tokens and length of the prompt
+
+
+class StepOutlook(NamedTuple):
+    """Outlook of a step from a position of a text."""
+
+    acceptance: list[float]  # of each draft token after its predecessors
+    counts: bool  # False if greedy decoding does not reach it
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    ar_s: float  # seconds of an AR step
+    c: float  # cost of a draft token, in AR steps
+    v: tuple[float, ...]  # cost of a pass over 1, 2, ... rows, in AR steps
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What drafts of one length would give: a median over the texts, with an interval of 95 %."""
+    """Medians over the texts, with the 95 % interval of the speed-up."""
 
     gamma: int
     tokens_per_pass: float
@@ -53,80 +70,66 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Preflight:
-    """What is to be expected of a recipe on texts like these."""
-
     recipe: Recipe
-    alpha: float  # mean sum min(p, q) where a draft would be tested first
-    c: float  # a drafted token, in plain passes
-    v: dict[int, float]  # a pass over so many rows, in plain passes
+    alpha: float  # mean of sum min(p, q) at the first draft position
+    c: float  # cost of a draft token, in AR passes
+    v: dict[int, float]  # cost of a pass by number of rows, in AR passes
     estimates: tuple[Estimate, ...]
     weight_bytes: int  # of all models
-    kv_bytes: int  # of keys and values, for a thousand tokens
+    kv_bytes: int  # per 1,000 tokens
 
     @property
     def best(self) -> Estimate:
-        """The draft length that promises most."""
-        return max(self.estimates, key=lambda one: one.speedup)
+        """Estimate with the highest speed-up."""
+        return max(self.estimates, key=lambda estimate: estimate.speedup)
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, and the advice, as JSON has it."""
+        """Return fields and advice as JSON values."""
         return {**json.loads(json.dumps(asdict(self))), "advice": self.advice}
 
     @property
     def advice(self) -> str:
-        """One plain sentence."""
+        """A recommendation."""
         best = self.best
-        if best.speedup < 1.03:
-            why = "the drafter is too dear for what is accepted" if self.c > 0.3 else "too little would be accepted"
-            return f"don't: at best {best.speedup:.2f}x the speed of plain decoding, since {why}"
-        sure = "" if best.low > 1 else ", though it may make no difference"
-        return f"gamma {best.gamma}: about {best.speedup:.2f}x the speed of plain decoding{sure}"
-
-
-def texts_for(recipe: Recipe, kinds: Sequence[str] = ()) -> list[Prompt]:
-    """What there is to read for a recipe: the bundled target's own texts if it is the target, else bare prompts."""
-    if recipe.models[0] == PAIRS["bundled"].target:
-        return load_written(recipe.temperature, kinds)
-    return load_prompts(kinds=kinds)
+        if best.speedup < WORTHWHILE_SPEEDUP:
+            cause = "drafting costs too much" if self.c > EXPENSIVE_DRAFT else "too few tokens would be accepted"
+            return f"don't: at best {best.speedup:.2f}x the speed of AR decoding, because {cause}"
+        doubt = "" if best.low > 1 else ", but possibly no difference"
+        return f"gamma {best.gamma}: about {best.speedup:.2f}x the speed of AR decoding{doubt}"
 
 
 def preflight(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool) -> Preflight:
-    """Estimates for `recipe` with drafts of every length. Raises `UserError` where models or method do not fit."""
-    if recipe.method not in MODEL_METHODS + STORE_METHODS:
-        raise UserError(f"preflight knows the methods {', '.join(MODEL_METHODS + STORE_METHODS)}, not {recipe.method}")
+    """Estimate `recipe` for drafts of 1 to `MAX_GAMMA` tokens. Raises `UserError` if unsupported."""
+    if METHODS[recipe.method].preflight is None:
+        supported = ", ".join(name for name, method in METHODS.items() if method.preflight)
+        raise UserError(f"preflight supports the methods {supported}, not {recipe.method}: run or bench it")
     target, drafter, pipeline = load_comparable(recipe, pool)
     sampling = SamplingParams(recipe.temperature, recipe.top_k, recipe.top_p)
     texts = usable_texts(target, prompts, recipe.max_tokens, pipeline.context)
-    priced = measure_costs(lambda: build_pipeline(recipe, target, drafter), texts, MAX_GAMMA)
-    c, v = priced.c, dict(enumerate(priced.v, 1))
-    rounds, openings = [], []
-    for text, start in texts:
+    costs = measure_costs(lambda: build_pipeline(recipe, target, drafter), texts, MAX_GAMMA)
+    v = dict(enumerate(costs.v, 1))
+    outlooks: list[tuple[list[StepOutlook], float]] = []  # per text, with the cost of its prompt
+    for tokens, start in texts:
         fresh = build_pipeline(recipe, target, drafter)
-        opening = prompt_cost(fresh, (text, start), priced)
-        one = _rounds(text, start, fresh, sampling)
-        if any(counts for _, counts in one):
-            rounds.append(one)
-            openings.append(opening)
-    if not rounds:
-        raise UserError("the target would write none of these texts: give some of its kind, or a temperature above 0")
+        opening = prompt_cost(fresh, (tokens, start), costs)
+        steps = step_outlooks(tokens, start, fresh, sampling)
+        if any(step.counts for step in steps):
+            outlooks.append((steps, opening))
+    if not outlooks:
+        raise UserError("greedy decoding does not reproduce these texts: provide other texts or raise the temperature")
+    first_betas = [step.acceptance[0] for steps, _ in outlooks for step in steps if step.counts and step.acceptance]
     estimates = []
     for gamma in range(1, MAX_GAMMA + 1):
-        found = [_expected(one, gamma, c, v, opening) for one, opening in zip(rounds, openings, strict=True)]
-        ratios = [speedup for _, speedup in found]
-        estimates.append(
-            Estimate(
-                gamma,
-                statistics.median(tokens for tokens, _ in found),
-                statistics.median(ratios),
-                *interval(ratios),
-            )
-        )
+        expected = [expected_speedup(steps, gamma, costs.c, v, opening) for steps, opening in outlooks]
+        tokens_per_pass, speedups = zip(*expected, strict=True)
+        medians = statistics.median(tokens_per_pass), statistics.median(speedups)
+        estimates.append(Estimate(gamma, *medians, *interval(speedups)))
     first, _ = texts[0]
-    pipeline.verifier.verify(first, Draft())  # so that keys and values of a text are held, to be weighed
+    pipeline.verifier.verify(first, Draft())  # fill the KV cache
     return Preflight(
         recipe,
-        statistics.mean(betas[0] for one in rounds for betas, counts in one if counts and betas),
-        c,
+        statistics.mean(first_betas),
+        costs.c,
         v,
         tuple(estimates),
         target.weight_bytes + (drafter.weight_bytes if drafter else 0),
@@ -134,167 +137,147 @@ def preflight(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool) -> Pre
     )
 
 
-StepOutlook = tuple[
-    list[float], bool
-]  # chances of the tokens drafted at a place, one after the other; whether it counts
-
-
 def load_comparable(recipe: Recipe, pool: ModelPool) -> tuple[LoadedModel, LoadedModel | None, Pipeline]:
-    """The models, and parts made of them. Raises `UserError` where their laws cannot be compared along a text."""
+    """Return target, drafter and pipeline. Raises `UserError` if their distributions are not comparable."""
     if recipe.encoder or pool.take(recipe.target_spec).encoder:
-        raise UserError("texts are read as they go on, and a model with an encoder begins anew: run or bench it")
+        raise UserError("preflight does not support encoder-decoders: run or bench the recipe")
     target = pool.take(recipe.target_spec)
     drafter = pool.take(recipe.drafter_spec) if recipe.drafter_spec else None
     pipeline = build_pipeline(recipe, target, drafter)
     if isinstance(pipeline.drafter, UniversalDrafter):
-        raise UserError("laws can be compared over one vocabulary and these models have two: run or bench them instead")
+        raise UserError("preflight requires models that share a vocabulary: run or bench the recipe")
     return target, drafter, pipeline
 
 
-def usable_texts(
-    target: LoadedModel, prompts: Sequence[Prompt], length: int, context: int
-) -> list[tuple[list[int], int]]:
-    """The texts that a draft can be made for and that fit the context. Raises `UserError` where there are none."""
-    texts = [read_text(target, prompt, length) for prompt in prompts]
-    texts = [(text[: context - MAX_GAMMA], start) for text, start in texts]
-    texts = [(text, start) for text, start in texts if len(text) - start > MAX_GAMMA]
+def texts_for(recipe: Recipe, kinds: Sequence[str] = ()) -> list[Prompt]:
+    """Return texts recorded from the bundled target, for other targets bundled prompts."""
+    if recipe.models[0] == PAIRS["bundled"].target:
+        return load_written(recipe.temperature, kinds)
+    return load_prompts(kinds=kinds)
+
+
+def usable_texts(target: LoadedModel, prompts: Sequence[Prompt], length: int, context: int) -> list[TimedText]:
+    """Encode and cut the texts; raise `UserError` if all are too short."""
+    texts = [encode_text(target, prompt, length) for prompt in prompts]
+    texts = [(tokens[: context - MAX_GAMMA], start) for tokens, start in texts]
+    texts = [(tokens, start) for tokens, start in texts if len(tokens) - start > MAX_GAMMA]
     if not texts:
-        raise UserError(f"the texts are too short to tell: give some of more than {2 * MAX_GAMMA} tokens")
+        raise UserError(f"the texts are too short: provide texts of more than {2 * MAX_GAMMA} tokens")
     return texts
 
 
-def read_text(target: LoadedModel, prompt: Prompt, length: int) -> tuple[list[int], int]:
-    """Tokens of a text, and how many of them are there before a first round: one, or the prompt of a written text."""
-    text = target.tokenizer.encode(prompt.text)[:MAX_TEXT_TOKENS]
+def encode_text(target: LoadedModel, prompt: Prompt, length: int) -> tuple[list[int], int]:
+    """Return the tokens of a text and the length of its prompt (1 without a recorded continuation)."""
+    tokens = target.tokenizer.encode(prompt.text)[:MAX_TEXT_TOKENS]
     if not prompt.written:
-        return text, 1 if len(text) > 2 * MAX_GAMMA else len(text)
+        return tokens, 1 if len(tokens) > 2 * MAX_GAMMA else len(tokens)
     written = target.tokenizer.encode(prompt.written, add_special_tokens=False)
-    return text + written[: min(length, MAX_TEXT_TOKENS) + MAX_GAMMA], len(text)
+    return tokens + written[: min(length, MAX_TEXT_TOKENS) + MAX_GAMMA], len(tokens)
 
 
-def _rounds(text: Sequence[int], start: int, pipeline: Pipeline, sampling: SamplingParams) -> list[StepOutlook]:
-    """For each token of the text from `start` on that has enough behind it: the betas of a draft that starts there."""
-    p = distributions(pipeline.caches[0], text, sampling)
-    right = (p.argmax(-1)[:-1] == torch.tensor(text[1:], device=p.device)).tolist()
-    counts = [one or sampling.temperature > 0 for one in right]
+def distributions(cached: CachedModel, tokens: Sequence[int], sampling: SamplingParams) -> Tensor:
+    """Return the next-token probabilities after each token, `[n, vocab]`."""
+    return sampling.logits_to_probs(cached.read(tokens).float())
+
+
+def step_outlooks(tokens: Sequence[int], start: int, pipeline: Pipeline, sampling: SamplingParams) -> list[StepOutlook]:
+    p = distributions(pipeline.caches[0], tokens, sampling)
+    predicted = (p.argmax(-1)[:-1] == torch.tensor(tokens[1:], device=p.device)).tolist()
+    counts = [hit or sampling.temperature > 0 for hit in predicted]
+    positions = range(start - 1, len(tokens) - MAX_GAMMA)
     if len(pipeline.caches) > 1:
-        betas = torch.minimum(p, distributions(pipeline.caches[1], text, sampling)).sum(-1).tolist()
-        return [(betas[i : i + MAX_GAMMA], counts[i]) for i in range(start - 1, len(text) - MAX_GAMMA)]
-    rounds = []
-    for i in range(start - 1, len(text) - MAX_GAMMA):
-        draft = pipeline.drafter.propose(text[: i + 1], DraftBudget(MAX_GAMMA, Fixed(MAX_GAMMA))).tokens
-        chances: list[float] = []
-        for place, token in enumerate(draft[: len(text) - 1 - i], i):
-            chances.append(float(p[place, token]))
-            if token != text[place + 1]:
-                chances += [0.0] * (len(draft) - len(chances))  # what would follow another text is not known
+        betas = torch.minimum(p, distributions(pipeline.caches[1], tokens, sampling)).sum(-1).tolist()
+        return [StepOutlook(betas[i : i + MAX_GAMMA], counts[i]) for i in positions]
+    outlooks = []
+    for i in positions:
+        draft = pipeline.drafter.propose(tokens[: i + 1], DraftBudget(MAX_GAMMA, Fixed(MAX_GAMMA))).tokens
+        acceptance = [0.0] * len(draft)  # 0 after the first difference from the text
+        for k, token in enumerate(draft, i):
+            acceptance[k - i] = float(p[k, token])
+            if token != tokens[k + 1]:
                 break
-        rounds.append((chances, counts[i]))
-    return rounds
+        outlooks.append(StepOutlook(acceptance, counts[i]))
+    return outlooks
 
 
-def distributions(cached: CachedModel, text: Sequence[int], sampling: SamplingParams) -> Tensor:
-    """The law after each token, `[n, vocab]`."""
-    return sampling.logits_to_probs(cached.read(text).float())
-
-
-def _expected(
-    rounds: Sequence[StepOutlook], gamma: int, c: float, v: dict[int, float], opening: float = 0.0
+def expected_speedup(
+    outlooks: Sequence[StepOutlook], gamma: int, c: float, v: dict[int, float], opening: float = 0.0
 ) -> tuple[float, float]:
-    """Tokens per round and speed-up, over the places at which rounds would start if each began where one ended.
+    """Return tokens per pass and speed-up without the prefill; drafts end with the text.
 
-    It is a run that ends with the text: its first pass drafts nothing and is no part of this, and the last drafts are
-    as short as what is left. `opening` is what the drafter's first look at the prompt costs, in plain passes.
+    `opening` is the cost of reading the prompt with the drafter, in AR passes.
     """
-    reach = [0.0, 1.0, *[0.0] * len(rounds)]  # how likely a round starts here
-    weight, tokens, cost = 0.0, 0.0, opening
-    for i, (betas, counts) in enumerate(rounds[:-1]):
-        drafted = betas[: min(gamma, len(rounds) - i - 2)]  # and a token of the target's own
+    reach = [0.0, 1.0, *[0.0] * len(outlooks)]  # probability that a step starts at each position
+    steps, tokens, cost = 0.0, 0.0, opening
+    for i, (acceptance, counts) in enumerate(outlooks[:-1]):
+        draft = acceptance[: min(gamma, len(outlooks) - i - 2)]  # the target adds a token
         path, expected = 1.0, 1.0
-        for k, beta in enumerate(drafted):
+        for k, beta in enumerate(draft):
             reach[i + k + 1] += reach[i] * path * (1 - beta)
             path *= beta
             expected += path
-        reach[i + len(drafted) + 1] += reach[i] * path
+        reach[i + len(draft) + 1] += reach[i] * path
         if counts:
-            weight += reach[i]
+            steps += reach[i]
             tokens += reach[i] * expected
-            cost += reach[i] * (v[len(drafted) + 1] + c * len(drafted))
-    return tokens / weight, tokens / cost
-
-
-@dataclass(frozen=True)
-class StepCosts:
-    """What was found."""
-
-    plain_s: float  # seconds of a plain pass, with all that makes a token of it
-    c: float  # a drafted token, in plain passes
-    v: tuple[float, ...]  # a pass over 1, 2, ... rows, in plain passes
-
-
-BASELINE_RUNS = 5  # plain rounds in a row,
-WARMING = 2  # of which the first are not counted
-
-TimedText = tuple[Sequence[int], int]  # tokens, and how many of them are there before the first round
+            cost += reach[i] * (v[len(draft) + 1] + c * len(draft))
+    return tokens / steps, tokens / cost
 
 
 def measure_costs(
     pipeline: Callable[[], Pipeline],
     texts: Sequence[TimedText],
     longest: int,
-    rounds: int = 20,
+    repeats: int = 20,
     clock: Callable[[], float] = time.perf_counter,
 ) -> StepCosts:
-    """Costs of drafts of up to `longest` tokens.
+    """Measure drafts of up to `longest` tokens: medians over `repeats` steps of every length.
 
-    Medians over `rounds` rounds of every length. Every text has room for two rounds; each is begun anew, with parts of
-    its own, until there have been enough. A drafter that never proposes anything costs nothing.
+    A drafter without proposals has c = 0.
     """
-    judged: list[list[float]] = [[] for _ in range(longest + 1)]
-    drafted: list[float] = []
+    verify_s: list[list[float]] = [[] for _ in range(longest + 1)]
+    token_s: list[float] = []
     lengths = cycle([*[0] * BASELINE_RUNS, *range(1, longest + 1)])
-    for text in cycle(texts):
-        idle = 0
-        for n, draft_s, judge_s, tokens in _timed_rounds(pipeline(), *text, lengths, clock):
-            idle = 0 if n else idle + 1
-            if n or idle > WARMING:
-                judged[n].append(judge_s)
-            if tokens:
-                drafted.append(draft_s / tokens)
-            if len(judged[longest]) == rounds:
-                plain = statistics.median(judged[0])
-                c = statistics.median(drafted) / plain if drafted else 0.0
-                return StepCosts(plain, c, tuple(statistics.median(seconds) / plain for seconds in judged))
+    for tokens, start in cycle(texts):
+        consecutive = 0
+        for gamma, draft_s, pass_s, drafted in _timed_steps(pipeline(), tokens, start, lengths, clock):
+            consecutive = 0 if gamma else consecutive + 1
+            if gamma or consecutive > WARMUP_RUNS:
+                verify_s[gamma].append(pass_s)
+            if drafted:
+                token_s.append(draft_s / drafted)
+            if len(verify_s[longest]) == repeats:
+                ar_s = statistics.median(verify_s[0])
+                c = statistics.median(token_s) / ar_s if token_s else 0.0
+                return StepCosts(ar_s, c, tuple(statistics.median(seconds) / ar_s for seconds in verify_s))
     raise ValueError("there are no texts")
 
 
 def prompt_cost(
-    pipeline: Pipeline, text: TimedText, priced: StepCosts, clock: Callable[[], float] = time.perf_counter
+    pipeline: Pipeline, text: TimedText, costs: StepCosts, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """What it costs a drafter that has seen nothing yet to read a text's prompt, in plain passes."""
+    """Return the drafter's cost of reading a prompt, in AR steps."""
     tokens, start = text
     began = clock()
     draft = pipeline.drafter.propose(tokens[:start], DraftBudget(1, Fixed(1)))
-    return max(0.0, (clock() - began) / priced.plain_s - priced.c * len(draft))
+    return max(0.0, (clock() - began) / costs.ar_s - costs.c * len(draft))
 
 
-def _timed_rounds(
+def _timed_steps(
     pipeline: Pipeline, text: Sequence[int], start: int, lengths: Iterator[int], clock: Callable[[], float]
 ) -> Iterator[tuple[int, float, float, int]]:
-    """One round after the other: the length asked for, seconds of drafting and judging, and how many were drafted."""
-    pipeline.verifier.verify(text[:start], Draft())  # reads the prompt
-    place = start + 1
-    while place < len(text):
-        n = next(lengths)
+    """Yield requested length, seconds of drafting and verification, and drafted tokens of each step."""
+    pipeline.verifier.verify(text[:start], Draft())  # prefill
+    position = start + 1
+    while position < len(text):
+        gamma = next(lengths)
         began = clock()
-        draft = pipeline.drafter.propose(text[:place], DraftBudget(n, Fixed(n))) if n else Draft()
-        draft_s, tokens = clock() - began, len(draft)
-        if tokens < n:  # the pass is timed with as many rows all the same
-            draft = Draft.chain(((text[place] + 1) % pipeline.caches[0].vocab_size,) * n)
-        since = clock()
-        pipeline.verifier.verify(text[:place], draft)
-        yield n, draft_s, clock() - since, tokens
-        kept = 0  # what the text confirms is held, and the token after it is news
-        while kept < n and place + kept < len(text) and draft.tokens[kept] == text[place + kept]:
-            kept += 1
-        place += kept + 1
+        draft = pipeline.drafter.propose(text[:position], DraftBudget(gamma, Fixed(gamma))) if gamma else Draft()
+        draft_s, drafted = clock() - began, len(draft)
+        if drafted < gamma:  # keep the number of rows
+            draft = Draft.chain(((text[position] + 1) % pipeline.caches[0].vocab_size,) * gamma)
+        began = clock()
+        pipeline.verifier.verify(text[:position], draft)
+        yield gamma, draft_s, clock() - began, drafted
+        following = zip(draft.tokens, text[position:], strict=False)
+        position += 1 + len(list(takewhile(lambda pair: pair[0] == pair[1], following)))

@@ -6,47 +6,44 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from specdemo.core.errors import check_name
 from specdemo.models.zoo import ASSETS
 
-PROMPTS = ASSETS / "prompts.json"
-WRITTEN = ASSETS / "written.json"
-TEMPERATURES = (0.0, 1.0)  # at which the texts were drawn
+PROMPT_FILE = ASSETS / "prompts.json"
+CONTINUATION_FILE = ASSETS / "written.json"
+RECORDED_TEMPERATURES = (0.0, 1.0)  # of the continuations
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text to continue and the class it stands for."""
+    """A text to continue and its class."""
 
     kind: str
     name: str
     text: str
-    written: str = ""  # how the target itself went on, if that is known
+    written: str = ""  # continuation by the target, if recorded
 
 
-def load_prompts(path: Path = PROMPTS, kinds: Sequence[str] = ()) -> list[Prompt]:
-    """The bundled prompts, of all classes or of these."""
-    classes = json.loads(path.read_text("utf-8"))
-    for kind in kinds:
-        check_name("class of prompts", kind, classes)
+def load_prompts(path: Path = PROMPT_FILE, kinds: Sequence[str] = ()) -> list[Prompt]:
+    """Return the bundled prompts of the classes `kinds` (default: all)."""
+    classes = _read_classes(path, kinds)
+    return [Prompt(kind, f"{kind} {i}", text) for kind, texts in classes.items() for i, text in enumerate(texts, 1)]
+
+
+def load_written(temperature: float, kinds: Sequence[str] = (), path: Path = CONTINUATION_FILE) -> list[Prompt]:
+    """Return prompts with continuations at the nearest recorded temperature."""
+    nearest = min(RECORDED_TEMPERATURES, key=lambda recorded: abs(recorded - temperature))
     return [
-        Prompt(kind, f"{kind} {i + 1}", text)
-        for kind, texts in classes.items()
-        for i, text in enumerate(texts)
-        if not kinds or kind in kinds
+        Prompt(kind, f"{kind} text {i}", entry["prompt"], entry[f"{nearest:g}"])
+        for kind, entries in _read_classes(path, kinds).items()
+        for i, entry in enumerate(entries, 1)
     ]
 
 
-def load_written(temperature: float, kinds: Sequence[str] = (), path: Path = WRITTEN) -> list[Prompt]:
-    """Prompts with what the target wrote at the nearest temperature, of all classes or of these."""
+def _read_classes(path: Path, kinds: Sequence[str]) -> dict[str, list[Any]]:
     classes = json.loads(path.read_text("utf-8"))
     for kind in kinds:
         check_name("class of prompts", kind, classes)
-    nearest = min(TEMPERATURES, key=lambda one: abs(one - temperature))
-    return [
-        Prompt(kind, f"{kind} text {i + 1}", entry["prompt"], entry[f"{nearest:g}"])
-        for kind, entries in classes.items()
-        for i, entry in enumerate(entries)
-        if not kinds or kind in kinds
-    ]
+    return {kind: entries for kind, entries in classes.items() if not kinds or kind in kinds}

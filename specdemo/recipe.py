@@ -1,182 +1,273 @@
-"""All choices of one run in a frozen dataclass, by name."""
+"""Recipe of a run: the schema of all options, rules about several options, and derived values."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from specdemo.core.errors import UserError, check_name
+from specdemo.core.errors import UserError
+from specdemo.core.options import Option, option, options
 from specdemo.core.policies import POLICIES
 from specdemo.core.rules import RULES
 from specdemo.core.sampling import SamplingParams
+from specdemo.drafters import METHODS, option_classes
 from specdemo.models.spec import DTYPES, QUANTIZATIONS, ModelSpec
 from specdemo.models.zoo import MODELS, PAIRS, REVISIONS
 from specdemo.remote.config import COLDEST, CloudConfig
 
-METHODS = {
-    "draft": "a smaller model drafts, the target verifies",
-    "nasd": "n-grams of the prompt and the output draft (NASD; NAPD with filler top-k 1)",
-    "suffix": "what followed the text's longest repeated ending drafts",
-    "hybrid": "the suffix where the text repeats itself, the smaller model elsewhere",
-    "tree": "a smaller model drafts a tree of its likeliest continuations",
-    "self": "the target drafts for itself with layers left out",
-    "lookahead": "the target guesses ahead of itself in the pass that verifies",
-    "lookup": "prompt lookup as in transformers, for comparison",
-    "ar": "plain autoregressive decoding: the baseline",
-    "beam": "beam search: the most probable text it can find",
-}
-SAMPLED = ("draft", "self", "hybrid", "tree")  # methods that draw their drafts above temperature 0
-FORESTS = ("tree", "lookahead", "beam")  # methods whose passes hold more than one continuation at once
-WITH_DRAFTER = ("draft", "hybrid", "tree")  # methods that need a second model
-NGRAM_LEVELS = {"multi": "back off to shorter contexts", "one": "contexts of one length only"}
+_SIZES = {"low": 1, "high": 1 << 20}
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """What to run. Construction refuses what cannot be meant."""
+@options()
+class RunOptions:
+    """Options of every run; methods add further options."""
 
-    pair: str | None = None  # with neither pair nor models, the bundled one
-    target: str | None = None
-    drafter: str | None = None
-    method: str = "draft"
-    gamma: int = 4
-    policy: str = "fixed"
-    gamma_min: int | None = None  # a policy's bounds; None: its own
-    gamma_max: int | None = None
-    rule: str = "rejection"
-    temperature: float = 0.5  # with top-p, where the bundled pair writes best
-    top_k: int = 0
-    top_p: float = 0.95
-    repetition_penalty: float = 1.0
-    bad_words: tuple[str, ...] = ()
-    seed: int = 0
-    max_tokens: int = 256
-    top: int = 0  # tokens of every law that the trace holds, with its entropy
-    dtype: str = "auto"
-    universal: bool = False  # a drafter of another vocabulary is allowed: its text is re-encoded
-    quantization: str = "none"
-    drafter_quantization: str = "none"
-    device: str = "auto"
-    drafter_device: str | None = None  # None: the target's
-    ngram: int = 4
-    ngram_levels: str = "multi"
-    filler_top_k: int = 3
-    ngram_keep: bool = False  # what is learnt from a text serves the next one too
-    tree_nodes: int = 12
-    tree_width: int = 3  # children per node
-    lookahead_window: int = 5  # places ahead that are guessed at
-    lookahead_n: int = 4  # tokens of an n-gram
-    lookahead_guesses: int = 5  # n-grams drafted per round
-    num_beams: int = 4
-    length_penalty: float = 1.0  # above 0 favours longer texts, below 0 shorter ones
-    min_length: int = 0  # tokens before which no beam may end
-    exit_layer: int | None = None  # self-speculation keeps this many layers; None: half of them
-    skip_layers: tuple[int, ...] = ()  # or all but these
-    threshold: float | None = None  # of a rule that has one; None: its usual one
-    chat: bool = False  # the prompt is said by a user, in the model's own chat template
-    skip_sample_adjustment: bool = False  # draw corrections from p: lossy
-    cloud: CloudConfig | None = None  # where the target is, if it is not here
+    pair: str | None = option(
+        None, "Drafter and target", "a ready pair (default: bundled)", choices=PAIRS, basic=True
+    )  # with neither pair nor models: the bundled pair
+    target: str | None = option(
+        None, "Target", "target model: Hugging Face id or local directory", group="Models and devices", metavar="M"
+    )
+    drafter: str | None = option(
+        None,
+        "Drafter",
+        "draft model: Hugging Face id or local directory",
+        group="Models and devices",
+        metavar="M",
+        applies="second_model",
+    )
+    method: str = option("draft", "Method", "decoding method", choices=METHODS, basic=True)
+    gamma: int = option(
+        4,
+        "Draft length γ",
+        "longest draft",
+        low=1,
+        high=64,
+        slider=(1, 16, 1),
+        hint=" (method ar decodes without drafts)",
+        basic=True,
+        limit="max_gamma",
+        applies="drafts",
+    )
+    policy: str = option(
+        "fixed", "Draft-length policy", "draft-length policy", choices=POLICIES, group="Draft length", applies="drafts"
+    )
+    gamma_min: int | None = option(
+        None,
+        "Shortest draft (0: default of the policy)",
+        "shortest draft of a policy that varies it",
+        low=0,
+        high=64,
+        group="Draft length",
+        limit="max_gamma",
+        applies="drafts",
+    )
+    gamma_max: int | None = option(
+        None,
+        "Longest draft (0: default of the policy)",
+        "longest draft of a policy that varies it",
+        low=1,
+        high=64,
+        group="Draft length",
+        limit="max_gamma",
+        applies="drafts",
+    )
+    rule: str = option("rejection", "Acceptance rule", "acceptance rule", choices=RULES, group="Rule", applies="drafts")
+    temperature: float = option(
+        0.5, "Temperature", "0 is greedy", low=0, high=100, slider=(0, 2, 0.05), hint=" (0 is greedy)", basic=True
+    )  # with this top-p, the bundled pair writes best
+    top_k: int = option(
+        0,
+        "Top-k (0: off)",
+        "sample from the K most probable tokens; 0 is off",
+        low=0,
+        high=1 << 20,
+        slider=(0, 100, 1),
+        group="Sampling",
+    )
+    top_p: float = option(
+        0.95,
+        "Top-p",
+        "sample from the smallest set of tokens with this probability",
+        above=0,
+        high=1,
+        slider=(0.05, 1, 0.05),
+        group="Sampling",
+    )
+    repetition_penalty: float = option(
+        1.0,
+        "Repetition penalty (1: off)",
+        "divides logits of earlier tokens; 1 is off",
+        above=0,
+        step=0.05,
+        hint=" (1 is off)",
+        group="Sampling",
+    )
+    bad_words: tuple[str, ...] = option(
+        (),
+        "Banned words",
+        "text never to produce; may be repeated",
+        flag="--bad-word",
+        metavar="TEXT",
+        group="Sampling",
+    )
+    seed: int = option(0, "Seed", "seed of all random streams", group="Sampling")
+    max_tokens: int = option(
+        256,
+        "Max new tokens",
+        "longest output, in tokens",
+        **_SIZES,
+        slider=(1, 1024, 1),
+        basic=True,
+        limit="max_tokens",
+    )
+    top: int = option(
+        0,
+        "Recorded tokens per distribution (0: none)",
+        "write the N most probable tokens of every distribution into the trace",
+        low=0,
+        high=64,
+        slider=(0, 16, 1),
+        group="Recording",
+        metavar="N",
+    )
+    dtype: str = option(
+        "auto",
+        "Data type",
+        "data type of weights and activations",
+        choices=DTYPES,
+        group="Models and devices",
+        host=True,
+    )
+    universal: bool = option(
+        False,
+        "Re-encode drafts of another vocabulary",
+        "re-encode the text of a drafter of another vocabulary",
+        group="Models and devices",
+        applies="second_model",
+    )
+    quantization: str = option("none", "Quantisation of the target", choices=QUANTIZATIONS, group="Models and devices")
+    drafter_quantization: str = option(
+        "none",
+        "Quantisation of the drafter",
+        choices=QUANTIZATIONS,
+        noun="quantization",
+        group="Models and devices",
+        applies="second_model",
+    )
+    device: str = option(
+        "auto",
+        "Device",
+        "device: auto, cpu, cuda, cuda:N, mps, or spread over all",
+        group="Models and devices",
+        host=True,
+    )
+    drafter_device: str | None = option(
+        None,
+        "Device of the drafter",
+        "device of the drafter (default: that of the target)",
+        group="Models and devices",
+        host=True,
+        metavar="DEVICE",
+        applies="second_model",
+    )
+    threshold: float | None = option(
+        None,
+        "Threshold (0: default of the rule)",
+        "threshold of rules ratio, threshold and typical",
+        above=0,
+        high=1,
+        step=0.05,
+        group="Rule",
+        lossy=True,
+        applies="drafts",
+    )
+    chat: bool = option(
+        False, "Apply the chat template", "send the prompt as a user message in the model's chat template", group="Chat"
+    )
+    skip_sample_adjustment: bool = option(
+        False,
+        "Sample corrections from p",
+        "sample corrections from p, not from the residual",
+        group="Rule",
+        lossy=True,
+        applies="drafts",
+    )
+    cloud: CloudConfig | None = None  # if absent, the target runs in this process
 
-    def __post_init__(self) -> None:
-        if self.pair and (self.target or self.drafter):
-            raise UserError("give either a pair or a target and a drafter, not both")
-        if self.drafter and not self.target:
-            raise UserError("a drafter needs a target: give both")
-        if self.pair:
-            check_name("pair", self.pair, PAIRS)
-        check_name("method", self.method, METHODS)
-        check_name("policy", self.policy, POLICIES)
-        check_name("rule", self.rule, RULES)
-        check_name("dtype", self.dtype, DTYPES)
-        check_name("quantization", self.quantization, QUANTIZATIONS)
-        check_name("quantization", self.drafter_quantization, QUANTIZATIONS)
-        check_name("n-gram storage", self.ngram_levels, NGRAM_LEVELS)
-        for name, least, most in (
-            ("gamma", 1, 64),
-            ("gamma_min", 0, 64),
-            ("gamma_max", 1, 64),
-            ("max_tokens", 1, 1 << 20),
-            ("temperature", 0, 100),
-            ("top_k", 0, 1 << 20),
-            ("top", 0, 64),
-            ("ngram", 2, 16),
-            ("filler_top_k", 1, 64),
-            ("exit_layer", 1, 1 << 10),
-            ("tree_nodes", 1, 256),
-            ("lookahead_window", 1, 32),
-            ("lookahead_n", 2, 16),
-            ("lookahead_guesses", 1, 32),
-            ("tree_width", 1, 64),
-            ("num_beams", 1, 64),
-            ("length_penalty", -16, 16),
-            ("min_length", 0, 1 << 20),
-        ):
-            value = getattr(self, name)
-            if value is not None and not least <= value <= most:  # which no NaN is
-                raise UserError(f"{name} must be from {least} to {most}, not {value}{self._way_out(name)}")
-        if self.gamma_bounds[0] > self.gamma_bounds[1]:
-            raise UserError("gamma_min {} is above gamma_max {}: exchange them".format(*self.gamma_bounds))
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p must be above 0 and at most 1, not {self.top_p}")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise UserError(f"repetition_penalty must be above 0 (1 is none), not {self.repetition_penalty}")
-        if self.method in WITH_DRAFTER and self.models[1] is None:
-            raise UserError(f"method {self.method} needs a drafter: give one, or choose method nasd, self or ar")
-        if self.encoder:
-            refuse_with_encoder(self.method)  # before gigabytes come
-        if self.exit_layer is not None and self.skip_layers:
-            raise UserError("give either exit_layer or skip_layers, not both")
-        if self.threshold is not None:
-            if RULES[self.rule].threshold is None:
-                having = ", ".join(name for name, rule in RULES.items() if rule.threshold is not None)
-                raise UserError(f"rule {self.rule} has no threshold: rules that have one are {having}")
-            if not 0 < self.threshold <= 1:
-                raise UserError(f"threshold must be above 0 and at most 1, not {self.threshold}")
-        if self.skip_sample_adjustment and not RULES[self.rule].adjusts:
-            raise UserError(f"rule {self.rule} has no sample adjustment to skip: choose rule rejection")
-        self._check_cloud()
 
-    def _check_cloud(self) -> None:
-        if self.cloud is None:
-            return
-        if self.method in ("self", "beam"):
-            raise UserError(f"method {self.method} needs the target itself at hand: choose another, or no cloud")
-        if 0 < self.temperature < COLDEST or not 0.01 <= self.repetition_penalty <= 100:
-            raise UserError(
-                f"over the wire a temperature is 0 or from {COLDEST}, a repetition penalty from 0.01 to 100"
-            )
-        if not -(1 << 63) <= self.seed < 1 << 63:
-            raise UserError("over the wire a seed has 64 bits: choose a smaller one")
-        alone = self.cloud.mode == "edge_only" or self.cloud.on_loss == "edge"
-        if alone and self.models[1] is None:
-            raise UserError("the edge has no model to go on with alone: give a drafter")
-        if alone and self.cloud.mode == "speculative" and self.method not in WITH_DRAFTER:
-            raise UserError(
-                f"method {self.method} has no model that could go on alone: choose {', '.join(WITH_DRAFTER)}"
-            )
-        if self.cloud.gates and self.method != "draft":
-            raise UserError(
-                f"gates read the law of a drafter that drafts chains: choose method draft, not {self.method}"
-            )
-        if self.cloud.provisional and self.method == "ar":
-            raise UserError("method ar drafts nothing that could be committed provisionally: choose another, or wait")
+def _models_fit(chosen: Recipe) -> None:
+    if chosen.pair and (chosen.target or chosen.drafter):
+        raise UserError("give either a pair or a target and a drafter, not both")
+    if chosen.drafter and not chosen.target:
+        raise UserError("a drafter needs a target: give both")
+    if METHODS[chosen.method].second_model and chosen.models[1] is None:
+        raise UserError(f"method {chosen.method} needs a drafter: add it, or choose method nasd, self or ar")
+    if chosen.encoder:
+        refuse_with_encoder(chosen.method)  # before gigabytes are downloaded
 
-    @staticmethod
-    def _way_out(name: str) -> str:
-        return {"gamma": " (method ar decodes without drafts)", "temperature": " (0 is greedy)"}.get(name, "")
+
+def _gamma_bounds_in_order(chosen: Recipe) -> None:
+    if chosen.gamma_bounds[0] > chosen.gamma_bounds[1]:
+        raise UserError("gamma_min {} is above gamma_max {}: exchange them".format(*chosen.gamma_bounds))
+
+
+def _rule_fits(chosen: Recipe) -> None:
+    if chosen.threshold is not None and RULES[chosen.rule].threshold is None:
+        names = ", ".join(name for name, rule in RULES.items() if rule.threshold is not None)
+        raise UserError(f"rule {chosen.rule} has no threshold: choose {names}")
+    if chosen.skip_sample_adjustment and not RULES[chosen.rule].adjusts:
+        raise UserError(f"rule {chosen.rule} has no sample adjustment to skip: choose rule rejection")
+
+
+def _network_values_fit(chosen: Recipe) -> None:
+    if chosen.cloud is None:
+        return
+    if 0 < chosen.temperature < COLDEST or not 0.01 <= chosen.repetition_penalty <= 100:
+        raise UserError(
+            f"with a remote target, temperature is 0 or at least {COLDEST}, repetition_penalty from 0.01 to 100"
+        )
+    if not -(1 << 63) <= chosen.seed < 1 << 63:
+        raise UserError("with a remote target, a seed has 64 bits: choose a smaller number")
+
+
+def _cloud_fits_method(chosen: Recipe) -> None:
+    if chosen.cloud is None:
+        return
+    method, cloud = METHODS[chosen.method], chosen.cloud
+    if method.local_target:
+        raise UserError(f"method {method.name} needs a local target: choose another method, or mode off")
+    alone = cloud.mode == "edge_only" or cloud.on_loss == "edge"
+    if alone and chosen.models[1] is None:
+        raise UserError("the edge has no model to continue alone: give a drafter")
+    if alone and cloud.mode == "speculative" and not method.second_model:
+        names = ", ".join(one.name for one in METHODS.values() if one.second_model)
+        raise UserError(f"method {method.name} has no model that could continue alone: choose {names}")
+    if cloud.gates and not method.gates:
+        names = ", ".join(one.name for one in METHODS.values() if one.gates)
+        raise UserError(f"gates need the distributions of a draft model: choose method {names}, not {method.name}")
+    if cloud.provisional and not method.drafts:
+        raise UserError(f"method {method.name} has no drafts to commit after the deadline: choose another method")
+
+
+CHECKS = (_models_fit, _gamma_bounds_in_order, _rule_fits, _network_values_fit, _cloud_fits_method)
+
+
+@options(checks=CHECKS)
+class Recipe(*reversed(option_classes()), RunOptions):
+    """All options of a run. Raises `UserError` for invalid values."""
 
     @property
     def gamma_bounds(self) -> tuple[int, int]:
-        """The shortest and the longest draft of a policy that varies gamma."""
-        own = POLICIES[self.policy]
+        """Return the shortest and longest draft of a policy that varies gamma."""
+        policy = POLICIES[self.policy]
         return (
-            own.least if self.gamma_min is None else self.gamma_min,
-            own.most if self.gamma_max is None else self.gamma_max,
+            policy.least if self.gamma_min is None else self.gamma_min,
+            policy.most if self.gamma_max is None else self.gamma_max,
         )
 
     @property
     def models(self) -> tuple[str, str | None]:
-        """Names of target and drafter."""
+        """Return the names of target and drafter."""
         if self.target:
             return self.target, self.drafter
         pair = PAIRS[self.pair or "bundled"]
@@ -184,19 +275,19 @@ class Recipe:
 
     @property
     def encoder(self) -> bool:
-        """Whether the target is known, without a look at it, to read its prompt in an encoder."""
+        """Return True if the target is listed as an encoder-decoder model."""
         return self.models[0] in MODELS and MODELS[self.models[0]].encoder
 
     @property
     def target_spec(self) -> ModelSpec:
-        """How to load the target."""
+        """Return how to load the target."""
         return self._spec(self.models[0], self.quantization, self.device)
 
     @property
     def drafter_spec(self) -> ModelSpec | None:
-        """How to load the drafter; None where the method needs none."""
+        """Return how to load the drafter, `None` if the method needs no second model."""
         name = self.models[1]
-        if self.method not in WITH_DRAFTER or name is None:
+        if not METHODS[self.method].second_model or name is None:
             return None
         return self._spec(name, self.drafter_quantization, self.drafter_device or self.device)
 
@@ -205,17 +296,12 @@ class Recipe:
 
     @property
     def needs_local_service(self) -> bool:
-        """Whether the target is a service for which no address is given."""
+        """Return True if the target is a service without an address."""
         return self.cloud is not None and not self.cloud.alone and not self.cloud.remote
 
     @property
-    def candidates(self) -> int:
-        """First choices of the target that a verdict must hold: what the drafter learns from."""
-        return self.filler_top_k if self.method == "nasd" else 1
-
-    @property
     def running(self) -> Recipe:
-        """What is carried out where one end works by itself: plain decoding there."""
+        """Return the recipe that is executed: autoregressive decoding if edge or cloud decodes alone."""
         if self.cloud is None or self.cloud.mode == "speculative":
             return self
         if self.cloud.mode == "cloud_only":
@@ -224,23 +310,32 @@ class Recipe:
 
     @property
     def exact(self) -> bool:
-        """Whether the text keeps the target's own law."""
+        """Return True if the text follows the target's distribution."""
+        method, rule = METHODS[self.method], RULES[self.rule]
         if self.cloud is not None:
-            sampled = self.method in SAMPLED and self.temperature > 0 and RULES[self.rule].adjusts
+            sampled = method.sampled and self.temperature > 0 and rule.adjusts
             if self.cloud.mode != "speculative" or not self.cloud.exact(sampled):
                 return self.cloud.exact(sampled)
-        if self.method in ("ar", "beam"):
-            return self.method == "ar"  # a search looks for one text; it draws none
+        if not method.drafts:
+            return method.exact
         corrected = not self.skip_sample_adjustment or self.temperature == 0
-        return RULES[self.rule].exact(SamplingParams(temperature=self.temperature)) and corrected
+        return method.exact and rule.exact(SamplingParams(temperature=self.temperature)) and corrected
 
 
-def refuse_with_encoder(method: str) -> None:
+def refuse_with_encoder(name: str) -> None:
     """Raise `UserError` for a method that a target with an encoder cannot run."""
-    if method in FORESTS:
+    method = METHODS[name]
+    if method.shape == "forest":
         raise UserError(
-            f"method {method} shows the target several texts at once, and a model with an encoder takes one: "
+            f"method {name} verifies several continuations at once, and a model with an encoder takes one: "
             "choose method draft, nasd, suffix or ar"
         )
-    if method == "self":
-        raise UserError("the target has an encoder, and self-speculation is for decoders: choose method nasd")
+    if method.decoder_only:
+        raise UserError(f"the target has an encoder, and method {name} is for decoders: choose method nasd")
+
+
+def methods_with(declared: Option) -> list[str]:
+    """Return the names of the methods for which an option has an effect."""
+    if declared.name in RunOptions.OPTIONS:
+        return [name for name, method in METHODS.items() if getattr(method, declared.applies or "name")]
+    return [name for name, method in METHODS.items() if declared.name in method.option_names]

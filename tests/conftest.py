@@ -1,7 +1,61 @@
-"""One thread for torch: the models here are tiny, and the suite shares two cores with a browser."""
+"""Selection of the tests of `make test-fast`: all tests without the marker `slow`.
 
+Slow are the files in `SLOW` (browser, other processes, long runs), tests that mention the bundled pair, since they load
+its weights, and tests marked with `@pytest.mark.slow`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import CodeType
+
+import pytest
 import torch
 
-torch.set_num_threads(1)
+torch.set_num_threads(1)  # the models are tiny, and the tests share the cores
 
-pytest_plugins = ["e2e.page_fixtures"]
+TESTS = Path(__file__).parent
+SLOW = (
+    "benchmarks",
+    "e2e",
+    "training",
+    "bench/test_bench.py",
+    "bench/test_equality.py",
+    "contracts/test_names.py",
+    "core/test_beam.py",
+    "drafters/test_self_speculation.py",
+    "drafters/test_tree.py",
+    "drafters/test_universal.py",
+    "models/test_architectures.py",
+    "models/test_batch_invariance.py",
+    "models/test_bundled_pair.py",
+    "models/test_encoder_decoder.py",
+    "models/test_hub.py",
+    "models/test_llama_engine.py",
+    "models/test_model_pool.py",
+    "remote/test_cloud_service.py",
+    "test_preflight.py",
+)
+
+
+def is_slow(path: Path) -> bool:
+    name = path.relative_to(TESTS).as_posix() if path.is_relative_to(TESTS) else ""
+    return any(name == slow or name.startswith(f"{slow}/") for slow in SLOW)
+
+
+def mentions_bundled_pair(code: CodeType) -> bool:
+    if "BUNDLED" in code.co_names or "bundled" in code.co_consts:
+        return True
+    return any(mentions_bundled_pair(inner) for inner in code.co_consts if isinstance(inner, CodeType))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import slow files in fast runs: collecting them takes seconds."""
+    return True if config.option.markexpr == "not slow" and is_slow(collection_path) else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        function = getattr(item, "function", None)
+        if is_slow(item.path) or (function is not None and mentions_bundled_pair(function.__code__)):
+            item.add_marker(pytest.mark.slow)

@@ -1,4 +1,4 @@
-"""What a round costs: found again where it is known, on whatever the drafts are worth."""
+"""Cost measurement on a fake machine with known costs."""
 
 from __future__ import annotations
 
@@ -16,68 +16,68 @@ TEXT = tuple(range(100, 200))
 
 @dataclass
 class Machine:
-    """Costs that are known: a plain pass 1, every row more 0.25, a drafted token 0.5; reading a prompt takes long.
+    """AR pass 1, each further row 0.25, draft token 0.5, prefill 50.
 
-    The pass after a draft, and the one after that, cost 0.1 more: the drafter's weights have pushed the target's out.
+    The two passes after a draft cost 0.1 more, since the drafter has evicted the target's weights from the CPU cache.
     """
 
-    right: int  # drafted tokens that the text confirms
-    most: int = 99  # tokens that there ever are to propose
+    correct: int  # draft tokens that agree with the text
+    available: int = 99  # maximum number of draft tokens
     now: float = 0.0
-    cold: int = 0  # passes that will find the caches full of something else
-    held: list[int] = field(default_factory=list)
-    fed: list[int] = field(default_factory=list)  # rows of each pass
+    cold: int = 0  # remaining passes with cold caches
+    cached: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)  # of each pass
 
     def propose(self, tokens: Any, budget: Any) -> Draft:
         count = 0
-        while count < self.most and budget.may_extend(count, None):
+        while count < self.available and budget.may_extend(count, None):
             count += 1
         self.now += 0.5 * count
         self.cold = 2 if count else self.cold
-        after = TEXT[len(tokens) : len(tokens) + self.right]
+        after = TEXT[len(tokens) : len(tokens) + self.correct]
         return Draft.chain((*after, *(0,) * count)[:count])
 
     def verify(self, tokens: Any, draft: Draft) -> None:
-        whole = [*tokens, *draft.tokens]
+        scored = [*tokens, *draft.tokens]
         shared = 0
-        while shared < min(len(self.held), len(tokens)) and self.held[shared] == tokens[shared]:
+        while shared < min(len(self.cached), len(tokens)) and self.cached[shared] == tokens[shared]:
             shared += 1
-        self.fed.append(len(whole) - shared)
-        self.now += 50.0 if not self.held else 0.75 + 0.25 * (len(whole) - shared) + 0.1 * (self.cold > 0)
+        self.rows.append(len(scored) - shared)
+        self.now += 50.0 if not self.cached else 0.75 + 0.25 * (len(scored) - shared) + 0.1 * (self.cold > 0)
         self.cold -= 1
-        self.held = whole
+        self.cached = scored
 
 
-@pytest.mark.parametrize("right", [0, 2, 9])
-@pytest.mark.parametrize("most", [0, 2, 99])
-def test_known_costs_are_found_again(right: int, most: int) -> None:
-    machine = Machine(right, most)
+@pytest.mark.parametrize("correct", [0, 2, 9])
+@pytest.mark.parametrize("available", [0, 2, 99])
+def test_known_costs_are_measured(correct: int, available: int) -> None:
+    machine = Machine(correct, available)
 
     def pipeline() -> Any:
-        machine.held = []
+        machine.cached = []
         return SimpleNamespace(drafter=machine, verifier=machine, caches=(SimpleNamespace(vocab_size=1000),))
 
-    found = measure_costs(pipeline, [(TEXT, 5), (TEXT[:8], 5)], 4, rounds=7, clock=lambda: machine.now)
-    assert found.plain_s == 1.0 and found.c == pytest.approx(0.5 if most else 0.0)
-    cold = 0.1 if most else 0.0  # plain decoding never is
-    assert found.v == pytest.approx([1.0, 1.25 + cold, 1.5 + cold, 1.75 + cold, 2.0 + cold])
-    assert len(machine.fed) > 5 * 7
+    costs = measure_costs(pipeline, [(TEXT, 5), (TEXT[:8], 5)], 4, repeats=7, clock=lambda: machine.now)
+    assert costs.ar_s == 1.0 and costs.c == pytest.approx(0.5 if available else 0.0)
+    cold = 0.1 if available else 0.0  # AR steps are measured with warm caches
+    assert costs.v == pytest.approx([1.0, 1.25 + cold, 1.5 + cold, 1.75 + cold, 2.0 + cold])
+    assert len(machine.rows) > 5 * 7
 
 
-def test_each_pass_is_fed_its_draft_and_one_token_more() -> None:
-    """Whatever was right is held, as it is in decoding; the prompt is read before anything is timed."""
+def test_each_pass_scores_its_draft_and_one_more_token() -> None:
+    """Accepted tokens are cached as in decoding; the prefill is not timed."""
     machine = Machine(1)
     measure_costs(
         lambda: SimpleNamespace(drafter=machine, verifier=machine, caches=(SimpleNamespace(vocab_size=1000),)),
         [(TEXT, 5)],
         2,
-        rounds=3,
+        repeats=3,
         clock=lambda: machine.now,
     )
-    assert machine.fed[0] == 5 and machine.fed[1:] == [*[1] * BASELINE_RUNS, 2, 3] * 3
+    assert machine.rows[0] == 5 and machine.rows[1:] == [*[1] * BASELINE_RUNS, 2, 3] * 3
 
 
-def test_reading_a_prompt_is_what_the_first_draft_takes_beyond_its_tokens() -> None:
+def test_the_prompt_cost_is_the_time_of_the_first_draft_without_its_token() -> None:
     machine = Machine(0)
     pipeline: Any = SimpleNamespace(drafter=SimpleNamespace(propose=lambda tokens, more: machine.propose(tokens, more)))
     assert prompt_cost(pipeline, (TEXT, 5), StepCosts(1.0, 0.2, ()), clock=lambda: machine.now) == pytest.approx(0.3)

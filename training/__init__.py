@@ -1,4 +1,1 @@
-"""How the bundled pair was made: corpus, tokenizer, target, distilled drafter, model card.
-
-Run it with ``python -m training``. Nothing else in the project imports this package.
-"""
+"""Training of the bundled pair: corpus, tokenizer, target, distilled drafter, model card (assets/pair/README.md)."""

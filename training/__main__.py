@@ -1,9 +1,10 @@
-"""Train the bundled pair: ``python -m training --preset cpu``."""
+"""Train the bundled pair: `python -m training --preset cpu` (assets/pair, cited in README.md)."""
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -12,12 +13,12 @@ from torch import nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from training import card, corpus, curve, objectives
-from training.fit import Schedule, fit
+from training.fit import Loss, Schedule, fit
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Layers and widths of a Llama; every input of a linear layer is a multiple of 64, which 4-bit needs."""
+    """Layers and widths of a Llama; inputs of linear layers are multiples of 64, as required by 4-bit quantization."""
 
     layers: int
     hidden: int
@@ -31,19 +32,19 @@ class Shape:
 
 @dataclass(frozen=True)
 class Preset:
-    """What to train and for how long."""
+    """Shapes and schedules of all stages."""
 
     target: Shape
     drafter: Shape
     target_schedule: Schedule
     polish_schedule: Schedule
     drafter_schedule: Schedule
-    curve: tuple[Shape, ...]  # drafters that were tried
+    curve: tuple[Shape, ...]  # candidate drafters
     curve_schedule: Schedule
 
 
-KEPT = 0.2  # of what the target was before it was polished
-
+ORIGINAL_SHARE = 0.2  # of the unpolished weights
+STAGES = ("target", "polish", "curve", "drafter", "card")
 
 PRESETS = {
     "cpu": Preset(
@@ -51,7 +52,7 @@ PRESETS = {
         drafter=Shape(1, 256, 704, 4, 2),
         target_schedule=Schedule(steps=2300, long_part=0.12),
         polish_schedule=Schedule(steps=110, tokens=2048, long=1024, lr=1e-3, warmup=5, decay_part=0.8, save_every=10),
-        # One layer takes its time to learn far positions: a good part of the windows has 2,048 tokens.
+        # A single layer learns distant positions slowly, hence the many windows of 2,048 tokens.
         drafter_schedule=Schedule(steps=4800, long_part=0.3),
         curve=(
             Shape(1, 128, 384, 2, 1),
@@ -83,7 +84,7 @@ PRESETS = {
 
 
 def build(shape: Shape, tokenizer: corpus.PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A fresh Llama of this shape with tied embeddings and a context of 2,048."""
+    """Return an untrained Llama with tied embeddings and a context of 2,048."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=shape.hidden,
@@ -100,12 +101,12 @@ def build(shape: Shape, tokenizer: corpus.PreTrainedTokenizerFast) -> LlamaForCa
 
 
 def read(folder: Path) -> LlamaForCausalLM:
-    """A model saved by an earlier stage, in float32."""
+    """Load a model saved by an earlier stage, in float32."""
     return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def save(model: LlamaForCausalLM, folder: Path) -> None:
-    """Write float16 safetensors without touching the model in memory."""
+    """Write float16 safetensors; `model` is not modified."""
     copy = LlamaForCausalLM(model.config)
     copy.load_state_dict(model.state_dict())
     end = model.config.eos_token_id
@@ -113,92 +114,91 @@ def save(model: LlamaForCausalLM, folder: Path) -> None:
     copy.half().save_pretrained(folder)
 
 
+class Training:
+    """Stages of a preset; each continues from its checkpoint after an interruption."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options, self._preset = options, PRESETS[options.preset]
+        self._text = corpus.load(options.out, options.seed)
+        counts = f"{len(self._text.train):,} training tokens, {len(self._text.held_out):,} test tokens"
+        print(f"{counts} in {len(self._text.held_out_files)} files")
+
+    def _fit(self, model: nn.Module, loss: Loss, schedule: Schedule, check: Callable[[], float], label: str) -> float:
+        def batches(step: int, size: int, length: int) -> torch.Tensor:
+            return torch.from_numpy(corpus.batch(self._text.train, step, size, length, self._options.seed))
+
+        schedule = replace(schedule, steps=self._options.steps or schedule.steps)
+        return fit(model, loss, batches, schedule, self._options.work / f"{label}.pt", check, label)
+
+    def _read_target(self) -> LlamaForCausalLM:
+        return read(self._options.out / "target").to(self._options.device)
+
+    def target(self) -> None:
+        """Train the target on the corpus."""
+        target = build(self._preset.target, self._text.tokenizer).to(self._options.device)
+        check = partial(objectives.held_out_loss, target, self._text.held_out, 1024, 24)
+        value = self._fit(target, partial(objectives.prediction, target), self._preset.target_schedule, check, "target")
+        print(f"target: {value:.4f} nats per test token")
+        save(target, self._options.out / "target")
+
+    def polish(self) -> None:
+        """Reduce greedy loops of the target."""
+        target, before = self._read_target(), self._read_target().requires_grad_(False)
+        check = partial(objectives.held_out_loops, target, self._text.held_out, 32)
+        loss = partial(objectives.without_loops, target, before)
+        self._fit(target, loss, self._preset.polish_schedule, check, "polish")
+        # Interpolated weights have fewer loops for the same loss than the trained weights (WiSE-FT, 2109.01903).
+        with torch.no_grad():
+            for parameter, original in zip(target.parameters(), before.parameters(), strict=True):
+                parameter.lerp_(original, ORIGINAL_SHARE)
+        print(f"greedy continuations that end in a loop: {check():.0%}")
+        save(target, self._options.out / "target")
+
+    def curve(self) -> None:
+        """Train drafters of several shapes in parallel."""
+        target = self._read_target().requires_grad_(False)
+        drafters = nn.ModuleDict({str(shape): build(shape, self._text.tokenizer) for shape in self._preset.curve})
+        first = next(iter(drafters.values()))
+        self._fit(
+            drafters.to(self._options.device),
+            partial(objectives.agreement, drafters.values(), target),
+            self._preset.curve_schedule,
+            lambda: objectives.held_out_agreement(first, target, self._text.held_out, 1024, 4)[0],
+            "curve",
+        )
+        points = curve.measure(dict(drafters.items()), target, self._text.held_out)
+        print(curve.write(points, self._options.out))
+
+    def drafter(self) -> None:
+        """Distil the drafter from the target."""
+        target = self._read_target().requires_grad_(False)
+        drafter = build(self._preset.drafter, self._text.tokenizer).to(self._options.device)
+        check = partial(objectives.held_out_agreement, drafter, target, self._text.held_out, 1024, 24)
+        loss = partial(objectives.agreement, [drafter], target)
+        alpha = self._fit(drafter, loss, self._preset.drafter_schedule, lambda: check()[0], "drafter")
+        print(f"drafter: mean sum min(p, q) = {alpha:.4f}, equal first choices {check()[1]:.4f}")
+        save(drafter, self._options.out / "drafter")
+
+    def card(self) -> None:
+        """Write the model card."""
+        print(card.write(self._options.out, self._text, f"python -m training --preset {self._options.preset}"))
+
+
 def main() -> None:
-    """Corpus, target, polish, curve, drafter, card; training goes on where an earlier run stopped."""
+    """Run the requested stages."""
     parser = argparse.ArgumentParser(prog="python -m training", description=__doc__)
     parser.add_argument("--preset", choices=PRESETS, default="cpu")
-    parser.add_argument("--stage", choices=("target", "polish", "curve", "drafter", "card", "all"), default="all")
+    parser.add_argument("--stage", choices=(*STAGES, "all"), default="all")
     parser.add_argument("--out", type=Path, default=Path("assets/pair"))
     parser.add_argument("--work", type=Path, default=Path("build/train"), help="checkpoints, to resume from")
     parser.add_argument("--steps", type=int, help="override the preset's number of steps")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
-
-    preset = PRESETS[options.preset]
-    text = corpus.load(options.out, options.seed)
-    print(f"{len(text.train):,} training tokens, {len(text.held_out):,} held out in {len(text.held_out_files)} files")
-
-    def batches(step: int, size: int, length: int) -> torch.Tensor:
-        return torch.from_numpy(corpus.batch(text.train, step, size, length, options.seed))
-
-    def schedule(one: Schedule) -> Schedule:
-        return Schedule(**{**vars(one), "steps": options.steps}) if options.steps else one
-
+    training = Training(options)
     torch.manual_seed(options.seed)
-    if options.stage in ("target", "all"):
-        target = build(preset.target, text.tokenizer).to(options.device)
-        check = partial(objectives.held_out_loss, target, text.held_out, 1024, 24)
-        value = fit(
-            target,
-            partial(objectives.prediction, target),
-            batches,
-            schedule(preset.target_schedule),
-            options.work / "target.pt",
-            check,
-            "target",
-        )
-        print(f"target: {value:.4f} nats per held-out token")
-        save(target, options.out / "target")
-    if options.stage in ("polish", "all"):
-        target = read(options.out / "target").to(options.device)
-        before = read(options.out / "target").to(options.device).requires_grad_(False)
-        check = partial(objectives.held_out_loops, target, text.held_out, 32)
-        fit(
-            target,
-            partial(objectives.without_loops, target, before),
-            batches,
-            schedule(preset.polish_schedule),
-            options.work / "polish.pt",
-            check,
-            "polish",
-        )
-        # A straight line between the two trades loops for loss better than the training does (WiSE-FT, 2109.01903).
-        with torch.no_grad():
-            for ours, theirs in zip(target.parameters(), before.parameters(), strict=True):
-                ours.lerp_(theirs, KEPT)
-        print(f"greedy continuations that end in a loop: {check():.0%}")
-        save(target, options.out / "target")
-    if options.stage in ("curve", "all"):
-        target = read(options.out / "target").to(options.device).requires_grad_(False)
-        drafters = nn.ModuleDict({str(shape): build(shape, text.tokenizer) for shape in preset.curve})
-        fit(
-            drafters.to(options.device),
-            partial(objectives.agreement, drafters.values(), target),
-            batches,
-            schedule(preset.curve_schedule),
-            options.work / "curve.pt",
-            lambda: objectives.held_out_agreement(next(iter(drafters.values())), target, text.held_out, 1024, 4)[0],
-            "curve",
-        )
-        print(curve.write(curve.measure(dict(drafters.items()), target, text.held_out), options.out))
-    if options.stage in ("drafter", "all"):
-        target = read(options.out / "target").to(options.device).requires_grad_(False)
-        drafter = build(preset.drafter, text.tokenizer).to(options.device)
-        check = partial(objectives.held_out_agreement, drafter, target, text.held_out, 1024, 24)
-        alpha = fit(
-            drafter,
-            partial(objectives.agreement, [drafter], target),
-            batches,
-            schedule(preset.drafter_schedule),
-            options.work / "drafter.pt",
-            lambda: check()[0],
-            "drafter",
-        )
-        print(f"drafter: mean sum min(p, q) = {alpha:.4f}, first choices agree {check()[1]:.4f}")
-        save(drafter, options.out / "drafter")
-    if options.stage in ("card", "all"):
-        print(card.write(options.out, text, f"python -m training --preset {options.preset}"))
+    for stage in STAGES if options.stage == "all" else (options.stage,):
+        getattr(training, stage)()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The pair's model card: measured on held-out files, with the program itself."""
+"""Model card of the pair, measured on test files: writes assets/pair/README.md."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from specdemo.core.events import StepEvent
-from specdemo.generate import generate
+from benchmarks.runs import traced
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
 from training import curve, objectives
@@ -24,28 +23,28 @@ GAMMAS = (1, 2, 3, 4, 5, 6)
 
 @dataclass(frozen=True)
 class Agreement:
-    """What drafting gave at one temperature and gamma: means over prompts."""
+    """Means over prompts for a temperature and gamma."""
 
     temperature: float
     gamma: int
-    alpha: float  # mean sum min(p, q) over all tested positions
+    alpha: float  # mean of sum min(p, q) over tested positions
     acceptance_rate: float  # accepted / drafted
     tokens_per_pass: float
 
 
 def prompts(corpus: Corpus, n: int) -> list[str]:
-    """The middles of held-out files, one per file: text that neither model was trained on."""
-    found = []
+    """Return `n` prompts from the middle of test files."""
+    texts = []
     for text in held_out_texts().values():
         tokens = corpus.tokenizer.encode(text, add_special_tokens=False)
         if len(tokens) > 4 * PROMPT_TOKENS:
             start = len(tokens) // 2
-            found.append(corpus.tokenizer.decode(tokens[start : start + PROMPT_TOKENS]))
-    return found[:n]
+            texts.append(corpus.tokenizer.decode(tokens[start : start + PROMPT_TOKENS]))
+    return texts[:n]
 
 
 def agreements(folder: Path, texts: Sequence[str], pool: ModelPool) -> list[Agreement]:
-    """Run the pair over `texts` for every gamma, greedily and at temperature 1."""
+    """Run the pair on `texts` for every gamma, at temperatures 0 and 1."""
     rows = []
     for temperature in (0.0, 1.0):
         for gamma in GAMMAS:
@@ -66,27 +65,21 @@ def agreements(folder: Path, texts: Sequence[str], pool: ModelPool) -> list[Agre
 def _run(folder: Path, text: str, pool: ModelPool, temperature: float, gamma: int) -> dict[str, Any]:
     models = {"target": str(folder / "target"), "drafter": str(folder / "drafter")}
     recipe = Recipe(temperature=temperature, top_p=1.0, gamma=gamma, max_tokens=TOKENS, device="cpu", **models)
-    *_, end = generate(recipe, text, pool)
-    return end.metrics.as_dict()
+    return traced(recipe, text, pool).metrics
 
 
 def loops(folder: Path, texts: Sequence[str], pool: ModelPool) -> int:
-    """On how many prompts 256 greedy tokens end in a loop: the last 64 repeat with a period of at most 16."""
-    found = 0
+    """Count the loops at the end of 256 greedy tokens: the last 64 have a period of at most 16."""
+    count = 0
     recipe = Recipe(target=str(folder / "target"), method="ar", temperature=0, max_tokens=256, device="cpu")
     for text in texts:
-        tokens = [
-            token
-            for event in generate(recipe, text, pool)
-            if isinstance(event, StepEvent)
-            for token in event.step.tokens
-        ][-64:]
-        found += len(tokens) == 64 and any(tokens[k:] == tokens[:-k] for k in range(1, 17))
-    return found
+        tokens = traced(recipe, text, pool).tokens[-64:]
+        count += len(tokens) == 64 and any(tokens[k:] == tokens[:-k] for k in range(1, 17))
+    return count
 
 
 def write(folder: Path, corpus: Corpus, recipe: str) -> str:
-    """Measure the pair in `folder` and write its README.md; `recipe` is the command that made it."""
+    """Measure the pair in `folder` and write its README.md; `recipe` is the training command."""
     texts = prompts(corpus, 24)
     pool = ModelPool()
     rows = agreements(folder, texts, pool)
@@ -94,9 +87,9 @@ def write(folder: Path, corpus: Corpus, recipe: str) -> str:
     target, drafter = (
         AutoModelForCausalLM.from_pretrained(folder / role, dtype=torch.float32) for role in ("target", "drafter")
     )
-    windows = len(corpus.held_out) // 2048  # all of it, in the context it is made for
+    windows = len(corpus.held_out) // 2048
     loss = objectives.held_out_loss(target, corpus.held_out, 2048, windows)
-    own_loss = objectives.held_out_loss(drafter, corpus.held_out, 2048, windows)
+    drafter_loss = objectives.held_out_loss(drafter, corpus.held_out, 2048, windows)
     alpha, first = objectives.held_out_agreement(drafter, target, corpus.held_out, 1024, 48)
     text = CARD.format(
         sizes="\n".join(_size(role, model) for role, model in (("target", target), ("drafter", drafter))),
@@ -105,7 +98,7 @@ def write(folder: Path, corpus: Corpus, recipe: str) -> str:
         files=len(corpus.held_out_files),
         recipe=recipe,
         loss=loss,
-        own_loss=own_loss,
+        drafter_loss=drafter_loss,
         alpha=alpha,
         first=first,
         rows="\n".join(
@@ -178,7 +171,7 @@ Validation alpha (mean sum min(p, q), temperature 1) and c (drafter pass / targe
 | | |
 |---|---|
 | target, nats per token (windows of 2,048) | {loss:.3f} |
-| drafter, nats per token | {own_loss:.3f} |
+| drafter, nats per token | {drafter_loss:.3f} |
 | mean sum min(p, q) at temperature 1, on the files' text | {alpha:.3f} |
 | first choices agree, on the files' text | {first:.3f} |
 | greedy continuations of 256 tokens that end in a loop | {looping} of {prompts} |

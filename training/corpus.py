@@ -1,7 +1,6 @@
-"""The training text: Python's own standard library, as token ids.
+"""Training text: Python's standard library, as token ids.
 
-Knows files and tokenizers; knows nothing of models. The text is on every machine that has Python, so anyone can
-train the pair again; it is covered by the PSF licence.
+It is part of every Python installation, under the PSF licence, which makes the training reproducible without downloads.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from transformers import PreTrainedTokenizerFast
 
 END = "<|endoftext|>"
 VOCABULARY = 4096
-LARGEST_FILE = 400_000
-# Generated tables and data in disguise: they teach a code model nothing and would dominate its vocabulary.
+MAX_FILE_BYTES = 400_000
+# Generated tables and data, which would dominate the vocabulary.
 GENERATED = (
     "encodings/",
     "lib2to3/tests/data/",
@@ -32,7 +31,7 @@ GENERATED = (
 
 @dataclass(frozen=True)
 class Corpus:
-    """Token ids of whole files, each ended by the end-of-text token; `held_out` shares no file with `train`."""
+    """Token ids of complete files, each followed by the end-of-text token; `held_out` and `train` share no file."""
 
     train: np.ndarray  # [n] uint16
     held_out: np.ndarray  # [m] uint16
@@ -41,35 +40,35 @@ class Corpus:
 
 
 def standard_library() -> list[Path]:
-    """The standard library's source files worth learning from, in a fixed order."""
+    """Return the source files of the standard library, without generated files, sorted."""
     root = Path(sysconfig.get_path("stdlib"))
     files = []
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root).as_posix()
         if name.startswith(("site-packages/", "config-")) or any(part in name for part in GENERATED):
             continue
-        if 0 < path.stat().st_size <= LARGEST_FILE:
+        if 0 < path.stat().st_size <= MAX_FILE_BYTES:
             files.append(path)
     return files
 
 
 def is_held_out(path: Path, root: Path) -> bool:
-    """Every 25th file, by a hash of its name: stable when files come and go between Python versions."""
+    """Select every 25th file by a hash of its name, which is stable across Python versions."""
     name = path.relative_to(root).as_posix()
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % 25 == 0
 
 
 def held_out_texts() -> dict[str, str]:
-    """The source of every held-out file by name: what figures and examples are measured on."""
+    """Return the source of every test file by name."""
     root = Path(sysconfig.get_path("stdlib"))
     files = (path for path in standard_library() if is_held_out(path, root))
     return {path.relative_to(root).as_posix(): path.read_text("utf-8", "replace") for path in files}
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of `VOCABULARY` entries that never merges over a line break or into an indentation.
+    """Train a byte-level BPE of `VOCABULARY` entries that never merges across line breaks or indentation.
 
-    So a prompt that ends in a line break, or in the indentation of its next line, is cut as it was in training.
+    A prompt that ends with a line break or an indentation is then tokenized as in training.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -95,16 +94,14 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def load(folder: Path, seed: int) -> Corpus:
-    """Read, split and tokenise the corpus; the tokenizer is trained once and kept in `folder`."""
+    """Read, split and tokenize the corpus; the tokenizer is trained once and saved in `folder`."""
     root = Path(sysconfig.get_path("stdlib"))
     files = standard_library()
     random.Random(seed).shuffle(files)
-    held = [path for path in files if is_held_out(path, root)]
-    kept = [path for path in files if not is_held_out(path, root)]
-    texts = [path.read_text("utf-8", "replace") for path in kept]
-    home = folder / "target"
-    if (home / "tokenizer.json").exists():
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(home)
+    held_out = [path for path in files if is_held_out(path, root)]
+    texts = [path.read_text("utf-8", "replace") for path in files if not is_held_out(path, root)]
+    if (folder / "target" / "tokenizer.json").exists():
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "target")
     else:
         tokenizer = train_tokenizer(texts)
         for role in ("target", "drafter"):
@@ -113,21 +110,21 @@ def load(folder: Path, seed: int) -> Corpus:
 
     def ids(texts: list[str]) -> np.ndarray:
         encoded = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return np.concatenate([np.array(one.ids + [end], dtype=np.uint16) for one in encoded])
+        return np.concatenate([np.array(encoding.ids + [end], dtype=np.uint16) for encoding in encoded])
 
     return Corpus(
         train=ids(texts),
-        held_out=ids([path.read_text("utf-8", "replace") for path in held]),
-        held_out_files=[path.relative_to(root).as_posix() for path in held],
+        held_out=ids([path.read_text("utf-8", "replace") for path in held_out]),
+        held_out_files=[path.relative_to(root).as_posix() for path in held_out],
         tokenizer=tokenizer,
     )
 
 
 def batch(tokens: np.ndarray, step: int, size: int, length: int, seed: int) -> np.ndarray:
-    """Batch number `step`: `[size, length]` token ids.
+    """Return batch number `step`, `[size, length]` token ids.
 
-    Each epoch cuts the text at a new offset and shuffles the pieces. A pure function of its arguments, so a run that
-    was interrupted goes on with exactly the batches it would have seen.
+    Each epoch cuts the text at a new offset and shuffles the pieces. The result depends only on the arguments, so that
+    an interrupted run can be resumed exactly.
     """
     pieces = (len(tokens) - length) // length
     epoch, first = divmod(step * size, pieces - pieces % size)

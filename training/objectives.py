@@ -1,4 +1,4 @@
-"""What the two models are trained to do: the target to predict text, the drafter to agree with the target."""
+"""Losses and test figures: prediction for the target, agreement with the target for drafters, greedy loops."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ def _autocast(model: LlamaForCausalLM) -> torch.autocast:
 
 
 def logits(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
-    """Next-token logits `[size, length - 1, vocab]` in float32, computed in bfloat16."""
+    """Return next-token logits `[size, length - 1, vocab]` in float32, computed in bfloat16."""
     with _autocast(model):
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
         return model.lm_head(hidden).float()
 
 
 def prediction(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
-    """Cross entropy in nats per token."""
+    """Return the cross entropy in nats per token."""
     return F.cross_entropy(logits(model, ids).flatten(0, 1), ids[:, 1:].flatten())
 
 
 def agreement(drafters: Iterable[LlamaForCausalLM], target: LlamaForCausalLM, ids: Tensor) -> Tensor:
-    """Distillation: KL(p || q), which learns everywhere, plus 1 - beta, which is the rejection rate itself.
+    """Return the distillation loss, summed over drafters: KL(p || q) plus three times the rejection rate 1 - beta.
 
-    The second term is the total-variation loss of DistillSpec (2310.08461): what is minimised is what is paid for.
-    Several drafters learn from one pass of the target, each by itself: the sum of their losses.
+    The second term is the total-variation loss of DistillSpec (2310.08461). All drafters share a pass of the target.
     """
     with torch.no_grad():
         p = logits(target, ids).log_softmax(-1)
@@ -46,29 +45,29 @@ def agreement(drafters: Iterable[LlamaForCausalLM], target: LlamaForCausalLM, id
 
 
 def loops(tokens: Tensor, longest: int = 32, least: int = 8) -> Tensor:
-    """Which of `tokens` `[size, n]` only go on with a loop, as a mask of that shape.
+    """Return a mask `[size, n]` of the tokens that continue a loop.
 
-    A token does if it and the tokens before it repeat what stood k places earlier, for at least k and `least` tokens.
-    Repetition that a text comes back to after something else is none: code is full of it.
+    A token continues a loop of period k if it and its predecessors, at least max(k, `least`) tokens, equal the tokens k
+    positions before. Repetition after other text is not a loop: it is common in code.
     """
-    found = torch.zeros_like(tokens, dtype=torch.bool)
+    mask = torch.zeros_like(tokens, dtype=torch.bool)
     steps = torch.arange(tokens.shape[1], device=tokens.device)
     for k in range(1, longest + 1):
-        same = torch.zeros_like(found)
+        same = torch.zeros_like(mask)
         same[:, k:] = tokens[:, k:] == tokens[:, :-k]
-        broken = torch.where(same, -1, steps)  # a run's length is the distance to the last place that differed
+        broken = torch.where(same, -1, steps)  # the length of a run is the distance to the last difference
         run = steps - broken.cummax(1).values
-        found |= run >= max(k, least)
-    return found
+        mask |= run >= max(k, least)
+    return mask
 
 
 def without_loops(
     model: LlamaForCausalLM, before: LlamaForCausalLM, ids: Tensor, prompts: int = 12, given: int = 64, new: int = 144
 ) -> Tensor:
-    """KL(before || model) on the text, and on the model's own greedy continuations the unlikelihood of a loop going on.
+    """Return KL(before || model) on the text plus the unlikelihood of continuing loops in greedy continuations.
 
-    Sequence-level unlikelihood (Welleck et al. 1908.04319), but on loops only instead of on every repeated n-gram.
-    Staying with `before`, the model as it was, costs far less loss than learning the text again from few batches.
+    Sequence-level unlikelihood (Welleck et al., 1908.04319), restricted to loops. The KL term to the original model
+    `before` costs less loss than training on the text with few batches.
     """
     starts = ids.reshape(-1, given)[:: max(1, ids.numel() // given // prompts)][:prompts]
     model.eval()
@@ -88,13 +87,13 @@ def without_loops(
     unlikelihood = -torch.log1p(-chosen.clamp(max=1 - 1e-5))
     with torch.no_grad():
         p = logits(before, ids).log_softmax(-1)
-    strayed = (p.exp() * (p - logits(model, ids).log_softmax(-1))).sum(-1).mean()
-    return strayed + (unlikelihood * looping).sum() / looping.numel()
+    divergence = (p.exp() * (p - logits(model, ids).log_softmax(-1))).sum(-1).mean()
+    return divergence + (unlikelihood * looping).sum() / looping.numel()
 
 
 @torch.no_grad()
 def held_out_loss(model: LlamaForCausalLM, tokens: np.ndarray, length: int, windows: int) -> float:
-    """Mean cross entropy, nats per token, over evenly spaced held-out windows of `length` tokens."""
+    """Return the mean cross entropy, in nats per token, over evenly spaced windows of `length` tokens."""
     model.eval()
     starts = np.linspace(0, len(tokens) - length, windows).astype(int)
     losses = []
@@ -108,7 +107,7 @@ def held_out_loss(model: LlamaForCausalLM, tokens: np.ndarray, length: int, wind
 def held_out_agreement(
     drafter: LlamaForCausalLM, target: LlamaForCausalLM, tokens: np.ndarray, length: int, windows: int
 ) -> tuple[float, float]:
-    """(alpha, first): mean sum min(p, q) at temperature 1, and how often the first choices agree, on held-out text."""
+    """Return the mean of sum min(p, q) at temperature 1 and the share of equal first choices, on test text."""
     drafter.eval()
     starts = np.linspace(0, len(tokens) - length, windows).astype(int)
     overlap, first = [], []
@@ -122,7 +121,7 @@ def held_out_agreement(
 
 @torch.no_grad()
 def held_out_loops(model: LlamaForCausalLM, tokens: np.ndarray, prompts: int) -> float:
-    """The share of greedy continuations (256 tokens of 64 held-out ones) that end in a loop."""
+    """Return the share of greedy continuations (256 tokens after 64 tokens of test text) that end in a loop."""
     model.eval()
     starts = np.linspace(0, len(tokens) - 64, prompts).astype(int)
     ids = torch.from_numpy(np.stack([tokens[start : start + 64] for start in starts]).astype(np.int64)).to(model.device)

@@ -1,21 +1,21 @@
-"""Recipes x prompts, paired and alternating in one process: a table for people, one JSON line for machines."""
+"""Paired benchmarks of recipes x prompts, alternating in a process."""
 
 from specdemo.bench.measure import BenchProgress, copy_bandwidth, grid, measure, recipe_label
-from specdemo.bench.progress import Progress
-from specdemo.bench.report import disturbed, report, slower
-from specdemo.bench.table import Row, as_json, markdown, table
+from specdemo.bench.output import Progress, markdown_table
+from specdemo.bench.table import BenchRow, as_json, disturbed, markdown, report, slower, table
 
 __all__ = [
-    "Progress",
-    "Row",
     "BenchProgress",
+    "BenchRow",
+    "Progress",
     "as_json",
     "copy_bandwidth",
     "disturbed",
     "grid",
-    "recipe_label",
     "markdown",
+    "markdown_table",
     "measure",
+    "recipe_label",
     "report",
     "slower",
     "table",

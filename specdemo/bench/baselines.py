@@ -1,4 +1,4 @@
-"""How `transformers` itself decodes the same weights: what our figures are compared with."""
+"""Baselines: `generate` of transformers on the same weights."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from specdemo.models.spec import ModelSpec
 
 @dataclass(frozen=True)
 class Baseline:
-    """A way in which `generate` decodes: its arguments, and the settings that it reads from the assistant's."""
+    """Arguments of `generate` and settings of the assistant."""
 
     title: str
-    family: str  # of which the best setting stands for all
+    family: str  # only its fastest setting is reported
     arguments: dict[str, Any] = field(default_factory=dict)
     assistant: dict[str, Any] | None = None
 
@@ -32,8 +32,8 @@ def _assisted(schedule: str, threshold: float) -> Baseline:
 
 
 BASELINES = {
-    peer.title: peer
-    for peer in (
+    baseline.title: baseline
+    for baseline in (
         Baseline("generate", "generate"),
         _assisted("constant", 0.0),
         _assisted("constant", 0.4),
@@ -45,66 +45,65 @@ BASELINES = {
 }
 
 
-class Clock(BaseStreamer):
-    """Notes when tokens come."""
+class TokenClock(BaseStreamer):
+    """Record time and size of every batch of tokens, starting with the prompt."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
         self.counts: list[int] = []
 
     def put(self, value: torch.Tensor) -> None:
-        """Called with the prompt first, then with every batch of new tokens."""
         self.times.append(time.perf_counter())
         self.counts.append(value.numel())
 
     def end(self) -> None:
-        """Nothing to flush."""
+        """Required by transformers."""
 
 
 class Baselines:
-    """A pair as `transformers` loads it, without any of our kernels."""
+    """A pair loaded by transformers, without the engines of this program."""
 
     def __init__(self, target: ModelSpec, drafter: ModelSpec | None) -> None:
         self._target, self._tokenizer = reference(target)
         if has_encoder(self._target.config):
-            raise UserError(f"{target.name} has an encoder: bench it without its peers")
+            raise UserError(f"the transformers baselines do not support encoder-decoders ({target.name}): omit --peers")
         self._drafter = reference(drafter)[0] if drafter else None
 
     def run(
-        self, peer: Baseline, text: str, temperature: float, gamma: int, max_tokens: int, seed: int
+        self, baseline: Baseline, text: str, temperature: float, gamma: int, max_tokens: int, seed: int
     ) -> dict[str, Any]:
-        """Continue `text`; the figures that can be seen from outside."""
+        """Continue `text`; return its tokens and the figures measurable from outside `generate`."""
         ids = self._tokenizer(text, return_tensors="pt").input_ids.to(self._target.device)
-        room = self._target.config.max_position_embeddings - ids.shape[1]
-        arguments: dict[str, Any] = dict(peer.arguments)
+        free_positions = self._target.config.max_position_embeddings - ids.shape[1]
+        arguments: dict[str, Any] = dict(baseline.arguments)
         if temperature > 0:
             arguments |= {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
         else:
             arguments |= {"do_sample": False}
-        if peer.assistant is not None:
+        if baseline.assistant is not None:
             assert self._drafter is not None
-            for name, value in {**peer.assistant, "num_assistant_tokens": gamma}.items():
+            for name, value in {**baseline.assistant, "num_assistant_tokens": gamma}.items():
                 setattr(self._drafter.generation_config, name, value)
             arguments["assistant_model"] = self._drafter
-        clock = Clock()
+        clock = TokenClock()
         set_seed(seed)
         start = time.perf_counter()
-        out = self._target.generate(
+        output = self._target.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=min(max_tokens, room),
+            max_new_tokens=min(max_tokens, free_positions),
             streamer=clock,
             pad_token_id=self._tokenizer.eos_token_id,
             **arguments,
         )
-        tokens = out[0, ids.shape[1] :].tolist()
+        tokens = output[0, ids.shape[1] :].tolist()
         first, wall = clock.times[1], time.perf_counter() - clock.times[1]
-        after = len(tokens) - clock.counts[1]
+        decoded = len(tokens) - clock.counts[1]
         return {
             "text": tokens,
             "tokens": len(tokens),
             "ttft_s": first - start,
             "wall_s": wall,
-            "tokens_per_second": after / wall if after else None,
-            "tokens_per_target_pass": after / (len(clock.times) - 2) if len(clock.times) > 2 else None,
+            "tokens_per_second": decoded / wall if decoded else None,
+            "tokens_per_target_pass": decoded / (len(clock.times) - 2) if len(clock.times) > 2 else None,
         }

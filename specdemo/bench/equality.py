@@ -1,8 +1,7 @@
-"""Is the text really that of plain decoding? Every recipe on every prompt, token by token, on the machine at hand.
+"""Compare the text of every recipe with AR decoding, token by token, on this machine.
 
-At temperature 0 any exact recipe must write what plain decoding writes. Above it the `coupled` rule must: drafter and
-target then share their noise, so that chance itself is the same. (Other exact rules keep the law, not the text: those
-are proved by enumeration, in the tests.)
+Exact recipes reproduce the text at temperature 0. Above it only the `coupled` rule does, since drafter and target share
+their noise; the other exact rules preserve the distribution.
 """
 
 from __future__ import annotations
@@ -10,73 +9,72 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from specdemo.bench.output import markdown_table
 from specdemo.core.events import StepEvent
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import Prompt
 from specdemo.recipe import Recipe
 
-PARTS = (1.0, 0.75, 0.5, 0.25)
+_PREFIX_SHARES = (1.0, 0.75, 0.5, 0.25)
 
 
 @dataclass
-class Finding:
-    """How often a recipe wrote the text of plain decoding."""
+class EqualityResult:
+    """Comparison of a recipe with AR decoding."""
 
     recipe: Recipe
     texts: int = 0
     tokens: int = 0
-    accepted: int = 0  # drafted tokens that were kept: without any there was nothing to prove
-    parted: list[tuple[str, int]] = field(default_factory=list)  # prompt and token from which the texts differ
+    accepted: int = 0  # draft tokens
+    differences: list[tuple[str, int]] = field(default_factory=list)  # prompt and index of the first differing token
 
-    def add(self, name: str, ours: Sequence[int], plain: Sequence[int]) -> None:
-        """Count in one text."""
+    def add(self, name: str, tokens: Sequence[int], ar_tokens: Sequence[int]) -> None:
         self.texts += 1
-        self.tokens += len(ours)
-        if ours != plain:
-            pairs = enumerate(zip(ours, plain, strict=False))
-            self.parted.append((name, next((i for i, (a, b) in pairs if a != b), min(len(ours), len(plain)))))
+        self.tokens += len(tokens)
+        if tokens != ar_tokens:
+            pairs = enumerate(zip(tokens, ar_tokens, strict=False))
+            first = next((i for i, (token, ar) in pairs if token != ar), min(len(tokens), len(ar_tokens)))
+            self.differences.append((name, first))
 
 
-def more(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
-    """`count` prompts: these, then the first three quarters of each, and so on."""
-    cut = [
-        replace(prompt, name=f"{prompt.name}, {part:.0%}", text=prompt.text[: max(1, round(part * len(prompt.text)))])
-        for part in PARTS
+def prompt_prefixes(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """Return `count` prompts: the given prompts, then the first three quarters of each, and so on."""
+    prefixes = [
+        replace(prompt, name=f"{prompt.name}, {share:.0%}", text=prompt.text[: max(1, round(share * len(prompt.text)))])
+        for share in _PREFIX_SHARES
         for prompt in prompts
     ]
-    return cut[:count]
+    return prefixes[:count]
 
 
-def prove(findings: Sequence[Finding], prompts: Sequence[Prompt], pool: ModelPool) -> Iterator[None]:
-    """Run everything and fill in the findings, prompt by prompt. Every prompt has a seed of its own."""
+def prove(results: Sequence[EqualityResult], prompts: Sequence[Prompt], pool: ModelPool) -> Iterator[None]:
+    """Add the texts of every prompt, decoded with its index as seed, to `results`; yield after each prompt."""
     for seed, prompt in enumerate(prompts):
-        plain: dict[float, list[int]] = {}
-        for finding in findings:
-            recipe = replace(finding.recipe, seed=seed)
-            if recipe.temperature not in plain:
-                plain[recipe.temperature] = _text(replace(recipe, method="ar"), prompt, pool)[0]
-            ours, accepted = _text(recipe, prompt, pool)
-            finding.add(prompt.name, ours, plain[recipe.temperature])
-            finding.accepted += accepted
+        ar_tokens: dict[float, list[int]] = {}
+        for result in results:
+            recipe = replace(result.recipe, seed=seed)
+            if recipe.temperature not in ar_tokens:
+                ar_tokens[recipe.temperature] = _decode(replace(recipe, method="ar"), prompt, pool)[0]
+            tokens, accepted = _decode(recipe, prompt, pool)
+            result.add(prompt.name, tokens, ar_tokens[recipe.temperature])
+            result.accepted += accepted
         yield
 
 
-def _text(recipe: Recipe, prompt: Prompt, pool: ModelPool) -> tuple[list[int], int]:
-    """The tokens of a run, and how many of them were drafted."""
+def _decode(recipe: Recipe, prompt: Prompt, pool: ModelPool) -> tuple[list[int], int]:
     steps = [event.step for event in generate(recipe, prompt.text, pool) if isinstance(event, StepEvent)]
     return [token for step in steps for token in step.tokens], sum(len(step.verdict.accepted) for step in steps)
 
 
-def markdown(findings: Sequence[Finding]) -> str:
-    """A table for people."""
-
-    def row(finding: Finding) -> str:
-        recipe, same = finding.recipe, finding.texts - len(finding.parted)
-        return (
-            f"| {recipe.method} | {recipe.gamma} | {recipe.temperature:g} | {recipe.rule} | {finding.texts} "
-            f"| {finding.tokens:,} | {finding.accepted:,} | {same} of {finding.texts} |"
+def equality_table(results: Sequence[EqualityResult]) -> str:
+    head = ("method", "gamma", "temperature", "rule", "texts", "tokens", "accepted", "same text as AR")
+    rows = [
+        (
+            *(result.recipe.method, result.recipe.gamma, f"{result.recipe.temperature:g}", result.recipe.rule),
+            *(result.texts, f"{result.tokens:,}", f"{result.accepted:,}"),
+            f"{result.texts - len(result.differences)} of {result.texts}",
         )
-
-    head = "| method | gamma | temperature | rule | texts | tokens | drafted and kept | the same as plain |"
-    return "\n".join([head, "|---|---|---|---|---|---|---|---|", *map(row, findings)])
+        for result in results
+    ]
+    return markdown_table(head, rows)

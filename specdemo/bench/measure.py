@@ -1,8 +1,7 @@
-"""Run every lane on every prompt and keep what each run took.
+"""Run every recipe on every prompt and record the figures of each run.
 
-Every prompt is decoded by every lane, in a shuffled order, right after one another, so that whatever else the machine
-does weighs on all alike. Models are loaded and have run once before anything is timed. It can be left after any step;
-the time that its caller takes between two steps is in no figure but `paused_s`.
+All lanes decode a prompt in shuffled order before the next prompt, so that other load affects them alike. A warm-up
+precedes the first timed run. Time spent by the caller between two steps counts only as `paused_s`.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import Prompt
 from specdemo.recipe import Recipe
 
-COPIED = 256 << 20  # bytes: more than any cache holds
+_COPY_BYTES = 256 << 20  # larger than any CPU cache
 
 
 @dataclass(frozen=True)
 class BenchProgress:
-    """A run that is under way: the `number`th of `total`, or 0 while everything runs once to warm up."""
+    """Benchmark progress: run `number` of `total` (0 during warm-up)."""
 
     number: int
     total: int
@@ -42,28 +41,27 @@ class BenchProgress:
 
 
 def recipe_label(recipe: Recipe) -> str:
-    """A recipe in a few words."""
+    """Return a short label of the recipe."""
     length = f" gamma={recipe.gamma}" if recipe.policy == "fixed" else f" {recipe.policy}"
     rule = "" if recipe.rule == "rejection" else f" {recipe.rule}"
-    where = f" {recipe.cloud.mode}" if recipe.cloud else ""
-    return f"{recipe.method}{'' if recipe.method == 'ar' else length}{rule}{where} T={recipe.temperature:g}"
+    mode = f" {recipe.cloud.mode}" if recipe.cloud else ""
+    return f"{recipe.method}{'' if recipe.method == 'ar' else length}{rule}{mode} T={recipe.temperature:g}"
 
 
 def grid(
     methods: Sequence[str], gammas: Sequence[int], policies: Sequence[str], temperatures: Sequence[float]
 ) -> Iterator[dict[str, Any]]:
-    """The settings that vary from recipe to recipe: at each temperature plain decoding, then every combination.
+    """Yield recipe settings: for each temperature AR decoding, then every combination.
 
-    Policies other than `fixed` begin with the last of `gammas`. Nothing is cut from the law, so that alpha is
-    comparable with the papers'.
+    Policies other than `fixed` start from the last of `gammas`. Top-p and top-k are off, as in the papers.
     """
     for temperature in temperatures:
-        whole = {"temperature": temperature, "top_p": 1.0, "top_k": 0}
-        yield {"method": "ar", **whole}
+        sampling = {"temperature": temperature, "top_p": 1.0, "top_k": 0}
+        yield {"method": "ar", **sampling}
         for method in methods:
             for policy in policies if method != "ar" else ():
                 for gamma in gammas if policy == "fixed" else gammas[-1:]:
-                    yield {"method": method, "policy": policy, "gamma": gamma, **whole}
+                    yield {"method": method, "policy": policy, "gamma": gamma, **sampling}
 
 
 def measure(
@@ -74,45 +72,44 @@ def measure(
     seed: int = 0,
     repeat: int = 1,
 ) -> Iterator[BenchProgress | dict[str, Any]]:
-    """Run everything. A `BenchProgress` when a run begins and after each of its steps, and a record per prompt when all are in.
+    """Yield a `BenchProgress` per run and step, and a record per prompt after its last run.
 
-    A record: the prompt's name, its class, and what each run took, in the order of `recipes`. `peers` are run with the
-    settings of every plain recipe, after the recipes in each record's `runs`: all peers of the first plain recipe, then
-    all of the second. With `repeat` above 1 all prompts come again, with the next seed. Raises `RuntimeError` where a
-    run fails, since nothing can then be compared.
+    A record contains name and class of the prompt and the figures of each run: first `recipes`, then the transformers
+    baselines `peers` for each AR recipe. `repeat` repeats all prompts with other seeds. Raises `RuntimeError` if a run
+    fails.
     """
-    plain = [recipe for recipe in recipes if recipe.method == "ar"]
+    ar = [recipe for recipe in recipes if recipe.method == "ar"]
     drafting = next((recipe for recipe in recipes if recipe.drafter_spec), None)
     lanes: list[tuple[Recipe, str | None]] = [(recipe, None) for recipe in recipes]
-    lanes += [(recipe, peer) for recipe in plain for peer in peers]
-    theirs = None
+    lanes += [(recipe, peer) for recipe in ar for peer in peers]
+    baselines = None
     if peers:
-        theirs = Baselines(plain[0].target_spec, drafting.drafter_spec if drafting else None)
+        baselines = Baselines(ar[0].target_spec, drafting.drafter_spec if drafting else None)
     order = list(range(len(lanes)))
     total = len(lanes) * len(prompts) * repeat
 
     def run(
-        lane: tuple[Recipe, str | None], prompt: Prompt, number: int, again: int = 0
+        lane: tuple[Recipe, str | None], prompt: Prompt, number: int, repetition: int = 0
     ) -> Generator[BenchProgress, None, dict[str, Any]]:
-        recipe, peer = replace(lane[0], seed=lane[0].seed + again), lane[1]
+        recipe, peer = replace(lane[0], seed=lane[0].seed + repetition), lane[1]
         name = recipe_label(recipe) if peer is None else f"transformers {peer} T={recipe.temperature:g}"
         turn = BenchProgress(number, total, f"{prompt.name}, {name}" if number else name)
         yield turn
         if peer is None:
             return (yield from _ours(recipe, prompt.text, pool, turn))
-        assert theirs is not None
+        assert baselines is not None
         gamma = drafting.gamma if drafting else recipe.gamma
-        return theirs.run(BASELINES[peer], prompt.text, recipe.temperature, gamma, recipe.max_tokens, recipe.seed)
+        return baselines.run(BASELINES[peer], prompt.text, recipe.temperature, gamma, recipe.max_tokens, recipe.seed)
 
     for recipe, peer in lanes:
         yield from run((replace(recipe, max_tokens=8), peer), prompts[0], 0)
     rng = random.Random(seed)
     numbers = count(1)
-    for again, prompt in product(range(repeat), prompts):
+    for repetition, prompt in product(range(repeat), prompts):
         rng.shuffle(order)
         runs: list[Any] = [None] * len(lanes)
         for i in order:
-            runs[i] = yield from run(lanes[i], prompt, next(numbers), again)
+            runs[i] = yield from run(lanes[i], prompt, next(numbers), repetition)
         yield {"kind": prompt.kind, "name": prompt.name, "runs": runs}
 
 
@@ -160,13 +157,13 @@ def _ours(
 
 @cache
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second that this machine reads and writes when it copies a tensor: the best of a few."""
-    source = torch.ones(COPIED, dtype=torch.uint8, device=device)
+    """Return the bytes per second read and written when copying a tensor (best of five)."""
+    source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     best = float("inf")
     for _ in range(5):
         start = time.perf_counter()
         target.copy_(source)
-        target[-1].item()  # waits for the device
+        target[-1].item()  # synchronise the device
         best = min(best, time.perf_counter() - start)
-    return 2 * COPIED / best
+    return 2 * _COPY_BYTES / best

@@ -1,7 +1,4 @@
-"""From runs to a table: medians over prompts, intervals, and whether the theory accounts for what was measured.
-
-A speed-up is a ratio of two runs on one prompt; what is quoted is the median over prompts with a bootstrap interval.
-"""
+"""Summarise benchmark records as a table, JSON line or report."""
 
 from __future__ import annotations
 
@@ -13,200 +10,196 @@ from typing import Any
 
 from specdemo.bench.baselines import BASELINES
 from specdemo.bench.measure import recipe_label
+from specdemo.bench.output import markdown_table
 from specdemo.core.intervals import interval
 from specdemo.core.theory import speedup, walltime_improvement
 from specdemo.recipe import Recipe
 
+Record = dict[str, Any]  # yielded by `bench.measure`
+RunFigures = dict[str, Any]
+
 
 @dataclass(frozen=True)
-class Row:
-    """One lane on one class of prompts; medians over prompts, intervals of 95 %. None where it cannot be known."""
+class BenchRow:
+    """Medians of a lane over a class of prompts, with 95 % bootstrap intervals.
 
-    kind: str
-    lane: str
+    Costs are relative to a target pass of AR decoding on the same prompt. Fields are None if they do not apply.
+    """
+
+    kind: str  # class of prompts
+    lane: str  # label of the recipe or transformers baseline
     prompts: int
-    tokens_per_second: float
-    speedup: float | None  # over our own plain decoding
-    interval: tuple[float, float] | None
-    over_fixed: tuple[float, float, float] | None  # a policy over the best fixed gamma: paired ratio and its interval
-    slower: tuple[str, ...]  # prompts on which it lost to that
-    same_text: int | None  # prompts on which its greedy text is that of plain decoding
+    tokens_per_second: float  # after the prefill
+    speedup: float | None  # over AR decoding on the same prompt
+    interval: tuple[float, float] | None  # of the speed-up
+    over_fixed: tuple[float, float, float] | None  # ratio to the best fixed gamma, interval
+    slower: tuple[str, ...]  # prompts with a speed-up below 1
+    same_text: int | None  # prompts with the greedy text of AR decoding
     acceptance_rate: float | None  # accepted / drafted
-    alpha: float | None  # mean sum min(p, q)
+    alpha: float | None  # mean of sum min(p, q)
     tokens_per_pass: float | None
-    c: float | None  # a drafted token's time over a plain pass
-    v: float | None  # a verifying pass's time over a plain pass
-    o: float | None  # everything else in a round, over a plain pass
-    theory: float | None  # Theorem 3.8 with this alpha and c
-    realised: float | None  # measured / Theorem 3.8
-    explained: float | None  # measured / cost model; far from 1, a cost is unaccounted for
+    c: float | None  # cost of a draft token
+    v: float | None  # cost of a verification pass
+    o: float | None  # host overhead per step
+    theory: float | None  # Theorem 3.8 of 2211.17192 for this alpha and c
+    realised: float | None  # measured speed-up / theory
+    explained: float | None  # measured speed-up / cost model; 1 if the model is complete
     ttft_s: float
-    held_bytes: float | None  # weights, keys and values
-    bandwidth: float | None  # bytes of weights read per second over the machine's copy bandwidth
+    held_bytes: float | None  # weights and KV cache
+    bandwidth: float | None  # weight bytes read per second / copy bandwidth of the machine
 
 
 def table(
-    recipes: Sequence[Recipe], records: Iterable[dict[str, Any]], peers: Sequence[str] = (), bandwidth: float = 0.0
-) -> list[Row]:
-    """A row per class and lane, in the order of `measure`. Comparisons are with the plain recipe of that temperature.
+    recipes: Sequence[Recipe], records: Iterable[Record], peers: Sequence[str] = (), bandwidth: float = 0.0
+) -> list[BenchRow]:
+    """Return a row per class and lane, compared with AR decoding at the same temperature.
 
-    Of a family of peers only the fastest setting is kept: the one with the best median speed.
+    Of each family of `peers` only the fastest setting is included. `bandwidth` is the copy bandwidth of the machine in
+    bytes per second, 0 if unknown.
     """
     records = list(records)
-    plain = {recipe.temperature: i for i, recipe in enumerate(recipes) if recipe.method == "ar"}
+    ar = {recipe.temperature: i for i, recipe in enumerate(recipes) if recipe.method == "ar"}
     rows = []
     for kind in dict.fromkeys(record["kind"] for record in records):
-        some = [record for record in records if record["kind"] == kind]
+        of_kind = [record for record in records if record["kind"] == kind]
         for i, recipe in enumerate(recipes):
-            base = plain.get(recipe.temperature)
-            row = _row(kind, recipe_label(recipe), some, i, base, recipe, bandwidth)
-            rows.append(replace(row, over_fixed=_over_fixed(recipes, i, some)))
+            row = _row(of_kind, i, ar.get(recipe.temperature), recipe_label(recipe), recipe.temperature, bandwidth)
+            costs = _cost_medians(of_kind, i, ar.get(recipe.temperature), recipe)
+            rows.append(replace(row, over_fixed=_over_fixed(recipes, i, of_kind), **costs))
         first = len(recipes)
-        for temperature, base in plain.items():
-            best: dict[str, Row] = {}
+        for temperature, base in ar.items():
+            fastest: dict[str, BenchRow] = {}
             for i, peer in enumerate(peers, first):
                 name = f"transformers {peer} T={temperature:g}"
-                row = _row(kind, name, some, i, base, None, bandwidth)
+                row = _row(of_kind, i, base, name, temperature, bandwidth)
                 family = BASELINES[peer].family
-                if family not in best or row.tokens_per_second > best[family].tokens_per_second:
-                    best[family] = row
-            rows += best.values()
+                if family not in fastest or row.tokens_per_second > fastest[family].tokens_per_second:
+                    fastest[family] = row
+            rows += fastest.values()
             first += len(peers)
     return rows
 
 
 def _row(
-    kind: str,
-    name: str,
-    records: list[dict[str, Any]],
-    i: int,
-    base: int | None,
-    recipe: Recipe | None,
-    bandwidth: float,
-) -> Row:
-    runs = [record["runs"][i] for record in records]
-    pairs = [
-        (run, record["runs"][base], record["name"])
-        for run, record in zip(runs, records, strict=True)
-        if base is not None
-    ]
-    timed = [pair for pair in pairs if pair[0]["wall_s"] and pair[1]["wall_s"] and pair[0]["tokens_per_second"]]
-    ratios = [(_speed(run) / _speed(plain), prompt) for run, plain, prompt in timed]
-    compared = base not in (i, None)
-    costs = [
-        _costs(run, plain, recipe) for run, plain, _ in timed if recipe and run["steps"] > 1 and plain["steps"] > 1
-    ]
-
-    def middle(values: Iterable[float | None]) -> float | None:
-        known = [value for value in values if value is not None]
-        return statistics.median(known) if known else None
-
-    def cost(name: str) -> float | None:
-        return middle(one[name] for one in costs)
-
-    return Row(
-        kind=kind,
-        lane=name,
+    records: Sequence[Record], index: int, base: int | None, lane: str, temperature: float, bandwidth: float
+) -> BenchRow:
+    runs = [record["runs"][index] for record in records]
+    timed = _timed_pairs(records, index, base)
+    ratios = sorted((_speed(run) / _speed(ar), prompt) for run, ar, prompt in timed)
+    compared = base not in (index, None)
+    values = [ratio for ratio, _ in ratios] if compared else []
+    reads = [run["bytes_read"] / run["wall_s"] / bandwidth for run, _, _ in timed if "bytes_read" in run and bandwidth]
+    return BenchRow(
+        kind=records[0]["kind"],
+        lane=lane,
         prompts=len(records),
-        tokens_per_second=middle(_speed(run) for run in runs if run["tokens_per_second"]) or 0.0,
-        speedup=middle(ratio for ratio, _ in ratios) if compared else None,
-        interval=interval([ratio for ratio, _ in ratios]) if compared and ratios else None,
+        tokens_per_second=_median(_speed(run) for run in runs if run["tokens_per_second"]) or 0.0,
+        speedup=_median(values),
+        interval=interval(values) if values else None,
         over_fixed=None,
-        slower=tuple(f"{name} ({ratio:.2f}x)" for ratio, name in sorted(ratios) if ratio < 1) if compared else (),
-        same_text=sum(run["text"] == plain["text"] for run, plain, _ in pairs)
-        if compared and name.endswith(" T=0")
+        slower=tuple(f"{prompt} ({ratio:.2f}x)" for ratio, prompt in ratios if ratio < 1) if compared else (),
+        same_text=sum(record["runs"][index]["text"] == record["runs"][base]["text"] for record in records)
+        if compared and not temperature
         else None,
-        acceptance_rate=middle(run.get("acceptance_rate") for run in runs),
-        alpha=middle(run.get("mean_beta") for run in runs),
-        tokens_per_pass=middle(run["tokens_per_target_pass"] for run in runs),
-        c=cost("c"),
-        v=cost("v") if compared else None,
-        o=cost("o"),
-        theory=cost("theory"),
-        realised=cost("realised"),
-        explained=cost("explained") if compared else None,
-        ttft_s=middle(run["ttft_s"] for run in runs) or 0.0,
-        held_bytes=middle(run.get("held_bytes") for run in runs),
-        bandwidth=middle(run["bytes_read"] / run["wall_s"] / bandwidth for run, _, _ in timed if "bytes_read" in run)
-        if bandwidth
-        else None,
+        acceptance_rate=_median(run.get("acceptance_rate") for run in runs),
+        alpha=_median(run.get("mean_beta") for run in runs),
+        tokens_per_pass=_median(run["tokens_per_target_pass"] for run in runs),
+        **dict.fromkeys(("c", "v", "o", "theory", "realised", "explained")),
+        ttft_s=_median(run["ttft_s"] for run in runs) or 0.0,
+        held_bytes=_median(run.get("held_bytes") for run in runs),
+        bandwidth=_median(reads),
     )
 
 
-def _over_fixed(recipes: Sequence[Recipe], i: int, records: list[dict[str, Any]]) -> tuple[float, float, float] | None:
-    """A policy's speed over that of the best fixed gamma with the same method: paired median, and its interval.
-
-    For each prompt that gamma is the one with the best median speed on all other prompts: chosen by the very runs that
-    it is then compared with, the luckiest would win.
-    """
-    if recipes[i].method == "ar" or recipes[i].policy == "fixed":
-        return None
-
-    def alike(recipe: Recipe) -> Recipe:
-        return replace(recipe, policy="fixed", gamma=1, gamma_min=None, gamma_max=None)
-
-    fixed = [j for j, one in enumerate(recipes) if one.policy == "fixed" and alike(one) == alike(recipes[i])]
-    if not fixed:
-        return None
-    timed = [record for record in records if all(record["runs"][j]["wall_s"] for j in (i, *fixed))]
-
-    def median_speed(j: int, some: Sequence[dict[str, Any]]) -> float:
-        return statistics.median(_speed(record["runs"][j]) for record in some)
-
-    ratios = []
-    for name in dict.fromkeys(record["name"] for record in timed):
-        others = [record for record in timed if record["name"] != name] or timed
-        best = max(fixed, key=lambda j, others=others: median_speed(j, others))
-        ratios += [
-            _speed(record["runs"][i]) / _speed(record["runs"][best]) for record in timed if record["name"] == name
-        ]
-    return (statistics.median(ratios), *interval(ratios)) if ratios else None
+def _timed_pairs(records: Sequence[Record], index: int, base: int | None) -> list[tuple[RunFigures, RunFigures, str]]:
+    if base is None:
+        return []
+    pairs = [(record["runs"][index], record["runs"][base], record["name"]) for record in records]
+    return [(run, ar, name) for run, ar, name in pairs if run["wall_s"] and ar["wall_s"] and run["tokens_per_second"]]
 
 
-def _speed(run: dict[str, Any]) -> float:
-    """Tokens per second on the wall, after those of the first pass."""
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def _speed(run: RunFigures) -> float:
+    """Return tokens per second of wall time after the prefill."""
     if "decode_tokens" in run:
         return run["decode_tokens"] / run["wall_s"]
     return run["tokens_per_second"]
 
 
-def _costs(run: dict[str, Any], plain: dict[str, Any], recipe: Recipe | None) -> dict[str, float | None]:
-    """The cost model's terms, in plain passes, and what it and Theorem 3.8 make of them."""
-    assert recipe is not None
-    rounds, steps = run["steps"] - 1, plain["steps"] - 1
-    unit = plain["verify_s"] / steps
-    measured = _speed(run) / _speed(plain)
+def _over_fixed(recipes: Sequence[Recipe], index: int, records: Sequence[Record]) -> tuple[float, float, float] | None:
+    """Return median and interval of the speed ratio of a policy to the best fixed gamma of the same method.
+
+    The gamma is selected on the other prompts, since selection by the compared runs favours lucky values.
+    """
+    if recipes[index].method == "ar" or recipes[index].policy == "fixed":
+        return None
+
+    def without_length(recipe: Recipe) -> Recipe:
+        return replace(recipe, policy="fixed", gamma=1, gamma_min=None, gamma_max=None)
+
+    similar = without_length(recipes[index])
+    fixed = [i for i, other in enumerate(recipes) if other.policy == "fixed" and without_length(other) == similar]
+    if not fixed:
+        return None
+    timed = [record for record in records if all(record["runs"][i]["wall_s"] for i in (index, *fixed))]
+
+    def median_speed(i: int, subset: Sequence[Record]) -> float:
+        return statistics.median(_speed(record["runs"][i]) for record in subset)
+
+    ratios = []
+    for name in dict.fromkeys(record["name"] for record in timed):
+        others = [record for record in timed if record["name"] != name] or timed
+        best = max(fixed, key=lambda i, others=others: median_speed(i, others))
+        ratios += [
+            _speed(record["runs"][index]) / _speed(record["runs"][best]) for record in timed if record["name"] == name
+        ]
+    return (statistics.median(ratios), *interval(ratios)) if ratios else None
+
+
+def _cost_medians(records: Sequence[Record], index: int, base: int | None, recipe: Recipe) -> dict[str, float | None]:
+    costs = [
+        _costs(run, ar, recipe)
+        for run, ar, _ in _timed_pairs(records, index, base)
+        if run["steps"] > 1 and ar["steps"] > 1
+    ]
+    names = ["c", "o", "theory", "realised", *(["v", "explained"] if base != index else [])]
+    return {name: _median(terms[name] for terms in costs) for name in names}
+
+
+def _costs(run: RunFigures, ar: RunFigures, recipe: Recipe) -> dict[str, float | None]:
+    """Return cost terms of a run, in AR passes, and its speed-up relative to theory and cost model."""
+    steps, ar_steps = run["steps"] - 1, ar["steps"] - 1
+    unit = ar["verify_s"] / ar_steps
+    measured = _speed(run) / _speed(ar)
     c = run["draft_s"] / run["drafted"] / unit if run["drafted"] else None
-    v, o = run["verify_s"] / rounds / unit, run["host_s"] / rounds / unit
-    drafted = run["drafted"] / rounds
-    expected = speedup(run["tokens_per_target_pass"], drafted, c or 0.0, v, o) * (1 + plain["host_s"] / steps / unit)
+    v, o = run["verify_s"] / steps / unit, run["host_s"] / steps / unit
+    drafted = run["drafted"] / steps
+    ar_overhead = ar["host_s"] / ar_steps / unit
+    expected = speedup(run["tokens_per_target_pass"], drafted, c or 0.0, v, o) * (1 + ar_overhead)
     theory = None
     if run["drafted"] and run["mean_beta"] is not None and c is not None:
         theory = walltime_improvement(run["mean_beta"], recipe.gamma if recipe.policy == "fixed" else drafted, c)
-    return {
-        "c": c,
-        "v": v,
-        "o": o,
-        "theory": theory,
-        "realised": measured / theory if theory else None,
-        "explained": measured / expected,
-    }
+    realised = measured / theory if theory else None
+    return {"c": c, "v": v, "o": o, "theory": theory, "realised": realised, "explained": measured / expected}
 
 
-COLUMNS = (
+_COLUMNS = (
     "class", "lane", "tokens/s", "speed-up", "95 %", "over best fixed", "same text", "acc/drafted", "alpha",
     "tokens/pass", "c", "v", "o", "Thm 3.8", "realised", "explained", "first ms", "MB", "bandwidth", "slower on",
 )  # fmt: skip
 
 
-def markdown(rows: Sequence[Row]) -> str:
-    """The table, readable as it is and as Markdown."""
+def markdown(rows: Sequence[BenchRow]) -> str:
 
     def number(value: float | None, digits: int = 2) -> str:
         return "-" if value is None else f"{value:.{digits}f}"
 
-    cells = [
-        (
+    def cells(row: BenchRow) -> tuple[str, ...]:
+        return (
             row.kind,
             row.lane,
             number(row.tokens_per_second, 1),
@@ -214,30 +207,58 @@ def markdown(rows: Sequence[Row]) -> str:
             "-" if row.interval is None else f"{row.interval[0]:.2f}-{row.interval[1]:.2f}",
             "-" if row.over_fixed is None else "{:.2f} [{:.2f}, {:.2f}]".format(*row.over_fixed),
             "-" if row.same_text is None else f"{row.same_text} of {row.prompts}",
-            number(row.acceptance_rate),
-            number(row.alpha),
-            number(row.tokens_per_pass),
-            number(row.c),
-            number(row.v),
-            number(row.o),
-            number(row.theory),
-            number(row.realised),
-            number(row.explained),
+            *map(number, (row.acceptance_rate, row.alpha, row.tokens_per_pass)),
+            *map(number, (row.c, row.v, row.o, row.theory, row.realised, row.explained)),
             number(1000 * row.ttft_s, 0),
             "-" if row.held_bytes is None else number(row.held_bytes / 1e6, 0),
             "-" if row.bandwidth is None else f"{row.bandwidth:.0%}",
             "-" if row.speedup is None else f"{len(row.slower)} of {row.prompts}",
         )
-        for row in rows
-    ]
-    widths = [max(map(len, column)) for column in zip(COLUMNS, *cells, strict=True)]
-    lines = [
-        " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (COLUMNS, *cells)
-    ]
-    lines.insert(1, " | ".join("-" * width for width in widths))
-    return "\n".join(f"| {line} |" for line in lines)
+
+    return markdown_table(_COLUMNS, map(cells, rows))
 
 
-def as_json(rows: Sequence[Row]) -> str:
-    """All rows in one line."""
+def as_json(rows: Sequence[BenchRow]) -> str:
     return json.dumps({"bench": [asdict(row) for row in rows]})
+
+
+_METHOD = (
+    "Every recipe decodes every prompt, in shuffled order, after one warm-up run. A speed-up is the ratio of speeds "
+    "of a recipe and of AR decoding on the same prompt, without the prefill. The table contains the median over the "
+    "prompts of a class and its 95 % bootstrap interval."
+)
+
+
+def slower(rows: Sequence[BenchRow]) -> list[str]:
+    """Return a line per lane with the prompts on which it was slower than AR decoding."""
+    return [f"slower than AR decoding: {row.lane} on {', '.join(row.slower)}" for row in rows if row.slower]
+
+
+def disturbed(records: Sequence[Record], share: float = 0.05) -> int:
+    """Count the runs that were paused for more than `share` of their time."""
+    runs = [run for record in records for run in record["runs"]]
+    return sum(run.get("paused_s", 0.0) > share * run["wall_s"] for run in runs)
+
+
+def report(recipes: Sequence[Recipe], prompts: int, records: Sequence[Record], rows: Sequence[BenchRow]) -> str:
+    """Return a Markdown report; `records` may be fewer than `prompts`."""
+    first, environment = recipes[0], records[0]["runs"][0]["environment"]
+    models = f"target {first.target}, drafter {first.drafter}" if first.target else f"pair {first.pair or 'bundled'}"
+    drafter = next((recipe.drafter_quantization for recipe in recipes if recipe.drafter_spec), "none")
+    machine = "{processor}; {device}, {dtype}, threads: {threads}".format(**environment)
+    software = "engine {engine}, Python {python}, torch {torch}, transformers {transformers}".format(**environment)
+    lines = [
+        "# Speculative against AR decoding",
+        "",
+        f"- Models: {models}; quantization: target {first.quantization}, drafter {drafter}",
+        f"- Machine: {machine}",
+        f"- Software: {software}",
+        f"- Runs: {len(recipes)} recipes on {len(records)} prompts, at most {first.max_tokens} tokens each, "
+        f"seed {first.seed}",
+    ]
+    if len(records) < prompts:
+        lines.append(f"- **Partial**: stopped after {len(records)} of {prompts} prompts")
+    if count := disturbed(records):
+        lines.append(f"- **Disturbed**: the device ran other jobs during {count} of these runs")
+    lines += ["", markdown(rows), "", *(f"- {line}" for line in slower(rows)), "", _METHOD, ""]
+    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What the terminal does besides running a prompt: it measures, proves and searches, and prints a table."""
+"""Commands that print tables: `bench`, `prove`, `preflight`; and `serve`."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import find_device
 from specdemo.preflight import preflight, texts_for
 from specdemo.prompts import load_prompts
-from specdemo.recipe import Recipe
+from specdemo.recipe import METHODS, Recipe
 from specdemo.remote.remote_model import TOKEN
 from specdemo.remote.serve import bind, listen, serve_model
 from specdemo.remote.server import ServiceLimits
 
 
 def run_command(command: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    """Return the exit code of `command`: 2, with one line on standard error, if it raises `UserError`."""
+    """Return the exit code of `command`: 2 after a `UserError`, which is printed to standard error."""
     try:
         return command(options)
-    except UserError as refusal:
-        print(f"specdemo: {refusal}", file=sys.stderr)
+    except UserError as error:
+        print(f"specdemo: {error}", file=sys.stderr)
         return 2
 
 
@@ -37,10 +37,10 @@ def _bench(options: argparse.Namespace) -> int:
     varying = ("method", "gamma", "policy", "temperature")
     common = {name: value for name, value in given(options).items() if name not in varying}
     varied = bench.grid(options.method, options.gamma, options.policy, options.temperature)
-    if cloud := common.get("cloud"):  # plain decoding at its best: no round trip per token
+    if cloud := common.get("cloud"):  # the fastest AR baseline: no round trip per token
         alone = {"cloud": replace(cloud, mode="cloud_only")}
-        varied = [{**one, **(alone if one["method"] == "ar" else {})} for one in varied]
-    recipes = [Recipe(**{**common, **one}) for one in varied]
+        varied = [{**values, **(alone if values["method"] == "ar" else {})} for values in varied]
+    recipes = [Recipe(**{**common, **values}) for values in varied]
     prompts = load_prompts(kinds=options.kind)
     peers = []
     if options.peers:
@@ -67,8 +67,9 @@ def _bench(options: argparse.Namespace) -> int:
 
 def _prove(options: argparse.Namespace) -> int:
     at_least_one("prompts", options.prompts)
-    if "beam" in options.method:
-        raise UserError("a beam search writes a text of its own: prove the methods that keep the target's law")
+    for name in options.method:
+        if name in METHODS and not METHODS[name].exact:
+            raise UserError(f"method {name} does not sample from the target's distribution: choose another method")
     common = {name: value for name, value in given(options).items() if name not in ("method", "gamma", "temperature")}
     recipes = [
         Recipe(
@@ -83,49 +84,53 @@ def _prove(options: argparse.Namespace) -> int:
         for method in options.method
         for gamma in options.gamma
     ]
-    prompts = prove.more(load_prompts(), options.prompts)
-    findings = [prove.Finding(recipe) for recipe in recipes]
+    prompts = prove.prompt_prefixes(load_prompts(), options.prompts)
+    findings = [prove.EqualityResult(recipe) for recipe in recipes]
     progress = bench.Progress()
     for i, _ in enumerate(prove.prove(findings, prompts, ModelPool()), 1):
         progress.show(f"{i} of {len(prompts)} prompts")
     progress.over()
-    print(prove.markdown(findings))
-    parted = [(finding, *where) for finding in findings for where in finding.parted]
-    for finding, name, token in parted:
-        print(f"{bench.recipe_label(finding.recipe)} parts from plain decoding on {name} at token {token + 1}")
-    return 1 if parted else 0
+    print(prove.equality_table(findings))
+    differences = [(finding, *where) for finding in findings for where in finding.differences]
+    for finding, name, token in differences:
+        label = bench.recipe_label(finding.recipe)
+        print(f"{label} differs from autoregressive decoding on {name} at token {token + 1}")
+    return 1 if differences else 0
 
 
 def _preflight(options: argparse.Namespace) -> int:
     recipe = Recipe(**{**given(options), "top_p": 1.0})
-    found = preflight(recipe, texts_for(recipe, options.kind), ModelPool())
-    print(f"weights {found.weight_bytes / 1e6:,.0f} MB, keys and values {found.kv_bytes / 1e6:.2f} MB per 1,000 tokens")
-    print(f"alpha {found.alpha:.2f}  c {found.c:.2f}  " + "  ".join(f"v({n}) {v:.2f}" for n, v in found.v.items()))
-    for one in found.estimates:
+    estimate = preflight(recipe, texts_for(recipe, options.kind), ModelPool())
+    print(f"weights {estimate.weight_bytes / 1e6:,.0f} MB, KV cache {estimate.kv_bytes / 1e6:.2f} MB per 1,000 tokens")
+    print(
+        f"alpha {estimate.alpha:.2f}  c {estimate.c:.2f}  "
+        + "  ".join(f"v({n}) {v:.2f}" for n, v in estimate.v.items())
+    )
+    for length in estimate.estimates:
         print(
-            f"gamma {one.gamma}: {one.tokens_per_pass:.2f} tokens per pass, "
-            f"{one.speedup:.2f}x [{one.low:.2f}, {one.high:.2f}]"
+            f"gamma {length.gamma}: {length.tokens_per_pass:.2f} tokens per pass, "
+            f"{length.speedup:.2f}x [{length.low:.2f}, {length.high:.2f}]"
         )
-    print(found.advice)
+    print(estimate.advice)
     return 0
 
 
-def at_least_one(what: str, count: int) -> None:
+def at_least_one(name: str, count: int) -> None:
     """Raise `UserError` unless `count` is positive."""
     if count < 1:
-        raise UserError(f"{what} must be at least 1, not {count}")
+        raise UserError(f"{name} must be at least 1, not {count}")
 
 
 def _serve(options: argparse.Namespace) -> int:
     if min(options.budget_mb, options.contexts, options.queue) < 1 or not (options.body_mb > 0 and options.rate >= 0):
-        raise UserError("budget, contexts, queue and body must be above 0, and rate not below it")
+        raise UserError("budget-mb, contexts, queue and body-mb must be above 0, and rate at least 0")
     for path in (options.certificate, options.key):
         if path is not None and not path.is_file():
-            raise UserError(f"there is no file {path}: give certificate and key as PEM files")
+            raise UserError(f"file {path} does not exist: give certificate and key as PEM files")
     spec = Recipe(method="ar", **given(options)).target_spec
     target = ModelPool().take(spec)
     if target.encoder:
-        raise UserError("a model with an encoder is not served, for its prompt would have to travel apart: run it here")
+        raise UserError("models with an encoder cannot be served: use run")
     listener = bind(options.host, options.port)
     app = serve_model(
         target,
@@ -137,7 +142,7 @@ def _serve(options: argparse.Namespace) -> int:
         waiting=options.queue,
     )
     if TOKEN not in os.environ and options.host not in ("127.0.0.1", "::1", "localhost"):
-        print(f"anyone who can reach {options.host} may use this: set {TOKEN} to ask for a token", file=sys.stderr)
+        print(f"clients of {options.host} need no authentication: set {TOKEN} to require a token", file=sys.stderr)
     scheme = "https" if options.certificate else "http"
     line = f"listening on {scheme}://{options.host}:{listener.getsockname()[1]}"
     leash = sys.stdin.buffer if options.until_stdin_ends else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -18,6 +19,7 @@ from specdemo.core.events import End, Event, Header, Loading, StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.generate import generate
 from specdemo.recipe import Recipe
+from specdemo.signals import handle_signals
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -28,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
             return COMMANDS[options.command](options)
         recipe = Recipe(**given(options))
         prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-        with _open(options.trace) as file:
+        with _open(options.trace) as file, handle_signals(signal.default_int_handler, signal.SIGTERM):
             return _run(generate(recipe, prompt), options, file)
     except UserError as error:
         print(f"specdemo: {error}", file=sys.stderr)

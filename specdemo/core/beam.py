@@ -1,7 +1,7 @@
-"""Beam search as a judge: a search for a probable text instead of a draw from the target's law.
+"""Beam search as a verifier: search for a probable text instead of sampling from the target.
 
-The beams past the last committed token are a forest, so one pass of the target scores them all over one text's keys
-and values. A token is committed once every beam and every finished hypothesis has it, and is never taken back.
+The beams after the last committed token form a forest, so a target pass with a single KV cache scores all of them. A
+token is committed when all beams and finished hypotheses share it.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from specdemo.core.step import Draft, Verdict
 
 @dataclass(frozen=True)
 class Beam:
-    """Tokens after the prompt, and the sum of their log-probabilities (of a finished one: after the length penalty)."""
+    """Tokens after the prompt and their summed log-probabilities, after the length penalty if finished."""
 
     tokens: tuple[int, ...]
     score: float
 
 
 class BeamSearch:
-    """Keeps the `num_beams` most probable continuations, to the rules of transformers' beam search.
+    """Beam search with `num_beams` beams, following transformers; one instance per prompt.
 
-    Finished hypotheses compete by log p(text) / length ** `length_penalty`; the search ends when no running beam at its
-    present length could beat the worst of `num_beams` of them, or at `max_tokens` (or the model's `context`). Per beam
-    only its `top_k` best tokens count (0: all), and none of `stop` before `min_length` tokens. Of `sampling` the steps that
-    look back apply; there is no temperature in a search. Serves one prompt.
+    Finished hypotheses are ranked by log p(text) / length ** `length_penalty`. The search ends when no running beam can
+    beat the worst of `num_beams` finished hypotheses at the current length, or at `max_tokens` or `context` tokens.
+    Candidates are limited to the `top_k` best tokens per beam (0: all) and exclude `stop` before `min_length` tokens.
+    Penalty and bad words of `sampling` apply, temperature does not.
     """
 
     def __init__(
@@ -50,66 +50,75 @@ class BeamSearch:
         self._max_tokens, self._context = max_tokens, context
         self._num_beams, self._length_penalty = num_beams, length_penalty
         self._top_k, self._min_length = top_k, min_length
-        self._prompt: int | None = None  # its length
+        self._prompt_length: int | None = None
         self._running = [Beam((), 0.0)]
         self._finished: list[Beam] = []  # best first
 
     def verify(self, tokens: Sequence[int], draft: Draft) -> Verdict:
-        """One token more for every beam, and what is certain by now. `draft` is empty: beams are not drafted."""
-        if self._prompt is None:
-            self._prompt = len(tokens)
-        held = len(tokens) - self._prompt
-        over = self._grow(tokens, held)
-        if over:
-            return Verdict((), None, committed=self._finished[0].tokens[held:])
-        alive = [beam.tokens[held:] for beam in (*self._running, *self._finished)]
+        """Extend every beam by a token and commit the common prefix; `draft` must be empty."""
+        if self._prompt_length is None:
+            self._prompt_length = len(tokens)
+        committed = len(tokens) - self._prompt_length
+        if self._extend_beams(tokens, committed):
+            return Verdict((), None, committed=self._finished[0].tokens[committed:])
+        alive = [beam.tokens[committed:] for beam in (*self._running, *self._finished)]
         columns = zip(*alive, strict=False)
-        certain = next((i for i, column in enumerate(columns) if len(set(column)) > 1), min(map(len, alive)))
-        return Verdict((), None, committed=alive[0][:certain], pending=alive[0][certain:])
+        common = next((i for i, column in enumerate(columns) if len(set(column)) > 1), min(map(len, alive)))
+        return Verdict((), None, committed=alive[0][:common], pending=alive[0][common:])
 
-    def _grow(self, tokens: Sequence[int], held: int) -> bool:
-        """One token more for every beam; whether the search is over."""
-        assert self._prompt is not None
-        forest, leaves = self._forest(held)
-        logits = self._score(tokens, forest)[torch.tensor(leaves) + 1]
-        texts = [[*tokens, *beam.tokens[held:]] for beam in self._running]
-        probs = self._sampling.process_logits(logits.float().log_softmax(-1), texts)  # [beams, vocab]
+    def _extend_beams(self, tokens: Sequence[int], committed: int) -> bool:
+        """Extend every beam; return True if the search is finished."""
+        assert self._prompt_length is not None
         length = len(self._running[0].tokens) + 1
-        if length <= self._min_length:
-            probs = probs.index_fill(-1, torch.tensor(sorted(self._stop), device=probs.device), -torch.inf)
-        if 0 < self._top_k < probs.shape[-1]:
-            probs = probs.masked_fill(probs < probs.topk(self._top_k).values[:, -1:], -torch.inf)
-        sums = (probs + probs.new_tensor([beam.score for beam in self._running])[:, None]).flatten()
-        # Even if each stop token ends each beam there are beams left to go on with.
-        best = sums.topk(min(len(sums), max(2, 1 + len(self._stop)) * self._num_beams))
-        grown = [
-            Beam((*self._running[index // probs.shape[-1]].tokens, index % probs.shape[-1]), score)
-            for score, index in zip(best.values.tolist(), best.indices.tolist(), strict=True)
-            if score > -torch.inf
-        ]
-        last = length >= min(self._max_tokens, self._context - self._prompt)
-        ended = [last or beam.tokens[-1] in self._stop for beam in grown]
+        candidates = self._candidates(self._log_probs(tokens, committed, length))
+        at_limit = length >= min(self._max_tokens, self._context - self._prompt_length)
+        ended = [at_limit or beam.tokens[-1] in self._stop for beam in candidates]
         penalty = length**self._length_penalty
         self._finished += [
             Beam(beam.tokens, beam.score / penalty)
-            for beam, end in zip(grown[: self._num_beams], ended, strict=False)
+            for beam, end in zip(candidates[: self._num_beams], ended, strict=False)
             if end
         ]
         self._finished = sorted(self._finished, key=lambda beam: -beam.score)[: self._num_beams]
-        self._running = [beam for beam, end in zip(grown, ended, strict=True) if not end][: self._num_beams]
+        self._running = [beam for beam, end in zip(candidates, ended, strict=True) if not end][: self._num_beams]
         if not self._running:
             return True
         full = len(self._finished) == self._num_beams
         return full and self._running[0].score / penalty <= self._finished[-1].score
 
-    def _forest(self, held: int) -> tuple[Draft, list[int]]:
-        """The running beams past the first `held` tokens as a forest, level by level, and the node of each one's end.
+    def _log_probs(self, tokens: Sequence[int], committed: int, length: int) -> Tensor:
+        """Log-probabilities of the next token, `[beams, vocab]`; excluded tokens have -inf."""
+        forest, leaves = self._forest(committed)
+        logits = self._score(tokens, forest)[torch.tensor(leaves) + 1]
+        paths = [[*tokens, *beam.tokens[committed:]] for beam in self._running]
+        log_probs = self._sampling.process_logits(logits.float().log_softmax(-1), paths)
+        if length <= self._min_length:
+            stop = torch.tensor(sorted(self._stop), device=log_probs.device)
+            log_probs = log_probs.index_fill(-1, stop, -torch.inf)
+        if 0 < self._top_k < log_probs.shape[-1]:
+            log_probs = log_probs.masked_fill(log_probs < log_probs.topk(self._top_k).values[:, -1:], -torch.inf)
+        return log_probs
 
-        All but the last level stood in the forest before, so a model that keeps nodes is fed one per beam.
+    def _candidates(self, log_probs: Tensor) -> list[Beam]:
+        """Best extensions: at least `num_beams` remain if every stop token ends every beam."""
+        scores = log_probs.new_tensor([beam.score for beam in self._running])
+        sums = (log_probs + scores[:, None]).flatten()
+        best = sums.topk(min(len(sums), max(2, 1 + len(self._stop)) * self._num_beams))
+        vocab = log_probs.shape[-1]
+        return [
+            Beam((*self._running[index // vocab].tokens, index % vocab), score)
+            for score, index in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+            if score > -torch.inf
+        ]
+
+    def _forest(self, committed: int) -> tuple[Draft, list[int]]:
+        """Running beams after `committed` tokens as a forest in level order, and each beam's last node.
+
+        Only the last level is new, so a model that caches nodes processes a node per beam.
         """
-        nodes: dict[tuple[int, int], int] = {}  # by parent and token
-        at = [-1] * len(self._running)
-        for i in range(held, len(self._running[0].tokens)):
+        nodes: dict[tuple[int, int], int] = {}  # (parent, token) -> node
+        leaves = [-1] * len(self._running)
+        for i in range(committed, len(self._running[0].tokens)):
             for b, beam in enumerate(self._running):
-                at[b] = nodes.setdefault((at[b], beam.tokens[i]), len(nodes))
-        return Draft(tuple(token for _, token in nodes), tuple(parent for parent, _ in nodes)), at
+                leaves[b] = nodes.setdefault((leaves[b], beam.tokens[i]), len(nodes))
+        return Draft(tuple(token for _, token in nodes), tuple(parent for parent, _ in nodes)), leaves

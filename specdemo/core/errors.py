@@ -1,13 +1,13 @@
-"""The one exception that speaks to users."""
+"""Errors shown to users."""
 
 from collections.abc import Collection
 
 
 class UserError(ValueError):
-    """A request that cannot be met; its text is the one sentence shown: the cause and the way out."""
+    """Invalid request; the message is a sentence with cause and remedy."""
 
 
 def check_name(kind: str, name: str, names: Collection[str]) -> None:
-    """Refuse a name that is not among `names`."""
+    """Raise `UserError` if `name` is not in `names`."""
     if name not in names:
         raise UserError(f"unknown {kind} {name!r}: known are {', '.join(names)}")

@@ -1,8 +1,4 @@
-"""Does a rule keep the law? A text drawn under it from a p and a q that never change.
-
-The program's own rules and noise, on laws instead of models: what comes out can be counted and held against p. Knows
-laws and token ids.
-"""
+"""Simulation without models: texts under a rule from fixed p and q, and other draft lengths for a recorded run."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ from specdemo.core.step import Draft, Step
 
 @dataclass(frozen=True)
 class Trial:
-    """What was drawn."""
+    """Result of `trial`."""
 
     tokens: tuple[int, ...]
     rounds: int
@@ -30,31 +26,30 @@ class Trial:
     accepted: int
 
     def shares(self, vocab: int) -> list[float]:
-        """How often each token came, `[vocab]`."""
+        """Relative frequency of each token, `[vocab]`."""
         counts = torch.bincount(torch.tensor(self.tokens), minlength=vocab)
         return (counts.double() / len(self.tokens)).tolist()
 
 
 def trial(rule: str, p: Tensor, q: Tensor, gamma: int, count: int, seed: int, *, adjust: bool = True) -> Trial:
-    """A text of `count` tokens: rounds of `gamma` >= 1 tokens of `q` `[vocab]`, judged against `p` `[vocab]`.
+    """Sample `count` tokens in steps of `gamma` >= 1 drafts from `q` `[vocab]`, verified against `p` `[vocab]`.
 
-    `rule` is a name in `RULES`; one with a threshold has its usual one. `adjust=False` draws corrections from p, where
-    the rule can.
+    `rule` is a key of `RULES`. `adjust=False` samples corrections from p if the rule supports it.
     """
-    known = RULES[rule]
-    options = {} if known.threshold is None else {"threshold": known.threshold}
-    apply = partial(known.apply, **options, **({} if adjust or not known.adjusts else {"adjust": False}))
+    entry = RULES[rule]
+    options = {} if entry.threshold is None else {"threshold": entry.threshold}
+    apply = partial(entry.apply, **options, **({} if adjust or not entry.adjusts else {"adjust": False}))
     accept = Noise(seed, "accept")
     shared = SharedNoise(seed)
-    draw, correct = (shared, shared) if known.shares_noise else (Noise(seed, "draft"), Noise(seed, "correct"))
-    distributions, rows, mass = q.expand(gamma, -1), p.expand(gamma + 1, -1), q.tolist()
+    draw, correct = (shared, shared) if entry.shares_noise else (Noise(seed, "draft"), Noise(seed, "correct"))
+    distributions, rows, probs = q.expand(gamma, -1), p.expand(gamma + 1, -1), q.tolist()
     tokens: list[int] = []
     rounds = tested = accepted = 0
     while len(tokens) < count:
-        place = len(tokens)
-        drafted = tuple(draw.draw(q, place + i) for i in range(gamma))
-        draft = Draft.chain(drafted, tuple(mass[token] for token in drafted), distributions)
-        verdict = apply(draft, rows, accept, correct, place)
+        start = len(tokens)
+        drafted = tuple(draw.sample(q, start + i) for i in range(gamma))
+        draft = Draft.chain(drafted, tuple(probs[token] for token in drafted), distributions)
+        verdict = apply(draft, rows, accept, correct, start)
         tokens += [*(drafted[node] for node in verdict.accepted), *verdict.target_tokens]
         rounds += 1
         tested += sum(beta is not None for beta in verdict.beta)
@@ -63,20 +58,20 @@ def trial(rule: str, p: Tensor, q: Tensor, gamma: int, count: int, seed: int, *,
 
 
 def distance(a: Sequence[float], b: Sequence[float]) -> float:
-    """Total variation of two laws, 1/2 sum |a - b|."""
+    """Total variation distance, 1/2 sum |a - b|."""
     return sum(abs(x - y) for x, y in zip(a, b, strict=True)) / 2
 
 
 def chance_distance(p: Sequence[float], count: int) -> float:
-    """The `distance` to be expected between p and the shares of `count` tokens that were drawn from p itself.
+    """Expected `distance` between p and the relative frequencies of `count` samples from p.
 
-    Half the sum of the binomials' mean absolute deviations, by De Moivre's formula:
+    Half the sum of binomial mean absolute deviations (De Moivre):
     E|X - np| = 2 m C(n, m) p^m (1 - p)^(n - m + 1) with m = floor(np) + 1.
     """
-    return sum(_deviation(x, count) for x in p) / (2 * count)
+    return sum(_mean_deviation(x, count) for x in p) / (2 * count)
 
 
-def _deviation(p: float, n: int) -> float:
+def _mean_deviation(p: float, n: int) -> float:
     if not 0 < p < 1:
         return 0.0
     m = math.floor(n * p) + 1
@@ -85,59 +80,56 @@ def _deviation(p: float, n: int) -> float:
 
 
 def rare_distance(p: Sequence[float], count: int, odds: float = 1e-3) -> float:
-    """The `distance` that tokens drawn from p itself exceed with a chance of at most `odds`.
+    """Bound on `distance` exceeded by samples from p with probability at most `odds`.
 
-    A token more or less moves it by 1 / count at most: McDiarmid's inequality.
+    McDiarmid's inequality: changing a token changes the distance by at most 1 / count.
     """
     return chance_distance(p, count) + math.sqrt(math.log(1 / odds) / (2 * count))
 
 
-def chances(steps: Iterable[Step]) -> list[float]:
-    """For each token committed after the prefill, the chance that a draft of it is accepted.
+def acceptance_probs(steps: Iterable[Step]) -> list[float]:
+    """Acceptance probability of a draft for each token committed after the prefill.
 
-    Where nothing was tested (a bonus, a plain token) it is taken for the mean of the others. Empty if nothing was
-    tested at all. Raises `ValueError` for a draft that is no chain: its betas do not stand one behind the other.
+    Untested tokens (bonus, AR) get the mean of the others; if all are untested, the list is empty. Raise `ValueError`
+    for drafts other than chains.
     """
-    found: list[float | None] = []
+    betas: list[float | None] = []
     for step in steps:
         if step.i == 0:
             continue
         if not step.draft.is_chain:
-            raise ValueError("the drafts are no chains")
+            raise ValueError("other draft lengths can be estimated for chains only")
         tested = [beta for beta in step.verdict.beta if beta is not None]
-        found += [*tested, *[None] * len(step.tokens)][: len(step.tokens)]
-    known = [beta for beta in found if beta is not None]
+        betas += [*tested, *[None] * len(step.tokens)][: len(step.tokens)]
+    known = [beta for beta in betas if beta is not None]
     if not known:
         return []
-    usual = statistics.fmean(known)
-    return [usual if beta is None else beta for beta in found]
+    mean = statistics.fmean(known)
+    return [mean if beta is None else beta for beta in betas]
 
 
-def rounds(chance: Sequence[float], gamma: int) -> float:
-    """How many rounds drafts of `gamma` are expected to take for a text with these chances.
+def expected_steps(probs: Sequence[float], gamma: int) -> float:
+    """Expected number of steps with drafts of `gamma` for a text with these acceptance probabilities.
 
-    A round that starts at a token commits the drafts that are accepted and one token of the target's own. Followed
-    from every token at which a round may start, weighted by how likely it starts there.
+    Propagate the probability that a step starts at each position; a step commits accepted drafts and a target token.
     """
-    starts = [1.0, *[0.0] * (len(chance) + gamma)]
-    for place in range(len(chance)):
-        path = starts[place]
+    starts = [1.0, *[0.0] * (len(probs) + gamma)]
+    for position in range(len(probs)):
+        path = starts[position]
         for depth in range(gamma):
-            if place + depth >= len(chance):
+            if position + depth >= len(probs):
                 break
-            beta = chance[place + depth]
-            starts[place + depth + 1] += path * (1 - beta)
+            beta = probs[position + depth]
+            starts[position + depth + 1] += path * (1 - beta)
             path *= beta
         else:
             depth = gamma
-        starts[place + depth + 1] += path
-    return sum(starts[: len(chance)])
+        starts[position + depth + 1] += path
+    return sum(starts[: len(probs)])
 
 
 @dataclass(frozen=True)
 class GammaEstimate:
-    """One draft length: what it would have given."""
-
     gamma: int
     tokens_per_pass: float
     tokens_per_second: float
@@ -146,21 +138,20 @@ class GammaEstimate:
 def other_gammas(
     steps: Sequence[Step], gammas: Iterable[int], pass_cost: Callable[[float], float]
 ) -> list[GammaEstimate]:
-    """Tokens per pass and per second for each of `gammas` (0: plain decoding) on the text of `steps`.
+    """Estimate tokens per pass and per second for each of `gammas` (0: AR decoding) on the text of `steps`.
 
-    `pass_cost(rows)` is v, a pass over so many rows in plain steps; only its shape counts: it is scaled to what this
-    run's own passes took, as are drafting and the rest of a round.
+    `pass_cost(rows)` is v in AR steps, scaled to the run's verification times; draft and host times are the run's.
     """
-    chance, after = chances(steps), [step for step in steps if step.i > 0]
-    drafted = sum(len(step.draft) for step in after)
-    if not chance or not drafted:
+    probs, decoding = acceptance_probs(steps), [step for step in steps if step.i > 0]
+    drafted = sum(len(step.draft) for step in decoding)
+    if not probs or not drafted:
         return []
-    verify = sum(step.verify_s for step in after) / sum(pass_cost(len(step.draft) + 1) for step in after)
-    draft = sum(step.draft_s for step in after) / drafted
-    host = sum(step.host_s for step in after) / len(after)
-    found = []
+    verify = sum(step.verify_s for step in decoding) / sum(pass_cost(len(step.draft) + 1) for step in decoding)
+    draft = sum(step.draft_s for step in decoding) / drafted
+    host = sum(step.host_s for step in decoding) / len(decoding)
+    estimates = []
     for gamma in gammas:
-        count = rounds(chance, gamma)
+        count = expected_steps(probs, gamma)
         seconds = count * (verify * pass_cost(gamma + 1) + gamma * draft + host)
-        found.append(GammaEstimate(gamma, len(chance) / count, len(chance) / seconds))
-    return found
+        estimates.append(GammaEstimate(gamma, len(probs) / count, len(probs) / seconds))
+    return estimates

@@ -1,1 +1,20 @@
-"""Ways to draft, one file each. They know core and nothing else."""
+"""Registry of decoding methods; each has a file and an entry here."""
+
+from __future__ import annotations
+
+from specdemo.drafters import autoregressive, beam, hybrid, lookahead, lookup, model, ngram, self_speculation, suffix
+from specdemo.drafters import tree as trees
+from specdemo.drafters.method import Method
+
+_MODULES = (model, ngram, suffix, hybrid, trees, self_speculation, lookahead, lookup, autoregressive, beam)
+METHODS: dict[str, Method] = {module.METHOD.name: module.METHOD for module in _MODULES}
+
+
+def option_classes() -> tuple[type, ...]:
+    """Return the option classes of all methods, each once."""
+    return tuple(dict.fromkeys(group for method in METHODS.values() for group in method.options))
+
+
+def draft_shape(method: str) -> str:
+    """Return the draft shape of a method that may be unknown, as in traces of other versions."""
+    return METHODS[method].shape if method in METHODS else "chain"

@@ -1,4 +1,4 @@
-"""A suffix guess where the text repeats itself, a model's draft elsewhere."""
+"""Suffix drafts for repeated text, model drafts otherwise."""
 
 from __future__ import annotations
 
@@ -6,21 +6,34 @@ from collections.abc import Sequence
 
 from specdemo.core.decode import DraftBudget, Drafter
 from specdemo.core.step import Draft, Step
-from specdemo.drafters.suffix import SuffixDrafter
+from specdemo.drafters.method import Method, StoreOptions
+from specdemo.drafters.model import build_model_drafter
+from specdemo.drafters.suffix import SuffixDrafter, build_suffix_drafter
 
 
 class HybridDrafter:
-    """Ask the suffixes if the ending that matched has at least `trusted` tokens, else the model."""
+    """Use the suffix drafter if its match has at least `trusted` tokens, otherwise the model."""
 
     def __init__(self, suffixes: SuffixDrafter, model: Drafter, trusted: int = 4) -> None:
         self._suffixes, self._model, self._trusted = suffixes, model, trusted
 
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
-        """One or the other: a draft is all point masses or all drawn from a law."""
-        asked = self._suffixes if self._suffixes.match(tokens) >= self._trusted else self._model
-        return asked.propose(tokens, budget)
+        drafter = self._suffixes if self._suffixes.match(tokens) >= self._trusted else self._model
+        return drafter.propose(tokens, budget)
 
     def observe(self, step: Step) -> None:
-        """Both learn from every round."""
         self._suffixes.observe(step)
         self._model.observe(step)
+
+
+METHOD = Method(
+    name="hybrid",
+    title="suffix decoding on repeated text, the smaller model otherwise",
+    notes="""\
+**The hybrid** drafts from suffixes after a long repetition and with the draft model otherwise. The choice precedes
+sampling, so both proofs of exactness apply. It is fast on mixed text.""",
+    build=lambda context: HybridDrafter(build_suffix_drafter(context), build_model_drafter(context)),
+    options=(StoreOptions,),
+    sampled=True,
+    second_model=True,
+)

@@ -1,9 +1,8 @@
-"""Lookahead: the target guesses ahead of itself in the same pass that verifies (2402.02057).
+"""Lookahead decoding: the target drafts during verification (2402.02057).
 
-A window of guesses rides along in every pass as a comb-shaped forest: a spine of one guess per place, and on each place
-of the spine a tooth of the guesses that earlier passes made after it. What the target makes of a tooth's end is the
-next guess there (a Jacobi step), and a whole tooth with its end is an n-gram worth keeping. N-grams that begin with
-the text's last token are what is really drafted. All are point masses.
+A draft contains a comb of guesses: a spine with a guess per position, and at each position a tooth of later guesses.
+The target's token after a tooth is the next guess there (Jacobi iteration); tooth and token form an n-gram. N-grams
+that start with the last committed token are drafted. All drafts are point masses.
 """
 
 from __future__ import annotations
@@ -12,66 +11,120 @@ import random
 from collections.abc import Sequence
 
 from specdemo.core.decode import DraftBudget
+from specdemo.core.options import option, options
+from specdemo.core.policies import Fixed
 from specdemo.core.step import Draft, Step
+from specdemo.drafters.method import BuildContext, Method
+
+
+class _Forest:
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+
+    def add(self, token: int, parent: int) -> int:
+        self.tokens.append(token)
+        self.parents.append(parent)
+        return len(self.tokens) - 1
 
 
 class LookaheadDrafter:
-    """`window` places ahead, n-grams of `n` tokens, at most `guesses` of them drafted.
+    """Guess `window` positions ahead; draft at most `guesses` n-grams of `n` tokens.
 
-    `budget` limits how deep a guess may reach; the window is as deep as `window + n - 2` and only where that is allowed
-    too, since a comb that happens to be right is accepted like any draft.
+    The comb has depth `window + n - 2`. It is omitted if the budget is smaller, since its tokens may be accepted.
     """
 
     def __init__(self, window: int = 5, n: int = 4, guesses: int = 5, seed: int = 0) -> None:
         self._window, self._n, self._guesses = window, n, guesses
         self._rng = random.Random(seed)
-        self._levels: list[list[int]] = []  # n - 1 rows of `window` guesses; row 0 is the spine
-        self._pool: dict[int, dict[tuple[int, ...], None]] = {}  # by first token, what followed: the latest last
-        self._comb: list[list[int]] = []  # nodes of the last draft, by level and place
+        self._levels: list[list[int]] = []  # [n - 1][window] guesses; level 0 is the spine
+        self._pool: dict[int, dict[tuple[int, ...], None]] = {}  # first token -> continuations, most recent last
+        self._comb: list[list[int]] = []  # nodes of the last draft, [level][position]
 
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
-        """Guesses from the pool as branches, then the comb."""
-        deepest = 0
-        while deepest < self._window + self._n and budget.may_extend(deepest, None):
-            deepest += 1
-        drafted: list[int] = []
-        parents: list[int] = []
-
-        def add(token: int, parent: int) -> int:
-            drafted.append(token)
-            parents.append(parent)
-            return len(drafted) - 1
-
-        grown: dict[tuple[int, int], int] = {}  # (parent, token): guesses share their beginnings
+        depth = 0
+        while depth < self._window + self._n and budget.may_extend(depth, None):
+            depth += 1
+        forest = _Forest()
+        nodes: dict[tuple[int, int], int] = {}  # (parent, token) -> node; common prefixes share nodes
         for guess in list(reversed(self._pool.get(tokens[-1], {})))[: self._guesses]:
             parent = -1
-            for token in guess[:deepest]:
-                if (parent, token) not in grown:
-                    grown[parent, token] = add(token, parent)
-                parent = grown[parent, token]
+            for token in guess[:depth]:
+                if (parent, token) not in nodes:
+                    nodes[parent, token] = forest.add(token, parent)
+                parent = nodes[parent, token]
         self._comb = []
-        if deepest >= self._window + self._n - 2:
-            if not self._levels:
-                self._levels = [[self._rng.choice(tokens) for _ in range(self._window)] for _ in range(self._n - 1)]
-            for level, row in enumerate(self._levels):
-                nodes: list[int] = []
-                for place, token in enumerate(row):
-                    below = self._comb[-1][place] if level else (nodes[-1] if nodes else -1)
-                    nodes.append(add(token, below))
-                self._comb.append(nodes)
-        return Draft(tuple(drafted), tuple(parents))
+        if depth >= self._window + self._n - 2:
+            self._add_comb(forest, tokens)
+        return Draft(tuple(forest.tokens), tuple(forest.parents))
+
+    def _add_comb(self, forest: _Forest, tokens: Sequence[int]) -> None:
+        if not self._levels:
+            self._levels = [[self._rng.choice(tokens) for _ in range(self._window)] for _ in range(self._n - 1)]
+        for level, row in enumerate(self._levels):
+            nodes: list[int] = []
+            for position, token in enumerate(row):
+                parent = self._comb[-1][position] if level else (nodes[-1] if nodes else -1)
+                nodes.append(forest.add(token, parent))
+            self._comb.append(nodes)
 
     def observe(self, step: Step) -> None:
-        """Read what the target made of the comb: new guesses, and n-grams for the pool."""
         if not self._comb or not step.draft.tokens:
             return
         last = [step.verdict.choices[node + 1][0] for node in self._comb[-1]]
-        for place, end in enumerate(last):
-            first, *rest = (row[place] for row in self._levels)
-            after = self._pool.setdefault(first, {})
-            after.pop((*rest, end), None)
-            after[(*rest, end)] = None
-            while len(after) > self._guesses:
-                del after[next(iter(after))]
+        for position, end in enumerate(last):
+            first, *rest = (row[position] for row in self._levels)
+            continuations = self._pool.setdefault(first, {})
+            continuations.pop((*rest, end), None)
+            continuations[(*rest, end)] = None
+            while len(continuations) > self._guesses:
+                del continuations[next(iter(continuations))]
         self._levels = [*self._levels[1:], last]
         self._comb = []
+
+
+@options("Lookahead")
+class LookaheadOptions:
+    """Options of lookahead decoding."""
+
+    lookahead_window: int = option(
+        5,
+        "Window, positions",
+        "positions ahead that lookahead guesses",
+        low=1,
+        high=32,
+        slider=(1, 16, 1),
+        limit="max_nodes",
+        metavar="N",
+    )
+    lookahead_n: int = option(4, "Order n", "tokens of its n-grams", low=2, high=16, slider=(2, 8, 1), metavar="N")
+    lookahead_guesses: int = option(
+        5,
+        "Drafted n-grams per step",
+        "n-grams that it drafts per step",
+        low=1,
+        high=32,
+        slider=(1, 16, 1),
+        limit="max_nodes",
+        metavar="N",
+    )
+
+
+def _build(context: BuildContext) -> LookaheadDrafter:
+    chosen = context.options
+    return LookaheadDrafter(chosen.lookahead_window, chosen.lookahead_n, chosen.lookahead_guesses, context.seed)
+
+
+METHOD = Method(
+    name="lookahead",
+    title="the target guesses further tokens in the pass that verifies",
+    notes="""\
+**Lookahead** makes the target guess ahead of itself. Each pass carries a window of guesses as a comb; its results are
+the next guesses (Jacobi iteration), and frequent n-grams are drafted. Drafts are point masses, so the method is exact.
+It needs cheap additional rows. Its acceptance rate is low because most guesses only fill the window.
+*Fu et al. 2402.02057.*""",
+    build=_build,
+    options=(LookaheadOptions,),
+    shape="forest",
+    policy=lambda chosen: Fixed(chosen.lookahead_window + chosen.lookahead_n),  # the comb needs this depth
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,15 +12,17 @@ from torch import Tensor
 from specdemo.core.decode import DraftBudget
 from specdemo.core.sampling import SamplingParams, refuse_broken
 from specdemo.core.step import Draft, Step
+from specdemo.drafters.method import BuildContext, Method
+from specdemo.drafters.universal import UniversalDrafter
 
 
 class ModelDrafter:
-    """Draws a chain from a model's own law, warped exactly as the target's (2211.17192, Algorithm 1).
+    """Sample a chain from a model with the target's sampling parameters (2211.17192, Algorithm 1).
 
-    `score(tokens, draft)` gives raw logits `[1, own_size]`. Laws are `[vocab_size]` wide, the target's width: ids that
-    only the drafter has are masked before the softmax, ids that only the target has get no mass. A text that holds an
-    id the drafter lacks (an embedding's padding) cannot be read by it, so nothing is proposed. `extend` is
-    `CachedModel.extend`: with it, drafts whose length depends on no logits are drawn without a wait per token.
+    `score(tokens, draft)` returns raw logits `[1, own_size]`. Draft distributions have the target's `vocab_size`: ids
+    unknown to the target are masked before the softmax, ids unknown to the drafter get no mass. The draft is empty if
+    the text contains an id unknown to the drafter. With `extend` (`CachedModel.extend`), drafts of unconditional length
+    are sampled without host synchronisation.
     """
 
     def __init__(
@@ -36,12 +39,11 @@ class ModelDrafter:
         self._extend = extend
 
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
-        """Ask before drawing, so that stopping never depends on the token drawn."""
         if not readable(tokens, self._own_size, self._vocab_size):
             return Draft()
         if self._extend and budget.unconditional and not self._sampling.needs_paths:
-            return self._straight(tokens, budget.unconditional)
-        greedy = self._sampling.temperature == 0  # then laws are point masses: nothing to carry
+            return self._propose_fixed(tokens, budget.unconditional)
+        greedy = self._sampling.temperature == 0  # point masses: no distributions to record
         path, distributions, q = list(tokens), [], []
         while budget.may_extend(len(path) - len(tokens), None):
             logits = fitted(self._score(path, Draft()), self._vocab_size)
@@ -52,7 +54,7 @@ class ModelDrafter:
                 path.append(int(logits[0].argmax()))
                 continue
             probs = self._sampling.logits_to_probs(logits)[0]
-            token = self._noise.draw(probs, len(path))
+            token = self._noise.sample(probs, len(path))
             path.append(token)
             distributions.append(probs)
             q.append(probs[token])
@@ -61,8 +63,7 @@ class ModelDrafter:
             return Draft.chain(new)
         return Draft.chain(new, tuple(torch.stack(q).tolist()), torch.stack(distributions))
 
-    def _straight(self, tokens: Sequence[int], count: int) -> Draft:
-        """A draft of `count` tokens, whatever they are: nothing of it needs to reach the host before its end."""
+    def _propose_fixed(self, tokens: Sequence[int], count: int) -> Draft:
         largest, distributions = [], []
 
         def pick(logits: Tensor, i: int) -> Tensor:
@@ -72,7 +73,7 @@ class ModelDrafter:
                 return logits.argmax(-1)
             probs = self._sampling.logits_to_probs(logits)[0]
             distributions.append(probs)
-            return self._noise.pick(probs, len(tokens) + i)
+            return self._noise.sample_on_device(probs, len(tokens) + i)
 
         assert self._extend is not None
         new = tuple(self._extend(tokens, count, pick))
@@ -83,17 +84,45 @@ class ModelDrafter:
         return Draft.chain(new, tuple(probs[range(count), new].tolist()), probs)
 
     def observe(self, step: Step) -> None:
-        """Nothing to learn: the cache follows content."""
+        pass
 
 
 def readable(tokens: Sequence[int], own_size: int, vocab_size: int) -> bool:
-    """Whether a drafter of `own_size` ids knows all of `tokens`, out of a target's `vocab_size`."""
+    """Return True if a drafter with `own_size` ids accepts all of `tokens`, which are below `vocab_size`."""
     return own_size >= vocab_size or max(tokens) < own_size
 
 
 def fitted(logits: Tensor, vocab_size: int) -> Tensor:
-    """Logits `[rows, vocab_size]`: ids that only the drafter has are left out, ids that it lacks get no mass."""
+    """Truncate logits to `[rows, vocab_size]`, or pad them with -inf."""
     missing = vocab_size - logits.shape[-1]
     if missing <= 0:
         return logits[:, :vocab_size]
     return torch.cat([logits, logits.new_full((len(logits), missing), -torch.inf)], dim=-1)
+
+
+def build_model_drafter(context: BuildContext) -> ModelDrafter | UniversalDrafter:
+    """Build a chain drafter on the second model, behind the vocabulary bridge if there is one."""
+    model = context.scorer("drafter")
+    if context.bridge is None:
+        noise = context.noise("draft")
+        return ModelDrafter(model.score, context.sampling, noise, context.vocab_size, model.vocab_size, model.extend)
+    # Re-encoded drafts are verified as point masses: the most probable token is accepted more often than a sampled one.
+    sampling, noise = replace(context.drafter_sampling, temperature=0), context.noise("draft", shared=False)
+    inner = ModelDrafter(model.score, sampling, noise, model.vocab_size, extend=model.extend)
+    return UniversalDrafter(inner, context.bridge.read, context.bridge.write, model.context)
+
+
+METHOD = Method(
+    name="draft",
+    title="a smaller model drafts, the target verifies",
+    notes="""\
+**A draft model** samples up to γ tokens from its distribution q. The target scores all of them in one pass. Token x is
+accepted with probability min(1, p(x)/q(x)). The first rejected token is replaced by a sample from norm(max(p − q, 0)),
+so the text follows p exactly. Speed-up is (1 − α^(γ+1)) / ((1 − α)(γc + 1)). It is high for a large acceptance
+α = E[Σ min(p, q)] and a small cost ratio c. *Leviathan et al. 2211.17192; Chen et al. 2302.01318.*""",
+    build=build_model_drafter,
+    sampled=True,
+    second_model=True,
+    gates=True,
+    preflight="distributions",
+)

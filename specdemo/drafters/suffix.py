@@ -1,7 +1,6 @@
-"""Draft what followed when the text's longest repeated ending was last met (suffix decoding, 2411.04975).
+"""Suffix decoding (2411.04975): draft the tokens that followed the longest repeated suffix of the text.
 
-A suffix automaton over prompt and output, grown token by token in constant amortised time (Blumer et al. 1985), finds
-that ending however long it is. Drafts are point masses, so any rule for point masses verifies them.
+A suffix automaton finds it in amortised constant time per token (Blumer et al. 1985). Drafts are point masses.
 """
 
 from __future__ import annotations
@@ -10,32 +9,30 @@ from collections.abc import Sequence
 
 from specdemo.core.decode import DraftBudget
 from specdemo.core.step import Draft, Step
+from specdemo.drafters.method import BuildContext, Method, StoreOptions
 
 
 class SuffixStore:
-    """All that was said so far, with every substring of it findable."""
+    """Suffix automaton over several texts."""
 
     def __init__(self) -> None:
-        self.text: list[int] = []  # negative numbers stand between texts
-        self.matched = 0  # length of the text's longest ending that was there before
-        self._after = 0  # the place after that ending's former occurrence
-        # By state: the state that each token leads to, the state of the longest suffix that stands in more places,
-        # the length of its longest string, and where one of its strings ended when it was last met.
+        self.text: list[int] = []  # negative numbers separate texts
+        self.matched = 0  # length of the longest suffix that occurred earlier
+        self._after = 0  # end of that earlier occurrence
+        # Per state: transitions, suffix link, length of the longest string, end of its most recent occurrence.
         self._next: list[dict[int, int]] = [{}]
         self._link, self._length, self._end = [-1], [0], [0]
         self._last = 0
 
     def __len__(self) -> int:
-        """States of the automaton: at most two per token."""
         return len(self._next)
 
     def begin(self) -> None:
-        """A new text: no match reaches over what is put between it and the one before."""
+        """Start a new text, which matches do not cross."""
         if self.text:
             self.add(-1 - len(self.text))
 
     def add(self, token: int) -> None:
-        """Append a token and find the longest ending that occurred before."""
         self.text.append(token)
         before, new = self._last, self._state({}, 0, self._length[self._last] + 1, len(self.text))
         while before >= 0 and token not in self._next[before]:
@@ -50,17 +47,16 @@ class SuffixStore:
         self._end[link] = len(self.text)
 
     def continuation(self, count: int) -> list[int]:
-        """Up to `count` tokens that followed last time; an ending that overlaps itself goes on in rounds."""
-        found: list[int] = []
-        for place in range(self._after, self._after + count if self.matched else 0):
-            token = self.text[place] if place < len(self.text) else found[place - len(self.text)]
+        """Return up to `count` tokens after the match; an overlapping match repeats periodically."""
+        tokens: list[int] = []
+        for position in range(self._after, self._after + count if self.matched else 0):
+            token = self.text[position] if position < len(self.text) else tokens[position - len(self.text)]
             if token < 0:
                 break
-            found.append(token)
-        return found
+            tokens.append(token)
+        return tokens
 
     def _split(self, before: int, known: int, token: int) -> int:
-        """Give the shorter strings of `known` a state of their own."""
         short = self._state(dict(self._next[known]), self._link[known], self._length[before] + 1, self._end[known])
         while before >= 0 and self._next[before].get(token) == known:
             self._next[before][token] = short
@@ -77,17 +73,15 @@ class SuffixStore:
 
 
 class SuffixDrafter:
-    """Chains from a `SuffixStore` that learns prompt and output as they come.
+    """Draft chains from a `SuffixStore` updated with prompt and output, `factor` tokens per matched token.
 
-    The longer the ending that matched, the longer the draft: `factor` tokens for each of its tokens. Give an earlier
-    `store` to draft from former texts too, and a `source` that is no part of the text but may well come up in it: what
-    an encoder read.
+    Pass `store` to draft from earlier texts; `source` is additional text, for example an encoder's input.
     """
 
     def __init__(self, factor: float = 2.0, store: SuffixStore | None = None, source: Sequence[int] = ()) -> None:
         self.store = store or SuffixStore()
         self._factor = factor
-        self._seen = 0
+        self._added = 0
         self.store.begin()
         if source:
             for token in source:
@@ -95,21 +89,38 @@ class SuffixDrafter:
             self.store.begin()
 
     def match(self, tokens: Sequence[int]) -> int:
-        """Length of the longest ending of `tokens` that occurred before: how far a draft may be trusted."""
-        for token in tokens[self._seen :]:
+        """Add new tokens to the store; return the length of the match."""
+        for token in tokens[self._added :]:
             self.store.add(token)
-        self._seen = len(tokens)
+        self._added = len(tokens)
         return self.store.matched
 
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
-        """What followed last time, for as long as the match deserves."""
-        longest = round(self._factor * self.match(tokens))
+        limit = round(self._factor * self.match(tokens))
         drafted: list[int] = []
-        for token in self.store.continuation(longest):
+        for token in self.store.continuation(limit):
             if not budget.may_extend(len(drafted), None):
                 break
             drafted.append(token)
         return Draft.chain(tuple(drafted))
 
     def observe(self, step: Step) -> None:
-        """Nothing to learn from what was not kept."""
+        pass
+
+
+def build_suffix_drafter(context: BuildContext) -> SuffixDrafter:
+    """Build a drafter on the store of earlier runs, or on a new one."""
+    return context.with_store(lambda store: SuffixDrafter(store=store, source=context.source))
+
+
+METHOD = Method(
+    name="suffix",
+    title="the continuation of the longest repeated ending drafts",
+    notes="""\
+**Suffix decoding** finds the longest ending of the text that occurred before and drafts its continuation. A suffix
+automaton makes this constant amortised time per token. Longer matches give longer drafts. Drafts are point masses, so
+the method is exact. It is fast on tables, edits and long quotations. *SuffixDecoding 2411.04975.*""",
+    build=build_suffix_drafter,
+    options=(StoreOptions,),
+    preflight="replay",
+)

@@ -1,7 +1,7 @@
-"""Draft a tree of a model's likeliest continuations, so that a token that misses may have a sibling that hits.
+"""Draft a tree of a model's continuations, so that a rejected token may have an accepted sibling.
 
-Siblings are drawn without replacement, each from what its elder ones have left of the law; how many there will be is
-settled before any is drawn, so the recursive residual keeps the law exact (SpecInfer 2305.09781; Sequoia 2402.12374).
+Siblings are sampled without replacement, and their number is fixed before sampling, so recursive residuals are exact
+(SpecInfer 2305.09781; Sequoia 2402.12374).
 """
 
 from __future__ import annotations
@@ -13,17 +13,20 @@ import torch
 from torch import Tensor
 
 from specdemo.core.decode import DraftBudget
+from specdemo.core.errors import UserError
+from specdemo.core.options import option, options
 from specdemo.core.rules import without
 from specdemo.core.sampling import SamplingParams
 from specdemo.core.step import Draft, Step
+from specdemo.drafters.method import BuildContext, Method
 from specdemo.drafters.model import fitted, readable
 
 
 class TreeDrafter:
-    """Grows level by level: the `beam` most probable nodes of the last level get up to `width` children each.
+    """Grow a tree by levels: the `beam` most probable nodes of the last level get up to `width` children each.
 
-    Reads laws as `ModelDrafter` does. `score(tokens, draft)` gives raw logits `[len(draft) + 1, own_size]`; `budget`
-    limits the depth, `nodes` the size. When greedy the children are the likeliest tokens, as point masses.
+    `score(tokens, draft)` returns raw logits `[len(draft) + 1, own_size]`. The budget limits the depth, `nodes` the
+    size. At temperature 0 the most probable tokens are point masses.
     """
 
     def __init__(
@@ -42,47 +45,42 @@ class TreeDrafter:
         self._nodes, self._width, self._beam = nodes, width, beam
 
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
-        """Levels of nodes for as long as a chain of their depth may grow."""
         draft = Draft()
         if not readable(tokens, self._own_size, self._vocab_size):
             return draft
-        level, chances = [-1], {-1: 1.0}  # nodes to grow, and how probable the path to each is
+        level, path_probs = [-1], {-1: 1.0}
         depth = 0
         while level and len(draft) < self._nodes and budget.may_extend(depth, None):
             logits = fitted(self._score(tokens, draft), self._vocab_size)
-            level = sorted(level, key=lambda node: -chances[node])[: self._beam]
+            level = sorted(level, key=lambda node: -path_probs[node])[: self._beam]
             if not budget.may_extend(depth, logits[level[0] + 1]):
                 break
-            grown: list[int] = []
+            next_level: list[int] = []
             for node in level:
                 path = [*tokens, *(draft.tokens[i] for i in draft.path(node))]
                 row = self._sampling.process_logits(logits[node + 1][None], [path])
                 first = len(draft)
                 draft = self._with_children(draft, node, row, len(path))
                 for child in range(first, len(draft)):
-                    chances[child] = chances[node] * self._chance(draft, child, row)
-                    grown.append(child)
-            level, depth = grown, depth + 1
+                    path_probs[child] = path_probs[node] * self._token_prob(draft, child, row)
+                    next_level.append(child)
+            level, depth = next_level, depth + 1
         return draft
 
     def observe(self, step: Step) -> None:
-        """Nothing to learn."""
+        pass
 
-    def _with_children(self, draft: Draft, node: int, row: Tensor, place: int) -> Draft:
-        """The draft with what grows on `node`, whose law is that of the adjusted logits `row` `[1, vocab]`."""
+    def _with_children(self, draft: Draft, node: int, row: Tensor, position: int) -> Draft:
+        """Return `draft` with the children of `node` added; `row` are processed logits `[1, vocab]`."""
         count = min(self._width, self._nodes - len(draft))
         if self._sampling.temperature == 0:
-            tokens = row[0].topk(count).indices.tolist()
-            return Draft(draft.tokens + tuple(tokens), draft.parents + (node,) * count)
+            children = row[0].topk(count).indices.tolist()
+            return Draft(draft.tokens + tuple(children), draft.parents + (node,) * count)
         probs = self._sampling.logits_to_probs(row)[0]
-        tokens, q, distributions = (
-            list(draft.tokens),
-            list(draft.token_probs or ()),
-            [] if draft.probs is None else [draft.probs],
-        )
-        parents = list(draft.parents)
+        tokens, parents, q = list(draft.tokens), list(draft.parents), list(draft.token_probs or ())
+        distributions = [] if draft.probs is None else [draft.probs]
         for _ in range(min(count, int((probs > 0).sum()))):
-            token = self._noise.draw(probs, place)
+            token = self._noise.sample(probs, position)
             tokens.append(token)
             parents.append(node)
             q.append(float(probs[token]))
@@ -90,8 +88,56 @@ class TreeDrafter:
             probs = without(probs, token)
         return Draft(tuple(tokens), tuple(parents), tuple(q), torch.cat(distributions))
 
-    def _chance(self, draft: Draft, child: int, row: Tensor) -> float:
-        """How probable the drafter finds `child` after its parent."""
+    def _token_prob(self, draft: Draft, child: int, row: Tensor) -> float:
         if draft.token_probs is not None:
             return draft.token_probs[child]
         return float(row[0].softmax(-1)[draft.tokens[child]])
+
+
+@options("Trees")
+class TreeOptions:
+    """Options of tree drafting."""
+
+    tree_nodes: int = option(
+        12,
+        "Nodes per draft",
+        "most nodes of a draft of method tree",
+        low=1,
+        high=256,
+        slider=(1, 64, 1),
+        limit="max_nodes",
+        metavar="N",
+    )
+    tree_width: int = option(3, "Children per node", low=1, high=64, slider=(1, 8, 1), metavar="N")
+
+
+def _build(context: BuildContext) -> TreeDrafter:
+    if context.bridge is not None:
+        raise UserError("method tree needs one vocabulary for both models: choose method draft or hybrid")
+    model, chosen = context.scorer("drafter"), context.options
+    return TreeDrafter(
+        model.score,
+        context.sampling,
+        context.noise("draft"),
+        context.vocab_size,
+        model.vocab_size,
+        nodes=chosen.tree_nodes,
+        width=chosen.tree_width,
+    )
+
+
+METHOD = Method(
+    name="tree",
+    title="a smaller model drafts a tree of probable continuations",
+    notes="""\
+**A tree** contains several continuations: after a rejected token a sibling may be accepted. Siblings are sampled
+without replacement and tested in order against the remaining p, so the text is exact. All nodes share one pass; each
+attends to its ancestors. It is fast where additional rows are cheap and the second choice of the drafter is often
+right. *SpecInfer 2305.09781; Sequoia 2402.12374.*""",
+    build=_build,
+    options=(TreeOptions,),
+    shape="forest",
+    sampled=True,
+    second_model=True,
+    shared_vocabulary=True,
+)

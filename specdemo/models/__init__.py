@@ -1,1 +1,1 @@
-"""The rooms that know transformers and bitsandbytes."""
+"""Loading and running models; the only package that imports transformers and bitsandbytes."""

@@ -1,30 +1,43 @@
-"""Where a model's files are: a directory here, or a hub repository, fetched with news of how far it has come.
+"""Model files from a local directory or the Hugging Face hub.
 
-The downloads are `huggingface_hub`'s own: it resumes a file that was cut while it came, keeps files that are complete,
-and asks nothing of the network about a pinned revision that is here. Only safetensors weights are ever asked for, and
-never a file with code in it. What goes wrong is told in one sentence (`reasons.py`).
+Interrupted downloads resume, and a cached pinned revision needs no network. Only safetensors weights are requested,
+never files with code. Error messages contain no text of servers or libraries, hence no tokens or signed addresses.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, constants, snapshot_download
-from huggingface_hub.errors import DryRunError
+from huggingface_hub.errors import (
+    DisabledRepoError,
+    DryRunError,
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    NotASafetensorsRepoError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+    SafetensorsParsingError,
+)
 from safetensors import SafetensorError, safe_open
 from tqdm.auto import tqdm
 
 from specdemo.core.errors import UserError
-from specdemo.models.load_errors import format_bytes, load_errors
+from specdemo.models.memory import format_bytes
 from specdemo.worker import ReportProgress, TaskProgress, ignore_progress
 
-INDEX = "model.safetensors.index.json"
-SETTINGS = (  # what can be judged, and refused, before any weights come
+CONFIG_FILES = (  # validated before any weights are downloaded
     "config.json",
     "generation_config.json",
     "tokenizer*",
@@ -34,54 +47,53 @@ SETTINGS = (  # what can be judged, and refused, before any weights come
     "merges.txt",
     "spiece.model",
     "chat_template*",
-    INDEX,
+    "model.safetensors.index.json",
 )
-WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors")
+WEIGHT_FILES = ("model.safetensors", "model-*-of-*.safetensors")
 
-Shapes = Mapping[str, tuple[str, tuple[int, ...]]]  # of the stored tensors, by name: safetensors' dtype, and shape
+TensorShapes = Mapping[str, tuple[str, tuple[int, ...]]]  # tensor name -> (safetensors dtype, shape)
 
 
 @dataclass(frozen=True)
 class Hub:
-    """A hub and where its files are kept; None is what the environment says (HF_ENDPOINT, HF_HUB_CACHE, HF_TOKEN)."""
+    """Hub and cache directory; the defaults come from `HF_ENDPOINT`, `HF_HUB_CACHE` and `HF_TOKEN`."""
 
     endpoint: str | None = None
     cache: Path | None = None
     token: str | None = None
 
-    def settings(self, name: str, revision: str | None = None, tell: ReportProgress = ignore_progress) -> Path:
-        """A directory with the model's configuration and tokenizer, fetched if need be; `UserError` if it cannot be."""
-        if (folder := here(name)) is not None:
+    def settings(self, name: str, revision: str | None = None, report: ReportProgress = ignore_progress) -> Path:
+        """Return a directory with configuration and tokenizer, downloaded if necessary."""
+        if (folder := local_folder(name)) is not None:
             return folder
         with load_errors(name):
-            return self._fetch(name, revision, SETTINGS, tell)
+            return self._fetch(name, revision, CONFIG_FILES, report)
 
-    def weights(self, name: str, revision: str | None = None, tell: ReportProgress = ignore_progress) -> Path:
-        """The directory with everything, the weights as well; `UserError` if they cannot be had."""
-        folder = here(name)
+    def weights(self, name: str, revision: str | None = None, report: ReportProgress = ignore_progress) -> Path:
+        folder = local_folder(name)
         if folder is None:
             with load_errors(name):
-                folder = self._fetch(name, revision, WEIGHTS, tell)
-        if not _has(folder, WEIGHTS):
+                folder = self._fetch(name, revision, WEIGHT_FILES, report)
+        if not _contains(folder, WEIGHT_FILES):
             raise UserError(
-                f"{name} has no safetensors weights (model.safetensors, or shards of it), and other kinds may hold "
-                "code: choose a model that has them"
+                f"{name} has no safetensors weights (model.safetensors or shards of it), and other formats may contain "
+                "code: choose another model"
             )
         return folder
 
-    def shapes(self, name: str, revision: str | None = None) -> Shapes:
-        """Dtype and shape of every stored tensor, from the headers of the files alone, here or on the hub."""
-        folder = here(name)
+    def shapes(self, name: str, revision: str | None = None) -> TensorShapes:
+        """Return dtype and shape of every stored tensor, without downloading weights."""
+        folder = local_folder(name)
         with load_errors(name):
             if folder is None:
-                folder = self._fetch(name, revision, SETTINGS, ignore_progress)
-                if not _has(folder, WEIGHTS):
+                folder = self._fetch(name, revision, CONFIG_FILES, ignore_progress)
+                if not _contains(folder, WEIGHT_FILES):
                     api = HfApi(endpoint=self.endpoint, token=self.token)
-                    found = api.get_safetensors_metadata(name, revision=folder.name).files_metadata.values()
-                    return {k: (t.dtype, tuple(t.shape)) for one in found for k, t in one.tensors.items()}
+                    files = api.get_safetensors_metadata(name, revision=folder.name).files_metadata.values()
+                    return {k: (t.dtype, tuple(t.shape)) for file in files for k, t in file.tensors.items()}
         return local_shapes(name, folder)
 
-    def _fetch(self, name: str, revision: str | None, patterns: tuple[str, ...], tell: ReportProgress) -> Path:
+    def _fetch(self, name: str, revision: str | None, patterns: tuple[str, ...], report: ReportProgress) -> Path:
         options: dict[str, Any] = {
             "revision": revision,
             "allow_patterns": list(patterns),
@@ -91,80 +103,80 @@ class Hub:
         }
         missing = 0
         try:
-            files = snapshot_download(name, **options, dry_run=True, tqdm_class=_bars(ignore_progress, name, 0))
+            files = snapshot_download(
+                name, **options, dry_run=True, tqdm_class=_progress_bars(ignore_progress, name, 0)
+            )
             missing = sum(file.file_size or 0 for file in files if file.will_download)
         except DryRunError:
-            pass  # the hub cannot be asked: what is here may do, and if not, the next call says what is wrong
+            pass  # hub unreachable: the next call uses the cache or raises
         if missing:
-            _check_room(name, missing, Path(self.cache or constants.HF_HUB_CACHE))
-            tell(TaskProgress(f"downloading {name}, {format_bytes(missing)}", 0, missing))
-        folder = Path(snapshot_download(name, **options, tqdm_class=_bars(tell, name, missing), max_workers=4))
+            _check_disk_space(name, missing, Path(self.cache or constants.HF_HUB_CACHE))
+            report(TaskProgress(f"downloading {name}, {format_bytes(missing)}", 0, missing))
+        bars = _progress_bars(report, name, missing)
+        folder = Path(snapshot_download(name, **options, tqdm_class=bars, max_workers=4))
         if missing:
-            self._verify(name, folder, patterns, tell)
+            self._verify(name, folder, report)
         return folder
 
-    def _verify(self, name: str, folder: Path, patterns: tuple[str, ...], tell: ReportProgress) -> None:
-        """Compare what came with the hub's checksums; whatever is damaged goes, so that asking again fetches it."""
-        tell(TaskProgress(f"checking {name}"))
-        found = HfApi(endpoint=self.endpoint, token=self.token).verify_repo_checksums(
+    def _verify(self, name: str, folder: Path, report: ReportProgress) -> None:
+        """Delete files with wrong checksums and raise `UserError`."""
+        report(TaskProgress(f"checking {name}"))
+        result = HfApi(endpoint=self.endpoint, token=self.token).verify_repo_checksums(
             name, revision=folder.name, cache_dir=self.cache
         )
-        damaged = [mismatch["path"] for mismatch in found.mismatches]
+        damaged = [mismatch["path"] for mismatch in result.mismatches]
         for path in damaged:
             file = folder / path
             file.resolve().unlink(missing_ok=True)
             file.unlink(missing_ok=True)
         if damaged:
             raise UserError(
-                f"{', '.join(damaged)} of {name} came damaged and was removed: run it again to fetch it anew"
+                f"{', '.join(damaged)} of {name} arrived damaged and was deleted: run it again to download it"
             )
 
 
-def here(name: str) -> Path | None:
-    """The directory of this name, if there is one; `UserError` if there is one that holds no model."""
+def local_folder(name: str) -> Path | None:
+    """Return the directory `name` if it exists. Raise `UserError` if it contains no model."""
     folder = Path(name).expanduser()
     if not folder.is_dir():
         return None
     if not (folder / "config.json").exists():
-        raise UserError(
-            f"{name} is a directory but not a model (it has no config.json): give one saved by save_pretrained"
-        )
+        raise UserError(f"{name} is a directory without config.json: give a directory written by save_pretrained")
     return folder
 
 
-def local_shapes(name: str, folder: Path) -> Shapes:
-    """Dtype and shape of every tensor in the safetensors files of a directory; no weight is read."""
+def local_shapes(name: str, folder: Path) -> TensorShapes:
     shapes = {}
-    for pattern in WEIGHTS:
+    for pattern in WEIGHT_FILES:
         for path in sorted(folder.glob(pattern)):
             try:
                 with safe_open(path, "pt") as file:
                     for key in file.keys():
-                        part = file.get_slice(key)
-                        shapes[key] = (part.get_dtype(), tuple(part.get_shape()))
+                        tensor = file.get_slice(key)
+                        shapes[key] = (tensor.get_dtype(), tuple(tensor.get_shape()))
             except SafetensorError as error:
-                raise UserError(f"the weights of {name} are damaged ({error}): fetch them again") from error
+                raise UserError(f"the weights of {name} are damaged ({error}): download them again") from error
     return shapes
 
 
-def _has(folder: Path, patterns: tuple[str, ...]) -> bool:
+def _contains(folder: Path, patterns: tuple[str, ...]) -> bool:
     return any(next(folder.glob(pattern), None) for pattern in patterns)
 
 
-def _check_room(name: str, missing: int, cache: Path) -> None:
-    place = next(path for path in (cache, *cache.absolute().parents) if path.exists())
-    free = shutil.disk_usage(place).free
+def _check_disk_space(name: str, missing: int, cache: Path) -> None:
+    existing = next(path for path in (cache, *cache.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
     if free < missing:
         raise UserError(
-            f"{name} takes {format_bytes(missing)} on disk and {format_bytes(free)} are free under {os.fspath(cache)}: make room, or "
-            "set HF_HOME to a larger disk"
+            f"{name} needs {format_bytes(missing)} on disk and {format_bytes(free)} are free under {os.fspath(cache)}: "
+            "free some space, or set HF_HOME to a larger disk"
         )
 
 
-def _bars(tell: ReportProgress, name: str, total: int) -> type[tqdm]:
-    """A class of progress bars that show nothing and tell how many bytes have come, of `total`.
+def _progress_bars(report: ReportProgress, name: str, total: int) -> type[tqdm]:
+    """Return a silent progress bar class that reports the downloaded bytes.
 
-    `huggingface_hub` makes one for the bytes of all files together and one that counts files.
+    `huggingface_hub` creates two instances: for bytes and for files.
     """
     files = {"done": 0, "total": 0}
 
@@ -181,13 +193,71 @@ def _bars(tell: ReportProgress, name: str, total: int) -> type[tqdm]:
                 files["done"] = self.n
             elif total:
                 done = min(int(self.n), total)
-                many = f", file {min(files['done'] + 1, files['total'])} of {files['total']}"
-                tell(
-                    TaskProgress(
-                        f"downloading {name}, {format_bytes(done)} of {format_bytes(total)}{many if files['total'] > 1 else ''}",
-                        done,
-                        total,
-                    )
-                )
+                text = f"downloading {name}, {format_bytes(done)} of {format_bytes(total)}"
+                if files["total"] > 1:
+                    text += f", file {min(files['done'] + 1, files['total'])} of {files['total']}"
+                report(TaskProgress(text, done, total))
 
     return Bar
+
+
+@contextmanager
+def load_errors(name: str) -> Iterator[None]:
+    """Convert exceptions raised while fetching model `name` to `UserError`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, HFValidationError, NotASafetensorsRepoError, SafetensorsParsingError, EntryNotFoundError) as error:
+        raise UserError(_explain(name, error)) from None
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] not in ("httpx", "httpx2", "httpcore", "httpcore2", "requests"):
+            raise
+        raise UserError(_explain(name, error)) from None
+
+
+_MESSAGES = (
+    (HFValidationError, "{} is neither a local directory nor a Hugging Face id: check the spelling"),
+    (GatedRepoError, "{0} is gated: accept its licence on huggingface.co/{0}, then sign in with `hf auth login`"),
+    (RevisionNotFoundError, "{} has no such revision on the hub: choose another, or omit it"),
+    (DisabledRepoError, "{} has been disabled on the hub: choose another model"),
+    (
+        RepositoryNotFoundError,
+        "there is no model {} on the hub, or it is private: check the spelling, or sign in with `hf auth login`",
+    ),
+    (
+        NotASafetensorsRepoError,
+        "{} has no safetensors weights, and other formats may contain code: choose another model",
+    ),
+    (SafetensorsParsingError, "the weights of {} on the hub are damaged: choose another model or revision"),
+)
+_STATUS_MESSAGES = {
+    401: "the hub rejected this machine's token for {}: sign in again with `hf auth login`",
+    403: "this machine's token has no access to {}: extend its permissions, or accept the licence on the hub",
+    429: "the hub received too many requests from this machine for {}: try again in a few minutes",
+}
+
+
+def _explain(name: str, error: BaseException) -> str:
+    for kind, message in _MESSAGES:
+        if isinstance(error, kind):
+            return message.format(name)
+    offline = isinstance(error, LocalEntryNotFoundError)
+    cause = error.__cause__ if offline else error
+    if isinstance(cause, HfHubHTTPError) and (offline or not isinstance(cause, EntryNotFoundError)):
+        status = cause.response.status_code
+        return _STATUS_MESSAGES.get(status, f"the hub failed for {{}} (error {status}): try again later").format(name)
+    if offline and isinstance(cause, OfflineModeIsEnabled):
+        return f"{name} is not on this machine, and offline mode forbids the download: unset HF_HUB_OFFLINE"
+    if offline:
+        return (
+            f"{name} is not a local directory and the hub is unreachable: check the spelling and the network, "
+            "or give a local directory"
+        )
+    if isinstance(error, EntryNotFoundError):
+        return f"{name} on the hub lacks a required file: choose another model or revision"
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return f"the disk filled up during the download of {name}: free some space, or set HF_HOME to a larger disk"
+    if isinstance(error, PermissionError):
+        return f"the model cache is not writable for {name}: set HF_HOME to a writable directory"
+    return f"the download of {name} was interrupted: run it again to resume it"

@@ -1,4 +1,4 @@
-"""What is used and what is free: process and device memory, in bytes."""
+"""Used and free memory of process and devices, in bytes."""
 
 from __future__ import annotations
 
@@ -16,22 +16,25 @@ from torch import Tensor
 
 from specdemo.models.engines.packed_linear import PackedLinear
 
-PLAIN = (torch.Tensor, torch.nn.Parameter)  # quantised weights are of kinds of their own
+
+def format_bytes(count: float) -> str:
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.1f} {unit}"
+    return f"{count:.0f} bytes"
 
 
 def process_bytes() -> int:
-    """Resident memory of this process now."""
     return psutil.Process().memory_info().rss
 
 
 class MemorySampler:
-    """`process_bytes`, asked a few times a second: asking takes as long as drafting a token."""
+    """Rate-limited `process_bytes`: a query costs as much as drafting a token."""
 
     def __init__(self, every_s: float = 0.2) -> None:
         self._every, self._due, self._last = every_s, 0.0, 0
 
     def process_bytes(self) -> int:
-        """What it was when last asked."""
         now = time.monotonic()
         if now >= self._due:
             self._due, self._last = now + self._every, process_bytes()
@@ -39,31 +42,28 @@ class MemorySampler:
 
 
 def peak_process_bytes() -> int:
-    """The most this process ever had resident (ru_maxrss is in KiB, on macOS in bytes)."""
+    """Return the peak resident memory (ru_maxrss is in KiB, on macOS in bytes)."""
     if sys.platform == "win32":
         return psutil.Process().memory_info().peak_wset
-    import resource  # there is none on Windows
+    import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def device_bytes(device: torch.device) -> int | None:
-    """Bytes that tensors take on an accelerator; None on a CPU, where `process_bytes` has them."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
 
 
 def peak_device_bytes(device: torch.device) -> int | None:
-    """The most that tensors took on an accelerator since the process began; None on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 def reserved_device_bytes(device: torch.device) -> int | None:
-    """Bytes that torch holds on an accelerator, those that no tensor uses now included; None on a CPU."""
+    """Return the bytes reserved by torch on an accelerator, including free blocks."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else None
 
 
 def memory_limit(device: torch.device) -> tuple[int, int]:
-    """Bytes that could be had now and bytes in all: on the accelerator, elsewhere of the system's memory."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)
     system = psutil.virtual_memory()
@@ -71,60 +71,50 @@ def memory_limit(device: torch.device) -> tuple[int, int]:
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
-    """Bytes of a model's parameters and buffers, tied ones once, as they are stored (packed where quantised)."""
+    """Return the stored bytes of parameters and buffers; tied tensors count once."""
     tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}
     packed = (module.nbytes for module in model.modules() if isinstance(module, PackedLinear))
     return sum(t.numel() * t.element_size() for t in tensors.values()) + sum(packed)
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """Whether this is read from a file in place: the memory is none that torch took itself."""
+    """True if the tensor is memory-mapped from a file."""
     return not tensor.untyped_storage().resizable()
 
 
 def drop_mapped_files(model: torch.nn.Module) -> None:
-    """Copy the weights that were neither packed nor quantised, where those are the smaller part.
-
-    In the dtype of their file they are read from it in place, and as long as one of them is, all of it is held.
-    """
-    plain = {id(one): one for one in (*model.parameters(), *model.buffers()) if type(one) in PLAIN}.values()
-    if 2 * sum(one.nbytes for one in plain) < weight_bytes(model):
-        for one in filter(is_mapped, plain):
-            one.data = one.data.clone()
+    """Copy memory-mapped weights if the remaining model is larger: a single mapped tensor retains the complete file."""
+    plain_types = (torch.Tensor, torch.nn.Parameter)  # quantized weights are subclasses
+    plain = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers()) if type(tensor) in plain_types}
+    if 2 * sum(tensor.nbytes for tensor in plain.values()) < weight_bytes(model):
+        for tensor in filter(is_mapped, plain.values()):
+            tensor.data = tensor.data.clone()
 
 
 def share_one_heap() -> None:
-    """Have all threads take memory from one heap, those that have none of their own yet (glibc; nothing elsewhere).
-
-    glibc gives a new thread a heap of its own, and `malloc_trim` leaves the free end of such a heap where it is, up to
-    the threshold below. Models are loaded in one thread and let go in another, so every round of that left some more.
-    """
-    arena_max = -8  # M_ARENA_MAX of malloc.h
+    """Make new threads share a glibc arena: the free end of thread arenas survives `malloc_trim`."""
+    arena_max = -8  # M_ARENA_MAX in malloc.h
     _libc("mallopt", arena_max, 1)
 
 
 @contextmanager
 def given_back_at_once() -> Iterator[None]:
-    """Within, whatever is freed in larger pieces goes back to the system at once (glibc; nothing elsewhere).
+    """Return large freed blocks to the system immediately (glibc).
 
-    Loading frees what it read after laying it out anew. glibc would keep the holes: up to as much again as the weights.
-    Afterwards it keeps what passes free, as it would have come to do by itself.
+    Packing would otherwise leave holes as large as the weights. Afterwards glibc's maximum thresholds apply.
     """
-    mmap_threshold, trim_threshold = -3, -1  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD of malloc.h
+    mmap_threshold, trim_threshold = -3, -1  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD in malloc.h
     _libc("mallopt", mmap_threshold, 128 << 10)
     try:
         yield
     finally:
-        _libc("mallopt", mmap_threshold, 32 << 20)  # the most to which glibc raises it by itself,
-        _libc("mallopt", trim_threshold, 64 << 20)  # and what follows from that
+        _libc("mallopt", mmap_threshold, 32 << 20)
+        _libc("mallopt", trim_threshold, 64 << 20)
 
 
 def on_large_pages(tensors: Iterable[Tensor], budget_s: float = 1.0) -> None:
-    """Move what these tensors hold to pages of 2 MiB (Linux 6.1; nothing elsewhere), as many as fit the time.
-
-    Weights that stream through a pass are the quicker to find: see docs/performance.md.
-    """
-    page, collapse = 2 << 20, 25  # MADV_COLLAPSE of mman.h
+    """Move tensors to 2 MiB pages (Linux 6.1), see docs/performance.md."""
+    page, collapse = 2 << 20, 25  # MADV_COLLAPSE in mman.h
     end = time.monotonic() + budget_s
     for tensor in tensors:
         address = torch.ops.mkldnn.data_ptr(tensor) if tensor.is_mkldnn else tensor.data_ptr()
@@ -134,37 +124,37 @@ def on_large_pages(tensors: Iterable[Tensor], budget_s: float = 1.0) -> None:
 
 
 def _libc(name: str, *arguments: object) -> None:
-    """Call a function of the system's library for C if it has it; it may decline."""
+    """Call a C library function on Linux if it exists."""
     if sys.platform == "linux" and (function := getattr(ctypes.CDLL(None), name, None)):
         function(*arguments)
 
 
 def release_memory() -> None:
-    """Let go of the memory of what was dropped, to the system and to the other users of the accelerator."""
-    gc.collect()  # a model and its idle engine hold one another
+    """Collect garbage, empty the CUDA cache and trim the heap."""
+    gc.collect()  # models and idle engines are cyclic
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     _libc("malloc_trim", 0)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this is about memory that could not be had. On a CPU torch says so in words only."""
+    """Detect out-of-memory errors; on a CPU torch raises a plain RuntimeError."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
         isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     )
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that could be taken on this device now; on the host no more than a container's limit leaves."""
+    """Return the free bytes of a device, on the host within container limits."""
     if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's own to give again
-        return torch.cuda.mem_get_info(device)[0] + kept
-    return min([psutil.virtual_memory().available, *_left_by_limits()])
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    return min([psutil.virtual_memory().available, *_cgroup_free_bytes()])
 
 
-def _left_by_limits() -> list[int]:
-    """What each control group that this process is in still allows (Linux; version 2, then 1)."""
-    left = []
+def _cgroup_free_bytes() -> list[int]:
+    """Return the free bytes of the control groups (versions 2 and 1)."""
+    remaining = []
     for folder, limit, used in (
         ("/sys/fs/cgroup", "memory.max", "memory.current"),
         ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -177,5 +167,5 @@ def _left_by_limits() -> list[int]:
         if numbers[0].isdecimal():
             stat = dict(zip(lines[::2], lines[1::2], strict=True))
             reclaimable = int(stat.get("inactive_file", stat.get("total_inactive_file", 0)))
-            left.append(max(0, int(numbers[0]) - int(numbers[1]) + reclaimable))
-    return left
+            remaining.append(max(0, int(numbers[0]) - int(numbers[1]) + reclaimable))
+    return remaining

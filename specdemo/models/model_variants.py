@@ -1,4 +1,4 @@
-"""A model with layers left out, on the very same weights: the drafter of self-speculation (2309.08168, LayerSkip)."""
+"""Model variants that share weights: fewer layers (self-speculation, 2309.08168, LayerSkip) and fixed dropout masks."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from specdemo.models.engines.llama_weights import LlamaWeights
 
 
 def layer_count(model: PreTrainedModel | LlamaWeights) -> int:
-    """How many layers it has."""
     return model.config.get_text_config().num_hidden_layers
 
 
 def with_layers(model: PreTrainedModel | LlamaWeights, kept: Sequence[int]) -> PreTrainedModel | LlamaWeights:
-    """The same model through the layers `kept` only; nothing is copied but the list of them.
+    """Return the model restricted to the layers `kept`, sharing all weights.
 
-    Raises `UserError` for layers that it does not have, for a model with an encoder, and where layer 0, which knows how
-    long the text is, is left out of a model that runs through `transformers`.
+    Raises `UserError` for invalid layers and encoder-decoders. `transformers` models need layer 0, which counts cached
+    positions.
     """
     if has_encoder(model.config):
         raise UserError(
@@ -31,16 +30,16 @@ def with_layers(model: PreTrainedModel | LlamaWeights, kept: Sequence[int]) -> P
         )
     count = layer_count(model)
     if not kept or not set(kept) < set(range(count)):
-        raise UserError(f"self-speculation keeps some of the layers 0 to {count - 1}, not all, not {list(kept)}")
+        raise UserError(f"self-speculation needs a proper subset of layers 0 to {count - 1}, not {list(kept)}")
     if isinstance(model, LlamaWeights):
         return model.with_layers(kept)
     if 0 not in kept:
-        raise UserError(f"{type(model).__name__} cannot leave out layer 0: keep it")
+        raise UserError(f"{type(model).__name__} cannot omit layer 0: include it")
     return _with_layers(model, kept, count)
 
 
 def _with_layers(model: nn.Module, kept: Sequence[int], count: int) -> nn.Module:
-    """A shallow copy of every module on the way to the list of layers, and of the list."""
+    """Shallow-copy the modules from the root to the list of layers."""
     thin = copy.copy(model)
     thin._modules = dict(model._modules)
     for name, child in model._modules.items():
@@ -48,27 +47,21 @@ def _with_layers(model: nn.Module, kept: Sequence[int], count: int) -> nn.Module
             thin._modules[name] = nn.ModuleList([child[i] for i in kept])
             return thin
     for name, child in model._modules.items():
-        if child is not None and any(isinstance(one, nn.ModuleList) and len(one) == count for one in child.modules()):
+        if child is not None and any(
+            isinstance(inner, nn.ModuleList) and len(inner) == count for inner in child.modules()
+        ):
             thin._modules[name] = _with_layers(child, kept, count)
             return thin
-    raise UserError(f"{type(model).__name__} shows no list of {count} layers to leave some out of")
+    raise UserError(f"{type(model).__name__} has no list of {count} layers: choose another method")
 
 
-SHARE = 0.1  # of the channels
-
-
-def with_dropout(model: PreTrainedModel | LlamaWeights, seed: int, share: float = SHARE) -> LlamaWeights:
-    """The model with one mask over its embedding's channels, the same at every place (1512.05287, section 4).
-
-    Raises `UserError` for a model that runs through `transformers`, whose embedding is not ours to change.
-    """
+def with_dropout(model: PreTrainedModel | LlamaWeights, seed: int, share: float = 0.1) -> LlamaWeights:
+    """Return the model with a dropout mask on its embedding channels for all positions (1512.05287, section 4)."""
     if not isinstance(model, LlamaWeights):
-        raise UserError(
-            f"dropout needs one of the Llama family as drafter, not {type(model).__name__}: gate by entropy"
-        )
+        raise UserError(f"dropout needs a drafter of the Llama family, not {type(model).__name__}: gate by entropy")
     generator = torch.Generator().manual_seed(seed)
     width = model.embedding.shape[1]
-    kept = (torch.rand(width, generator=generator) >= share).to(model.embedding)
+    mask = (torch.rand(width, generator=generator) >= share).to(model.embedding)
     thin = copy.copy(model)
-    thin.embedding, thin.idle = model.embedding * kept / (1 - share), []
+    thin.embedding, thin.idle = model.embedding * mask / (1 - share), []
     return thin

@@ -1,7 +1,6 @@
-"""One text in the tokens of two vocabularies: a drafter's, which reads it, and a target's, which goes on with it.
+"""Re-encode text between the vocabularies of a drafter and a target.
 
-Knows tokenizers; knows nothing of models or of drafting. What cannot be said in the other vocabulary (half a character,
-a special token, a text that its tokenizer alters) is left out: a shorter draft, or none.
+Incomplete characters, special tokens and text altered by the tokenizer are dropped, which shortens the draft.
 """
 
 from __future__ import annotations
@@ -13,90 +12,82 @@ from transformers import PreTrainedTokenizerBase
 from specdemo.core.errors import UserError
 from specdemo.models.tokenizer import UNFINISHED, TextStream
 
-TAIL = 16  # tokens at a text's end that are cut anew when it grows: what is added reaches a word or two back at most
+TAIL = 16  # tokens re-encoded when the text grows
 
 
 class Bridge:
-    """Serves one text, which only grows; a round costs the same however long the text has become."""
+    """Bridge for a growing text, at constant cost per step."""
 
     def __init__(
         self, target: PreTrainedTokenizerBase, drafter: PreTrainedTokenizerBase, opening: Sequence[int]
     ) -> None:
-        """`opening`: the drafter's tokens that stand before any text. Raises `UserError` for tokenizers without offsets.
-
-        Offsets tell which characters a token stands for.
-        """
+        """`opening`: drafter tokens before any text. Raises `UserError` for tokenizers without character offsets."""
         for tokenizer in (target, drafter):
             if not tokenizer.is_fast:
                 raise UserError(
-                    f"{type(tokenizer).__name__} does not tell which characters a token stands for, so no text can be "
-                    "carried over: choose two models with one tokenizer"
+                    f"{type(tokenizer).__name__} provides no character offsets, so its text cannot be re-encoded: "
+                    "choose two models with one tokenizer"
                 )
         self._target, self._drafter = target, drafter
         self._special = frozenset(drafter.all_special_ids)
         self._stream: TextStream | None = None
-        self._seen = 0  # tokens of the target's
+        self._seen = 0
         self._text = ""
-        self._ids = list(opening)  # the text in the drafter's tokens,
-        self._ends = [0] * len(self._ids)  # and the place in it where each of them ends
+        self._ids = list(opening)
+        self._ends = [0] * len(self._ids)  # character after each token
 
     def read(self, tokens: Sequence[int]) -> list[int]:
-        """The text of the target's `tokens` in the drafter's, a character that is not whole yet left out."""
+        """Re-encode target `tokens` as drafter tokens, without an incomplete last character."""
         known = len(self._text)
         if self._stream is None:
-            ends = range(len(tokens), max(0, len(tokens) - TAIL), -1)
-            self._seen = next((n for n in ends if not _decode(self._target, tokens[:n]).endswith(UNFINISHED)), 0)
+            lengths = range(len(tokens), max(0, len(tokens) - TAIL), -1)
+            self._seen = next((n for n in lengths if not _decode(self._target, tokens[:n]).endswith(UNFINISHED)), 0)
             self._text = _decode(self._target, tokens[: self._seen])
             self._stream = TextStream(self._target, tokens[: self._seen])
         self._text += "".join([self._stream.push(token) for token in tokens[self._seen :]])
         self._seen = len(tokens)
         if len(self._text) > known:
-            self._recut()
+            self._reencode()
         return self._ids
 
     def write(self, tokens: Sequence[int], new: Sequence[int]) -> list[int]:
-        """The drafter's tokens `new`, behind what it read last, as tokens that go on from the target's `tokens`.
-
-        Their text behind that of `tokens` is the text of `new`; empty where no such tokens are found.
-        """
-        said = self._said(new)
-        if not said:
+        """Re-encode drafter tokens `new` as target tokens that continue `tokens`; empty if impossible."""
+        text = self._text_of(new)
+        if not text:
             return []
         tail = list(tokens[-TAIL:])
         known = next(n for n in range(len(tail), -1, -1) if self._text.endswith(_decode(self._target, tail[:n])))
-        before, pending = _decode(self._target, tail[:known]), tail[known:]  # what is pending has begun a character
-        # Cut together with the words before it, as the target itself would write it; alone where a token would reach
-        # across: then the last committed one is a piece of a word, and the rest of the word follows it.
-        for text, at in ((before + said, len(before)), (said, 0)):
-            ids, spans = _cut(self._target, text)
-            found = [token for token, (_, end) in zip(ids, spans, strict=True) if end > at]
-            if found[: len(pending)] == pending:
-                found = found[len(pending) :]
-                if _decode(self._target, tail + found) == before + said:
-                    return found
+        before, pending = _decode(self._target, tail[:known]), tail[known:]  # pending: start of a character
+        # Together with the preceding words, as the target would; separately if a token would span the boundary.
+        for context, start in ((before + text, len(before)), (text, 0)):
+            ids, spans = _encode(self._target, context)
+            encoded = [token for token, (_, end) in zip(ids, spans, strict=True) if end > start]
+            if encoded[: len(pending)] == pending:
+                encoded = encoded[len(pending) :]
+                if _decode(self._target, tail + encoded) == before + text:
+                    return encoded
         return []
 
-    def _recut(self) -> None:
-        """Cut the end of the text anew, and go on from the first place where the old and the new tokens agree.
+    def _reencode(self) -> None:
+        """Re-encode the end of the text up to the first boundary shared by old and new tokens.
 
-        A text that is cut from its middle may begin otherwise than the whole text stands there, by a space that some
-        tokenizers put before any text or by half a word; a token later it does not.
+        A first token in mid-text may differ (added space, partial word); later tokens do not.
         """
         first = max(0, len(self._ends) - TAIL)
-        old = {end: i for i, end in enumerate(self._ends[first:], first + 1)}  # by place: how many tokens end there
-        at = min(old, default=0)
-        ids, spans = _cut(self._drafter, self._text[at:])
-        ends = [at + end for _, end in spans]
+        old = {end: i for i, end in enumerate(self._ends[first:], first + 1)}  # text position -> tokens up to it
+        start = min(old, default=0)
+        ids, spans = _encode(self._drafter, self._text[start:])
+        ends = [start + end for _, end in spans]
         new = {end: i for i, end in enumerate(ends, 1)}
-        agreed = min((end for end in new if end in old and end > at), default=at)
-        kept, fresh = old.get(agreed, 0), new.get(agreed, 0)
-        self._ids[kept:], self._ends[kept:] = ids[fresh:], ends[fresh:]
+        agreed = min((end for end in new if end in old and end > start), default=start)
+        old_count, new_count = old.get(agreed, 0), new.get(agreed, 0)
+        self._ids[old_count:], self._ends[old_count:] = ids[new_count:], ends[new_count:]
 
-    def _said(self, new: Sequence[int]) -> str:
-        """What the drafter's `new` tokens add to the text, up to a special token or a character that is not whole."""
-        plain = next((i for i, token in enumerate(new) if token in self._special), len(new))
+    def _text_of(self, new: Sequence[int]) -> str:
+        """Decode drafter tokens up to the first special token or incomplete character."""
+        count = next((i for i, token in enumerate(new) if token in self._special), len(new))
         tail = self._ids[-TAIL:]
-        before, after = (_decode(self._drafter, ids) for ids in (tail, [*tail, *new[:plain]]))
+        before, after = (_decode(self._drafter, ids) for ids in (tail, [*tail, *new[:count]]))
         return after[len(before) :].partition(UNFINISHED)[0] if after.startswith(before) else ""
 
 
@@ -104,7 +95,6 @@ def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def _cut(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-    """The tokens of `text`, and the characters that each one stands for, from and to."""
-    cut = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    return cut["input_ids"], cut["offset_mapping"]
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    return encoding["input_ids"], encoding["offset_mapping"]

@@ -1,42 +1,37 @@
-"""Models that ready pairs are made of, as data: where they are, under which licence, how large.
-
-`tests/test_catalogue.py` builds each from its shape and counts its weights; docs/models.md says where facts are from.
-"""
+"""Catalogue of ready pairs and models; docs/models.md lists the sources. Imports neither torch nor transformers."""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from specdemo.core.errors import UserError
-from specdemo.models.load_errors import format_bytes
-from specdemo.models.memory import free_bytes
 from specdemo.models.spec import find_device
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
 class HubModel:
-    """A model on the hub. `shape`: what its configuration says, in `transformers`' names."""
+    """A model on the hub. `shape` contains configuration values under their `transformers` names."""
 
     name: str
-    revision: str  # a commit: what is loaded next year is what was tried
+    revision: str  # tested commit
     licence: str
     parameters: int
-    stored: int  # bytes of a weight in its files
+    stored: int  # bytes per weight in the files
     kind: str  # model_type
     shape: dict[str, Any]
-    chat: bool = False  # whether its tokenizer brings a chat template
-    gated: bool = False  # whether its licence has to be accepted on the hub first
-    untied: int = 0  # weights that its files hold besides: a copy of tied embeddings
-    encoder: bool = False  # whether it reads its prompt apart from what it writes
+    chat: bool = False
+    gated: bool = False  # licence to be accepted on the hub
+    untied: int = 0  # stored copy of tied embeddings
+    encoder: bool = False
 
     @property
     def download(self) -> int:
-        """Bytes of its weight files, all but their headers."""
         return self.stored * (self.parameters + self.untied)
 
 
@@ -55,29 +50,25 @@ def _shape(
     }
 
 
-def _smol(format_bytes: str, revision: str, parameters: int, *shape: int) -> HubModel:
+def _smol(size: str, revision: str, parameters: int, *shape: int) -> HubModel:
     tied = _shape(*shape, 49152, 8192, tie_word_embeddings=True)
-    return HubModel(f"HuggingFaceTB/SmolLM2-{format_bytes}", revision, "Apache-2.0", parameters, 2, "llama", tied)
+    return HubModel(f"HuggingFaceTB/SmolLM2-{size}", revision, "Apache-2.0", parameters, 2, "llama", tied)
 
 
 def _qwen(name: str, revision: str, parameters: int, shape: dict[str, Any]) -> HubModel:
     return HubModel(f"Qwen/{name}", revision, "Apache-2.0", parameters, 2, "qwen2", shape, chat=True)
 
 
-def _pythia(format_bytes: str, revision: str, parameters: int, *shape: int) -> HubModel:
+def _pythia(size: str, revision: str, parameters: int, *shape: int) -> HubModel:
     layers, hidden, heads, inner = shape
     untied = _shape(layers, hidden, heads, heads, inner, 50304, 2048, tie_word_embeddings=False)
-    return HubModel(f"EleutherAI/pythia-{format_bytes}", revision, "Apache-2.0", parameters, 2, "gpt_neox", untied)
+    return HubModel(f"EleutherAI/pythia-{size}", revision, "Apache-2.0", parameters, 2, "gpt_neox", untied)
 
 
-def _flan(
-    format_bytes: str, revision: str, parameters: int, layers: int, hidden: int, heads: int, inner: int
-) -> HubModel:
+def _flan(size: str, revision: str, parameters: int, layers: int, hidden: int, heads: int, inner: int) -> HubModel:
     shape = {"num_layers": layers, "num_decoder_layers": layers, "d_model": hidden, "num_heads": heads, "d_ff": inner}
     more = {"d_kv": 64, "vocab_size": 32128, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
-    return HubModel(
-        f"google/flan-t5-{format_bytes}", revision, "Apache-2.0", parameters, 4, "t5", shape | more, encoder=True
-    )
+    return HubModel(f"google/flan-t5-{size}", revision, "Apache-2.0", parameters, 4, "t5", shape | more, encoder=True)
 
 
 _QWEN_05 = _shape(24, 896, 14, 2, 4864, 151936, 32768, tie_word_embeddings=True)
@@ -185,15 +176,16 @@ MODELS = {
 }
 
 
-ASSETS = Path(__file__).resolve().parents[2] / "assets"
+_PACKAGE = Path(__file__).resolve().parents[1]
+# Inside the package in a wheel, next to it in a checkout.
+ASSETS = next(path for path in (_PACKAGE / "assets", _PACKAGE.parent / "assets") if path.is_dir())
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A target and the drafter that goes with it: Hugging Face ids or local directories.
+    """Target and drafter: Hugging Face ids or local directories.
 
-    `gamma` is what to begin with: measured for the bundled pair, chosen for the others from how much smaller the
-    drafter is and how deep (a pass costs what its layers cost); a preflight on the machine at hand knows better.
+    `gamma` is the initial draft length: measured for the bundled pair, otherwise estimated from size and depth.
     """
 
     title: str
@@ -203,17 +195,14 @@ class Pair:
 
     @property
     def chat(self) -> bool:
-        """Whether the target is tuned for conversations and brings a chat template."""
         return self.target in MODELS and MODELS[self.target].chat
 
     @property
     def gated(self) -> bool:
-        """Whether a licence has to be accepted on the hub before either model comes."""
         return any(MODELS[name].gated for name in (self.target, self.drafter) if name in MODELS)
 
     @property
     def licences(self) -> tuple[str, ...]:
-        """Of the models that come from the hub, each once."""
         return tuple(dict.fromkeys(MODELS[name].licence for name in (self.target, self.drafter) if name in MODELS))
 
 
@@ -248,96 +237,93 @@ PAIRS = {
     "pythia-2.8b-70m": _pair("Pythia 2.8B, 70M", "EleutherAI/pythia-2.8b", "EleutherAI/pythia-70m", 4),
     "gpt2-xl": _pair("GPT-2 XL, GPT-2", "openai-community/gpt2-xl", "openai-community/gpt2", 4),
 }
-REVISIONS = {name: model.revision for name, model in MODELS.items()}  # what a name means unless another is asked for
+REVISIONS = {name: model.revision for name, model in MODELS.items()}  # default revision of each model
 
 
 @dataclass(frozen=True)
 class PairOffer:
-    """A ready pair, and whether this machine holds it now."""
+    """A ready pair with required and free memory in bytes."""
 
     name: str
     pair: Pair
-    needs: int  # bytes of weights in the natural dtype, with keys and values of a usual text
+    needs: int  # weights in the default dtype plus KV cache of a typical text
     free: int
 
     @property
     def fits(self) -> bool:
-        """Whether it does."""
         return self.needs <= self.free
 
     @property
     def label(self) -> str:
-        """The pair's title, with the reason where it cannot be had as it is."""
         if not self.fits:
+            from specdemo.models.memory import format_bytes
+
             return f"{self.pair.title} (needs {format_bytes(self.needs)}, {format_bytes(self.free)} free)"
-        return f"{self.pair.title} (licence to be accepted on the hub)" if self.pair.gated else self.pair.title
+        return f"{self.pair.title} (accept the licence on the hub first)" if self.pair.gated else self.pair.title
 
 
 def offers(device: str = "auto") -> list[PairOffer]:
-    """All ready pairs, those that fit this machine first. Asks no network and builds no model."""
-    where = find_device(device)
-    free = free_bytes(where)
-    found = [
-        PairOffer(name, pair, sum(_takes(one, where.type == "cpu") for one in (pair.target, pair.drafter)), free)
+    """List all ready pairs, fitting pairs first, without network access."""
+    from specdemo.models.memory import free_bytes
+
+    found_device = find_device(device)
+    free, on_host = free_bytes(found_device), found_device.type == "cpu"
+    pair_offers = [
+        PairOffer(name, pair, _required_bytes(pair.target, on_host) + _required_bytes(pair.drafter, on_host), free)
         for name, pair in PAIRS.items()
     ]
-    return sorted(found, key=lambda offer: not offer.fits)  # stable: else in the order of the list
+    return sorted(pair_offers, key=lambda offer: not offer.fits)  # stable
 
 
-def _takes(name: str, on_host: bool, context: int = 2048) -> int:
-    """Bytes, from the catalogue alone: float32 on the host, where tied embeddings are held twice; else bfloat16."""
+def _required_bytes(name: str, on_host: bool, context: int = 2048) -> int:
+    """Estimate bytes: float32 and a copy of tied embeddings on the host, otherwise bfloat16."""
     if name not in MODELS:
-        return 0  # the bundled models: nothing beside what the program itself takes
+        return 0
     known, width = MODELS[name], 4 if on_host else 2
     shape = known.shape
     hidden, layers, heads = (
-        next(shape[name] for name in names if name in shape)
-        for names in (
+        next(shape[key] for key in keys if key in shape)
+        for keys in (
             ("hidden_size", "n_embd", "d_model"),
             ("num_hidden_layers", "n_layer", "num_layers"),
             ("num_attention_heads", "n_head", "num_heads"),
         )
     )
-    kept = shape.get("num_key_value_heads", heads) * (shape.get("head_dim") or shape.get("d_kv") or hidden // heads)
+    kv_width = shape.get("num_key_value_heads", heads) * (shape.get("head_dim") or shape.get("d_kv") or hidden // heads)
     if known.encoder:
-        kept *= 2  # a decoder's own, and those of what the encoder read
-    again = hidden * shape.get("vocab_size", 50257) if on_host and shape.get("tie_word_embeddings", True) else 0
-    return width * (known.parameters + again + 2 * layers * kept * context)
+        kv_width *= 2
+    head_copy = hidden * shape.get("vocab_size", 50257) if on_host and shape.get("tie_word_embeddings", True) else 0
+    return width * (known.parameters + head_copy + 2 * layers * kv_width * context)
 
 
-SAMPLE = "def f(x):\n    return  'naïve 東京 🙂'  # 12345\n"
+_SAMPLE = "def f(x):\n    return  'naïve 東京 🙂'  # 12345\n"
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The same for tokenizers that `check_pair` lets pass, of use where only one of the two is at hand."""
+    """Hash a tokenizer; tokenizers that pass `check_pair` have equal fingerprints."""
     ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)
-    said = repr((sorted(tokenizer.get_vocab().items()), ends, tokenizer.encode(SAMPLE, add_special_tokens=False)))
-    return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
+    identity = repr((sorted(tokenizer.get_vocab().items()), ends, tokenizer.encode(_SAMPLE, add_special_tokens=False)))
+    return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
 
 
 def check_pair(target: PreTrainedTokenizerBase, drafter: PreTrainedTokenizerBase) -> None:
-    """Refuse a drafter whose ids do not mean what the target's mean.
-
-    Identity of the tokenizers decides, not the width of the logits: one tokenizer is often padded to several widths.
-    """
-    ours, theirs = target.get_vocab(), drafter.get_vocab()
-    if ours != theirs:
-        ours, theirs = ({i: text for text, i in vocab.items()} for vocab in (ours, theirs))
-        differ = sorted(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
-        first = differ[0]
+    """Raise `UserError` unless both tokenizers are identical; logits may be padded to different widths."""
+    remedy = "choose two models of one family, or let the drafter's text be re-encoded (universal)"
+    target_ids, drafter_ids = target.get_vocab(), drafter.get_vocab()
+    if target_ids != drafter_ids:
+        target_texts, drafter_texts = ({i: text for text, i in vocab.items()} for vocab in (target_ids, drafter_ids))
+        ids = target_texts.keys() | drafter_texts.keys()
+        different = [i for i in ids if target_texts.get(i) != drafter_texts.get(i)]
+        first = min(different)
         raise UserError(
-            f"the tokenizers differ in {len(differ):,} of {len(ours.keys() | theirs.keys()):,} ids (id {first} is "
-            f"{ours.get(first)!r} for the target and {theirs.get(first)!r} for the drafter): "
-            "choose two models of one family, or let the drafter's text be re-encoded (universal)"
+            f"the tokenizers differ in {len(different):,} of {len(ids):,} ids (id {first} is "
+            f"{target_texts.get(first)!r} for the target and {drafter_texts.get(first)!r} for the drafter): {remedy}"
         )
     for kind in ("bos_token_id", "eos_token_id"):
         if getattr(target, kind) != getattr(drafter, kind):
             raise UserError(
                 f"the tokenizers differ in {kind} ({getattr(target, kind)} for the target, {getattr(drafter, kind)} "
-                "for the drafter): choose two models of one family, or let the drafter's text be re-encoded (universal)"
+                f"for the drafter): {remedy}"
             )
-    if target.encode(SAMPLE, add_special_tokens=False) != drafter.encode(SAMPLE, add_special_tokens=False):
-        raise UserError(
-            "the tokenizers cut the same text differently: choose two models of one family, or let the drafter's text "
-            "be re-encoded (universal)"
-        )
+    if target.encode(_SAMPLE, add_special_tokens=False) != drafter.encode(_SAMPLE, add_special_tokens=False):
+        raise UserError(f"the tokenizers split the same text differently: {remedy}")

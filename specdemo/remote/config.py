@@ -1,115 +1,132 @@
-"""All choices of a run over the wire, by name. Knows names and numbers only."""
+"""Options of edge-cloud decoding, by name. The authentication token is an environment variable."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from specdemo.core.errors import UserError
+from specdemo.core.options import option, options
 
-from specdemo.core.errors import UserError, check_name
-
-COLDEST = 0.001  # of temperatures above 0: logits over less overflow
+COLDEST = 0.001  # lowest temperature above 0: smaller divisors overflow the logits
 MODES = {
     "speculative": "the edge drafts, the cloud verifies",
-    "cloud_only": "the cloud decodes by itself and streams its tokens",
-    "edge_only": "the drafter decodes by itself; its text, not the target's",
+    "cloud_only": "the cloud decodes alone and streams tokens",
+    "edge_only": "the drafter decodes alone: its text, not the target's",
 }
 ENCODINGS = {"json": "application/json", "msgpack": "application/msgpack"}
 Q_ROWS = {
-    "float32": "the drafter's law where a sampled draft was rejected, as it is: exact",
-    "float16": "the same in half the bytes: lossy by its rounding",
-    "scalar": "never: the practice guide's residual, lossy for sampled drafts, whose other mass it leaves in",
+    "float32": "the draft distribution of the rejected token: exact",
+    "float16": "the same in half the bytes: lossy by rounding",
+    "scalar": "never: the residual removes the drafted token only, lossy for sampled drafts",
 }
-ON_LOSS = {"end": "the run ends and says so", "edge": "the drafter goes on alone: lossy from there"}
+ON_LOSS = {"end": "the run ends with an error", "edge": "the drafter continues alone: lossy"}
 SIGNALS = {
     "nll": "-log q of the drafted token, nats",
-    "entropy": "of the drafter's law, bits",
-    "margin": "between its two likeliest tokens",
+    "entropy": "of the draft distribution, bits",
+    "margin": "between its two most probable tokens",
     "variance": "of the drafted token's probability under dropout",
 }
 ALWAYS = {
     "numbers": "digits: numbers, dates, amounts",
     "names": "capitalised words",
-    "rare": "words that few files of Python's library have",
+    "rare": "words found in few files of Python's library",
 }
 
 
-@dataclass(frozen=True)
+def _valid_address(chosen: CloudConfig) -> None:
+    if chosen.remote and not chosen.remote.startswith(("http://", "https://")):
+        raise UserError(f"{chosen.remote!r} is no address of a service: give http://host:port")
+
+
+@options("Edge and cloud", checks=(_valid_address,))
 class CloudConfig:
-    """How the target is reached. Construction refuses what cannot be meant; the token is the environment's affair."""
+    """Connection to a remote target."""
 
-    remote: str  # http(s)://host:port; empty: one of its own on this machine, which whoever runs this has to start
-    mode: str = "speculative"
-    encoding: str = "json"
-    q_rows: str = "float32"
-    deadline_ms: float = 400.0  # of a round
-    provisional: bool = False  # past the deadline commit the draft's first token; else wait
-    lost_after_s: float = 30.0  # without any answer
-    on_loss: str = "end"
-    rtt_ms: float = 0.0  # emulated, on top of the link that there is
-    jitter_ms: float = 0.0
-    loss: float = 0.0  # of messages, each way
-    up_mbit: float = 0.0  # per second; 0: no limit
-    down_mbit: float = 0.0
-    gates: tuple[str, ...] = ()  # signals and rules that call for the cloud; none: always ask it
-    gate_nll: float = 1.6  # hard above; the 80th percentile of what the bundled drafter drafts
-    gate_entropy: float = 2.5
-    gate_margin: float = 0.2  # hard below
-    gate_variance: float = 0.01
-    gate_ratio: float = 0.3  # of a draft may be hard before the cloud is asked
-
-    def __post_init__(self) -> None:
-        if self.remote and not self.remote.startswith(("http://", "https://")):
-            raise UserError(f"{self.remote!r} is no address of a service: give http://host:port")
-        check_name("mode", self.mode, MODES)
-        check_name("encoding", self.encoding, ENCODINGS)
-        check_name("kind of q rows", self.q_rows, Q_ROWS)
-        check_name("way to go on when the cloud is lost", self.on_loss, ON_LOSS)
-        for gate in self.gates:
-            check_name("gate", gate, SIGNALS | ALWAYS)
-        for name, least, most in (
-            ("deadline_ms", 1, 600_000),
-            ("lost_after_s", 0, 86_400),
-            ("rtt_ms", 0, 60_000),
-            ("jitter_ms", 0, 60_000),
-            ("loss", 0, 0.9),
-            ("up_mbit", 0, 1e6),
-            ("down_mbit", 0, 1e6),
-            ("gate_nll", 0, 1e3),
-            ("gate_entropy", 0, 64),
-            ("gate_margin", 0, 1),
-            ("gate_variance", 0, 1),
-            ("gate_ratio", 0, 1),
-        ):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and least <= value <= most):
-                raise UserError(f"{name} must be from {least} to {most}, not {value}")
+    remote: str = option(
+        "",
+        "Service",
+        "the target is a service (see serve) at this address; if empty on the page, a local service",
+        metavar="URL",
+    )
+    mode: str = option("speculative", "Mode", "roles of edge and cloud", choices=MODES)
+    encoding: str = option("json", "Encoding", "encoding of messages", choices=ENCODINGS)
+    q_rows: str = option(
+        "float32", "Rows of q", "precision of draft distributions", choices=Q_ROWS, noun="kind of q rows"
+    )
+    deadline_ms: float = option(400.0, "Deadline of a step, ms", low=1, high=600_000, step=50)
+    provisional: bool = option(False, "After the deadline, commit the first draft token", lossy=True)
+    lost_after_s: float = option(
+        30.0, "Connection lost after, s", "seconds without a response until the connection is lost", low=0, high=86_400
+    )
+    on_loss: str = option(
+        "end", "After a lost connection", choices=ON_LOSS, noun="way to continue after a lost connection"
+    )
+    rtt_ms: float = option(
+        0.0, "Round trip, ms", "emulated round trip in addition to the real link, ms", low=0, high=60_000, step=5
+    )
+    jitter_ms: float = option(0.0, "Jitter each way, ms", "emulated jitter each way, ms", low=0, high=60_000)
+    loss: float = option(0.0, "Share of lost messages", "emulated share of lost messages", low=0, high=0.9, step=0.01)
+    up_mbit: float = option(
+        0.0, "Up, Mbit/s (0: unlimited)", "emulated upstream bandwidth, Mbit/s; 0 is unlimited", low=0, high=1_000_000
+    )
+    down_mbit: float = option(
+        0.0,
+        "Down, Mbit/s (0: unlimited)",
+        "emulated downstream bandwidth, Mbit/s; 0 is unlimited",
+        low=0,
+        high=1_000_000,
+    )
+    gates: tuple[str, ...] = option(
+        (),
+        "Gates",
+        "verify only drafts that are hard by these signals or rules",
+        choices=SIGNALS | ALWAYS,
+        noun="gate",
+        flag="--gate",
+        metavar="G",
+        lossy=True,
+    )
+    # The NLL threshold is the 80th percentile of the bundled drafter's drafts.
+    gate_nll: float = option(
+        1.6, "NLL, hard above, nats", "tokens above this NLL are hard, nats", low=0, high=1000, step=0.1
+    )
+    gate_entropy: float = option(
+        2.5, "Entropy, hard above, bits", "tokens above this entropy are hard, bits", low=0, high=64, step=0.1
+    )
+    gate_margin: float = option(
+        0.2, "Margin, hard below", "tokens below this margin are hard", low=0, high=1, step=0.05
+    )
+    gate_variance: float = option(
+        0.01, "Variance, hard above", "tokens above this variance are hard", low=0, high=1, step=0.005
+    )
+    gate_ratio: float = option(
+        0.3, "Accepted share of hard tokens", "share of hard tokens without verification", low=0, high=1, step=0.05
+    )
 
     @property
     def alone(self) -> bool:
-        """Whether no service takes part."""
+        """Return True if no service takes part."""
         return self.mode == "edge_only"
 
     @property
     def emulated(self) -> bool:
-        """Whether the link is made worse than it is."""
+        """Return True if the link is degraded on purpose."""
         return any((self.rtt_ms, self.jitter_ms, self.loss, self.up_mbit, self.down_mbit))
 
     @property
     def thresholds(self) -> dict[str, float]:
-        """Of the signals that are watched."""
+        """Return the thresholds of the selected signals."""
         return {name: getattr(self, f"gate_{name}") for name in self.gates if name in SIGNALS}
 
     @property
     def always(self) -> tuple[str, ...]:
-        """The rules that always call for the cloud."""
+        """Return the selected rules that always request verification."""
         return tuple(name for name in self.gates if name in ALWAYS)
 
     def exact(self, sampled: bool) -> bool:
-        """Whether the text keeps the target's law, whatever the wire does, given a rule that does.
+        """Return True if the link preserves the target's distribution, given an exact acceptance rule.
 
-        `sampled`: corrections need the law that drafts were drawn from.
+        `sampled`: drafts are sampled and corrections need the draft distribution.
         """
         if self.mode != "speculative":
             return self.mode == "cloud_only"
-        whole = self.q_rows == "float32" or not sampled
-        return whole and not self.provisional and not self.gates and self.on_loss == "end"
+        complete = self.q_rows == "float32" or not sampled
+        return complete and not self.provisional and not self.gates and self.on_loss == "end"

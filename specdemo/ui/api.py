@@ -1,7 +1,8 @@
-"""What clients may call: `/generate` and `/preflight`. The parameters' names and usual values are theirs to see."""
+"""API endpoints `/generate` and `/preflight`; their parameters are the options of the schema."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
@@ -10,92 +11,88 @@ import gradio as gr
 
 from specdemo.core import trace
 from specdemo.core.errors import UserError
-from specdemo.core.events import Loading
+from specdemo.core.events import End, Loading, StepEvent
+from specdemo.core.metrics import Metrics
+from specdemo.core.options import Option
 from specdemo.recipe import Recipe
 from specdemo.ui.lane import SPEC
 from specdemo.ui.service import Service
-from specdemo.ui.settings import OFF, recipe_of
+from specdemo.ui.settings import OPTIONS, recipe_of, setting_of
 from specdemo.ui.streams import drain, reason
 from specdemo.worker import WorkerBusy
 
+_UNRECORDED = {"top": 0}  # the page records distributions for its inspector, the API does not
+
 
 def address_of(request: gr.Request) -> str:
-    """Where a request comes from, as the server sees it; behind a proxy that is what `FORWARDED_ALLOW_IPS` decides."""
+    """Return the client address; with a proxy, `FORWARDED_ALLOW_IPS` selects it."""
     return request.client.host if request.client else ""
 
 
 def endpoints(service: Service, usual: Recipe, device: str) -> dict[str, Callable]:
-    """The functions by their names."""
+    """Return the endpoint functions by name."""
+    defaults = api_defaults(usual)
 
-    async def generate(
-        request: gr.Request,
-        prompt: str,
-        pair: str = usual.pair or "bundled",
-        method: str = usual.method,
-        gamma: int = usual.gamma,
-        temperature: float = usual.temperature,
-        top_p: float = usual.top_p,
-        top_k: int = usual.top_k,
-        seed: int = usual.seed,
-        max_tokens: int = usual.max_tokens,
-        rule: str = usual.rule,
-        quantization: str = usual.quantization,
-        drafter_quantization: str = usual.drafter_quantization,
-        ngram: int = usual.ngram,
-        filler_top_k: int = usual.filler_top_k,
-        policy: str = usual.policy,
-        top: int = 0,
-        mode: str = OFF,
-        remote: str = "",
-        rtt_ms: float = 0,
-    ) -> AsyncIterator[str]:
-        """Decode a prompt. Streams the trace, a JSON line per item: a header, the steps, an end.
+    def recipe_from(values: tuple[Any, ...]) -> Recipe:
+        settings = dict(zip(defaults, values, strict=True))
+        service.limits.check_settings(settings, defaults)
+        return recipe_of(settings, device)
 
-        `mode` other than off: the target is the service at `remote`, or where that is empty one beside the page.
+    async def generate(request: gr.Request, prompt: str, *values: Any) -> AsyncIterator[str]:
+        """Decode a prompt. Stream the trace as JSON lines: a header, the steps, an end.
+
+        `mode` other than off: the target is the service at `remote`, or a local service if that is empty.
         """
-        asked = {
-            "pair": pair,
-            "method": method,
-            "gamma": gamma,
-            "policy": policy,
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "seed": seed,
-            "max_tokens": max_tokens,
-            "rule": rule,
-            "quantization": quantization,
-            "drafter_quantization": drafter_quantization,
-            "ngram": ngram,
-            "filler_top_k": filler_top_k,
-            "top": top,
-            "mode": mode,
-            "remote": remote,
-            "rtt_ms": rtt_ms,
-        }
         try:
-            stream = service.start([(SPEC, recipe_of(asked, device))], prompt, address=address_of(request))
+            stream = service.start([(SPEC, recipe_from(values))], prompt, address=address_of(request))
         except (UserError, WorkerBusy) as error:
             raise gr.Error(reason(error), print_exception=False) from None
+        metrics, started, ended = Metrics(), False, False
         async with aclosing(drain(stream)) as batches:
             async for batch in batches:
                 for _, event in batch:
-                    if not isinstance(event, Loading):
-                        yield trace.write(event).rstrip()
+                    if isinstance(event, Loading):
+                        continue
+                    started, ended = True, isinstance(event, End)
+                    if isinstance(event, StepEvent):
+                        metrics = event.metrics
+                    yield trace.write(event).rstrip()
+        if started and not ended and not stream.error:  # stopped, for example because the program terminates
+            yield trace.write(End("cancelled", None, metrics)).rstrip()
         if stream.error:
             raise gr.Error(reason(stream.error), print_exception=False)
 
-    async def preflight(
-        request: gr.Request,
-        pair: str = usual.pair or "bundled",
-        method: str = usual.method,
-        temperature: float = usual.temperature,
-    ) -> dict[str, Any]:
-        """What speed-up is to be expected of a pair and a method, without generating anything."""
+    async def preflight(request: gr.Request, *values: Any) -> dict[str, Any]:
+        """Estimate the speed-up of a pair and a method without generating text."""
         try:
-            asked = {"pair": pair, "method": method, "temperature": temperature}
-            return (await service.preflight(recipe_of(asked, device), address=address_of(request))).as_dict()
+            return (await service.preflight(recipe_from(values), address=address_of(request))).as_dict()
         except (UserError, WorkerBusy) as error:
             raise gr.Error(reason(error), print_exception=False) from None
 
-    return {"generate": generate, "preflight": preflight}
+    return {"generate": _with_parameters(generate, defaults), "preflight": _with_parameters(preflight, defaults)}
+
+
+def api_defaults(usual: Recipe) -> dict[str, Any]:
+    """Return the default of every option parameter."""
+    values = {name: setting_of(option, getattr(usual, name, option.default)) for name, option in OPTIONS.items()}
+    return {**values, **_UNRECORDED}
+
+
+def _with_parameters(function: Callable, defaults: dict[str, Any]) -> Callable:
+    """Replace `*values` in the signature by a typed parameter per option, for the description of the API."""
+    types = {name: _type(option) for name, option in OPTIONS.items()}
+    fixed = [one for one in inspect.signature(function).parameters.values() if one.kind is not one.VAR_POSITIONAL]
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    named = [inspect.Parameter(name, kind, default=value, annotation=types[name]) for name, value in defaults.items()]
+    function.__signature__ = inspect.signature(function).replace(parameters=[*fixed, *named])
+    function.__annotations__ = {
+        **{name: hint for name, hint in inspect.get_annotations(function, eval_str=True).items() if name != "values"},
+        **types,
+    }
+    return function
+
+
+def _type(option: Option) -> Any:
+    if option.many:
+        return list[str] if option.choices else str
+    return option.type

@@ -1,7 +1,7 @@
-"""A window of the page's own, by pywebview where it is installed. Knows an address, nothing else.
+"""Desktop window for the page, drawn by pywebview.
 
-It is drawn by a process of its own: a toolkit that misses a library or the display aborts the process that it is in,
-and its loop would take turns with the thread that decodes.
+The window runs in a separate process: a toolkit without a library or display aborts its process, and its event loop
+would compete with the decoding thread.
 """
 
 from __future__ import annotations
@@ -9,33 +9,33 @@ from __future__ import annotations
 import subprocess
 import sys
 
-HOW = "pip install 'pywebview[qt]' on Linux, pip install pywebview elsewhere"
+_INSTALL = "pip install 'pywebview[qt]' on Linux, pip install pywebview on other systems"
 
 
 def show(url: str) -> str | None:
-    """Open a window on `url` and return when it has been closed; or say why there is none."""
-    ended = subprocess.run([sys.executable, "-m", __name__, url], stderr=subprocess.PIPE, text=True, check=False)
-    if ended.returncode == 0:
+    """Show `url` in a window until it is closed; return None, or an error message if no window could be shown."""
+    process = subprocess.run([sys.executable, "-m", __name__, url], stderr=subprocess.PIPE, text=True, check=False)
+    if process.returncode == 0:
         return None
-    said = [line.strip() for line in ended.stderr.splitlines() if line.strip()]
-    if ended.returncode == 1 and said:
-        return said[-1]
-    return " ".join([f"pywebview ended with code {ended.returncode}.", *said[-3:]])  # a toolkit's last words
+    lines = [line.strip() for line in process.stderr.splitlines() if line.strip()]
+    if process.returncode == 1 and lines:
+        return lines[-1]
+    return " ".join([f"pywebview ended with code {process.returncode}.", *lines[-3:]])
 
 
-def draw(url: str) -> None:
-    """The window itself, until it is closed. On the main thread only."""
+def _open_window(url: str) -> None:
+    """Show the window in this process, which must be its main thread."""
     try:
         import webview
     except ImportError:
-        sys.exit(f"pywebview is not installed ({HOW})")
-    webview.settings["ALLOW_DOWNLOADS"] = True  # or the buttons that save a trace would do nothing
+        sys.exit(f"pywebview is not installed ({_INSTALL})")
+    webview.settings["ALLOW_DOWNLOADS"] = True  # required by the buttons that save traces
     webview.create_window("specdemo", url, width=1360, height=900, min_size=(420, 600), text_select=True)
     try:
-        webview.start(private_mode=False)  # or settings would be forgotten at the end
+        webview.start(private_mode=False)  # private mode would discard settings
     except webview.WebViewException as error:
-        sys.exit(f"pywebview has nothing to draw with: {error} ({HOW})")
+        sys.exit(f"pywebview found no window toolkit: {error} ({_INSTALL})")
 
 
 if __name__ == "__main__":
-    draw(sys.argv[1])
+    _open_window(sys.argv[1])

@@ -1,7 +1,6 @@
-"""What a host lets its visitors ask for, read from `SPECDEMO_*` in the environment.
+"""Limits of a host for its visitors, from environment variables `SPECDEMO_*`.
 
-Knows recipes and prompts; knows nothing of models, threads or pages. The service holds everybody to it, the page's
-visitors and the API's clients alike. Whoever runs the program alone is held to next to nothing.
+The service applies them to page and API. The defaults, for private use, are wide.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from specdemo.core.errors import UserError
+from specdemo.core.errors import UserError, check_name
 from specdemo.models.zoo import PAIRS
-from specdemo.recipe import Recipe, check_name
+from specdemo.recipe import Recipe, methods_with
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.remote_model import TOKEN
 
@@ -22,27 +21,27 @@ PREFIX = "SPECDEMO_"
 MODEL_RULES = {
     "any": "Hugging Face ids and local directories too",
     "hub": "Hugging Face ids too, no directories",
-    "listed": "the pairs that are offered and nothing else",
+    "listed": "the offered pairs only",
 }
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 
 
 @dataclass(frozen=True)
 class HostLimits:
-    """The most that one request may be, and the most that one visitor may start. None: no limit."""
+    """Limits per request and per visitor; `None` is unlimited."""
 
-    public: bool = False  # whether visitors share the models: nobody may unload what others use
-    pairs: tuple[str, ...] = tuple(PAIRS)  # the first of them is what the page begins with
+    public: bool = False  # visitors share the models, so they cannot unload them
+    pairs: tuple[str, ...] = tuple(PAIRS)  # the first is the default of the page
     models: str = "any"
     max_tokens: int | None = None
     max_gamma: int | None = None
-    max_nodes: int | None = None  # of a tree; beams of a search; places and guesses of lookahead
-    max_prompt: int | None = 100_000  # characters: reading more than any context holds would only take time
-    max_seconds: int | None = None  # of decoding, both lanes together; waiting and loading are not counted
-    queue: int | None = 32  # runs that may wait
-    at_once: int | None = None  # runs of one visitor that may wait or decode
-    per_minute: int | None = None  # runs that one visitor may start
-    remote: tuple[str, ...] | None = None  # services that may be asked; None: any, and one of its own on this machine
+    max_nodes: int | None = None  # of trees, beams and lookahead
+    max_prompt: int | None = 100_000  # characters
+    max_seconds: int | None = None  # of decoding, all lanes together, without queueing and loading
+    queue: int | None = 32  # queued runs
+    at_once: int | None = None  # queued and active runs per visitor
+    per_minute: int | None = None  # started runs per visitor
+    remote: tuple[str, ...] | None = None  # allowed services; `None`: any, and a local service started by the page
 
     def __post_init__(self) -> None:
         check_name("rule for models", self.models, MODEL_RULES)
@@ -53,9 +52,9 @@ class HostLimits:
                 raise UserError(f"{PREFIX}REMOTE must be addresses like http://host:port, or any, not {address!r}")
 
     def grant(self, recipe: Recipe, prompt: str) -> Recipe:
-        """The recipe to run for this request; `UserError` where it asks for more than is given here.
+        """Return the recipe to run. Raises `UserError` for values above the limits.
 
-        What was asked for is refused, not trimmed; only bounds that a policy brings along are drawn in.
+        Explicit values are refused, not reduced; only a policy's default bounds are reduced.
         """
         if self.max_prompt is not None and len(prompt) > self.max_prompt:
             raise UserError(f"the prompt has {len(prompt):,} characters: shorten it to {self.max_prompt:,} at most")
@@ -63,62 +62,58 @@ class HostLimits:
             check_name("pair", recipe.pair or "bundled", self.pairs)
         else:
             for name in filter(None, recipe.models):
-                self._verifier(name)
-        for name, (most, method) in self._numbers.items():
-            value = getattr(recipe, name)
-            if most is not None and value is not None and value > most and method in ("", recipe.method):
-                raise UserError(f"{name} may be {most:,} at most here, not {value:,}")
-        self._ask(recipe.cloud)
-        return self._drawn_in(recipe)
+                self._check_model(name)
+        for name, highest in self._bounds().items():
+            value, methods = getattr(recipe, name), methods_with(Recipe.OPTIONS[name])
+            if value is not None and value > highest and recipe.method in methods:
+                raise UserError(f"{name} may be {highest:,} at most here, not {value:,}")
+        self._check_service(recipe.cloud)
+        return self._within_gamma(recipe)
+
+    def check_settings(self, settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        """Raise `UserError` if a visitor of a public page changes an option of the host."""
+        for name, option in Recipe.OPTIONS.items():
+            if self.public and option.host and settings.get(name, defaults[name]) != defaults[name]:
+                raise UserError(f"{name} is set by the host of this page: leave it at its default")
 
     def fit(self, recipe: Recipe) -> Recipe:
-        """The nearest recipe that is granted: what a page may begin with."""
-        high = {
-            name: most
-            for name, (most, _) in self._numbers.items()
-            if most is not None and (getattr(recipe, name) or 0) > most
-        }
-        return replace(recipe, **high)
+        """Return the nearest recipe within the limits: the default of the page."""
+        bounds = self._bounds()
+        return replace(recipe, **{name: high for name, high in bounds.items() if (getattr(recipe, name) or 0) > high})
 
-    @property
-    def _numbers(self) -> dict[str, tuple[int | None, str]]:
-        """What is limited by a number, and the one method that looks at it, if there is but one."""
-        return {
-            "max_tokens": (self.max_tokens, ""),
-            "gamma": (self.max_gamma, ""),
-            "gamma_min": (self.max_gamma, ""),
-            "gamma_max": (self.max_gamma, ""),
-            "tree_nodes": (self.max_nodes, "tree"),
-            "num_beams": (self.max_nodes, "beam"),
-            "lookahead_window": (self.max_nodes, "lookahead"),
-            "lookahead_guesses": (self.max_nodes, "lookahead"),
-        }
+    def highest(self, name: str) -> int | None:
+        """Return the limit of an option, if it has a limit."""
+        return self._bounds().get(name)
 
-    def _verifier(self, name: str) -> None:
+    def _bounds(self) -> dict[str, int]:
+        limits = {name: getattr(self, option.limit) for name, option in Recipe.OPTIONS.items() if option.limit}
+        return {name: limit for name, limit in limits.items() if limit is not None}
+
+    def _check_model(self, name: str) -> None:
         if self.models == "any":
             return
         offered = f"choose one of the pairs {', '.join(self.pairs)}"
         if self.models == "listed":
-            raise UserError(f"no models but the listed ones run here: {offered}")
+            raise UserError(f"only listed models run here: {offered}")
         if not HUB_ID.fullmatch(name) or os.path.exists(name):
-            raise UserError(f"only names of the Hugging Face hub are taken here, and this is none: {offered}")
+            raise UserError(f"only Hugging Face ids are valid here: {offered}")
 
-    def _ask(self, cloud: CloudConfig | None) -> None:
-        """Whether this service may be asked from here: an address that anyone may name reaches what is behind us."""
+    def _check_service(self, cloud: CloudConfig | None) -> None:
+        """Raise `UserError` unless this service is allowed; free addresses would expose the host's network."""
         if cloud is None or self.remote is None:
             return
         offered = f"choose {' or '.join(self.remote)}" if self.remote else "decode here, with mode off"
         if not cloud.alone and not cloud.remote:
-            raise UserError(f"no cloud of its own is started here: {offered}")
+            raise UserError(f"no local cloud service is started here: {offered}")
         if not cloud.alone and cloud.remote.rstrip("/") not in [address.rstrip("/") for address in self.remote]:
-            raise UserError(f"no services but the named ones are asked from here: {offered}")
+            raise UserError(f"only listed services are allowed here: {offered}")
         if cloud.emulated:
-            raise UserError("no link is emulated here: everybody would wait for it")
+            raise UserError("link emulation is disabled here: set the emulated link values to 0")
         for name, seconds in (("deadline_ms", cloud.deadline_ms / 1000), ("lost_after_s", cloud.lost_after_s)):
             if self.max_seconds is not None and seconds > self.max_seconds:
                 raise UserError(f"{name} may be {self.max_seconds} seconds at most here, not {seconds:g}")
 
-    def _drawn_in(self, recipe: Recipe) -> Recipe:
+    def _within_gamma(self, recipe: Recipe) -> Recipe:
         least, most = recipe.gamma_bounds
         if self.max_gamma is None or most <= self.max_gamma:
             return recipe
@@ -127,7 +122,7 @@ class HostLimits:
 
 PUBLIC = HostLimits(
     public=True,
-    pairs=("bundled",),  # what comes from the hub is gigabytes: a host says which
+    pairs=("bundled",),  # downloads of gigabytes are the decision of the host
     models="listed",
     max_tokens=1024,
     max_gamma=16,
@@ -141,21 +136,21 @@ PUBLIC = HostLimits(
 
 
 def read_limits(environment: Mapping[str, str]) -> HostLimits:
-    """The limits that the environment sets.
+    """Return the limits set by the environment.
 
-    They begin with those of a public page where `SPECDEMO_PUBLIC` is 1 or the page is a Hugging Face Space. Numbers are
-    whole and at least 1, or `none`; `UserError` names a variable that is not known or makes no sense.
+    Defaults are `PUBLIC` if `SPECDEMO_PUBLIC` is 1 or the page is a Hugging Face Space. Numbers are integers from 1,
+    or `none`. Raises `UserError` for unknown or invalid variables.
     """
-    given = {name.removeprefix(PREFIX).lower(): text for name, text in environment.items() if name.startswith(PREFIX)}
-    given = {name: text.strip() for name, text in given.items() if text.strip() and PREFIX + name.upper() != TOKEN}
+    texts = {name.removeprefix(PREFIX).lower(): text for name, text in environment.items() if name.startswith(PREFIX)}
+    texts = {name: text.strip() for name, text in texts.items() if text.strip() and PREFIX + name.upper() != TOKEN}
     names = {field.name: f"{PREFIX}{field.name.upper()}" for field in fields(HostLimits)}
-    for name in given.keys() - names.keys():
+    for name in texts.keys() - names.keys():
         check_name("variable", f"{PREFIX}{name.upper()}", tuple(names.values()))
-    public = given.pop("public", "1" if "SPACE_ID" in environment else "0")
+    public = texts.pop("public", "1" if "SPACE_ID" in environment else "0")
     if public not in ("0", "1"):
         raise UserError(f"{PREFIX}PUBLIC must be 0 or 1, not {public!r}")
     values: dict[str, Any] = {}
-    for name, text in given.items():
+    for name, text in texts.items():
         if name == "pairs":
             values[name] = tuple(dict.fromkeys(text.replace(",", " ").split()))
         elif name == "models":

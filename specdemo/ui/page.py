@@ -1,8 +1,7 @@
-"""The page: what stands where, and what happens when it is pressed.
+"""The page: `build` creates layout and event handlers, `launch_options` returns how to serve it.
 
-`build` lays out the page; `launch_options` says how to serve it; nothing happens at import. Handlers drain streams of
-the service, whose one worker queues: gradio's own concurrency limits, which let go of a slot before its work has ended,
-are not relied on.
+Handlers consume streams of the service. Its single worker queues all runs. Gradio's concurrency limits are not used,
+since they release a slot before its work has ended.
 """
 
 from __future__ import annotations
@@ -12,30 +11,30 @@ import json
 import random
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
 
-from specdemo.core.errors import UserError
+from specdemo.core.errors import UserError, check_name
+from specdemo.drafters import METHODS
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import ASSETS, PAIRS
-from specdemo.recipe import Recipe, check_name
+from specdemo.recipe import Recipe
 from specdemo.ui.api import address_of, endpoints
 from specdemo.ui.cockpit import cockpit, script
-from specdemo.ui.controls import examples_row, sidebar
+from specdemo.ui.controls import Controls, examples_row, sidebar
 from specdemo.ui.frames import Run
 from specdemo.ui.health import Health
 from specdemo.ui.labels import told_of
 from specdemo.ui.lane import EXTRA, lanes_of, plan_of, told_of_lanes
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.live_updates import played
-from specdemo.ui.method_notes import ABOUT
 from specdemo.ui.run_queries import Archive
 from specdemo.ui.service import Engine, Service
-from specdemo.ui.settings import OFF, from_link, kept_recipes, recipe_of, recipe_settings, restored
+from specdemo.ui.settings import OFF, Settings, from_link, kept_recipes, recipe_of, recipe_settings, restored
 from specdemo.ui.streams import reason
 from specdemo.ui.tabs import build_tabs
 from specdemo.ui.theme import launch_options
@@ -45,14 +44,17 @@ from specdemo.worker import Worker, WorkerBusy, WorkerGroup
 __all__ = ["build", "launch_options"]
 
 EXAMPLES = ASSETS / "examples.json"
-RECORDED_TOP = 5  # tokens of every law that a run on the page records, for the inspector
+RECORDED_TOP = 5  # tokens per distribution that a run on the page records, for the inspector
 
-HEADER = """<header><h1>specdemo</h1><p>Speculative decoding, token by token: what was drafted, what the target kept,
-and what it bought.</p></header>"""
+_HEADER = """<header><h1>specdemo</h1><p>Speculative decoding, token by token: drafted, accepted and rejected tokens,
+and the resulting speed.</p></header>"""
+_QUEUED = {"show_progress": "hidden", "concurrency_limit": None, "api_visibility": "private"}
+_IMMEDIATE = {"show_progress": "hidden", "queue": False, "api_visibility": "private"}
+_PRIVATE = {"api_visibility": "private"}
 
 
 def toast(run: Run) -> None:
-    """Say what the status line says where it cannot be missed. gradio takes toasts for markup, visitors write text."""
+    """Show the status of a run as a toast, with markup escaped."""
     gr.Warning(html.escape(run.phase[1]))
 
 
@@ -65,185 +67,244 @@ def build(
     limits: HostLimits | None = None,
     worker: Worker | WorkerGroup | None = None,
 ) -> gr.Blocks:
-    """The page, ready to launch. On it, `.worker` decodes, `.clouds` are processes beside it; `.health` looks after it.
+    """Return the page, ready to launch.
 
-    `.routes` are to be served with it.
-
-    Worker and clouds may be watched or closed.
+    It has attributes `.worker`, which decodes; `.clouds`, local service processes; `.health`, the monitor; and
+    `.routes`, to be served with the page. Worker and clouds may be closed by the caller.
     """
     limits = limits if limits is not None else HostLimits()
     pair = pair if pair is not None else limits.pairs[0]
     check_name("pair", pair, limits.pairs)
     service = Service(pool if pool is not None else ModelPool(), engine, limits, worker)
-    sockets = Sockets(service.runs)
-    shown_examples = json.loads(examples.read_text(encoding="utf-8")) if examples else {"ready": [], "methods": {}}
     usual = limits.fit(replace(Recipe(pair=pair, device=device), gamma=PAIRS[pair].gamma, top=RECORDED_TOP))
+    shown_examples = json.loads(examples.read_text(encoding="utf-8")) if examples else {"ready": [], "methods": {}}
+    sockets = Sockets(service.runs)
+    with gr.Blocks(title="specdemo", analytics_enabled=False, fill_width=True) as demo:
+        parts = _layout(service, usual, device, shown_examples)
+        handlers = _Handlers(service, sockets, device, parts.defaults)
+        _connect_runs(parts, handlers)
+        _connect_lanes(parts, handlers)
+        _connect_settings(demo, parts, handlers)
+        for name, function in endpoints(service, usual, device).items():
+            gr.api(function, api_name=name, concurrency_limit=None)
+        demo.unload(handlers.leave)
+    demo.queue(max_size=64)
+    demo.worker, demo.clouds = service.worker, service.clouds
+    probe = replace(usual, method="ar", max_tokens=2)
+    demo.health = Health(service, probe) if isinstance(service.worker, Worker) else None  # probes would cost quota
+    demo.routes = [*sockets.routes(), *(demo.health.routes() if demo.health else ())]
+    return demo
 
-    def settings_of(values: Any) -> dict[str, Any]:
-        return dict(zip(names, values, strict=True))
 
-    async def show(request: gr.Request, pressed_with: Any) -> AsyncIterator[str]:
+@dataclass(frozen=True)
+class _Parts:
+    """Components that have event handlers."""
+
+    controls: Controls
+    prompt: gr.Textbox
+    compare: gr.Checkbox
+    buttons: dict[str, gr.Button]  # by element id
+    kept_lanes: gr.Markdown
+    estimate: gr.Markdown
+    cockpit: gr.HTML
+    about: gr.Markdown
+    saved: gr.BrowserState  # settings
+    kept: gr.BrowserState  # lanes
+
+    @property
+    def settings(self) -> dict[str, gr.components.Component]:
+        """Return the components of all settings by name."""
+        return {**self.controls, "prompt": self.prompt, "compare": self.compare}
+
+    @property
+    def defaults(self) -> Settings:
+        """Return the initial settings."""
+        return {name: component.value for name, component in self.settings.items()} | {"compare": False}
+
+
+def _layout(service: Service, usual: Recipe, device: str, examples: dict[str, Any]) -> _Parts:
+    controls = sidebar(usual, service.limits, service.unload)
+    gr.HTML(_HEADER, elem_id="masthead", apply_default_css=False)
+    prompt = gr.Textbox(
+        examples["ready"][0]["prompt"] if examples["ready"] else "",
+        label="Prompt",
+        lines=3,
+        max_lines=8,
+        elem_id="prompt",
+        placeholder="The beginning of a Python file, a class, a function…",
+        autofocus=True,
+    )
+    with gr.Row(elem_id="actions"):
+        buttons = {"run": gr.Button("Run", variant="primary", elem_id="run", scale=0)}
+        for name in ("stop", "preflight"):
+            buttons[name] = gr.Button(name.title(), variant="secondary", elem_id=name, scale=0)
+        compare = gr.Checkbox(label="Compare with autoregressive decoding", elem_id="compare", container=False)
+    with gr.Accordion("Examples", open=False, elem_id="all-examples"):
+        examples_row(examples, prompt, controls)
+    with gr.Accordion("More actions", open=False, elem_id="more-actions"), gr.Row():
+        for name, title in _MORE_ACTIONS.items():
+            buttons[name] = gr.Button(title, size="sm", elem_id=name, scale=0)
+    return _Parts(
+        controls,
+        prompt,
+        compare,
+        buttons,
+        kept_lanes=gr.Markdown(elem_id="kept-lanes"),
+        estimate=gr.Markdown(elem_id="estimate"),
+        cockpit=cockpit(Archive(service.runs).answers),
+        about=build_tabs(service, controls, usual, device),
+        saved=gr.BrowserState(storage_key="specdemo-settings", secret="specdemo"),
+        kept=gr.BrowserState(storage_key="specdemo-lanes", secret="specdemo"),
+    )
+
+
+_MORE_ACTIONS = {
+    "keep-lane": "Keep as a lane",
+    "drop-lanes": "Drop kept lanes",
+    "link": "Link to these settings",
+    "new-talk": "New conversation",
+    "reset": "Reset",
+}
+
+
+def _connect_runs(parts: _Parts, handlers: _Handlers) -> None:
+    settings = list(parts.settings.values())
+    # A single input with all values: Gradio visits every input of an event for every frame that the event yields.
+    pressed = gr.Textbox(visible=False)
+    run = (
+        parts.buttons["run"]
+        .click(
+            None,
+            [parts.kept, *settings],
+            pressed,
+            js="(...values) => JSON.stringify(values)",
+            trigger_mode="multiple",
+            **_PRIVATE,
+        )
+        .then(
+            handlers.show,
+            pressed,
+            parts.cockpit,
+            preprocess=False,  # the schema validates raw values
+            trigger_mode="multiple",  # the cockpit passes clicks one by one
+            **_QUEUED,
+        )
+    )
+    failed = "() => { window.dispatchEvent(new Event('specdemo:failed')) }"  # full queue or lost server
+    run.failure(None, None, None, js=failed, **_PRIVATE)
+    parts.buttons["preflight"].click(
+        handlers.estimate, settings, parts.estimate, preprocess=False, trigger_mode="once", **_QUEUED
+    )
+    method = parts.controls["method"]
+    method.change(lambda name: METHODS[name].notes if name in METHODS else "", method, parts.about, **_IMMEDIATE)
+
+
+def _connect_lanes(parts: _Parts, handlers: _Handlers) -> None:
+    buttons, kept, kept_lanes = parts.buttons, parts.kept, parts.kept_lanes
+    inputs = [kept, *parts.controls.values()]
+    buttons["keep-lane"].click(handlers.keep, inputs, [kept, kept_lanes], preprocess=False, **_QUEUED)
+    buttons["drop-lanes"].click(None, None, [kept, kept_lanes], js="() => [null, '']", **_PRIVATE)
+    buttons["new-talk"].click(handlers.forget, None, None, **_QUEUED)
+
+
+def _connect_settings(demo: gr.Blocks, parts: _Parts, handlers: _Handlers) -> None:
+    settings, defaults = list(parts.settings.values()), parts.defaults
+    facts = {"NAMES": json.dumps(list(parts.settings)), "USUAL": json.dumps(list(defaults.values()))}
+    changes = [component.change for component in settings]
+    gr.on(changes, None, settings, parts.saved, js=script("save_settings", facts), **_IMMEDIATE)
+    parts.buttons["link"].click(None, settings, None, js=script("copy_link", facts), **_PRIVATE)
+    parts.buttons["reset"].click(None, None, settings, js=f"() => {facts['USUAL']}", **_PRIVATE)
+    restorable = gr.Textbox(visible=False)
+    demo.load(
+        handlers.find, [parts.saved, parts.kept], [restorable, parts.kept_lanes], preprocess=False, **_QUEUED
+    ).then(None, [restorable, *settings], settings, js=script("restore_settings", facts), **_PRIVATE)
+
+
+class _Handlers:
+    """Server side of the events."""
+
+    def __init__(self, service: Service, sockets: Sockets, device: str, defaults: Settings) -> None:
+        self._service, self._sockets, self._device, self._defaults = service, sockets, device, defaults
+
+    async def show(self, request: gr.Request, pressed: Any) -> AsyncIterator[str]:
+        """Run the recipe and the stored lanes; yield frames for the cockpit."""
+        visitor = request.session_hash or ""
         try:
-            kept, *values = json.loads(pressed_with)
-            settings = settings_of(values)
-        except (TypeError, ValueError):  # only a script presses so
-            raise gr.Error("a run takes one JSON list, of the kept lanes and every setting of the page") from None
-        prompt, compare = settings["prompt"], settings["compare"]
-        beside = others(kept)
-        run = service.runs.new(request.session_hash or "", plan_of(settings, compare, len(beside)))
+            kept, *values = json.loads(pressed)
+            settings = dict(zip(self._defaults, values, strict=True))
+        except (TypeError, ValueError):  # sent by a script
+            raise gr.Error("a run needs a JSON list of the kept lanes and all settings of the page") from None
+        extra = self._lanes(kept)
+        run = self._service.runs.new(visitor, plan_of(settings, settings["compare"], len(extra)))
         try:
-            shown = run.frame(0)
-            yield shown
-            recipe = recipe_of(recipe_settings(settings), device)
-            lanes = lanes_of(recipe, beside, run.plan)
-            random.shuffle(lanes)  # nobody always has the cold or the warm machine
-            stream = service.start(lanes, prompt, request.session_hash or "", address_of(request))
+            first = run.frame(0)
+            yield first
+            lanes = lanes_of(self._recipe(settings), extra, run.plan)
+            random.shuffle(lanes)  # no lane is always the first on a cold machine
+            stream = self._service.start(lanes, settings["prompt"], visitor, address_of(request))
             run.stop = stream.stop
-            async with aclosing(played(run, stream, service.worker, shown)) as frames:
+            async with aclosing(played(run, stream, self._service.worker, first)) as frames:
                 async for frame in frames:
-                    if not sockets.tell(run):
+                    if not self._sockets.tell(run):
                         yield frame
             if run.phase[0] == "failed":
                 toast(run)
-            service.heard(request.session_hash or "", prompt, run)
+            self._service.heard(visitor, settings["prompt"], run)
             yield run.frame(len(run.records))
         except (UserError, WorkerBusy) as error:
             run.finish(reason(error))
             toast(run)
             yield run.frame(0)
         finally:
-            run.finish()  # a tab that has gone leaves its run unfinished
-            sockets.tell(run)
+            run.finish()  # for a closed tab
+            self._sockets.tell(run)
 
-    async def estimate(request: gr.Request, *values: Any) -> AsyncIterator[str]:
-        yield "*Preflight: reading a few texts and timing a few passes …*"
-        settings = settings_of(values)
-        prompt = settings["prompt"]
+    async def estimate(self, request: gr.Request, *values: Any) -> AsyncIterator[str]:
+        """Yield a progress message and the preflight as Markdown."""
+        yield "*Preflight: reading texts and timing passes …*"
+        settings = dict(zip(self._defaults, values, strict=True))
+        prompt = settings["prompt"] if isinstance(settings["prompt"], str) else ""
         try:
-            recipe = recipe_of(recipe_settings(settings), device)
-            text = prompt if isinstance(prompt, str) else ""
-            yield told_of(await service.preflight(recipe, text, address_of(request)))
-        except Exception as error:  # whatever it was, the page goes on and says so
+            yield told_of(await self._service.preflight(self._recipe(settings), prompt, address_of(request)))
+        except Exception as error:  # the page reports any failure
             yield f"**Preflight:** {html.escape(reason(error))}"
 
-    def keep(kept: Any, *values: Any) -> tuple[Any, str]:
-        wanted = dict(zip(controls, values, strict=True))
+    def keep(self, kept: Any, *values: Any) -> tuple[Any, str]:
+        """Add the present settings as a lane."""
+        wanted = recipe_settings(dict(zip(self._defaults, values, strict=False)))
+        lanes = self._lanes(kept)
         try:
-            lanes = [*others(kept), recipe_of(wanted, device)]
+            lanes = [*lanes, recipe_of(wanted, self._device)]
         except UserError as error:
             gr.Warning(html.escape(str(error)))
-            return gr.skip(), told_of_lanes(others(kept))
+            return gr.skip(), told_of_lanes(lanes)
         if len(lanes) > len(EXTRA):
-            gr.Warning(f"{len(EXTRA)} lanes are kept already: drop them first")
+            gr.Warning(f"{len(EXTRA)} lanes are stored already: drop them first")
             return gr.skip(), told_of_lanes(lanes[:-1])
         return [*(kept or []), wanted], told_of_lanes(lanes)
 
-    def others(kept: Any) -> list[Recipe]:
-        return kept_recipes(kept, usual_settings, device)[: len(EXTRA)]
-
-    def find(saved: Any, kept: Any, request: gr.Request) -> tuple[str, str]:
-        link = from_link(dict(request.query_params), usual_settings)
-        settings, refused = restored(link or saved, usual_settings, device)
-        for sentence in refused:
-            gr.Warning(html.escape(f"A setting was left as it is usual: {sentence}"))
+    def find(self, saved: Any, kept: Any, request: gr.Request) -> tuple[str, str]:
+        """Return the settings to restore, from the link or the browser, and the text about stored lanes."""
+        link = from_link(dict(request.query_params), self._defaults)
+        settings, errors = restored(link or saved, self._defaults, self._device)
+        for error in errors:
+            gr.Warning(html.escape(f"Invalid setting ignored: {error}"))
         if link and settings.get("mode", OFF) != OFF and settings["remote"]:
-            gr.Warning(html.escape(f"This link has prompts sent to {settings['remote']}: run it only if you know it."))
-        changed = {name: value for name, value in settings.items() if value != usual_settings[name]}
-        return json.dumps(changed), told_of_lanes(others(kept))
+            gr.Warning(html.escape(f"This link has prompts sent to {settings['remote']}: run it only if you trust it."))
+        changed = {name: value for name, value in settings.items() if value != self._defaults[name]}
+        return json.dumps(changed), told_of_lanes(self._lanes(kept))
 
-    def forget(request: gr.Request) -> None:
-        service.talks.pop(request.session_hash or "", None)
+    def forget(self, request: gr.Request) -> None:
+        """Begin a new conversation."""
+        self._service.talks.pop(request.session_hash or "", None)
         gr.Info("The next prompt begins a new conversation.")
 
-    def leave(request: gr.Request) -> None:
-        service.leave(request.session_hash or "")
+    def leave(self, request: gr.Request) -> None:
+        """Release all resources of a visitor."""
+        self._service.leave(request.session_hash or "")
 
-    with gr.Blocks(title="specdemo", analytics_enabled=False, fill_width=True) as demo:
-        controls = sidebar(usual, limits, service.unload)
-        gr.HTML(HEADER, elem_id="masthead", apply_default_css=False)
-        ready = shown_examples["ready"]
-        prompt = gr.Textbox(
-            ready[0]["prompt"] if ready else "",  # something to press Run on
-            label="Prompt",
-            lines=3,
-            max_lines=8,
-            elem_id="prompt",
-            placeholder="The beginning of a Python file, a class, a function…",
-            autofocus=True,
-        )
-        examples_row(shown_examples, prompt, controls)
-        with gr.Row(elem_id="actions"):
-            go = gr.Button("Run", variant="primary", elem_id="run", scale=0)
-            gr.Button("Stop", variant="secondary", elem_id="stop", scale=0)
-            ahead = gr.Button("Preflight", variant="secondary", elem_id="preflight", scale=0)
-            compare = gr.Checkbox(label="Compare with plain decoding", elem_id="compare", container=False)
-            more = gr.Button("Keep as a lane", size="sm", elem_id="keep-lane", scale=0)
-            fewer = gr.Button("Drop kept lanes", size="sm", elem_id="drop-lanes", scale=0)
-            link = gr.Button("Link to these settings", size="sm", elem_id="link", scale=0)
-            anew = gr.Button("New conversation", size="sm", elem_id="new-talk", scale=0)
-            usually = gr.Button("Reset", size="sm", elem_id="reset", scale=0)
-        kept_lanes = gr.Markdown(elem_id="kept-lanes")
-        estimated = gr.Markdown(elem_id="estimate")
-        drawn = cockpit(Archive(service.runs).answers)
-        settable = [*controls.values(), prompt, compare]
-        names = [*controls, "prompt", "compare"]
-        usual_settings = dict(zip(names, (one.value for one in settable), strict=True))
-        usual_settings["compare"] = False
-        saved = gr.BrowserState(storage_key="specdemo-settings", secret="specdemo")
-        kept = gr.BrowserState(storage_key="specdemo-lanes", secret="specdemo")
-        method = controls["method"]
-        about = build_tabs(service, controls, usual, device)
-        queued = {"show_progress": "hidden", "concurrency_limit": None, "api_visibility": "private"}
-        told = {"show_progress": "hidden", "queue": False, "api_visibility": "private"}
-        method.change(lambda name: ABOUT.get(name, ""), method, about, **told)
-        # One input that holds them all: gradio goes over every input of an event with every frame that the event gives.
-        taken = gr.Textbox(visible=False)
-        pressed = go.click(
-            None,
-            [kept, *settable],
-            taken,
-            js="(...values) => JSON.stringify(values)",
-            trigger_mode="multiple",
-            api_visibility="private",
-        ).then(
-            show,
-            taken,
-            drawn,
-            preprocess=False,  # the recipe judges raw values, in its own words
-            show_progress="hidden",
-            concurrency_limit=None,  # the worker queues
-            trigger_mode="multiple",  # the cockpit lets one press at a time through
-            api_visibility="private",
-        )
-        ahead.click(
-            estimate,
-            settable,
-            estimated,
-            preprocess=False,
-            show_progress="hidden",
-            concurrency_limit=None,
-            trigger_mode="once",
-            api_visibility="private",
-        )
-        failed = "() => { window.dispatchEvent(new Event('specdemo:failed')) }"  # a full queue, a lost server
-        pressed.failure(None, None, None, js=failed, api_visibility="private")
-        for name, function in endpoints(service, usual, device).items():
-            gr.api(function, api_name=name, concurrency_limit=None)
-        anew.click(forget, None, None, **queued)
-        more.click(keep, [kept, *controls.values()], [kept, kept_lanes], preprocess=False, **queued)
-        fewer.click(None, None, [kept, kept_lanes], js="() => [null, '']", api_visibility="private")
-        facts = {"NAMES": json.dumps(names), "USUAL": json.dumps(list(usual_settings.values()))}
-        gr.on([one.change for one in settable], None, settable, saved, js=script("save_settings", facts), **told)
-        link.click(None, settable, None, js=script("copy_link", facts), api_visibility="private")
-        usually.click(None, None, settable, js=f"() => {facts['USUAL']}", api_visibility="private")
-        found = gr.Textbox(visible=False)  # what is to be restored
-        demo.load(find, [saved, kept], [found, kept_lanes], preprocess=False, **queued).then(
-            None, [found, *settable], settable, js=script("restore_settings", facts), api_visibility="private"
-        )
-        demo.unload(leave)
-    demo.queue(max_size=64)
-    demo.worker, demo.clouds = service.worker, service.clouds
-    probe = replace(usual, method="ar", max_tokens=2)
-    demo.health = Health(service, probe) if isinstance(service.worker, Worker) else None  # else a look would cost quota
-    demo.routes = [*sockets.routes(), *(demo.health.routes() if demo.health else ())]
-    return demo
+    def _recipe(self, settings: Settings) -> Recipe:
+        return recipe_of(recipe_settings(settings), self._device)
+
+    def _lanes(self, kept: Any) -> list[Recipe]:
+        return kept_recipes(kept, self._defaults, self._device)[: len(EXTRA)]

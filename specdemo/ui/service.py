@@ -16,7 +16,7 @@ import torch
 from specdemo.bench import BenchProgress, measure
 from specdemo.core.errors import UserError
 from specdemo.core.events import End, Event, Loading, StepEvent
-from specdemo.models.load_errors import format_bytes
+from specdemo.models.memory import format_bytes
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.tokenizer import ChatMessage
 from specdemo.pipeline import Stores

@@ -1,139 +1,158 @@
-"""Settings that come back: from a link, from the visit before, or the usual ones. Knows no gradio.
+"""Settings from links, browser storage and the API, checked against the schema of options.
 
-Settings are a dict by the names of the sidebar's controls, with `prompt` and `compare`. What comes from outside is
-taken field by field, and only where a recipe can be made of it.
+Settings are a flat mapping by option name, plus `prompt` and `compare`. A missing value (`None` in a recipe) is 0 or
+"", since browsers cannot leave every field empty. Tuples of numbers or texts are a single text.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from contextlib import suppress
 from typing import Any
 
 from specdemo.core.errors import UserError
+from specdemo.core.options import Option
 from specdemo.recipe import Recipe
 from specdemo.remote.config import MODES, CloudConfig
 
-LONGEST_PROMPT = 100_000  # characters that a link or a browser's memory may bring
 Settings = dict[str, Any]
+OFF = "off"
+MODES_WITH_OFF = {OFF: "the target runs on this machine"} | MODES
+OPTIONS: dict[str, Option] = {**Recipe.OPTIONS, **CloudConfig.OPTIONS}
+_PROMPT_CHARACTERS = 100_000
+_NAME_CHARACTERS = 300  # enough for a local directory
 
 
-def from_link(query: Mapping[str, str], usual: Settings) -> Settings:
-    """What a link's query says, as values of the types that the controls have; names it does not know are left out."""
-    found = {}
+def setting_of(option: Option, value: Any) -> Any:
+    """Return an option's value as a setting."""
+    if option.name == "mode":
+        return OFF
+    if value is None:
+        return "" if option.type is str else 0
+    if option.many and option.choices is None:
+        return (", " if option.item_type is int else "\n").join(map(str, value))
+    return list(value) if option.many else value
+
+
+def from_link(query: Mapping[str, str], defaults: Settings) -> Settings:
+    """Return the settings of a link's query, with the types of `defaults`; unknown names are ignored."""
+    settings = {}
     for name, text in query.items():
-        if name not in usual:
+        if name not in defaults:
             continue
-        if isinstance(usual[name], str):
-            found[name] = text
+        if isinstance(defaults[name], str):
+            settings[name] = text
             continue
         try:
-            found[name] = json.loads(text)
+            settings[name] = json.loads(text)
         except (ValueError, RecursionError):
-            found[name] = text  # which is then refused
-    return found
+            settings[name] = text  # rejected by `restored`
+    return settings
 
 
-def restored(wanted: Any, usual: Settings, device: str) -> tuple[Settings, list[str]]:
-    """`usual` with as much of `wanted` as can be meant, and a sentence for everything that cannot."""
-    settings, refused = dict(usual), []
-    for name, value in wanted.items() if isinstance(wanted, Mapping) else ():
-        if name not in usual or value == usual[name]:
-            continue
+def restored(wanted: Any, defaults: Settings, device: str) -> tuple[Settings, list[str]]:
+    """Return `defaults` updated with every valid value of `wanted`, and the error messages of invalid values."""
+    settings, errors = dict(defaults), []
+    known = wanted.items() if isinstance(wanted, Mapping) else ()
+    changed = {name: value for name, value in known if name in defaults and value != defaults[name]}
+    with suppress(UserError):  # values that are valid together only, such as a target and its drafter
+        for name in changed:
+            _check(name, changed[name], {**defaults, **changed}, device)
+        return {**defaults, **changed}, []
+    for name, value in changed.items():
         try:
-            if name == "prompt":
-                if not isinstance(value, str) or len(value) > LONGEST_PROMPT:
-                    raise UserError(f"the prompt must be a text of at most {LONGEST_PROMPT:,} characters")
-            elif name == "compare":
-                if not isinstance(value, bool):
-                    raise UserError(f"compare must be true or false, not {value!r}")
-            else:
-                if name in OF_CLOUD:
-                    cloud_of({**recipe_settings(settings), name: value})
-                recipe_of({**recipe_settings(settings), name: value}, device)
+            _check(name, value, settings, device)
         except UserError as error:
-            refused.append(str(error))
+            errors.append(str(error))
         else:
             settings[name] = value
-    return settings, refused
+    return settings, errors
+
+
+def _check(name: str, value: Any, settings: Settings, device: str) -> None:
+    if name == "prompt":
+        if not isinstance(value, str) or len(value) > _PROMPT_CHARACTERS:
+            raise UserError(f"the prompt must be a text of at most {_PROMPT_CHARACTERS:,} characters")
+    elif name == "compare":
+        if not isinstance(value, bool):
+            raise UserError(f"compare must be true or false, not {value!r}")
+    else:
+        changed = {**recipe_settings(settings), name: value}
+        if name in CloudConfig.OPTIONS:
+            cloud_of(changed)
+        recipe_of(changed, device)
 
 
 def recipe_settings(settings: Settings) -> Settings:
-    """Those that are a recipe's."""
+    """Return the settings that belong to a recipe."""
     return {name: value for name, value in settings.items() if name not in ("prompt", "compare")}
 
 
-def kept_recipes(kept: Any, usual: Settings, device: str) -> list[Recipe]:
-    """Recipes of the lanes that a browser remembers; none of what cannot be meant."""
-    found = []
+def kept_recipes(kept: Any, defaults: Settings, device: str) -> list[Recipe]:
+    """Return the valid recipes among the lanes stored by a browser."""
+    recipes = []
     for wanted in kept if isinstance(kept, list) else ():
-        settings, refused = restored(wanted, usual, device)
-        if isinstance(wanted, Mapping) and not refused:
-            found.append(recipe_of(recipe_settings(settings), device))
-    return found
-
-
-LONGEST_NAME = 300  # characters; a local directory may take some
-OFF = "off"
-WHERE = {OFF: "the target is here, too"} | MODES
-OF_CLOUD = tuple(field.name for field in fields(CloudConfig))
+        settings, errors = restored(wanted, defaults, device)
+        if isinstance(wanted, Mapping) and not errors:
+            recipes.append(recipe_of(recipe_settings(settings), device))
+    return recipes
 
 
 def recipe_of(settings: Mapping[str, Any], device: str) -> Recipe:
-    """The recipe that raw settings mean; `UserError` if they cannot mean one."""
-    clean = _clean(Recipe, settings)
-    if clean.get("target"):
-        clean.pop("pair", None)  # one's own models in place of a ready pair
+    """Return the recipe of raw settings; `device` is the default device. Raises `UserError`."""
+    values = {"device": device, **_values(Recipe.OPTIONS, settings)}
+    if values.get("target"):
+        values.pop("pair", None)  # model names replace a ready pair
     if settings.get("mode", OFF) != OFF:
-        clean["cloud"] = cloud_of(settings)
-    return Recipe(device=device, **clean)
+        values["cloud"] = cloud_of(settings)
+    return Recipe(**values)
 
 
 def cloud_of(settings: Mapping[str, Any]) -> CloudConfig:
-    """The link alone, whether it is to be used or not."""
-    clean = _clean(CloudConfig, settings)
-    if clean.get("mode") == OFF:
-        del clean["mode"]
-    return CloudConfig(**{"remote": "", **clean})
+    """Return the connection settings, even if mode is off. Raises `UserError`."""
+    values = _values(CloudConfig.OPTIONS, settings)
+    if values.get("mode") == OFF:
+        del values["mode"]
+    return CloudConfig(**values)
 
 
-def _clean(kind: type, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of the types that the fields have."""
-    clean = {}
-    for field in fields(kind):
-        if field.name not in settings or field.name == "cloud":
+def _values(table: Mapping[str, Option], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that belong to `table`, converted to option values; the schema checks them."""
+    values = {}
+    for name, option in table.items():
+        if name not in settings:
             continue
-        value, usual = settings[field.name], "" if field.default is MISSING else field.default
-        if usual is None and value in (None, 0, ""):  # a field of numbers cannot be left empty in every browser
+        value = settings[name]
+        if isinstance(value, str) and option.item_type is str and len(value) > _limit(option):
+            kind = "text" if option.many else "name"
+            raise UserError(f"{name} must be a {kind} of at most {_limit(option)} characters, not {len(value):,}")
+        if value in (None, 0, "") and value is not False and (option.default is None or name == "device"):
             continue
-        if isinstance(usual, bool):
-            if not isinstance(value, bool):
-                raise UserError(f"{field.name} must be true or false, not {value!r}")
-        elif isinstance(usual, (int, float)) or field.name == "exit_layer":
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise UserError(f"{field.name} must be a number, not {'empty' if value is None else repr(value)}")
-            if not isinstance(usual, float):
-                if value != value or value % 1:
-                    raise UserError(f"{field.name} must be a whole number, not {value}")
-                value = int(value)
-        elif field.name == "gates":
-            if not isinstance(value, (list, tuple)) or not all(isinstance(name, str) for name in value):
-                raise UserError(f"{field.name} must be a list of names, not {value!r}")
-            value = tuple(value)
-        elif not isinstance(value, str):
-            raise UserError(f"{field.name} must be a name, not {value!r}")
-        elif len(value) > LONGEST_NAME:
-            raise UserError(f"{field.name} must be a name of at most {LONGEST_NAME} characters, not {len(value):,}")
-        elif field.name == "skip_layers":
-            value = _numbers(field.name, value)
-        clean[field.name] = value.strip() if isinstance(value, str) else value
-    return clean
+        values[name] = _converted(option, value)
+    return values
+
+
+def _limit(option: Option) -> int:
+    return 10 * _NAME_CHARACTERS if option.many else _NAME_CHARACTERS
+
+
+def _converted(option: Option, value: Any) -> Any:
+    if option.many:
+        if isinstance(value, str) and option.choices is None:
+            return _numbers(option.name, value) if option.item_type is int else _lines(value)
+        return tuple(value) if isinstance(value, list) else value
+    if option.type is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value.strip() if isinstance(value, str) else value
+
+
+def _lines(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, (line.strip() for line in text.splitlines())))
 
 
 def _numbers(name: str, text: str) -> tuple[int, ...]:
-    """Numbers with commas or spaces between them."""
     words = text.replace(",", " ").split()
-    if not all(word.isdecimal() for word in words):
-        raise UserError(f"{name} must be numbers like 5, 7, not {text!r}")
+    if len(text) > _NAME_CHARACTERS or not all(word.isdecimal() for word in words):
+        raise UserError(f"{name} must be numbers like 5, 7, not {text[:_NAME_CHARACTERS]!r}")
     return tuple(map(int, words))

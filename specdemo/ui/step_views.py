@@ -13,13 +13,13 @@ from specdemo.core.explain import Reason, draft_prob, explain, reason_of
 from specdemo.core.policies import CostModel
 from specdemo.core.simulate import other_gammas
 from specdemo.core.step import Outcome, Step, TopTokens
+from specdemo.drafters import METHODS
 from specdemo.ui.lane import Lane
 from specdemo.ui.link_metrics import link_facts
 
 Bars = list[tuple[str, float | None, float | None]]  # token text, p, q; masses may be unrecorded
 TopList = Iterable[tuple[int, float]]
 
-STORES = ("nasd", "suffix", "lookup")  # their drafts end with the known context, so longer drafts cannot be simulated
 MAX_WHAT_IF = 8  # draft tokens
 COMPLETE = 1e-4  # unrecorded mass of a distribution that counts as 0
 
@@ -189,14 +189,15 @@ def figures(lane: Lane) -> dict[str, Any]:
 
 def what_if(lane: Lane) -> tuple[dict[str, Any] | None, str]:
     """Estimate tokens per pass and per second of other draft lengths on this text, or return the obstacle."""
-    if lane.recipe["method"] in ("ar", "beam"):
+    method = METHODS.get(lane.recipe["method"])
+    if method and not method.drafts:
         return None, "This lane did not draft."
     cost = lane.environment.get("parity", {}).get("cost")
     if not cost:
         return None, "The trace does not contain the cost of passes over several rows."
     steps = [event.step for event in lane.steps]
     longest = MAX_WHAT_IF
-    if lane.recipe["method"] in STORES:
+    if method and method.preflight == "replay":  # drafts end with the known context
         longest = max((len(step.draft) for step in steps), default=0)
     cost_model = CostModel({int(rows): value for rows, value in cost.items()})
     try:

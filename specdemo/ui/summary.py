@@ -10,7 +10,7 @@ from specdemo.core.events import StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.core.theory import expected_tokens, walltime_improvement
 from specdemo.core.theory import speedup as cost_model
-from specdemo.recipe import FORESTS
+from specdemo.drafters import draft_shape
 from specdemo.ui.labels import percent, speedup
 from specdemo.ui.lane import ALONE, PLAIN, SPEC, Lane, mode, title
 
@@ -70,7 +70,7 @@ def _prediction(lane: Lane, draft: float, verify: float, host: float) -> str:
     """Theorem 3.8 (2211.17192), and the cost model with measured verification and host costs."""
     spec = lane.metrics
     alpha = spec.mean_beta if lane.recipe.get("rule", "rejection") == "rejection" else spec.alpha
-    if alpha is None or lane.recipe["method"] in FORESTS:  # the theorem is about chains
+    if alpha is None or draft_shape(lane.recipe["method"]) == "forest":  # the theorem is about chains
         return ""
     drafted = spec.drafted / spec.decode_steps
     c = draft / drafted
@@ -95,7 +95,7 @@ def _advice(spec: Metrics, draft: float, verify: float, host: float) -> str:
 
 
 def sameness(lanes: Mapping[str, Lane]) -> dict[str, str] | None:
-    """Compare the texts of exact recipes at temperature 0 or with the coupled rule: badge, tone (good, even, bad), cause."""
+    """Compare texts that must be equal (exact, greedy or coupled): return badge, tone (good, even, bad) and cause."""
     baseline = lanes.get(PLAIN)
     if baseline is None or not (baseline.ended and baseline.begun):
         return None

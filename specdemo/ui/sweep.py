@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from specdemo.bench import BenchProgress, Row, as_json, disturbed, grid, report, slower, table
+from specdemo.bench import BenchProgress, BenchRow, as_json, disturbed, grid, report, slower, table
 from specdemo.core.errors import UserError
 from specdemo.prompts import Prompt, load_prompts
 from specdemo.recipe import METHODS, Recipe
 from specdemo.ui.frames import Run
 from specdemo.ui.labels import NOTHING, number, percent
 
-DRAFTING = [name for name in METHODS if name not in ("ar", "beam")]  # can be faster than AR decoding
+DRAFTING = [name for name, method in METHODS.items() if method.drafts]  # can be faster than AR decoding
 MOST_RUNS, MOST_TOKENS = 240, 24_000
 ASSUMED = 100.0  # tokens per second before the visitor's first run
 
@@ -137,20 +137,20 @@ class SweepResult:
             words = f"failed: {error}; {part}" if error else f"stopped: {part}"
         return _bar(done, total, words, ' role="status"')  # announced by screen readers
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[BenchRow]:
         return table(self.sweep.recipes, self.records)
 
-    def notes(self, rows: Sequence[Row]) -> str:
+    def notes(self, rows: Sequence[BenchRow]) -> str:
         lines = slower(rows) or ["no recipe was slower than AR decoding on any prompt"]
         if count := disturbed(self.records):
             lines.append(f"other runs interrupted {count} of these, so their figures may be inaccurate")
         return "\n".join(f"- {line}" for line in lines)
 
-    def files(self, rows: Sequence[Row]) -> tuple[str, str]:
+    def files(self, rows: Sequence[BenchRow]) -> tuple[str, str]:
         return report(self.sweep.recipes, len(self.sweep.prompts), self.records, rows), as_json(rows) + "\n"
 
 
-def cells(rows: Sequence[Row]) -> list[list[str]]:
+def cells(rows: Sequence[BenchRow]) -> list[list[str]]:
     return [
         [
             row.kind,
@@ -171,11 +171,11 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
 PLAIN, COLOURS = "plain decoding", ("#7a8698", "#0072b2", "#e69f00", "#009e73", "#cc79a7")  # palette of Okabe and Ito
 
 
-def bars(rows: Sequence[Row]) -> dict[str, Any]:
+def bars(rows: Sequence[BenchRow]) -> dict[str, Any]:
     """Return the bar plot of speed-ups: the baseline (1), then a bar per recipe and class."""
     temperatures = {row.lane.rpartition(" ")[2] for row in rows}
 
-    def name(row: Row) -> str:
+    def name(row: BenchRow) -> str:
         lane = row.lane if len(temperatures) > 1 else row.lane.rpartition(" ")[0]
         return f"{lane.replace('gamma=', 'γ ')}, {row.kind}"
 

@@ -1,4 +1,4 @@
-"""The bench: pairs on each prompt, medians that can be checked by hand, losing cases kept."""
+"""Benchmark: paired runs, medians checked by hand, losing cases included."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ import torch
 from fakes.bench_records import run
 from fakes.tiny_models import byte_level_tokenizer, save_model
 
-from benchmarks import drafting_cost as stores
-from benchmarks import large_pair as large
-from benchmarks import time_breakdown as where
 from specdemo import bench
 from specdemo.bench.baselines import BASELINES
 from specdemo.cli.main import main
@@ -48,16 +45,16 @@ def test_speedups_are_medians_of_ratios_and_losses_are_named() -> None:
     assert json.loads(bench.as_json([plain, draft]))["bench"][1]["speedup"] == pytest.approx(1.5)
 
 
-def test_a_policy_is_held_against_the_best_fixed_gamma() -> None:
+def test_policies_are_compared_with_the_best_fixed_gamma() -> None:
     recipes = [
         Recipe(method="ar", temperature=0),
         Recipe(temperature=0, gamma=2),
         Recipe(temperature=0, gamma=5),
         Recipe(temperature=0, policy="egag", gamma=5, gamma_max=8),
-        Recipe(temperature=0, policy="egag", method="self"),  # nothing fixed to compare with
+        Recipe(temperature=0, policy="egag", method="self"),  # no fixed gamma of this method
     ]
     walls = [(3.0, 1.0, 2.0, wall, 1.0) for wall in (0.5, 0.8, 1.25)]
-    walls[2] = (3.0, 1.0, 0.5, 1.25, 1.0)  # on one prompt the other gamma is the faster one
+    walls[2] = (3.0, 1.0, 0.5, 1.25, 1.0)  # gamma 5 is faster on this prompt
     walls += [(3.0, 1.0, 2.0, 0.8, 1.0)]
     records = [
         {"kind": "code", "name": f"code {i}", "runs": [run(wall, drafted=20 if j else 0) for j, wall in enumerate(row)]}
@@ -69,22 +66,22 @@ def test_a_policy_is_held_against_the_best_fixed_gamma() -> None:
     assert "1.25 [0.80, 2.00]" in bench.markdown([policy])
 
 
-def test_no_gamma_is_chosen_by_the_run_it_is_compared_with() -> None:
-    """Gamma 2 was lucky once; where it was, the other prompt would have chosen gamma 5."""
+def test_the_best_gamma_is_selected_on_other_prompts() -> None:
+    """Gamma 2 is fast on a single prompt; the other prompt selects gamma 5."""
     recipes = [Recipe(temperature=0, gamma=2), Recipe(temperature=0, gamma=5), Recipe(temperature=0, policy="auto")]
     walls = {"code 1": (0.1, 1.0, 1.0), "code 2": (2.0, 1.0, 1.0)}
     records = [
         {"kind": "code", "name": name, "runs": [run(wall, drafted=20) for wall in row]}
         for name, row in [*walls.items(), *walls.items()]
-    ]  # every prompt twice: its other run is no other prompt
+    ]  # each prompt twice: both runs belong to the same prompt
     over = bench.table(recipes, records)[2].over_fixed
     assert over is not None and over == pytest.approx((1.5, 1.0, 2.0))
 
 
-def test_the_cost_model_accounts_for_a_round() -> None:
-    """By hand: a plain pass 0.07 s; drafting 0.01 s a token, 2 tokens a round; verifying 0.07 s; the rest 0.01 s."""
+def test_the_cost_model_explains_a_step() -> None:
+    """By hand: AR pass 0.07 s; drafting 0.01 s per token, 2 tokens per step; verification 0.07 s; host 0.01 s."""
     recipes = [Recipe(method="ar", temperature=0), Recipe(temperature=0, gamma=2)]
-    plain, spec = run(0.8, draft_s=0.0), run(1.0, drafted=20)  # all of 1.0 = 0.2 + 0.7 + 0.1 s is accounted for
+    plain, spec = run(0.8, draft_s=0.0), run(1.0, drafted=20)  # 1.0 = 0.2 + 0.7 + 0.1 s
     row = bench.table(recipes, [{"kind": "code", "name": "code 1", "runs": [plain, spec]}])[1]
     c, v, o = 0.01 / 0.07, 1.0, 0.01 / 0.07
     assert (row.c, row.v, row.o) == pytest.approx((c, v, o))
@@ -93,10 +90,10 @@ def test_the_cost_model_accounts_for_a_round() -> None:
     assert row.realised == pytest.approx(1.6 / row.theory)
     assert row.explained == pytest.approx(1.0)
     slow = bench.table(recipes, [{"kind": "code", "name": "code 1", "runs": [plain, {**spec, "wall_s": 1.25}]}])[1]
-    assert slow.explained == pytest.approx(0.8)  # 0.25 s that nobody owns up to
+    assert slow.explained == pytest.approx(0.8)  # 0.25 s unexplained
 
 
-def test_of_a_family_of_peers_the_fastest_stands_for_all() -> None:
+def test_only_the_fastest_baseline_of_a_family_is_reported() -> None:
     recipes = [Recipe(method="ar", temperature=0)]
     peers = ["generate", "prompt lookup 4", "prompt lookup 10"]
     theirs = [
@@ -125,14 +122,14 @@ def test_real_models_are_measured_in_pairs(tmp_path: Path) -> None:
     for record in records:
         plain, draft, _, *theirs = record["runs"]
         assert plain["drafted"] == 0 < draft["drafted"] and plain["tokens"] > 0
-        assert all(run["text"] == plain["text"] for run in record["runs"])  # every way, theirs too, is greedy
+        assert all(run["text"] == plain["text"] for run in record["runs"])  # all lanes are greedy
         assert len(theirs) == len(peers) and all(run["ttft_s"] > 0 and run["wall_s"] > 0 for run in theirs)
     rows = bench.table(recipes, records, peers, bandwidth=1e9)
     assert len(rows) == 3 + len({peer.family for peer in BASELINES.values()})
     assert all(row.same_text in (None, 3) for row in rows)
 
 
-def test_prompts_come_again_with_another_seed(tmp_path: Path) -> None:
+def test_repetitions_use_other_seeds(tmp_path: Path) -> None:
     target = str(save_model(tmp_path / "target", byte_level_tokenizer()))
     recipes = [Recipe(method="ar", target=target, temperature=1.0, top_p=1.0, max_tokens=12, device="cpu")]
     prompts = load_prompts(kinds=["prose"])[:2]
@@ -144,62 +141,18 @@ def test_prompts_come_again_with_another_seed(tmp_path: Path) -> None:
     assert main(["bench", "--repeat", "0"]) == 2
 
 
-def test_copying_has_a_speed() -> None:
+def test_copy_bandwidth_is_plausible() -> None:
     assert bench.copy_bandwidth(torch.device("cpu")) > 1e8
 
 
-def test_unknown_classes_are_refused() -> None:
+def test_unknown_classes_raise_an_error() -> None:
     with pytest.raises(UserError, match="known are code, repetitive"):
         load_prompts(kinds=["magic"])
     assert main(["bench", "--kind", "magic"]) == 2
 
 
-def test_stores_follow_a_text_and_are_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text that repeats itself is drafted right; what is kept is counted, and prompt lookup keeps nothing."""
-    monkeypatch.setattr(stores, "NEW", 40)
-    text = [i % 7 for i in range(300)]
-    found = {(cost.drafter, cost.history): cost for cost in stores.measure(text, sizes=(50, 200))}
-    assert set(found) == {(name, size) for name in stores.DRAFTERS for size in (50, 200)}
-    for (name, size), cost in found.items():
-        assert cost.seconds_per_token > 0 and cost.accepted_per_round > 2
-        assert name == "lookup" or cost.bytes_per_token > found["lookup", size].bytes_per_token
-    table = stores.markdown(list(found.values()))
-    assert table.count("\n") == 1 + len(stores.DRAFTERS) and "at 200" in table
-
-
-def test_the_replayed_target_says_what_the_text_says() -> None:
-    verifier = stores.Replay([1, 2, 3, 4, 5])
-    verdict = verifier.verify([1], Draft.chain((2, 3, 9)))
-    assert verdict.accepted == (0, 1) and verdict.token == 4
-    assert verifier.verify([1, 2], Draft()).token == 3
-
-
-def test_a_large_pair_is_measured_with_acceptance_imposed(capsys: pytest.CaptureFixture[str]) -> None:
-    """The script for GPUs, on a small pair: its passes are real, its text is plain decoding's, its rates as asked."""
-    small = ["--target", "tiny", "--drafter", "tiny", "--device", "cpu", "--dtype", "float32", "--tokens", "64"]
-    large.main([*small, "--quantization", "none", "--gamma", "3", "--right", "0", "0.5", "1"])
-    out = capsys.readouterr().out
-    assert "parts from" not in out and "are imposed" in out
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines() if line.startswith("|")]
-    won = {(row[2], row[3]): float(row[6]) for row in rows[2:]}
-    assert won["0", "0.00"] == won["3", "0.00"] == 1.0 and won["3", "1.00"] > 3.5
-    assert 1.2 < won["3", "0.50"] < 2.6  # (1 - 0.5^4) / (1 - 0.5) = 1.88 on average
-
-
-def test_the_time_of_a_round_is_all_somewhere(capsys: pytest.CaptureFixture[str]) -> None:
-    """Passes hold what they are made of, the loop's own figures hold passes, and no stopwatch stays behind."""
-    before = [getattr(owner, name) for owner, name, _ in where.TIMED]
-    where.main(["--gamma", "2", "--temperature", "0", "1", "--prompts", "1", "--max-tokens", "24"])
-    assert [getattr(owner, name) for owner, name, _ in where.TIMED] == before
-    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
-    shares = {row[0]: [float(cell.rstrip("%")) for cell in row[2::2]] for row in rows[2:]}
-    assert len(shares) == 9 and all(min(share) >= 0 for share in shares.values())
-    assert all(min(share) > 0 for part, share in shares.items() if "products" in part)
-    assert all(abs(sum(column) - 100) < 5 for column in zip(*shares.values(), strict=True))
-
-
 class Scripted:
-    """In place of `generate`: steps of a second on a clock that the test holds, and whether it was left properly."""
+    """Replacement of `generate`: steps of 1 s on a fake clock; counts steps and closed generators."""
 
     def __init__(self, end: str = "length") -> None:
         self.now, self.end, self.closed, self.steps = 0.0, end, 0, 0
@@ -230,28 +183,28 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Scripted:
     return script
 
 
-SOME = [Prompt("code", "code 1", "a"), Prompt("prose", "prose 1", "b")]
-TWO = [Recipe(method="ar", temperature=0), Recipe(method="nasd", temperature=0)]
+PROMPTS = [Prompt("code", "code 1", "a"), Prompt("prose", "prose 1", "b")]
+RECIPES = [Recipe(method="ar", temperature=0), Recipe(method="nasd", temperature=0)]
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.5, 100.0])
-def test_what_a_caller_does_between_steps_is_not_measured(scripted: Scripted, pause: float) -> None:
+def test_time_of_the_caller_between_steps_is_not_measured(scripted: Scripted, pause: float) -> None:
     records, turns = [], []
-    for item in bench.measure(TWO, SOME, ModelPool()):
+    for item in bench.measure(RECIPES, PROMPTS, ModelPool()):
         scripted.now += pause
         (records if isinstance(item, dict) else turns).append(item)
     runs = [run for record in records for run in record["runs"]]
-    assert [run["wall_s"] for run in runs] == [3.0] * 4  # three seconds after the first token, whatever the pauses
+    assert [run["wall_s"] for run in runs] == [3.0] * 4  # three seconds after the first token, without pauses
     assert [run["paused_s"] for run in runs] == [3 * pause] * 4
     assert bench.disturbed(records) == (4 if pause else 0)
     timed = [turn for turn in turns if turn.number and "loading" not in turn.doing]
-    assert [turn.number for turn in timed] == [n for n in (1, 2, 3, 4) for _ in range(5)]  # its beginning, its steps
+    assert [turn.number for turn in timed] == [n for n in (1, 2, 3, 4) for _ in range(5)]  # start and steps
     assert {turn.total for turn in turns} == {4} and str(turns[0]) == "warming up: ar T=0"
     assert str(timed[-1]).startswith("4 of 4: prose 1, ")
 
 
-def test_a_bench_can_be_left_in_the_middle_of_a_run(scripted: Scripted) -> None:
-    items = bench.measure(TWO, SOME, ModelPool())
+def test_a_bench_can_be_closed_during_a_run(scripted: Scripted) -> None:
+    items = bench.measure(RECIPES, PROMPTS, ModelPool())
     for _ in range(16):
         item = next(items)
     assert isinstance(item, bench.BenchProgress) and item.number == 1
@@ -260,13 +213,13 @@ def test_a_bench_can_be_left_in_the_middle_of_a_run(scripted: Scripted) -> None:
     assert scripted.steps == before and scripted.closed == over + 1
 
 
-def test_a_run_that_fails_ends_the_bench_and_says_which(scripted: Scripted) -> None:
+def test_a_failed_run_raises_an_error_with_its_name(scripted: Scripted) -> None:
     scripted.end = "error"
     with pytest.raises(RuntimeError, match="ar T=0 failed: out of memory"):
-        list(bench.measure(TWO, SOME, ModelPool()))
+        list(bench.measure(RECIPES, PROMPTS, ModelPool()))
 
 
-def test_a_grid_is_plain_decoding_and_every_combination() -> None:
+def test_a_grid_contains_ar_decoding_and_all_combinations() -> None:
     found = [
         bench.recipe_label(Recipe(**one))
         for one in bench.grid(["draft", "self"], [2, 5], ["fixed", "egag"], [0.0, 1.0])
@@ -282,13 +235,13 @@ def test_a_grid_is_plain_decoding_and_every_combination() -> None:
     assert [one.get("gamma") for one in bench.grid(["draft"], [2, 5], ["egag"], [0.0])] == [None, 5]
 
 
-def test_a_report_says_what_was_run_and_where_it_lost() -> None:
-    where = {"processor": "CPU", "device": "cpu", "dtype": "float32", "threads": 1, "engine": "lean"}
-    where |= {"python": "3", "torch": "2", "transformers": "5"}
-    losing = {"kind": "code", "name": "code 1", "runs": [run(1.0, environment=where), run(4.0, drafted=20)]}
-    rows = bench.table(TWO, [losing])
-    whole, part = (bench.report(TWO, prompts, [losing], rows) for prompts in (1, 2))
-    assert bench.markdown(rows) in whole and "- slower than plain: nasd gamma=4 T=0 on code 1 (0.50x)" in whole
+def test_a_report_contains_settings_and_losing_prompts() -> None:
+    environment = {"processor": "CPU", "device": "cpu", "dtype": "float32", "threads": 1, "engine": "lean"}
+    environment |= {"python": "3", "torch": "2", "transformers": "5"}
+    losing = {"kind": "code", "name": "code 1", "runs": [run(1.0, environment=environment), run(4.0, drafted=20)]}
+    rows = bench.table(RECIPES, [losing])
+    whole, part = (bench.report(RECIPES, prompts, [losing], rows) for prompts in (1, 2))
+    assert bench.markdown(rows) in whole and "- slower than AR decoding: nasd gamma=4 T=0 on code 1 (0.50x)" in whole
     assert "Partial" not in whole and "**Partial**: stopped after 1 of 2 prompts" in part
     losing["runs"][1]["paused_s"] = 1.0
-    assert "took turns with 1 of these" in bench.report(TWO, 1, [losing], rows) and "took turns" not in whole
+    assert "other jobs during 1 of these" in bench.report(RECIPES, 1, [losing], rows) and "other jobs" not in whole

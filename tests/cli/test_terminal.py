@@ -141,14 +141,14 @@ def test_names_and_models_that_do_not_fit(
         (["--pair", "bundled", "--target", target], "not both"),
         (["--target", target], "needs a drafter"),
         (["--drafter", target], "needs a target"),
-        (["--target", str(tmp_path), "--method", "ar"], "not a model"),
+        (["--target", str(tmp_path), "--method", "ar"], "without config.json"),
         (["--target", target, "--drafter", stranger], "the tokenizers differ in"),
     ):
         assert main(["run", PROMPT, *arguments]) == 2
         assert sentence in capsys.readouterr().err.splitlines()[-1]
     assert main(["run", PROMPT, "--target", target, "--drafter", stranger, "--universal", "--max-tokens", "9"]) == 0
     assert main(["preflight", "--target", target, "--drafter", stranger, "--universal", "--kind", "code"]) == 2
-    assert "these models have two" in capsys.readouterr().err.splitlines()[-1]
+    assert "share a vocabulary" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_ctrl_c_ends_the_trace(

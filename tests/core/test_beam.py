@@ -62,7 +62,7 @@ def found(model: PreTrainedModel, prompt: list[int], length: int, settings: dict
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("kind", ["llama", "llama lean", "gpt2"])
-def test_it_finds_what_transformers_finds(kind: str, settings: str) -> None:
+def test_results_equal_those_of_transformers(kind: str, settings: str) -> None:
     kind, _, lean = kind.partition(" ")
     model = tiny_model(kind)
     ours = LlamaWeights(model) if lean else model
@@ -80,7 +80,7 @@ def test_it_finds_what_transformers_finds(kind: str, settings: str) -> None:
         assert stopped and early
 
 
-def test_each_round_feeds_one_token_per_beam() -> None:
+def test_each_step_feeds_one_token_per_beam() -> None:
     """Keys and values of the beams are kept as those of a forest; nothing is computed twice."""
     model = tiny_model("llama")
     count = Counting(model)
@@ -89,7 +89,7 @@ def test_each_round_feeds_one_token_per_beam() -> None:
     assert len(count.rows) == len(steps)
 
 
-def test_what_is_committed_is_never_taken_back() -> None:
+def test_committed_tokens_are_final() -> None:
     """The best beam changes its mind now and then; the text only ever grows."""
     model = tiny_model("llama")
     changed = 0
@@ -113,6 +113,6 @@ def test_one_beam_is_greedy() -> None:
     assert committed(steps) == found(model, [2, 3], 10, {"num_beams": 1})
 
 
-def test_a_sliding_window_refuses_beams_in_words() -> None:
+def test_beams_are_rejected_for_sliding_windows() -> None:
     with pytest.raises(UserError, match="sliding window"):
         searched(tiny_model("mistral-sliding"), [1, 2, 3], 8, {"num_beams": 3})

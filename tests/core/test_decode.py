@@ -61,7 +61,7 @@ TEXT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14]
 
 @pytest.mark.parametrize("gamma", [1, 2, 3, 5])
 @pytest.mark.parametrize("stop", range(1, 12))
-def test_a_stop_token_ends_the_text_wherever_it_stands(stop: int, gamma: int) -> None:
+def test_a_stop_token_ends_the_text_at_any_position(stop: int, gamma: int) -> None:
     """First token, accepted draft or bonus; several ids: the earliest counts; nothing past it is counted."""
     script = Script(TEXT, prompt=1)
     steps = run([0], script, script, Fixed(gamma), 12, stop=(stop, stop + 1, 99))
@@ -80,14 +80,14 @@ def test_a_stop_token_ends_the_text_wherever_it_stands(stop: int, gamma: int) ->
 
 @pytest.mark.parametrize("gamma", [1, 4])
 @pytest.mark.parametrize("length", range(1, 9))
-def test_length_is_met_and_never_passed(length: int, gamma: int) -> None:
+def test_length_is_exact(length: int, gamma: int) -> None:
     for seed in range(20):
         steps = run([1, 2], target(seed=seed), GuessDrafter(6), Fixed(gamma), length)
         assert len(committed(steps)) == length
         assert all(len(step.draft) <= step.gamma <= gamma for step in steps)
 
 
-def test_round_zero_is_the_prefill() -> None:
+def test_step_zero_is_the_prefill() -> None:
     steps = run([1, 2], target(), GuessDrafter(6), Fixed(3), 8)
     assert len(steps[0].draft) == 0 and steps[0].kind == "plain" and len(steps[0].tokens) == 1
     assert [step.i for step in steps] == list(range(len(steps)))
@@ -116,7 +116,7 @@ def test_steps_survive_json(forest: bool) -> None:
         assert len(line["top"]) == len(line["p"]) == len(line["parents"]) == len(line["draft"])
 
 
-def test_metrics_of_a_run_without_drafts_divide_by_nothing() -> None:
+def test_metrics_of_a_run_without_drafts_avoid_division_by_zero() -> None:
     figures = Metrics().as_dict()
     assert figures["acceptance_rate"] is None and figures["tokens_per_second"] is None
     figures = Metrics.of(run([1], target(), GuessDrafter(6), Fixed(1), 1)).as_dict()
@@ -153,7 +153,7 @@ def test_metrics_by_hand() -> None:
     assert figures["tokens_per_second"] == pytest.approx(5.0)
 
 
-def test_beta_is_the_overlap_of_the_two_laws() -> None:
+def test_beta_is_the_overlap_of_the_distributions() -> None:
     """Against sum min(p, q) computed apart; its mean estimates alpha."""
     drafter = ModelDrafter(SMALL.score, SamplingParams(), Noise(0, "draft"), 6)
     text = [1, 2]

@@ -1,6 +1,7 @@
-"""Laws by enumeration: every draw is explored, so an exact rule's error is rounding and a lossy one's is seen.
+"""Output distributions by enumeration of all random outcomes.
 
-The vocabulary has three or four tokens, texts have up to three: joint laws, not marginals.
+Errors of exact rules are rounding errors; lossy rules are detected. Joint distributions of up to three tokens from
+vocabularies of three or four.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from specdemo.drafters.model import ModelDrafter
 @pytest.mark.parametrize("stop", [(), STOP], ids=["no stop", "stop"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("sampling", SAMPLING)
-def test_rejection_keeps_the_law(sampling: str, drafter: str, stop: tuple[int, ...]) -> None:
+def test_rejection_is_exact(sampling: str, drafter: str, stop: tuple[int, ...]) -> None:
     probs, drafted, accepted = enumerate_distribution(SAMPLING[sampling], DRAFTERS[drafter], stop=stop)
     assert distance(probs, true_distribution(SAMPLING[sampling], 3, stop)) < ROUNDING
     if drafter != "none":
@@ -58,7 +59,7 @@ def test_every_length_and_gamma(length: int, gamma: int) -> None:
     assert distance(probs, true_distribution(SamplingParams(), length, ())) < ROUNDING
 
 
-def test_lookahead_with_teeth_keeps_the_law() -> None:
+def test_lookahead_with_teeth_is_exact() -> None:
     """A text long enough for a comb with teeth and for n-grams that were read from it."""
     probs, drafted, accepted = enumerate_distribution(
         SamplingParams(), lambda sampling, source: LookaheadDrafter(window=1, n=3, guesses=2), length=5, gamma=3
@@ -68,14 +69,14 @@ def test_lookahead_with_teeth_keeps_the_law() -> None:
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("sampling", SAMPLING)
-def test_match_keeps_the_law(sampling: str, drafter: str) -> None:
+def test_match_is_exact(sampling: str, drafter: str) -> None:
     probs, _, _ = enumerate_distribution(SAMPLING[sampling], DRAFTERS[drafter], match)
     assert distance(probs, true_distribution(SAMPLING[sampling], 3, ())) < ROUNDING
 
 
 @pytest.mark.parametrize("drafter", ["model", "siblings", "guessed forest"])
 @pytest.mark.parametrize("name", [name for name, rule in RULES.items() if not rule.exact(SamplingParams())])
-def test_lossy_rules_are_exact_when_greedy_and_seen_above(name: str, drafter: str) -> None:
+def test_lossy_rules_are_exact_at_temperature_0_only(name: str, drafter: str) -> None:
     rule = RULES[name].apply
     if RULES[name].threshold is not None:
         rule = partial(rule, threshold=RULES[name].threshold)
@@ -99,13 +100,13 @@ def test_lossy_rules_are_exact_when_greedy_and_seen_above(name: str, drafter: st
         ),  # what q has too much of goes to what p has
     ],
 )
-def test_lossy_rules_are_off_by_what_theory_says(rule: Any, expected: list[float]) -> None:
+def test_lossy_rules_have_the_predicted_error(rule: Any, expected: list[float]) -> None:
     """One drafted token: what is accepted of q, and the mass of what is not, spread as corrections are drawn."""
     explorer = Explorer()
     p, q = torch.tensor([0.6, 0.3, 0.1]), torch.tensor([0.2, 0.3, 0.5])
 
     def once() -> int:
-        token = explorer.draw(q)
+        token = explorer.sample(q)
         draft = Draft.chain((token,), (float(q[token]),), q[None])
         verdict = rule(draft, torch.stack([p, p]), explorer, explorer, 1)
         return token if verdict.accepted else verdict.token
@@ -116,7 +117,7 @@ def test_lossy_rules_are_off_by_what_theory_says(rule: Any, expected: list[float
 
 @pytest.mark.parametrize("drafter", ["model", "straight", "n-grams", "universal", "guesses", "guessed forest"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
-def test_coupled_text_is_that_of_plain_decoding(temperature: float, drafter: str) -> None:
+def test_coupled_text_equals_ar_text(temperature: float, drafter: str) -> None:
     """Token by token, at any temperature, for every drafter and gamma, from the same seed."""
     sampling, accepted, texts = SamplingParams(temperature=temperature), 0, set()
     for seed in range(40):
@@ -135,14 +136,11 @@ def test_coupled_text_is_that_of_plain_decoding(temperature: float, drafter: str
     assert accepted > 0 and (len(texts) > 20 or temperature == 0)
 
 
-@pytest.mark.parametrize("rule", ["rejection", "match"])
+@pytest.mark.parametrize("rule", ["rejection", pytest.param("match", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_theorem(policy: str, drafter: str, rule: str) -> None:
-    """Every drafter under every exact rule and policy, greedy and not: the text has the target's own law.
-
-    A policy decides before a token is drawn, so how long a draft becomes says nothing of what is in it.
-    """
+def test_every_drafter_rule_and_policy_is_exact(policy: str, drafter: str, rule: str) -> None:
+    """The output has the target's distribution at any temperature."""
     lengths = set()
     for name in ("greedy", "plain", "top-p", "penalty"):
         sampling, explorer = SAMPLING[name], Explorer()
@@ -159,12 +157,12 @@ def test_the_theorem(policy: str, drafter: str, rule: str) -> None:
 
 
 def test_corrections_from_p_are_lossy() -> None:
-    """Skipping the adjustment adds the rejected mass to p: the law is off by sum max(q-p,0) * TV(p, residual)."""
+    """Skipping the adjustment adds the rejected mass to p: the error is sum max(q-p,0) * TV(p, residual)."""
     explorer = Explorer()
     p, q = torch.tensor([0.6, 0.3, 0.1]), torch.tensor([0.2, 0.3, 0.5])
 
     def once() -> int:
-        token = explorer.draw(q)
+        token = explorer.sample(q)
         verdict = rejection(
             Draft.chain((token,), (float(q[token]),), q[None]), torch.stack([p, p]), explorer, explorer, 1, adjust=False
         )
@@ -177,15 +175,15 @@ def test_corrections_from_p_are_lossy() -> None:
     assert distance(probs, dict(enumerate(p.tolist()))) == pytest.approx(0.16, abs=1e-6)
 
 
-# --- mutants: bugs that well-known projects shipped; each must be seen by the test above it ----------------------
+# --- mutants: bugs of well-known projects, which the enumeration must detect ----------------------
 
 
 def mutant_distribution(make: Make, rule: Any = rejection, sampling: SamplingParams = SAMPLING["top-k"]) -> float:
     return distance(enumerate_distribution(sampling, make, rule)[0], true_distribution(sampling, 3, ()))
 
 
-def test_mutant_greedy_draft_judged_by_softmax() -> None:
-    """Argmax drafted, softmax compared: greedy in name only."""
+def test_mutant_greedy_draft_verified_by_softmax() -> None:
+    """Draft by argmax, verify with the softmax."""
     greedy = SamplingParams(temperature=0)
     probs, _, _ = enumerate_distribution(
         SamplingParams(), lambda sampling, source: ModelDrafter(SMALL.score, greedy, source, VOCAB)
@@ -193,17 +191,17 @@ def test_mutant_greedy_draft_judged_by_softmax() -> None:
     assert distance(probs, true_distribution(greedy, 3, ())) > 0.02
 
 
-def test_mutant_match_that_draws_again() -> None:
-    """A sample that misses the draft is the correction; drawing anew gives the drafted token 2p - p^2."""
+def test_mutant_match_with_a_second_sample() -> None:
+    """A sample not in the draft is the correction; sampling again gives the draft token 2p - p^2."""
 
     def drawing(draft: Draft, p: Tensor, accept: Any, correct: Any, start: int, again: bool) -> Verdict:
         accepted = []
         for node, token in enumerate(draft.tokens):
-            drawn = accept.draw(p[node])
+            drawn = accept.sample(p[node])
             if drawn != token:
-                return Verdict(tuple(accepted), correct.draw(p[node]) if again else drawn)
+                return Verdict(tuple(accepted), correct.sample(p[node]) if again else drawn)
             accepted.append(node)
-        return Verdict(tuple(accepted), correct.draw(p[len(draft)]))
+        return Verdict(tuple(accepted), correct.sample(p[len(draft)]))
 
     def of(again: bool) -> float:
         return mutant_distribution(DRAFTERS["guesses"], lambda *args: drawing(*args, again=again), SamplingParams())
@@ -221,7 +219,7 @@ def test_mutant_match_that_draws_again() -> None:
 
 
 def test_mutant_raw_q() -> None:
-    """q must be the law sampled from, not the softmax of the raw logits."""
+    """q must be the distribution sampled from, not the softmax of the raw logits."""
 
     class Raw(ModelDrafter):
         def propose(self, tokens: Sequence[int], budget: Any) -> Draft:
@@ -235,8 +233,8 @@ def test_mutant_raw_q() -> None:
     assert mutant_distribution(lambda sampling, source: Raw(SMALL.score, sampling, source, VOCAB)) > 0.02
 
 
-def test_mutant_dropping_what_was_drawn() -> None:
-    """A sampled token dropped for being improbable biases the text; deciding before the draw does not."""
+def test_mutant_dropping_sampled_tokens() -> None:
+    """Dropping improbable samples biases the text; deciding before sampling does not."""
 
     class Dropping(ModelDrafter):
         def propose(self, tokens: Sequence[int], budget: Any) -> Draft:
@@ -268,7 +266,7 @@ def test_mutant_dropping_what_was_drawn() -> None:
 
 @pytest.mark.parametrize("lenience", [1.05])
 def test_mutant_lenient_acceptance(lenience: float) -> None:
-    """Even five per cent too much acceptance shows."""
+    """An acceptance probability 5 % too large is detected."""
 
     class Lenient:
         def __init__(self, source: Explorer) -> None:
@@ -284,20 +282,20 @@ def test_mutant_lenient_acceptance(lenience: float) -> None:
 
 
 def chi_square(shared: bool) -> float:
-    """Of 12,000 texts of one drafted token against their law, with the program's own noise."""
+    """Chi-square of 12,000 samples with one draft token each."""
     p = torch.tensor([0.5, 0.3, 0.15, 0.05])
     q = torch.tensor([0.1, 0.2, 0.3, 0.4])
     streams = ["draft", "draft", "draft"] if shared else ["draft", "accept", "correct"]
     counts = [0] * 4
     for seed in range(12_000):
         draw, accept, correct = (Noise(seed, stream) for stream in streams)
-        token = draw.draw(q)
+        token = draw.sample(q)
         verdict = rejection(Draft.chain((token,), (float(q[token]),), q[None]), torch.stack([p, p]), accept, correct, 1)
         counts[token if verdict.accepted else verdict.token] += 1
     return sum((n - 12_000 * x) ** 2 / (12_000 * x) for n, x in zip(counts, p.tolist(), strict=True))
 
 
-def test_noise_streams_are_independent_and_a_shared_one_is_seen() -> None:
+def test_noise_streams_are_independent_and_sharing_is_detected() -> None:
     """Fixed seeds, so it never flickers; by chance alone one such choice in 10^5 would exceed 26 (3 degrees)."""
     assert chi_square(shared=False) < 26
     assert chi_square(shared=True) > 100
@@ -306,19 +304,19 @@ def test_noise_streams_are_independent_and_a_shared_one_is_seen() -> None:
 # --- corners -----------------------------------------------------------------------------------------------------
 
 
-def test_residual_of_equal_laws_is_p() -> None:
+def test_residual_of_equal_distributions_is_p() -> None:
     p = torch.tensor([0.25, 0.75])
     assert residual(p, p).tolist() == p.tolist()
     assert residual(p, torch.tensor([0.5, 0.5])).tolist() == [0.0, 1.0]
 
 
 @pytest.mark.parametrize("q", [0.0, 0.5])
-def test_what_p_forbids_is_rejected_even_by_a_draw_of_zero(q: float) -> None:
+def test_zero_probability_is_rejected_for_u_zero(q: float) -> None:
     class Zero:
         def test(self, probability: float) -> tuple[bool, float]:
             return 0.0 < probability, 0.0
 
-        def draw(self, probs: Tensor, place: int) -> int:
+        def sample(self, probs: Tensor, position: int) -> int:
             return int(probs.argmax())
 
     p = torch.tensor([[0.0, 1.0], [0.0, 1.0]])

@@ -1,4 +1,4 @@
-"""Draft-length policies: each rule by hand, bounds kept, and the choice that pays found."""
+"""Draft-length policies: rules computed by hand, bounds, and the optimum of `Auto`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def step(drafted: int, accepted: int, draft_s: float = 0.0, verify_s: float = 1.
 
 
 def length(policy: Any, logits: torch.Tensor | None = None) -> int:
-    """How long a draft becomes under laws that are all alike."""
+    """Draft length if every token has these logits."""
     n = 0
     while policy.may_extend(n, None) and policy.may_extend(n, logits):
         n += 1
@@ -43,7 +43,7 @@ def length(policy: Any, logits: torch.Tensor | None = None) -> int:
     return n
 
 
-def test_dynamic_follows_the_guides_thresholds_within_its_bounds() -> None:
+def test_dynamic_follows_its_thresholds_and_bounds() -> None:
     policy = Dynamic(6, 3, 12)
     lengths = []
     for accepted in (6, 7, 3, 2, 0, 0, 0, 0):
@@ -54,10 +54,10 @@ def test_dynamic_follows_the_guides_thresholds_within_its_bounds() -> None:
         policy.observe(step(policy.gamma, policy.gamma))
     assert policy.gamma == 12
     policy.observe(step(0, 0))
-    assert policy.gamma == 12  # a round without a draft says nothing
+    assert policy.gamma == 12  # steps without a draft are ignored
 
 
-def test_heuristic_is_that_of_transformers() -> None:
+def test_heuristic_equals_that_of_transformers() -> None:
     policy = Heuristic(5, 20)
     policy.observe(step(5, 5))
     assert policy.gamma == 7
@@ -68,7 +68,7 @@ def test_heuristic_is_that_of_transformers() -> None:
     assert policy.gamma == 1
 
 
-def test_egag_is_short_where_the_drafter_is_unsure() -> None:
+def test_egag_shortens_drafts_at_high_entropy() -> None:
     assert length(Egag(1, 8), FLAT) == 1 and length(Egag(1, 8), SURE) == 8
     half = torch.cat([torch.zeros(4), torch.full((12,), -1e4)])  # ln 4 / ln 16 = 1/2
     policy = Egag(2, 8)
@@ -76,8 +76,8 @@ def test_egag_is_short_where_the_drafter_is_unsure() -> None:
     assert policy.notes == pytest.approx({"h_norm": 0.5, "h_norm_ema": 0.5, "gamma": 5})
     policy.may_extend(0, FLAT)
     assert policy.notes["h_norm_ema"] == pytest.approx(0.75, abs=1e-6)
-    assert Egag(2, 9, smooth=0.75).called_for == 4  # 2 + 7 / 4
-    assert length(Egag(1, 8)) == 8  # n-grams have no law to read
+    assert Egag(2, 9, h_norm_ema=0.75).entropy_gamma == 4  # 2 + 7 / 4
+    assert length(Egag(1, 8)) == 8  # n-gram drafters have no logits
 
 
 def test_entropy_bounds_and_confidence_end_drafts() -> None:
@@ -89,10 +89,10 @@ def test_entropy_bounds_and_confidence_end_drafts() -> None:
     assert length(PathProbability(8), two) == 2  # 1/2, 1/4, and 1/8 is below 0.2
     assert length(PathProbability(8), SURE) == 8
     policy = PathProbability(8)
-    assert [length(policy, two) for _ in range(3)] == [2, 2, 2]  # each draft begins anew
+    assert [length(policy, two) for _ in range(3)] == [2, 2, 2]  # reset for each draft
 
 
-def test_adaedl_moves_its_threshold_against_what_is_accepted() -> None:
+def test_adaedl_adjusts_its_threshold_to_acceptance() -> None:
     policy = AdaEdl(8)
     assert length(policy, SURE) == 8 and length(policy, FLAT) == 0
     policy.observe(step(4, 4))
@@ -132,7 +132,7 @@ def settled(policy: Auto, rounds: int = 40, c: float = 0.13) -> int:
     return policy.gamma
 
 
-def test_one_slow_round_does_not_move_auto() -> None:
+def test_one_slow_step_does_not_change_auto() -> None:
     disturbed, quiet = Auto(8), Auto(8)
     gamma = settled(disturbed)
     assert settled(quiet) == gamma and disturbed.notes["auto_c"] == pytest.approx(0.13)
@@ -143,7 +143,7 @@ def test_one_slow_round_does_not_move_auto() -> None:
     assert disturbed.gamma == quiet.gamma and disturbed.notes == pytest.approx(quiet.notes)
 
 
-def test_the_drafters_reading_of_the_prompt_is_no_cost_of_a_draft() -> None:
+def test_the_prefill_of_the_drafter_is_not_a_draft_cost() -> None:
     policy = Auto(8, CostModel(token=0.2))
     policy.observe(step(3, 2, draft_s=40.0))
     assert policy.notes["auto_c"] == 0.2
@@ -151,14 +151,14 @@ def test_the_drafters_reading_of_the_prompt_is_no_cost_of_a_draft() -> None:
     assert policy.notes["auto_c"] == pytest.approx(0.13)
 
 
-def test_auto_believes_the_prices_of_passes() -> None:
+def test_auto_uses_the_cost_model() -> None:
     """A pass that costs what its rows do leaves nothing to win; a step up ends drafts before it."""
     assert settled(Auto(8, CostModel({1: 1.0, 8: 8.0}))) == 0
     flat, step_up = Auto(8), Auto(8, CostModel({1: 1.0, 2: 1.0, 3: 3.0}))
     assert settled(flat) == 2 and settled(step_up) == 1
 
 
-def test_prices_between_and_beyond_what_is_known() -> None:
+def test_costs_are_interpolated_and_extrapolated() -> None:
     prices = CostModel({1: 1.0, 2: 1.1, 5: 1.4, 8: 1.4})
     assert [prices.verify(n) for n in (1, 2, 3, 5, 8, 20)] == pytest.approx([1.0, 1.1, 1.2, 1.4, 1.4, 1.4])
     assert CostModel({1: 1.0, 2: 1.1}).verify(4) == pytest.approx(1.3)
@@ -169,7 +169,7 @@ def test_prices_between_and_beyond_what_is_known() -> None:
     assert CostModel().verify(9) == 1.0
 
 
-def test_auto_looks_again_less_and_less_often() -> None:
+def test_auto_retries_at_increasing_intervals() -> None:
     policy = Auto(8, CostModel(token=5.0))
     waits, idle = [], 0
     for _ in range(1500):
@@ -181,7 +181,7 @@ def test_auto_looks_again_less_and_less_often() -> None:
     assert ends[:3] == [64, 128, 256] and len(ends) > 5 and set(ends[3:]) == {256}
 
 
-def test_auto_reads_chances_where_coins_were_thrown_and_leaves_of_trees() -> None:
+def test_auto_uses_beta_for_chains_and_counts_for_trees() -> None:
     lucky = Verdict((0,), 1, draw=(0.1,), beta=(0.25,))
     told = Step(1, (7, 1), Draft.chain((7,)), lucky, 1, draft_s=0.1, verify_s=1.0, host_s=0.0, t=0.0)
     policy, other = Auto(8), Auto(8)

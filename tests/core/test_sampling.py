@@ -1,4 +1,4 @@
-"""Laws against transformers' own logits processors, and draws against their law."""
+"""Logits processing against transformers' processors, and samples against their distribution."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VOCAB = 50
     ("temperature", "top_k", "top_p", "penalty", "words"),
     list(itertools.product((0.5, 1.0, 1.7), (0, 5), (0.6, 1.0), (1.0, 1.3), ((), ((3,), (1, 2))))),
 )
-def test_laws_equal_those_of_transformers(
+def test_distributions_equal_those_of_transformers(
     temperature: float, top_k: int, top_p: float, penalty: float, words: tuple[tuple[int, ...], ...]
 ) -> None:
     torch.manual_seed(0)
@@ -53,7 +53,7 @@ def test_laws_equal_those_of_transformers(
 
 
 @pytest.mark.parametrize("spread", [0.01, 1.0, 4.0])
-def test_a_nucleus_may_be_most_of_a_large_vocabulary(spread: float) -> None:
+def test_a_nucleus_may_contain_most_of_a_large_vocabulary(spread: float) -> None:
     torch.manual_seed(1)
     logits = torch.randn(3, 3000) * spread
     probs = SamplingParams(top_p=0.9)(logits, [])
@@ -67,13 +67,13 @@ def test_temperature_zero_is_a_point_mass() -> None:
     assert probs.tolist() == [[0.0, 1.0, 0.0]]
 
 
-def test_bad_words_that_ban_everything_are_refused() -> None:
+def test_bad_words_that_exclude_all_tokens_raise() -> None:
     with pytest.raises(UserError, match="ban fewer"):
         SamplingParams(bad_words=((0,), (1,)))(torch.zeros(1, 2), [[0]])
 
 
-@pytest.mark.parametrize("way", [Noise.draw, Noise._invert, Noise._race])
-def test_draws_follow_their_law(way: Callable[[Noise, torch.Tensor], int]) -> None:
+@pytest.mark.parametrize("way", [Noise.sample, Noise._inverse_cdf, Noise._exponential_race])
+def test_samples_follow_their_distribution(way: Callable[[Noise, torch.Tensor], int]) -> None:
     """20,000 draws; by chance alone one seed in 10^5 would exceed 26 (3 degrees of freedom), and the seed is fixed."""
     probs = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0])
     noise, n = Noise(7, "draw"), 20_000
@@ -83,36 +83,34 @@ def test_draws_follow_their_law(way: Callable[[Noise, torch.Tensor], int]) -> No
 
 
 @pytest.mark.parametrize("u", [0.0, 0.25, 1 - 2**-53])
-def test_the_ends_of_the_unit_interval_draw_possible_tokens(u: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The least and the largest uniform number there is, on laws that begin and end with impossible tokens."""
+def test_uniform_numbers_0_and_1_select_possible_tokens(u: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Smallest and largest uniform numbers, with impossible tokens at both ends."""
     noise = Noise(0, "draw")
     monkeypatch.setattr(noise._uniform, "random", lambda: u)
     for probs in ([0.0, 0.25, 0.75, 0.0], [0.0, 1 / 3, 1 / 3, 1 / 3, 0.0], [1.0], [0.0, 1.0]):
-        assert probs[noise.draw(torch.tensor(probs))] > 0
-    assert noise.draw(torch.tensor([0.0, 0.25, 0.75, 0.0])) == (1 if u == 0 else 2)
+        assert probs[noise.sample(torch.tensor(probs))] > 0
+    assert noise.sample(torch.tensor([0.0, 0.25, 0.75, 0.0])) == (1 if u == 0 else 2)
 
 
-def test_shared_noise_follows_the_law_and_is_keyed_by_place() -> None:
-    """20,000 places, as above; at one place every law is drawn from with the same noise, however often it is asked."""
+def test_shared_noise_follows_the_distribution_and_is_keyed_by_position() -> None:
+    """20,000 positions, as above; repeated samples at a position use the same noise."""
     probs, n = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0]), 20_000
     shared = SharedNoise(3)
-    counts = torch.bincount(torch.tensor([shared.draw(probs, place) for place in range(n)]), minlength=5)
+    counts = torch.bincount(torch.tensor([shared.sample(probs, place) for place in range(n)]), minlength=5)
     assert counts[4] == 0
     assert float(((counts[:4] - n * probs[:4]) ** 2 / (n * probs[:4])).sum()) < 26
-    assert [SharedNoise(3).draw(probs, place) for place in range(50)] == [
-        shared.draw(probs, place) for place in range(50)
+    assert [SharedNoise(3).sample(probs, place) for place in range(50)] == [
+        shared.sample(probs, place) for place in range(50)
     ]
-    assert [SharedNoise(4).draw(probs, place) for place in range(50)] != [
-        shared.draw(probs, place) for place in range(50)
+    assert [SharedNoise(4).sample(probs, place) for place in range(50)] != [
+        shared.sample(probs, place) for place in range(50)
     ]
 
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("parents", [(-1, 0, 1, 2), (-1, -1, 0, 0, 1, 4)])
-@pytest.mark.parametrize("drawn", [False, True], ids=["points", "laws"])
-def test_a_point_is_judged_as_the_vocabulary_of_zeros_that_it_stands_for(
-    name: str, parents: tuple[int, ...], drawn: bool
-) -> None:
+@pytest.mark.parametrize("drawn", [False, True], ids=["points", "probs"])
+def test_point_masses_are_verified_like_one_hot_rows(name: str, parents: tuple[int, ...], drawn: bool) -> None:
     rule = RULES[name]
     apply = rule.apply if rule.threshold is None else partial(rule.apply, threshold=rule.threshold)
     rng, kept = random.Random(0), 0
@@ -130,12 +128,12 @@ def test_a_point_is_judged_as_the_vocabulary_of_zeros_that_it_stands_for(
     assert kept > 20
 
 
-def test_noise_repeats_from_its_seed_and_differs_by_stream() -> None:
+def test_noise_is_determined_by_seed_and_stream() -> None:
     probs = torch.full((100,), 0.01)
 
     def series(seed: int, stream: str) -> list[object]:
         noise = Noise(seed, stream)
-        return [value for _ in range(5) for value in (noise.test(0.5), noise.draw(probs))]
+        return [value for _ in range(5) for value in (noise.test(0.5), noise.sample(probs))]
 
     assert series(1, "accept") == series(1, "accept")
     assert series(1, "accept") != series(2, "accept")

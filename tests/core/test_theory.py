@@ -55,7 +55,7 @@ TABLE_2 = [
 ]  # fmt: skip
 
 
-def test_leviathan_table_2_was_measured_near_the_theorem() -> None:
+def test_leviathan_table_2_is_close_to_the_theorem() -> None:
     shares = [measured / walltime_improvement(alpha, gamma, c) for c, gamma, alpha, measured in TABLE_2]
     assert [round(100 * share) for share in (min(shares), statistics.median(shares), max(shares))] == [68, 109, 129]
 
@@ -96,7 +96,7 @@ def test_limits() -> None:
 
 @pytest.mark.parametrize("gamma", [1, 2, 5])
 @pytest.mark.parametrize("alpha", ALPHAS)
-def test_expectations_equal_the_sum_over_every_outcome(alpha: float, gamma: int) -> None:
+def test_expectations_equal_the_sum_over_all_outcomes(alpha: float, gamma: int) -> None:
     """Every pattern of gamma coins, each with its probability: how many tokens came of it."""
     tokens = accepted = 0.0
     for coins in itertools.product([True, False], repeat=gamma):
@@ -110,7 +110,7 @@ def test_expectations_equal_the_sum_over_every_outcome(alpha: float, gamma: int)
     assert operations(alpha, gamma, 0.2) == pytest.approx((0.2 * gamma + gamma + 1) / tokens)
 
 
-def test_one_alpha_falls_with_gamma_and_the_other_does_not() -> None:
+def test_share_falls_with_gamma_and_alpha_does_not() -> None:
     for alpha in (0.1, 0.5, 0.9):
         shares = [accepted_share(alpha, gamma) for gamma in range(1, 20)]
         assert shares[0] == pytest.approx(alpha) and shares == sorted(shares, reverse=True) and shares[-1] < alpha
@@ -118,13 +118,13 @@ def test_one_alpha_falls_with_gamma_and_the_other_does_not() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_an_alpha_is_found_for_any_share(share: float) -> None:
+def test_alpha_of_share_inverts_accepted_share(share: float) -> None:
     assert accepted_share(alpha_of_share(share, 3.5), 3.5) == pytest.approx(share, abs=1e-9)
 
 
 @pytest.mark.parametrize("c", [0.0, 0.05, 0.3, 0.6, 1.0, 1.5])
 @pytest.mark.parametrize("alpha", ALPHAS)
-def test_some_gamma_improves_just_where_alpha_is_above_c(alpha: float, c: float) -> None:
+def test_some_gamma_improves_iff_alpha_exceeds_c(alpha: float, c: float) -> None:
     best = max(walltime_improvement(alpha, gamma, c) for gamma in range(1, 100))
     assert (best > 1 + 1e-12) == can_improve(alpha, c) == (best_gamma(alpha, c) > 0)
     if can_improve(alpha, c):
@@ -132,7 +132,7 @@ def test_some_gamma_improves_just_where_alpha_is_above_c(alpha: float, c: float)
     assert least_improvement(alpha, c) == pytest.approx(walltime_improvement(alpha, 1, c))
 
 
-def test_dear_rows_and_a_slow_host_shorten_the_best_draft() -> None:
+def test_expensive_rows_and_a_slow_host_shorten_the_best_draft() -> None:
     def dear(rows: int) -> float:
         return 1 + 0.2 * (rows - 1)
 
@@ -149,7 +149,7 @@ def test_the_rule_of_thumb(c: float, gamma: float) -> None:
     assert thumb_gamma(c) == pytest.approx(gamma)
 
 
-def test_the_rule_of_thumb_is_blind_to_acceptance() -> None:
+def test_the_rule_of_thumb_ignores_acceptance() -> None:
     assert {best_gamma(alpha, 0.1) for alpha in (0.6, 0.8, 0.9)} == {3, 6, 10} and round(thumb_gamma(0.1)) == 3
 
 
@@ -158,7 +158,7 @@ def a_law(chance: random.Random, size: int) -> list[float]:
     return [weight / sum(weights) for weight in weights]
 
 
-def test_the_bounds_on_beta_hold_and_the_one_often_quoted_does_not() -> None:
+def test_bounds_on_beta_are_valid_except_the_quoted_1_over_1_plus_kl() -> None:
     chance = random.Random(7)
     useful = {pinsker: 0, bretagnolle_huber: 0}
     for _ in range(2_000):
@@ -175,7 +175,7 @@ def test_the_bounds_on_beta_hold_and_the_one_often_quoted_does_not() -> None:
     assert 1 / (1 + kl) > beta >= max(pinsker(kl), bretagnolle_huber(kl))
 
 
-def test_divergence_of_what_q_lacks_is_infinite() -> None:
+def test_divergence_is_infinite_outside_the_support_of_q() -> None:
     assert divergence([0.5, 0.5], [1.0, 0.0]) == math.inf
     assert divergence([1.0, 0.0], [0.5, 0.5]) == pytest.approx(math.log(2))
     assert divergence([0.3, 0.7], [0.3, 0.7]) == 0

@@ -22,7 +22,7 @@ def answered(draft: Draft, choices: dict[int, int]) -> Step:
     return Step(1, (0,), draft, Verdict((), 0, choices=rows), 9, draft_s=0, verify_s=0, host_s=0, t=0)
 
 
-def test_the_comb_and_what_becomes_of_it() -> None:
+def test_the_comb_and_its_update() -> None:
     drafter = LookaheadDrafter(window=3, n=3, guesses=2)
     first = drafter.propose([5], up_to(9))  # the only token there is to guess with
     assert first.tokens == (5,) * 6

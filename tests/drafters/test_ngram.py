@@ -26,7 +26,7 @@ def test_an_unknown_context_proposes_nothing() -> None:
     assert propose([1]) == ()
 
 
-def test_backoff_finds_what_one_level_misses() -> None:
+def test_backoff_uses_shorter_contexts() -> None:
     tokens = [1, 2, 3, 9, 9, 2]  # "x x 2" was never seen, "2" was
     assert propose(tokens, gamma=1) == (3,)
     assert propose(tokens, levels="one", gamma=1) == ()
@@ -38,7 +38,7 @@ def test_the_longest_match_wins() -> None:
     assert propose(tokens, n=2, gamma=1) == (8,)
 
 
-def test_more_often_wins_and_ties_go_to_the_latest() -> None:
+def test_frequency_wins_and_ties_go_to_the_latest() -> None:
     assert propose([1, 5, 1, 6, 1], n=2, gamma=1) == (6,)
     assert propose([1, 5, 1, 5, 1, 6, 1], n=2, gamma=1) == (5,)
 
@@ -71,7 +71,7 @@ def step(tokens: tuple[int, ...], choices: tuple[tuple[int, ...], ...]) -> Step:
     return Step(0, tokens, Draft(), Verdict((), tokens[-1], choices=choices), 0, 0, 0, 0, 0)
 
 
-def test_filler_proposes_runners_up_but_never_outweighs_what_was_emitted() -> None:
+def test_filler_never_outweighs_emitted_tokens() -> None:
     drafter = NGramDrafter(2, filler_top_k=3)
     drafter.propose([1], up_to(1))
     drafter.observe(step((4,), ((4, 5, 6),)))  # after 1 came 4; 5 and 6 were next best
@@ -96,14 +96,14 @@ def test_filler_fills_contexts_that_the_text_never_continued() -> None:
     assert len(napd.store) < len(drafter.store)
 
 
-def test_a_store_kept_from_an_earlier_text_drafts_at_once() -> None:
+def test_a_reused_store_drafts_immediately() -> None:
     first = NGramDrafter(3)
     first.propose([1, 2, 3, 4, 5], up_to(0))
     assert NGramDrafter(3, store=first.store).propose([2, 3], up_to(2)).tokens == (4, 5)
     assert NGramDrafter(3).propose([2, 3], up_to(2)).tokens == ()
 
 
-def test_n_below_two_is_refused() -> None:
+def test_n_below_two_raises() -> None:
     with pytest.raises(UserError, match="at least 2"):
         NGramDrafter(1)
 

@@ -23,7 +23,7 @@ from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.model_variants import with_layers
-from specdemo.recipe import METHODS, POLICIES, WITH_DRAFTER, Recipe
+from specdemo.recipe import METHODS, POLICIES, Recipe
 
 GREEDY, NOISE = SamplingParams(temperature=0), Noise(0, "unused when greedy")
 TOKENS = [5, 9, 5, 7, 1]
@@ -53,7 +53,7 @@ def test_a_model_with_layers_left_out(kind: str) -> None:
     assert torch.allclose(whole, model(torch.tensor([TOKENS])).logits[0, -1:], atol=1e-4)  # itself it is unchanged
 
 
-def test_lean_models_leave_out_any_layer() -> None:
+def test_lean_models_skip_any_layer() -> None:
     model = tiny_model("llama")
     for kept in ([0], [1]):
         early = with_layers(LlamaWeights(model), kept)
@@ -66,7 +66,7 @@ def test_lean_models_leave_out_any_layer() -> None:
 
 
 @pytest.mark.parametrize("kept", [[], [0, 1], [2], [-1]])
-def test_layers_that_make_no_drafter_are_refused(kept: list[int]) -> None:
+def test_invalid_layers_raise(kept: list[int]) -> None:
     for model in (tiny_model("llama"), LlamaWeights(tiny_model("llama"))):
         with pytest.raises(UserError, match="layers 0 to 1"):
             with_layers(model, kept)
@@ -74,10 +74,8 @@ def test_layers_that_make_no_drafter_are_refused(kept: list[int]) -> None:
         with_layers(tiny_model("gpt2"), [1])
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if name not in ("ar", "beam")])
-def test_methods_run_by_name_under_every_policy_and_write_what_plain_decoding_writes(
-    method: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("method", [name for name, method in METHODS.items() if method.drafts])
+def test_methods_give_ar_text_under_every_policy(method: str, tmp_path: Path) -> None:
     """And self-speculation holds no weights but the target's."""
     folder = str(save_model(tmp_path / "model", byte_level_tokenizer()))
     pool, drafted = ModelPool(), 0
@@ -86,7 +84,7 @@ def test_methods_run_by_name_under_every_policy_and_write_what_plain_decoding_wr
         nonlocal drafted
         prompt = "def add(a, b):\n    add(a, b)\n"
         head, *steps, end = (line for line in generate(recipe, prompt, pool) if "phase" not in line)
-        if method not in WITH_DRAFTER:
+        if not METHODS[method].second_model:
             assert head["environment"]["drafter_bytes"] is None
         assert end["end"] == "length"
         drafted += end["metrics"]["drafted"]

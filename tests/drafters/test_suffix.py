@@ -28,7 +28,7 @@ def longest_match(text: list[int]) -> int:
 
 
 @pytest.mark.parametrize("vocabulary", [1, 2, 3, 10])
-def test_the_longest_repeated_ending_is_found(vocabulary: int) -> None:
+def test_the_longest_repeated_suffix_is_found(vocabulary: int) -> None:
     """Against brute force, after every token; and what is drafted did follow an occurrence of that ending."""
     rng = random.Random(vocabulary)
     text = [rng.randrange(vocabulary) for _ in range(120)]
@@ -46,7 +46,7 @@ def test_the_longest_repeated_ending_is_found(vocabulary: int) -> None:
     assert len(store) <= 2 * len(text)
 
 
-def test_a_loop_is_drafted_round_and_round() -> None:
+def test_a_loop_is_drafted_periodically() -> None:
     assert SuffixDrafter().propose([1, 2, 3, 1, 2, 3, 1], up_to(9)).tokens == (2, 3, 1, 2, 3, 1, 2, 3)
 
 
@@ -61,7 +61,7 @@ def test_the_latest_occurrence_wins() -> None:
     assert SuffixDrafter().propose([1, 2, 8, 1, 2, 9, 1, 2], up_to(1)).tokens == (9,)
 
 
-def test_a_former_text_is_continued_but_no_match_reaches_over_its_end() -> None:
+def test_an_earlier_text_is_continued_but_matches_end_at_its_border() -> None:
     first = SuffixDrafter()
     first.propose([1, 2, 3, 4], up_to(4))
     second = SuffixDrafter(store=first.store)
@@ -69,7 +69,7 @@ def test_a_former_text_is_continued_but_no_match_reaches_over_its_end() -> None:
     assert second.store.matched == 2
 
 
-def test_tokens_may_come_one_by_one_or_at_once() -> None:
+def test_tokens_may_be_added_singly_or_together() -> None:
     rng = random.Random(7)
     text = [rng.randrange(4) for _ in range(80)]
     grown = SuffixDrafter()
@@ -78,7 +78,7 @@ def test_tokens_may_come_one_by_one_or_at_once() -> None:
         assert step_by_step == SuffixDrafter().propose(text[:end], up_to(6))
 
 
-def test_lookup_is_that_of_transformers() -> None:
+def test_lookup_equals_that_of_transformers() -> None:
     rng = random.Random(5)
     theirs = PromptLookupCandidateGenerator(num_output_tokens=4, max_matching_ngram_size=2, max_length=10_000)
     drafted = 0

@@ -1,4 +1,4 @@
-"""Trees: their shape, their siblings' laws, and the real text they leave unchanged."""
+"""Trees: shape, distributions of siblings, and unchanged greedy text."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_shape(temperature: float) -> None:
     assert not drafter(temperature).propose([1, 2], up_to(0)).tokens
 
 
-def test_siblings_are_drawn_without_replacement_and_know_their_laws() -> None:
+def test_siblings_are_sampled_without_replacement_with_their_distributions() -> None:
     for seed in range(30):
         noise = Noise(seed, "draft")
         draft = TreeDrafter(MODEL.score, SamplingParams(), noise, 8, nodes=8, width=4).propose([3], up_to(2))
@@ -56,7 +56,7 @@ def test_siblings_are_drawn_without_replacement_and_know_their_laws() -> None:
 
 
 @pytest.mark.parametrize("engine", ["lean", "transformers"])
-def test_greedy_text_is_unchanged_and_a_tree_wins_more_than_a_chain(engine: str) -> None:
+def test_greedy_text_is_unchanged_and_trees_accept_more_than_chains(engine: str) -> None:
     model = tiny_model("llama")
     small = blurred(model, "llama", noise=0.6)
     if engine == "lean":

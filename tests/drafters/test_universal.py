@@ -1,4 +1,4 @@
-"""A drafter of another vocabulary: what it reads and says is carried over whole, and the text stays the target's."""
+"""Drafters of another vocabulary: re-encoding in both directions, and exact output."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Spy:
 
 
 @pytest.mark.parametrize(("ours", "theirs"), WAYS)
-def test_a_text_read_bit_by_bit_is_cut_as_a_text_read_at_once(ours: str, theirs: str) -> None:
+def test_incremental_encoding_equals_encoding_at_once(ours: str, theirs: str) -> None:
     target, drafter = TOKENIZERS[ours](), TOKENIZERS[theirs]()
     tokens = encode(target, TEXT)
     for seed in range(3):
@@ -83,7 +83,7 @@ def test_a_text_read_bit_by_bit_is_cut_as_a_text_read_at_once(ours: str, theirs:
 
 
 @pytest.mark.parametrize(("ours", "theirs"), WAYS)
-def test_a_round_costs_the_same_however_long_the_text_is(ours: str, theirs: str) -> None:
+def test_the_cost_of_a_step_is_independent_of_the_text_length(ours: str, theirs: str) -> None:
     target, drafter = Spy(TOKENIZERS[ours]()), Spy(TOKENIZERS[theirs]())
     tokens = encode(target, TEXT * 8)
     bridge = Bridge(target, drafter, [])
@@ -99,7 +99,7 @@ def test_a_round_costs_the_same_however_long_the_text_is(ours: str, theirs: str)
 
 
 @pytest.mark.parametrize(("ours", "theirs"), WAYS)
-def test_what_is_drafted_joins_the_text(ours: str, theirs: str) -> None:
+def test_drafts_continue_the_text(ours: str, theirs: str) -> None:
     """A drafter that knows how the text goes on: its words are carried over, and are what the target would write."""
     target, drafter = TOKENIZERS[ours](), TOKENIZERS[theirs]()
     tokens, own = encode(target, TEXT), encode(drafter, TEXT)
@@ -117,7 +117,7 @@ def test_what_is_drafted_joins_the_text(ours: str, theirs: str) -> None:
 
 
 @pytest.mark.parametrize(("ours", "theirs"), WAYS)
-def test_whatever_is_drafted_is_carried_over_as_it_is_or_not_at_all(ours: str, theirs: str) -> None:
+def test_drafts_are_re_encoded_exactly_or_dropped(ours: str, theirs: str) -> None:
     """Random ids on both sides: half characters, special tokens, spaces where none belong."""
     target, drafter = TOKENIZERS[ours](), TOKENIZERS[theirs]()
     carried = 0
@@ -139,7 +139,7 @@ def test_whatever_is_drafted_is_carried_over_as_it_is_or_not_at_all(ours: str, t
     assert carried > 30
 
 
-def test_a_character_that_was_begun_is_finished() -> None:
+def test_incomplete_characters_are_completed() -> None:
     target, drafter = byte_level_tokenizer(), AutoTokenizer.from_pretrained(BUNDLED.target)
     tokens = encode(target, "x = '🙂'")
     begun = next(n for n in range(len(tokens)) if decode(target, tokens[:n]).endswith("\ufffd"))
@@ -149,7 +149,7 @@ def test_a_character_that_was_begun_is_finished() -> None:
     assert bridge.write(tokens[:begun], encode(drafter, "y'")) == []  # another character than the one begun
 
 
-def test_the_rest_of_a_word_follows_a_piece_of_it() -> None:
+def test_partial_words_are_completed() -> None:
     """The target wrote a piece that it would not have cut so: what is drafted goes on from there all the same."""
     target, drafter = AutoTokenizer.from_pretrained(BUNDLED.target), byte_level_tokenizer()
     assert len(encode(target, "    return")) < len(encode(target, "    re") + encode(target, "turn"))
@@ -159,7 +159,7 @@ def test_the_rest_of_a_word_follows_a_piece_of_it() -> None:
     assert decode(target, bridge.write(tokens, encode(drafter, "turn x"))) == "turn x"
 
 
-def test_what_does_not_survive_the_way_is_not_drafted() -> None:
+def test_text_changed_by_re_encoding_is_not_drafted() -> None:
     target, drafter = byte_level_tokenizer(), AutoTokenizer.from_pretrained(BUNDLED.target)
     tokens = encode(target, "def f(x):")
     bridge = Bridge(target, drafter, [])
@@ -172,18 +172,18 @@ def test_what_does_not_survive_the_way_is_not_drafted() -> None:
     assert bridge.write(tokens, encode(drafter, "é")[:1]) == []  # half a character
 
 
-def test_tokenizers_without_offsets_are_refused_in_words() -> None:
+def test_tokenizers_without_offsets_raise() -> None:
     class Slow(Spy):
         is_fast = False
 
-    with pytest.raises(UserError, match="which characters"):
+    with pytest.raises(UserError, match="no character offsets"):
         Bridge(Slow(byte_level_tokenizer()), byte_level_tokenizer(), [])
 
 
 # --- drafting ----------------------------------------------------------------------------------------------------
 
 
-def test_a_draft_fits_the_round_and_the_drafters_context() -> None:
+def test_drafts_fit_the_budget_and_the_context_of_the_drafter() -> None:
     """The tokens of one vocabulary become more of the other: never more than the loop allows."""
     fine, coarse = byte_level_tokenizer(), AutoTokenizer.from_pretrained(BUNDLED.target)
     text = "unbelievable = continue_\n" * 6  # short words for one, long ones for the other
@@ -201,15 +201,15 @@ def test_a_draft_fits_the_round_and_the_drafters_context() -> None:
     assert len(drafted(7, own)) == 0 < len(drafted(7, own + 1)) <= len(drafted(7, own + 2))
 
 
-def test_mutant_that_tests_with_the_drafters_own_q() -> None:
-    """A re-encoded token was drawn from no known law: to accept with min(1, p/q) of the drafter's token is lossy."""
+def test_mutant_with_the_q_of_the_drafter() -> None:
+    """The distribution of re-encoded tokens is unknown: accepting with min(1, p/q) of the drafter's token is lossy."""
     p, q = torch.tensor([0.6, 0.3, 0.1]), torch.tensor([0.2, 0.3, 0.5])
 
     def off(claim: bool) -> float:
         explorer = Explorer()
 
         def once() -> int:
-            token = explorer.draw(q)
+            token = explorer.sample(q)
             draft = Draft.chain((token,), (float(q[token]),) if claim else None)
             verdict = rejection(draft, torch.stack([p, p]), explorer, explorer, 1)
             return token if verdict.accepted else verdict.token
@@ -294,16 +294,16 @@ def test_a_shorter_context_of_the_drafter_does_not_end_the_text(strangers: dict[
     assert 0 < metrics["drafted"] < 24
 
 
-def test_the_pages_checkbox_is_understood() -> None:
+def test_the_checkbox_of_the_page_is_accepted() -> None:
     assert recipe_of({"universal": True}, "cpu").universal and not recipe_of({}, "cpu").universal
     with pytest.raises(UserError, match="true or false"):
         recipe_of({"universal": "yes"}, "cpu")
 
 
-def test_two_vocabularies_are_refused_unless_asked_for(strangers: dict[str, str]) -> None:
+def test_different_vocabularies_require_the_option(strangers: dict[str, str]) -> None:
     pool = ModelPool()
     recipe = Recipe(target=BUNDLED.target, drafter=strangers["exchanged"], device="cpu")
     with pytest.raises(UserError, match=r"the tokenizers differ in .*re-encoded \(universal\)"):
         list(lines(recipe, pool))
-    with pytest.raises(UserError, match="branches of a tree"):
+    with pytest.raises(UserError, match="method tree needs one vocabulary"):
         list(lines(replace(recipe, universal=True, method="tree"), pool))

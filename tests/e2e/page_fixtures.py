@@ -177,6 +177,12 @@ def run(page: Page, prompt: str, tokens: int | None = None) -> None:
     page.locator("#run").click()
 
 
+def open_group(page: Page, *titles: str) -> None:
+    """Open groups of controls, outer ones first."""
+    for title in titles:
+        page.get_by_role("button", name=title).click()
+
+
 def set_number(page: Page, name: str, value: float) -> None:
     page.locator(f"#{name} input[type=number]").fill(f"{value:g}")
     page.locator(f"#{name} input[type=number]").blur()

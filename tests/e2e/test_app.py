@@ -1,4 +1,4 @@
-"""The command that starts the page: its port and its defaults. Nothing is launched here."""
+"""Options of app.py: port selection and defaults. No page is launched."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ import app
 
 @pytest.fixture
 def busy() -> Iterator[int]:
-    """A port that somebody listens on."""
+    """A port in use."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
 
-def test_a_port_that_was_asked_for_is_that_port_or_none(busy: int) -> None:
+def test_a_requested_port_is_used_or_unavailable(busy: int) -> None:
     assert app.choose_port("127.0.0.1", busy) is None
     with socket.create_server(("127.0.0.1", 0)) as server:
         free = server.getsockname()[1]
     assert app.choose_port("127.0.0.1", free) == free
 
 
-def test_the_usual_port_gives_way_to_the_next_free_one(busy: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_port_falls_back_to_the_next_free_port(busy: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "PORT", busy)
     chosen = app.choose_port("127.0.0.1", None)
     assert chosen is not None and busy < chosen < busy + 100
 
 
-def test_a_busy_port_ends_in_one_sentence_and_code_2(busy: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_busy_port_gives_an_error_and_exit_code_2(busy: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert app.main(["--port", str(busy)]) == 2
-    said = capsys.readouterr().err
-    assert said == f"Port {busy} on 127.0.0.1 cannot be had: choose another with --port.\n"
+    error = capsys.readouterr().err
+    assert error == f"Port {busy} on 127.0.0.1 is unavailable: choose another port with --port.\n"
 
 
-def test_nothing_is_shared_and_only_this_machine_is_served_unless_asked() -> None:
+def test_by_default_only_this_machine_is_served() -> None:
     args = app.options().parse_args([])
     assert args.share is False and args.host == "127.0.0.1" and args.port is None
 
 
 @pytest.mark.parametrize(
-    ("system", "environment", "seen"),
+    ("system", "environment", "expected"),
     [
         ("linux", {}, False),
         ("linux", {"DISPLAY": ":0"}, True),
@@ -52,12 +52,12 @@ def test_nothing_is_shared_and_only_this_machine_is_served_unless_asked() -> Non
         ("win32", {"CI": "true"}, False),
     ],
 )
-def test_a_browser_is_opened_where_it_would_be_seen(
-    monkeypatch: pytest.MonkeyPatch, system: str, environment: dict[str, str], seen: bool
+def test_a_browser_is_opened_if_there_is_a_display(
+    monkeypatch: pytest.MonkeyPatch, system: str, environment: dict[str, str], expected: bool
 ) -> None:
     for name in ("DISPLAY", "WAYLAND_DISPLAY", "SSH_CONNECTION", "CI"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("sys.platform", system)
-    assert app.has_display() is seen
+    assert app.has_display() is expected

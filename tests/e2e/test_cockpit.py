@@ -20,6 +20,7 @@ from e2e.page_fixtures import (
     counted,
     drawn,
     grave,
+    open_group,
     opened,
     run,
     saved,
@@ -132,7 +133,7 @@ def test_replay_ends_in_the_final_state(tab: Any) -> None:
 def test_identical_texts_have_a_badge(tab: Any, rule: str, temperature: float) -> None:
     page = tab()
     if rule != "rejection":
-        page.get_by_role("button", name="Rule").click()
+        open_group(page, "Advanced settings", "Rule")
         page.locator("#rule input").click()
         page.get_by_role("option", name=f"{rule}:").click()
     compared(page, tokens=32, temperature=temperature)
@@ -258,6 +259,7 @@ def test_settings_survive_a_reload_and_reset_restores_defaults(tab: Any) -> None
     expect(page.locator("#compare input")).to_be_checked()
     expect(page.locator("#prompt textarea")).to_have_value("kept")
     expect(page.locator("#safe-colours")).to_be_checked()
+    open_group(page, "More actions")
     page.locator("#reset").click()
     expect(page.locator("#gamma input[type=number]")).to_have_value(usual)
     expect(page.locator("#prompt textarea")).to_have_value(first)
@@ -268,6 +270,7 @@ def test_link_transfers_settings(tab: Any, served: Any) -> None:
     set_number(page, "gamma", 5)
     set_number(page, "temperature", 0)
     page.locator("#prompt textarea").fill("a & b = <c>")
+    open_group(page, "More actions")
     page.locator("#link").click()
     expect(page.locator("#link")).to_have_text("Copied")
     link = page.evaluate("navigator.clipboard.readText()")
@@ -281,12 +284,14 @@ def test_link_transfers_settings(tab: Any, served: Any) -> None:
     expect(other.locator("#prompt textarea")).to_have_value("a & b = <c>")
     other.goto(f"{served.url}?gamma=9999&seed=3")
     expect(other.get_by_text("gamma must be from").first).to_be_visible()
+    open_group(other, "Advanced settings", "Sampling")
     expect(other.locator("#seed input")).to_have_value("3")
     expect(other.locator("#gamma input[type=number]")).not_to_have_value("9999")
 
 
 def test_added_lanes_run_with_the_others(tab: Any) -> None:
     page = tab()
+    open_group(page, "More actions")
     for method in ("nasd", "tree"):
         page.locator("#method input").click()
         page.get_by_role("option", name=f"{method}:").click()
@@ -309,6 +314,7 @@ def test_added_lanes_run_with_the_others(tab: Any) -> None:
 
 def test_methods_have_best_and_worst_examples(tab: Any) -> None:
     page = tab()
+    open_group(page, "Examples")
     made = json.loads((ASSETS / "examples.json").read_text("utf-8"))["methods"]
     for method in ("suffix", "beam"):
         page.locator("#method input").click()
@@ -367,11 +373,11 @@ def test_conversation_continues_across_runs(tab: Any, tmp_path: Path) -> None:
     tokenizer.chat_template = TEMPLATE
     folder = save_model(tmp_path / "talker", tokenizer)
     page = tab()
-    page.get_by_role("button", name="Your own models").click()
+    open_group(page, "Advanced settings", "Models and devices")
     written(page, "target", str(folder))
     page.locator("#method input").click()
     page.get_by_role("option", name="nasd:").click()
-    page.get_by_role("button", name="Chat").click()
+    open_group(page, "Chat")
     page.locator("#chat input").check()
     run(page, "Hello", tokens=6)
     status(page, "done")
@@ -382,6 +388,7 @@ def test_conversation_continues_across_runs(tab: Any, tmp_path: Path) -> None:
     expect(given).to_contain_text("Go on")
     status(page, "done")
     assert saved(page)[0]["prompt"] == f"<user>Hello\n<assistant>{answer}\n<user>Go on\n<assistant>"
+    open_group(page, "More actions")
     page.locator("#new-talk").click()
     expect(page.get_by_text("begins a new conversation")).to_be_visible()
     run(page, "Anew", tokens=6)

@@ -20,6 +20,7 @@ from e2e.page_fixtures import (
     RULES,
     drawn,
     grave,
+    open_group,
     opened,
     run,
     saved,
@@ -61,7 +62,7 @@ def linked(page: Page, served: Any, **settings: Any) -> None:
 
 
 def at_the_cloud(page: Page) -> None:
-    page.get_by_role("button", name="Edge and cloud").click()
+    open_group(page, "Advanced settings", "Edge and cloud")
     page.locator("#mode input").click()
     page.get_by_role("option", name=re.compile("^speculative")).click()
 
@@ -113,10 +114,11 @@ def test_a_run_over_the_link_is_that_of_this_machine_and_its_tab_is_its_trace(ta
     assert table(again, "edge-table") == shown
 
     page.reload()  # and the settings are as they were
-    page.get_by_role("button", name="Edge and cloud").click()
+    open_group(page, "Advanced settings", "Edge and cloud")
     expect(page.locator("#mode input")).to_have_value(re.compile("^speculative"))
     expect(page.locator("#rtt-ms input")).to_have_value("10")
     expect(page.locator("#gate-ratio input")).to_have_value("0.4")
+    open_group(page, "More actions")
     page.locator("#reset").click()
     expect(page.locator("#mode input")).to_have_value(re.compile("^off"))
     expect(page.locator("#rtt-ms input")).to_have_value("0")
@@ -128,7 +130,7 @@ def test_a_service_that_is_not_there_is_said_and_the_next_run_works(tab: Any, se
     expect(page.get_by_text("This link has prompts sent to http://127.0.0.1:1")).to_be_visible()
     run(page, CODE)
     status(page, r"failed: there is no service at http://127.0.0.1:1 \(.*\): start one with serve$")
-    page.get_by_role("button", name="Edge and cloud").click()
+    open_group(page, "Advanced settings", "Edge and cloud")
     expect(page.locator("#remote textarea, #remote input")).to_have_value("http://127.0.0.1:1")
     page.evaluate("new Promise((at_rest) => requestAnimationFrame(() => requestAnimationFrame(at_rest)))")
     written(page, "remote", "")
@@ -212,7 +214,7 @@ def test_axe_finds_nothing_serious_in_the_tab(tab: Any, served: Any, scheme: str
     linked(page, served, mode="speculative", on_loss="edge", rtt_ms=5, temperature=0, max_tokens=16)
     run(page, CODE)
     status(page, "done")
-    page.get_by_role("button", name="Edge and cloud").click()
+    open_group(page, "Advanced settings", "Edge and cloud")
     page.get_by_role("tab", name="Edge-cloud").click()
     expect(page.locator('#edge-plot .mark-line path[stroke="var(--dot-run)"]')).to_have_count(1)
     assert not grave(page, scheme)
@@ -225,7 +227,7 @@ def test_a_public_page_asks_nobody(served: Any) -> None:
         shown = {one["props"].get("elem_id") for one in public.config["components"]}
         assert "method" in shown and not shown & {"edge-cloud", "mode", "remote", "rtt-ms"}
         client = gradio_client.Client(public.url, verbose=False, analytics_enabled=False)
-        for remote, said in ((served.url, "no services but the named"), ("", "no cloud of its own is started here")):
+        for remote, said in ((served.url, "only listed services"), ("", "no local cloud service is started here")):
             with pytest.raises(Exception, match=said):
                 client.predict(CODE, mode="speculative", remote=remote, api_name="/generate")
     assert not public.clouds._running

@@ -9,7 +9,6 @@ import io
 import multiprocessing
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -44,6 +43,7 @@ from specdemo.ui.page import build, launch_options
 from specdemo.ui.run_store import RunStore
 from specdemo.ui.service import REMEMBERED, Service
 from specdemo.ui.streams import LONGEST_REASON, drain, reason
+from specdemo.ui.theme import SESSION_CAPACITY
 from specdemo.worker import Worker, WorkerBusy, WorkerGroup
 
 ROOT = Path(__file__).parents[2]
@@ -168,6 +168,14 @@ def test_away_from_zerogpu_the_decorator_changes_nothing(package: bool, pool: Mo
     events = list(zero.on(zero.decorator() if package else untouched, pool)(RECIPE, CODE, ModelPool(), {}))
     assert events[0] == Loading("waiting for a GPU") and isinstance(events[1], Header)
     assert tokens_of(events) == tokens_of(generate(RECIPE, CODE, pool)) and events[-1].reason == "length"
+
+
+def test_the_page_of_a_zerogpu_space_can_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zero, "decorator", lambda: untouched)
+    limits = HostLimits(pairs=("bundled",))
+    page = build(limits=limits, **zero.hosted(limits, "cpu"))
+    assert isinstance(page.worker, WorkerGroup)
+    page.worker.close()
 
 
 @forks
@@ -309,6 +317,16 @@ def test_preflight_is_refused_where_no_device_stays(pool: ModelPool) -> None:
 # --- health, the page as an app, a window ---
 
 
+def test_gradio_keeps_a_bounded_number_of_sessions() -> None:
+    with page() as demo:
+        holder = demo.app.state_holder
+        for i in range(SESSION_CAPACITY + 5):
+            holder[f"session {i}"]
+            holder.update(f"session {i}")
+        assert len(holder.session_data) == SESSION_CAPACITY == holder.capacity
+        assert "session 0" not in holder and f"session {SESSION_CAPACITY + 4}" in holder
+
+
 @contextmanager
 def page(engine: Any = generate, lately_s: float = LATELY_S, patience_s: float = PATIENCE) -> Iterator[Any]:
     demo = build(engine=engine)
@@ -400,7 +418,7 @@ def test_a_window_that_cannot_be_drawn_is_given_up_in_words(tmp_path: Path, monk
             "pywebview ended with code 134. no display",
         ),
         ("import os\nos._exit(7)", "pywebview ended with code 7"),
-        (WEBVIEW.format(start="raise WebViewException('no QT')"), "pywebview has nothing to draw with: no QT"),
+        (WEBVIEW.format(start="raise WebViewException('no QT')"), "pywebview found no window toolkit: no QT"),
     ):
         fake.write_text(source)
         assert (window.show("http://127.0.0.1:1/") or "").startswith(said)
@@ -427,14 +445,14 @@ def test_without_a_display_the_page_is_in_the_browser_and_says_so() -> None:
     command = [sys.executable, "-u", "app.py", "--window", "--no-browser", "--port", port]
     with subprocess.Popen(command, cwd=ROOT, env=bare, stdout=-1, stderr=-1, text=True) as program:
         try:
-            told = program.stderr.readline()
+            warning = program.stderr.readline()
             ready = next(line for line in program.stdout if line.startswith("specdemo is ready"))
             url = re.search(r"http://\S+", ready).group()
-            assert told == "No window: there is no display here. The page is in the browser instead.\n"
+            assert warning == "No window: no display is available. The page is available in the browser.\n"
             assert httpx.get(f"{url}config").status_code == 200
         finally:
-            program.send_signal(signal.SIGINT)
-        assert program.wait(PATIENCE) in (0, 1)
+            program.terminate()
+        assert program.wait(PATIENCE) == 0
 
 
 def test_a_space_is_served_where_the_host_says(monkeypatch: pytest.MonkeyPatch) -> None:

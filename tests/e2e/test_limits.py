@@ -65,6 +65,9 @@ HOSTILE = {
     "a long method": ({"method": "m" * 10**5}, "method must be a name of at most"),
     "a name that is none": ({"pair": {"a": [1]}}, "pair must be a name"),
     "a million characters": ({"prompt": "x" * 10**6}, "the prompt has 1,000,000 characters: shorten it to 1,000"),
+    "a device": ({"device": "cuda:1"}, "device is set by the host of this page"),
+    "a model": ({"target": "/etc", "method": "ar"}, "only listed models run here"),
+    "a long list": ({"bad_words": "x" * 10**4}, "bad_words must be a text of at most 3000 characters"),
     "no text": ({"prompt": [1, 2]}, "the prompt must be a text, not list"),
 }
 

@@ -21,6 +21,7 @@ from e2e.page_fixtures import (
     Scripts,
     counted,
     drawn,
+    open_group,
     run,
     saved,
     spans,
@@ -31,7 +32,6 @@ from e2e.page_fixtures import (
 from specdemo.core.errors import UserError
 from specdemo.models.zoo import PAIRS
 from specdemo.recipe import METHODS, Recipe
-from specdemo.ui.method_notes import ABOUT
 from specdemo.ui.page import build
 
 
@@ -84,12 +84,12 @@ def test_preflight_says_what_to_expect_before_anything_is_generated(tab: Any) ->
     page = tab()
     said = page.locator("#estimate")
     page.locator("#preflight").click()
-    expect(said).to_contain_text(re.compile("Preflight of draft: (gamma [1-8]: about|don't).*speed of plain decoding"))
+    expect(said).to_contain_text(re.compile("Preflight of draft: (gamma [1-8]: about|don't).*speed of AR decoding"))
     expect(said.locator("tbody tr")).to_have_count(8)
     page.locator("#method input").click()
     page.get_by_role("option", name="tree:").click()
     page.locator("#preflight").click()
-    expect(said).to_contain_text("preflight knows the methods draft, self, nasd")
+    expect(said).to_contain_text("preflight supports the methods draft, self, nasd")
     status(page, "ready")
 
 
@@ -108,7 +108,7 @@ def test_layers_are_left_out_on_the_page(tab: Any) -> None:
 
 
 def test_every_method_is_explained(tab: Any) -> None:
-    assert set(ABOUT) == set(METHODS)
+    assert all(method.notes for method in METHODS.values())
     page = tab()
     expect(page.locator("#about")).to_contain_text("A draft model")
     for method, words in (("suffix", "Suffix decoding"), ("lookahead", "guess ahead of itself")):
@@ -119,7 +119,7 @@ def test_every_method_is_explained(tab: Any) -> None:
 
 def test_a_lossy_rule_wears_a_badge(tab: Any) -> None:
     page = tab()
-    page.get_by_role("button", name="Rule").click()
+    open_group(page, "Advanced settings", "Rule")
     page.locator("#rule input").click()
     page.get_by_role("option", name="top1").click()
     badge = page.locator("[data-lane=spec] .badge")
@@ -218,6 +218,7 @@ def test_markup_is_shown_as_text(tab: Any) -> None:
 
 def test_bad_input_is_said_and_costs_nothing_that_was_typed(tab: Any) -> None:
     page = tab()
+    open_group(page, "Advanced settings", "Sampling")
     page.locator("#seed input").fill("7")
     run(page, "")
     status(page, "failed: .*prompt is empty")
@@ -354,6 +355,7 @@ def test_narrow_and_wide_pages_hold_together(tab: Any) -> None:
 
 def test_an_example_fills_in_prompt_and_method(tab: Any) -> None:
     page = tab()
+    open_group(page, "Examples")
     page.get_by_role("button", name="Unit tests").click()
     expect(page.locator("#prompt textarea")).to_have_value(re.compile("unittest.TestCase"))
     expect(page.locator("#method input")).to_have_value(re.compile("^nasd"))
@@ -376,7 +378,7 @@ def test_the_api_streams_the_trace(served: Any) -> None:
         client.predict("", api_name="/generate")
     estimate = client.predict(method="nasd", temperature=1, api_name="/preflight")
     assert estimate["advice"] and len(estimate["estimates"]) == 8 and estimate["c"] < 0.2
-    with pytest.raises(Exception, match="preflight knows"):
+    with pytest.raises(Exception, match="preflight supports"):
         client.predict(method="tree", api_name="/preflight")
 
 

@@ -40,11 +40,11 @@ SAMPLING = {
     "bad words": SamplingParams(bad_words=((1,), (2, 0))),
     "greedy": SamplingParams(temperature=0),
 }
-ROUNDING = 1e-5  # laws are float32
+ROUNDING = 1e-5  # float32
 
 
 def reference_probs(logits: list[float], sampling: SamplingParams, prefix: Sequence[int]) -> list[float]:
-    """The oracle: one law by the book, in plain Python."""
+    """Reference implementation in plain Python."""
     logits = list(logits)
     for token in set(prefix):
         if sampling.repetition_penalty != 1:
@@ -142,7 +142,7 @@ def enumerate_distribution(
     stop: Sequence[int] = (),
     candidates: int = 2,
 ) -> tuple[dict[tuple[int, ...], float], int, int]:
-    """The law of the texts that the loop gives, and how much was drafted and accepted over all branches."""
+    """Return the distribution of outputs, and the drafted and accepted tokens over all branches."""
     explorer = Explorer()
     drafted = accepted = 0
 

@@ -87,8 +87,8 @@ class RepeatableNoise:
     def test(self, probability: float) -> tuple[bool, float]:
         return self._repeat(lambda: self.explorer.test(probability))
 
-    def draw(self, probs: torch.Tensor, position: int = 0) -> int:
-        return self._repeat(lambda: self.explorer.draw(probs))
+    def sample(self, probs: torch.Tensor, position: int = 0) -> int:
+        return self._repeat(lambda: self.explorer.sample(probs))
 
 
 def verify_config(

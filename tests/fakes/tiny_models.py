@@ -88,11 +88,11 @@ class Explorer:
     def test(self, probability: float) -> tuple[bool, float]:
         return not self.choose((probability, 1 - probability)), probability
 
-    def draw(self, probs: Tensor, place: int = 0) -> int:
+    def sample(self, probs: Tensor, position: int = 0) -> int:
         return self.choose(probs.tolist())
 
-    def pick(self, probs: Tensor, place: int = 0) -> Tensor:
-        return torch.tensor([self.draw(probs)])
+    def sample_on_device(self, probs: Tensor, position: int = 0) -> Tensor:
+        return torch.tensor([self.sample(probs)])
 
     def distribution(self, run: Callable[[], Any]) -> dict[Any, float]:
         """The exact law of what `run` returns."""
@@ -137,7 +137,7 @@ class SiblingDrafter:
         distributions: list[Tensor] = []
 
         def add(parent: int, probs: Tensor) -> None:
-            drafted.append(self.source.draw(probs))
+            drafted.append(self.source.sample(probs))
             parents.append(parent)
             distributions.append(probs)
 

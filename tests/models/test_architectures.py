@@ -1,4 +1,4 @@
-"""Real architectures: greedy text equals transformers' own, and the cache equals no cache."""
+"""Real architectures: greedy text and logits equal those of transformers without a cache."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ VOCAB = 61
 
 
 def prompts(kind: str) -> Iterator[tuple[list[int], int]]:
-    """Fifty prompts with lengths of text: one token, repetitive, up to the context's last position, the rest random."""
+    """Yield fifty prompts with output lengths: single tokens, repetitive, up to the context limit, random."""
     rng = random.Random(kind)
     for i in range(50):
         if i < 5:
@@ -75,7 +75,7 @@ def test_greedy_text_is_that_of_transformers(kind: str) -> None:
                 if forests:
                     cases["forest"] = ForestDrafter(drafts(), VOCAB, seed=i)
             elif i >= 20:
-                continue  # ordinary prompts; those before begin with nothing, end with the context or repeat themselves
+                continue  # gammas for ordinary prompts alternate
             for name, drafter in cases.items():
                 rule = top1 if name == "top1" else rejection
                 verifier = ModelVerifier(CachedModel(engines[0]).score, GREEDY, rule, NOISE, NOISE, candidates=3)
@@ -90,7 +90,7 @@ def test_greedy_text_is_that_of_transformers(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in CONFIGS if "sliding" not in kind])
 def test_forest_rows_equal_their_own_paths(kind: str) -> None:
-    """Each node's logits are those of its path fed alone, also after a path of the last forest was kept."""
+    """Logits of each node equal those of its path alone, also after a path of the previous forest was accepted."""
     model = tiny_model(kind)
     cached = CachedModel(model)
     rng = random.Random(0)
@@ -126,7 +126,7 @@ def test_the_cache_feeds_only_what_is_new(kind: str) -> None:
     count, cached = Counting(model), CachedModel(model)
     cached.score([1, 2, 3], Draft())
     cached.score([1, 2, 3, 4], Draft.chain((5, 6)))  # drafts 5, 6
-    cached.score([1, 2, 3, 4, 5, 6, 7], Draft())  # all kept, 7 the bonus
+    cached.score([1, 2, 3, 4, 5, 6, 7], Draft())  # all accepted, 7 is the bonus
     cached.score([1, 2, 3, 4, 5, 8], Draft())  # 6 taken back
     cached.score([1, 2, 3, 4, 5, 8], Draft())  # the same again: known
     cached.score([9], Draft())  # another text
@@ -136,7 +136,7 @@ def test_the_cache_feeds_only_what_is_new(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2"])
 def test_a_forest_that_grows_or_is_thinned_is_fed_node_by_node(kind: str) -> None:
-    """Nodes that were scored before are not scored again, wherever they stand in the new forest."""
+    """Nodes scored before are not scored again, at any index in the new forest."""
     model = tiny_model(kind)
     count, cached = Counting(model), CachedModel(model)
     forests = [
@@ -145,8 +145,8 @@ def test_a_forest_that_grows_or_is_thinned_is_fed_node_by_node(kind: str) -> Non
         ([1, 2, 3], Draft((5, 4, 6, 7, 8), (-1, -1, 0, 1, 3)), 1),  # thinned, in another order, and grown
         ([1, 2, 3, 4], Draft((7, 8, 9), (-1, 0, -1)), 1),  # its root committed
         ([1, 2, 3, 4, 7, 8], Draft(), 0),
-        ([1, 2, 3, 4, 7], Draft((8, 1), (-1, -1)), 3),  # shorter than what is held: the forest is fed anew
-        ([1, 2, 3, 4, 7], Draft((2, 8), (-1, -1)), 2),  # a node that is new, and behind it one that is not
+        ([1, 2, 3, 4, 7], Draft((8, 1), (-1, -1)), 3),  # shorter than the cache: the forest is fed again
+        ([1, 2, 3, 4, 7], Draft((2, 8), (-1, -1)), 2),  # a new node with a known child
     ]
     for tokens, draft, rows in forests:
         count.rows.clear()
@@ -179,7 +179,7 @@ def test_mutant_cache_that_forgets_to_roll_back() -> None:
 
 
 def test_mutant_drafter_that_forgets_its_last_draft() -> None:
-    """After a full accept the drafter has not seen its last draft; if nobody feeds it, acceptance falls silently."""
+    """After a full accept the last draft must be fed to the drafter; omitting it lowers acceptance."""
 
     def accepted(skip: bool, seed: int) -> int:
         model = tiny_model("llama", seed)
@@ -203,7 +203,14 @@ def test_mutant_drafter_that_forgets_its_last_draft() -> None:
     assert min(lost) >= 0 and sum(lost) >= 3
 
 
-READS = ("tolist", "item", "__int__", "__float__", "__bool__", "__index__")  # what makes the host wait for a device
+READS = (
+    "tolist",
+    "item",
+    "__int__",
+    "__float__",
+    "__bool__",
+    "__index__",
+)  # operations that synchronise with the device
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama lean", "gpt2"])
@@ -230,7 +237,7 @@ def test_straight_drafts_are_the_same_and_the_host_waits_no_longer_for_long_ones
         slow = ModelDrafter(by_one.score, sampling, SharedNoise(3), VOCAB)
         fast = ModelDrafter(at_once.score, sampling, SharedNoise(3), VOCAB, extend=at_once.extend)
         tokens = [5, 9, 5]
-        for bonus in (1, 2, 3):  # what was drafted is kept, and a token of the target's own after it
+        for bonus in (1, 2, 3):  # accept the draft, add a bonus token
             expected = slow.propose(tokens, DraftBudget(length, Fixed(length)))
             reads.clear()
             draft = fast.propose(tokens, DraftBudget(length, Fixed(length)))
@@ -264,7 +271,7 @@ def test_a_pass_that_broke_leaves_a_usable_cache() -> None:
 
 
 def test_padded_vocabularies_of_one_tokenizer() -> None:
-    """A drafter with more or fewer ids than the target never proposes one the target lacks, and stays exact."""
+    """A drafter with more or fewer ids than the target never proposes an id that the target lacks."""
     target = tiny_model("llama")
     for width in (VOCAB - 8, VOCAB + 8):
         small = tiny_model("llama", seed=3)

@@ -1,4 +1,4 @@
-"""The self-check: it says no where rows depend on their company, finds company that helps, and a yes is right."""
+"""Batch invariance check: detects dependent rows, finds sufficient padding, and its positive results are correct."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specdemo.core.step import Draft
 from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.model import ModelDrafter
 from specdemo.models import batch_invariance as invariance
-from specdemo.models.engines.llama import PARTS, LlamaEngine, padded_keys
+from specdemo.models.engines.llama import LAST_BLOCK_KEYS, LlamaEngine, padded_keys
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.kv_cache import CachedModel
 
@@ -26,7 +26,7 @@ GREEDY, NOISE = SamplingParams(temperature=0), Noise(0, "unused when greedy")
 
 
 def disturbed(monkeypatch: pytest.MonkeyPatch, noise: Callable[[int], float]) -> None:
-    """An engine whose logits depend on the number of rows of their pass."""
+    """Make logits depend on the number of rows of the pass."""
     original = LlamaEngine.run
 
     def run(self: LlamaEngine, new: list[int], held: int, draft: Draft) -> Tensor:
@@ -37,30 +37,30 @@ def disturbed(monkeypatch: pytest.MonkeyPatch, noise: Callable[[int], float]) ->
 
 def test_rows_that_depend_on_their_number_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     disturbed(monkeypatch, lambda rows: 1e-4 * rows)
-    monkeypatch.setattr(invariance, "FREE", 0.0)
+    monkeypatch.setattr(invariance, "NO_COST", 0.0)
     found = invariance.check_invariance(LlamaWeights(tiny_model("llama")))
     assert not found.equal and found.pad == 1 and found.compared > 0
 
 
 def test_rows_in_equal_company_are_equal_if_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     disturbed(monkeypatch, lambda rows: 1e-4 * rows)
-    monkeypatch.setattr(invariance, "FREE", 1e9)
+    monkeypatch.setattr(invariance, "NO_COST", 1e9)
     model = LlamaWeights(tiny_model("llama"))
     found = invariance.check_invariance(model)
-    assert found.equal and found.pad == max(invariance.ROWS)
+    assert found.equal and found.pad == max(invariance.MEASURED_ROWS)
 
 
 def test_broken_padding_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tail that reaches the rows that are read: the check must not call that equal."""
     disturbed(monkeypatch, lambda rows: 1e-4 * rows)
-    monkeypatch.setattr(invariance, "FREE", 1e9)
-    monkeypatch.setattr(CachedModel, "_filled", lambda self, draft, held, length: draft)
+    monkeypatch.setattr(invariance, "NO_COST", 1e9)
+    monkeypatch.setattr(CachedModel, "_padded", lambda self, draft, held, length: draft)
     assert not invariance.check_invariance(LlamaWeights(tiny_model("llama"))).equal
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_yes_is_right(dtype: torch.dtype) -> None:
-    """Where the check says so, speculative greedy text is plain greedy text in this dtype, for every gamma."""
+def test_positive_results_are_correct(dtype: torch.dtype) -> None:
+    """For a positive result, speculative greedy text equals AR greedy text for every gamma."""
     model, small = (
         LlamaWeights(tiny_model("llama").to(dtype)),
         LlamaWeights(blurred(tiny_model("llama"), "llama").to(dtype)),
@@ -89,7 +89,7 @@ def test_a_yes_is_right(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral-sliding"])
 def test_filling_up_a_pass_changes_no_text(kind: str) -> None:
-    """Filled passes give the same logits to rounding, at the context's end too, and leave nothing behind."""
+    """Padded passes give the same logits up to rounding, also at the context limit."""
     model = tiny_model(kind)
     filled, plain = CachedModel(model, pad=6), CachedModel(model)
     rng = random.Random(3)
@@ -103,10 +103,10 @@ def test_filling_up_a_pass_changes_no_text(kind: str) -> None:
 
 def test_what_a_pass_costs() -> None:
     cost = invariance.check_invariance(LlamaWeights(tiny_model("llama"))).cost
-    assert list(cost) == list(invariance.ROWS) and cost[1] == 1.0 and all(value > 0 for value in cost.values())
+    assert list(cost) == list(invariance.MEASURED_ROWS) and cost[1] == 1.0 and all(value > 0 for value in cost.values())
 
 
 def test_attention_is_given_full_vectors_of_keys() -> None:
     for count in range(1, 2000):
         assert count <= padded_keys(count) < count + 192
-        assert padded_keys(count) % 512 in {part % 512 for part in PARTS}
+        assert padded_keys(count) % 512 in {part % 512 for part in LAST_BLOCK_KEYS}

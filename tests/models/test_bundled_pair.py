@@ -36,7 +36,7 @@ def target(pool: ModelPool) -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def oracle() -> PreTrainedModel:
-    """The same weights as transformers loads them, with nothing of ours on them."""
+    """The same weights in a plain transformers model."""
     return AutoModelForCausalLM.from_pretrained(ASSETS / "pair" / "target", dtype=torch.float32)
 
 
@@ -47,7 +47,7 @@ def run(recipe: Recipe, text: str, pool: ModelPool) -> tuple[list[int], dict[str
 
 
 def texts(target: LoadedModel) -> Iterator[tuple[str, int]]:
-    """A third of the bundled prompts, one of a single token, and some that end at the context's last position."""
+    """Yield a third of the bundled prompts, a single token, and prompts that end at the context limit."""
     prompts = [prompt.text for prompt in load_prompts()[::3]]
     assert len(prompts) >= 25
     yield from ((text, 20) for text in prompts)
@@ -86,7 +86,7 @@ def test_greedy_text_is_that_of_transformers(pool: ModelPool, target: LoadedMode
 
 
 def test_the_drafter_is_worth_its_name(pool: ModelPool) -> None:
-    """Far below what the model card measured, far above what an untrained drafter gives (one in 4,096)."""
+    """Acceptance is well above that of an untrained drafter (1 in 4,096)."""
     for temperature in (0.0, 1.0):
         recipe = Recipe(**{**GREEDY, "temperature": temperature}, max_tokens=48)
         beta = [run(recipe, prompt.text, pool)[1] for prompt in load_prompts(kinds=["code"])[:6]]
@@ -113,7 +113,7 @@ def test_quantised_pairs(quantization: str, pool: ModelPool, target: LoadedModel
 
 @pytest.mark.parametrize("role", ["target", "drafter"])
 def test_files_are_what_the_card_says(role: str) -> None:
-    """float16 safetensors, inputs of every linear layer in whole blocks of 64, loadable by the plain auto classes."""
+    """float16 safetensors, linear inputs in multiples of 64, loadable by the auto classes."""
     folder = ASSETS / "pair" / role
     with safe_open(folder / "model.safetensors", "pt") as weights:
         for name in weights.keys():
@@ -128,7 +128,7 @@ def test_files_are_what_the_card_says(role: str) -> None:
 
 
 def test_the_texts_that_preflight_reads_are_what_the_target_writes(target: LoadedModel) -> None:
-    """Told by its first choices: whoever trains the target anew has to write them anew, too."""
+    """Most probable tokens of the target agree; retraining requires new texts."""
     for prompt in load_written(0.0)[::8]:
         start = target.tokenizer.encode(prompt.text)
         text = start + target.tokenizer.encode(prompt.written)

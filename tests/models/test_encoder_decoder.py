@@ -1,4 +1,4 @@
-"""Encoder-decoders: greedy text equals transformers' own, speculative equals plain, the law is the target's."""
+"""Encoder-decoders: greedy text equals that of transformers; speculative decoding is exact."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def generated(model: PreTrainedModel, source: list[int], length: int) -> list[in
 
 
 def sources(kind: str, count: int) -> Iterator[tuple[list[int], int]]:
-    """One token, as many as fit, and what lies between; texts of one token and of more."""
+    """Yield sources and output lengths: a single token, the maximum, and lengths between."""
     rng = random.Random(kind)
     for size, length in ((1, 24), (CONTEXT, 8), (12, 24), (5, 1), (20, 12), (9, 24))[:count]:
         yield [rng.randrange(3, VOCAB) for _ in range(size)], length
@@ -76,7 +76,7 @@ def sources(kind: str, count: int) -> Iterator[tuple[list[int], int]]:
 
 @pytest.mark.parametrize("kind", ENCODERS)
 def test_greedy_text_is_that_of_transformers(kind: str) -> None:
-    """Plain and speculative; the drafter has read the same source in an encoder of its own."""
+    """AR and speculative; the drafter encodes the same source."""
     model = tiny_model(kind)
     small = blurred(model, kind)
     start = opening(model)
@@ -100,7 +100,7 @@ def test_greedy_text_is_that_of_transformers(kind: str) -> None:
                 assert committed(steps) == expected, (gamma, source)
                 drafted += sum(len(step.draft) for step in steps)
                 accepted += sum(len(step.verdict.accepted) for step in steps)
-    assert drafted > accepted > 0 and len(texts) > 1  # what was read makes a difference
+    assert drafted > accepted > 0 and len(texts) > 1  # the source matters
 
 
 def test_the_encoder_reads_once_and_the_decoder_is_fed_only_what_is_new() -> None:
@@ -116,9 +116,9 @@ def test_the_encoder_reads_once_and_the_decoder_is_fed_only_what_is_new() -> Non
     cached.score([0, 2, 3, 4], Draft.chain((5, 6)))
     cached.score([0, 2, 3, 4, 5, 6, 7], Draft())
     cached.score([0, 2, 3, 4, 5, 8], Draft())
-    cached.score([0, 9], Draft())  # another text behind the same source
+    cached.score([0, 9], Draft())  # different text for the same source
     assert rows == {"encoder": [5], "decoder": [3, 3, 1, 1, 1]}
-    assert cached.kv_bytes == held - 2 * 2 * 4 * 8 * 4  # one position less: 2 layers, keys and values, 4 heads of 8
+    assert cached.kv_bytes == held - 2 * 2 * 4 * 8 * 4  # a position less: 2 layers, keys and values, 4 heads of 8
 
 
 @pytest.mark.parametrize("kind", ["t5", "bart"])
@@ -148,7 +148,7 @@ def test_the_law_is_the_targets(name: str, rule: Any) -> None:
     known: dict[tuple[int, ...], torch.Tensor] = {}
 
     def remembered(cached: CachedModel, which: int) -> Any:
-        """Rows of passes, kept by what was asked: enumeration asks for the same ones again and again."""
+        """Cache rows by their inputs, which the enumeration repeats."""
 
         def score(tokens: list[int], draft: Draft) -> torch.Tensor:
             key = (which, len(tokens), *tokens, *draft.tokens)
@@ -189,7 +189,7 @@ def test_the_law_is_the_targets(name: str, rule: Any) -> None:
 
 
 def test_ngrams_and_suffixes_draft_from_what_was_read() -> None:
-    """A text that begins to repeat its source goes on with it; without the source nothing is known."""
+    """A text that repeats its source continues as the source does."""
     source = [5, 6, 7, 8, 9, 10, 11]
     for kind in (lambda **more: NGramDrafter(3, **more), SuffixDrafter):
         assert kind(source=source).propose([0, 7, 8], DraftBudget(3, Fixed(3))).tokens == (9, 10, 11)
@@ -203,7 +203,7 @@ LETTERS = [chr(i) for i in range(32, 127)]
 
 
 def reading_tokenizer() -> PreTrainedTokenizerFast:
-    """As T5's, what is read ends in a special token."""
+    """Like T5, append a special token to the source."""
     tokenizer = byte_level_tokenizer()
     end = tokenizer.eos_token
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -226,11 +226,11 @@ def save_encoder(folder: Path, config: Any, seed: int = 0, tokenizer: Any = None
 
 
 def with_a_head(folder: Path) -> str:
-    """As T5 1.1 and Flan-T5 are written: the head is in the file, and the configuration says that it is not tied."""
+    """Store an untied head and declare it in config.json, like T5 1.1 and Flan-T5."""
     weights, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
     weights["lm_head.weight"] = torch.randn_like(weights["shared.weight"])
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    del config["scale_decoder_outputs"]  # what this library makes of it when it reads
+    del config["scale_decoder_outputs"]  # added by this transformers version
     (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
     return str(folder)
 
@@ -255,12 +255,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
-SHELF = ModelPool()  # each checkpoint is loaded once
+POOL = ModelPool()  # each checkpoint is loaded once
 PROMPT = "for i in range(10):\n    print(i, 'naïve café', '東京', '🙂🙃')\n"
 
 
 def lines(recipe: Recipe, prompt: str = PROMPT) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]:
-    head, *steps, end = (line for line in generate(recipe, prompt, SHELF) if "phase" not in line)
+    head, *steps, end = (line for line in generate(recipe, prompt, POOL) if "phase" not in line)
     return head, steps, end
 
 
@@ -272,7 +272,7 @@ def tokens_of(steps: list[dict[str, Any]]) -> list[int]:
 def test_checkpoints_run_and_their_pieces_join_up(models: dict[str, str], name: str) -> None:
     base = Recipe(target=models[name], drafter=models[name], temperature=0, max_tokens=24, device="cpu")
     head, plain, end = lines(replace(base, method="ar"))
-    loaded = SHELF.take(base.target_spec)
+    loaded = POOL.take(base.target_spec)
     assert head["encoder"] and head["prompt_tokens"] == loaded.tokenizer.encode(PROMPT)
     assert head["prompt_tokens"][-1] == loaded.tokenizer.eos_token_id
     assert end["metrics"]["kv_bytes"] > 0 and len(tokens_of(plain)) > 4
@@ -292,7 +292,7 @@ def test_checkpoints_run_and_their_pieces_join_up(models: dict[str, str], name: 
 def test_quantised_checkpoints_run_and_take_what_was_planned(
     models: dict[str, str], name: str, quantization: str
 ) -> None:
-    """T5 asks for one of its layers to stay as it is; later kinds of it have a head of their own."""
+    """T5 excludes a layer from quantization; newer variants have an untied head."""
     base = Recipe(
         target=models[name],
         drafter=models["small"],
@@ -303,7 +303,7 @@ def test_quantised_checkpoints_run_and_take_what_was_planned(
         device="cpu",
     )
     spec = base.target_spec.resolved()
-    planned, loaded = plan_spec(spec, 256), SHELF.take(spec)
+    planned, loaded = plan_spec(spec, 256), POOL.take(spec)
     assert planned.weights == pytest.approx(loaded.weight_bytes, rel=0.04)  # scales of so few weights count
     kept = [module.weight for path, module in loaded.model.named_modules() if path.endswith(".wo")]
     assert kept and all(weight is None or weight.dtype in (torch.float32, torch.bfloat16) for weight in kept)
@@ -317,14 +317,14 @@ def test_quantised_checkpoints_run_and_take_what_was_planned(
 
 
 def test_a_quantised_t5_says_nearly_what_the_whole_one_says(tmp_path: Path) -> None:
-    """Weights as they are drawn at first: those of the models above are too wild for any rounding."""
+    """Uses default initial weights: the models above are too sensitive to rounding."""
     torch.manual_seed(2)
     sizes = {"vocab_size": 300, "d_model": 64, "d_kv": 16, "d_ff": 64, "num_heads": 4, "num_layers": 2}
     from_config(T5Config(**sizes, decoder_start_token_id=1, feed_forward_proj="gated-gelu")).save_pretrained(tmp_path)
     reading_tokenizer().save_pretrained(tmp_path)
     rows = {}
     for quantization in ("none", "int8", "nf4"):
-        model = SHELF.take(ModelSpec(str(tmp_path), quantization=quantization, device="cpu")).model
+        model = POOL.take(ModelSpec(str(tmp_path), quantization=quantization, device="cpu")).model
         rows[quantization] = CachedModel(model, source=list(range(3, 40))).read(list(range(1, 20))).float()
     off = {name: float((row - rows["none"]).norm() / rows["none"].norm()) for name, row in rows.items()}
     assert 0 < off["int8"] < 0.05 < off["nf4"] < 0.5, off
@@ -353,14 +353,14 @@ def test_what_does_not_fit_is_refused_in_words(models: dict[str, str], tmp_path:
     for method in ("tree", "lookahead", "beam"):
         with pytest.raises(UserError, match="takes one: choose method draft"):
             lines(replace(base, method=method))
-    with pytest.raises(UserError, match="self-speculation is for decoders"):
+    with pytest.raises(UserError, match="method self is for decoders"):
         lines(replace(base, method="self"))
     for target, drafter, role in (("t5", "decoder", "target"), ("decoder", "t5", "drafter")):
         with pytest.raises(UserError, match=f"the {role} has an encoder"):
             lines(replace(base, target=models[target], drafter=models[drafter]))
     with pytest.raises(UserError, match="the encoder reads 80: shorten it by at least"):
         lines(Recipe(target=models["bart"], method="ar", device="cpu"), "x = 1\n" * 60)
-    with pytest.raises(UserError, match="begins anew"):
+    with pytest.raises(UserError, match="does not support encoder-decoders"):
         preflight(replace(base, method="nasd"), [], ModelPool())
     with pytest.raises(UserError, match="chains only"):
         CachedModel(tiny_model("t5"), source=[3]).score([0], Draft((1, 2), (-1, -1)))

@@ -57,7 +57,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def server(files: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    """A hub; pieces of 16 kB in place of 10 MB, so that small files come in pieces too."""
+    """A local hub with chunks of 16 kB instead of 10 MB, so that small files need several."""
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1 << 14)
     with serving(files) as stand_in:
         yield stand_in
@@ -113,7 +113,7 @@ def test_a_cut_file_goes_on_where_it_was_cut(hub: Hub, server: StandIn, files: P
     first, second = server.gets("cdn")
     assert first is None and second is not None
     begin = int(second.removeprefix("bytes=").partition("-")[0])
-    assert 0 < begin <= 100_000  # nothing that had come is fetched twice, but for the piece that was cut
+    assert 0 < begin <= 100_000  # at most the interrupted chunk is fetched twice
     ours = next((hub.cache / "models--tiny--target").rglob("snapshots/*/model.safetensors"))
     assert ours.read_bytes() == (files / NAME / "model.safetensors").read_bytes()
 
@@ -138,7 +138,7 @@ def test_shards_and_their_headers(hub: Hub, server: StandIn, files: Path) -> Non
 
 def test_damage_on_the_way_is_found_and_mended(hub: Hub, server: StandIn) -> None:
     server.faults = Faults(corrupt=True)
-    assert "model.safetensors of tiny/target came damaged" in refusal(hub)
+    assert "model.safetensors of tiny/target arrived damaged" in refusal(hub)
     server.faults = Faults()
     assert load(ModelSpec(NAME, device="cpu"), hub).stop
 
@@ -148,9 +148,11 @@ def test_giving_up_a_slow_download(hub: Hub, server: StandIn) -> None:
     pool = ModelPool(hub=hub)
     recipe = Recipe(target=NAME, method="ar", device="cpu", max_tokens=4)
     run = generate(recipe, "def", pool)
-    event = next(event for event in run if 0 < event.done < event.total)  # of the weights: small files are whole
+    event = next(
+        event for event in run if 0 < event.done < event.total
+    )  # of the weights: small files arrive in a single chunk
     assert isinstance(event, Loading) and "downloading" in event.text
-    run.close()  # returns though the line is still held
+    run.close()  # returns although the server still delays
     assert recipe.target_spec not in pool
     server.faults.go_on.set()
     server.faults = Faults()
@@ -172,11 +174,11 @@ def test_giving_up_while_weights_are_read(files: Path) -> None:
         (Faults(403, "GatedRepo"), "is gated: accept its licence on huggingface.co/tiny/target"),
         (Faults(401, "GatedRepo"), "is gated: accept its licence"),
         (Faults(401, "RepoNotFound"), "there is no model tiny/target on the hub, or it is private"),
-        (Faults(401), "turned down this machine's token"),
-        (Faults(403), "may not read tiny/target"),
+        (Faults(401), "rejected this machine's token"),
+        (Faults(403), "no access to tiny/target"),
         (Faults(404, "RepoNotFound"), "there is no model tiny/target"),
         (Faults(429), "too many requests"),
-        (Faults(503), "could not give tiny/target (error 503)"),
+        (Faults(503), "failed for tiny/target (error 503)"),
     ],
 )
 def test_what_a_hub_may_say(
@@ -191,8 +193,8 @@ def test_what_a_hub_may_say(
 def test_missing_models_and_revisions(hub: Hub) -> None:
     assert "there is no model tiny/nothing on the hub" in refusal(hub, "tiny/nothing")
     assert "has no such revision" in refusal(hub, revision="v7")
-    assert "neither a directory here nor a Hugging Face id" in refusal(hub, "a/b/c")
-    assert "neither a directory here nor a Hugging Face id" in refusal(hub, "../etc")
+    assert "neither a local directory nor a Hugging Face id" in refusal(hub, "a/b/c")
+    assert "neither a local directory nor a Hugging Face id" in refusal(hub, "../etc")
 
 
 @pytest.mark.parametrize(
@@ -210,8 +212,8 @@ def test_models_of_the_wrong_kind_are_refused_before_their_weights_come(
 
 
 def test_no_network(tmp_path: Path) -> None:
-    away = Hub("http://127.0.0.1:9", tmp_path / "cache")  # nobody listens there
-    assert "the hub could not be asked" in refusal(away)
+    away = Hub("http://127.0.0.1:9", tmp_path / "cache")  # closed port
+    assert "the hub is unreachable" in refusal(away)
 
 
 def test_what_is_here_needs_no_network(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +242,7 @@ def test_a_disk_that_fills_up(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_environment_names_the_hub(server: StandIn, tmp_path: Path) -> None:
-    """A process of its own, as anyone would start it, with a token that must stay in the headers."""
+    """In a new process, with a token that must stay in the headers."""
     where = {"HF_ENDPOINT": server.endpoint, "HF_HOME": str(tmp_path), "HF_TOKEN": SECRET, "HF_HUB_DISABLE_XET": "1"}
     command = [sys.executable, "-m", "specdemo", "run", "def f():", "--target", NAME, "--drafter", "tiny/drafter"]
     done = subprocess.run(

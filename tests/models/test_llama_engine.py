@@ -1,4 +1,4 @@
-"""The lean engine: the same logits as transformers, for every variant that it claims, and none that it does not."""
+"""Llama engine: the same logits as transformers for every supported variant; other models are rejected."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from specdemo.core.step import Draft
 from specdemo.models.engines import llama_weights as lean
 from specdemo.models.engines import packed_linear as packed
 from specdemo.models.engines.generic import TransformersEngine
-from specdemo.models.engines.llama import CHUNK, LlamaEngine
+from specdemo.models.engines.llama import PROMPT_CHUNK, LlamaEngine
 from specdemo.models.engines.llama_weights import LlamaWeights, unsupported_reason
 from specdemo.models.engines.packed_linear import PackedLinear, can_pack, pack
 from specdemo.models.kv_cache import CachedModel
@@ -71,7 +71,7 @@ VARIANTS: dict[str, PretrainedConfig] = {
 
 
 def random_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Every parameter random, gains and biases too, so that none of them can be left out unseen."""
+    """Randomise every parameter, including gains and biases, so that each affects the logits."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     for name, parameter in model.named_parameters():
@@ -81,7 +81,7 @@ def random_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -
 
 
 def rounds(seed: int, most: int = 7) -> list[tuple[list[int], Draft]]:
-    """A text that grows by chains and forests, of which a path is kept, part of one, or nothing; and one taken back."""
+    """Return a growing text with chains and forests, partly accepted, and a final rollback."""
     rng = random.Random(seed)
     tokens, script = [rng.randrange(VOCAB) for _ in range(9)], []
     while len(tokens) < CONTEXT - most - 1:
@@ -109,10 +109,10 @@ def test_logits_are_those_of_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["grouped", "qwen3"])
 def test_a_recorded_pass_reads_nothing_but_its_buffers(name: str) -> None:
-    """What CUDA graphs need, tried without one: a pass recorded once is run again for other tokens, places and forests.
+    """Replay a recorded pass for other tokens, positions and forests, as CUDA graphs do.
 
-    A stand-in for a graph runs the recorded function again, so anything it had taken in by value would show; longer
-    texts make new room, after which old recordings must be gone.
+    The recorder runs the function again, so inputs captured by value would change the logits; longer texts reallocate
+    the cache, which must invalidate recordings.
     """
     model = random_model(
         LlamaConfig(**{**LLAMA, "max_position_embeddings": 2048}) if name == "grouped" else VARIANTS[name]
@@ -163,7 +163,7 @@ def test_bfloat16_rounds_where_transformers_does(name: str) -> None:
 
 
 def test_the_variants_are_told_apart() -> None:
-    """Each variant's logits are its own: an option that were ignored would show above."""
+    """Logits of the variants differ, so an ignored option would fail above."""
     tokens, draft = rounds(3)[-3]
     rows = {name: CachedModel(random_model(config)).score(tokens, draft) for name, config in VARIANTS.items()}
     same = ["grouped", "mistral"]  # without its window a Mistral is a Llama
@@ -186,9 +186,9 @@ def test_room_grows_with_the_text() -> None:
 
 
 def test_long_prompts_are_fed_in_pieces() -> None:
-    """A mask never has more rows than a piece, and the logits are those of one pass; forests ride in the last piece."""
+    """Masks have at most a chunk of rows, and the logits equal those of a single pass."""
     model = random_model(LlamaConfig(**{**LLAMA, "max_position_embeddings": 2048}))
-    tokens = [i * i % VOCAB for i in range(2 * CHUNK + 37)]
+    tokens = [i * i % VOCAB for i in range(2 * PROMPT_CHUNK + 37)]
     for draft in (Draft(), Draft((1, 2, 3), (-1, -1, 0))):
         lean = LlamaWeights(model)
         ours = CachedModel(lean)
@@ -197,7 +197,7 @@ def test_long_prompts_are_fed_in_pieces() -> None:
         expected = CachedModel(model).score(tokens, draft)
         assert (ours.score(tokens, draft) - expected).abs().max() <= 1e-5 * expected.abs().max()
         rows = [len(call.args[0]) for call in mask.call_args_list]
-        assert len(rows) == 3 and max(rows) <= CHUNK + len(draft)
+        assert len(rows) == 3 and max(rows) <= PROMPT_CHUNK + len(draft)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_quantised_layers_are_called_as_they_are(quantization: str, tmp_path: Pa
 
 
 def test_engines_hold_what_they_were_told_to_keep() -> None:
-    """The two engines answer alike when driven directly: they are interchangeable behind the cache."""
+    """Both engines behave identically when driven directly."""
     model = random_model(VARIANTS["grouped"])
     for engine in (TransformersEngine(model), LlamaEngine(LlamaWeights(model))):
         with torch.inference_mode():
@@ -254,30 +254,30 @@ def test_engines_hold_what_they_were_told_to_keep() -> None:
 
 
 def allocated(step: Callable[[], object]) -> int:
-    """Bytes that all operations of a step ask for, whether or not they are given back."""
+    """Return the bytes requested by all operations of a step."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         step()
     return sum(max(0, event.self_cpu_memory_usage) for event in seen.events())
 
 
 def test_a_step_allocates_the_same_at_every_length() -> None:
-    """Nothing is copied or built in proportion to the context, once it fills the block that attention works on."""
+    """No operation copies in proportion to the context after the first attention block."""
     model = random_model(LlamaConfig(**{**LLAMA, "max_position_embeddings": 2048}))
     text = [i % VOCAB for i in range(2000)]
     grown = {}
     for name, cached in (("lean", CachedModel(LlamaWeights(model))), ("transformers", CachedModel(model))):
         for draft in (Draft(), Draft.chain((1, 2, 3, 4))):
             sizes = []
-            for length in (2000, 1000, 600):  # longest first: its room is made before anything is counted
+            for length in (2000, 1000, 600):  # longest first: allocates its capacity before counting
                 step = partial(cached.score, text[:length], draft)
                 for _ in range(2):  # once to warm up
-                    cached.score(text[: length - 1], Draft())  # so that the last token is news
+                    cached.score(text[: length - 1], Draft())  # leaves the last token to be fed
                     size = allocated(step)
                 sizes.append(size)
             assert min(sizes) > 0
             grown[name, len(draft)] = max(sizes) / min(sizes)
     assert grown["lean", 0] < 1.05 and grown["lean", 4] < 1.05, grown
-    assert grown["transformers", 4] > 1.5  # what is measured here does grow where masks are built anew
+    assert grown["transformers", 4] > 1.5  # the measure detects masks that are rebuilt in each step
 
 
 def large_kb(address: int) -> int:
@@ -292,7 +292,7 @@ def large_kb(address: int) -> int:
     raise LookupError(hex(address))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems are not asked")
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
 def test_weights_move_to_large_pages_and_stay_what_they_were() -> None:
     """Small matrices too, which fill no large page alone, where they lie side by side."""
     memory, other = (mmap.mmap(-1, 16 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(2))
@@ -310,7 +310,7 @@ def test_weights_move_to_large_pages_and_stay_what_they_were() -> None:
     assert torch.equal(matrices, kept)
 
 
-@pytest.mark.skipif(not can_pack(torch.ones(1)), reason="oneDNN lays nothing out here")
+@pytest.mark.skipif(not can_pack(torch.ones(1)), reason="oneDNN is unavailable")
 @pytest.mark.parametrize("lay_out", [partial(LlamaWeights, consume=True), pack])
 def test_matrices_are_let_go_as_they_are_laid_out(
     lay_out: Callable[[PreTrainedModel], object], monkeypatch: pytest.MonkeyPatch
@@ -338,7 +338,7 @@ def test_matrices_are_let_go_as_they_are_laid_out(
 
 def test_embeddings_are_copied_out_of_a_file_but_not_out_of_memory(tmp_path: Path) -> None:
     folder = save_model(tmp_path, byte_level_tokenizer())
-    for dtype in ("float32", "bfloat16"):  # the file's own, and another
+    for dtype in ("float32", "bfloat16"):  # the file's dtype and a different dtype
         model, _ = reference(ModelSpec(str(folder), dtype=dtype, device="cpu"))
         weight = model.model.embed_tokens.weight
         assert is_mapped(weight) == (dtype == "float32")
@@ -363,7 +363,9 @@ def test_two_thousand_rounds_leave_memory_flat() -> None:
 
 
 ROW_COUNTS = """
-import specdemo, torch
+import specdemo
+specdemo.limit_onednn_cache()
+import torch
 from specdemo.models.memory import release_memory, process_bytes
 from specdemo.models.engines.packed_linear import PackedLinear
 layer = PackedLinear(torch.randn(256, 256), None)
@@ -375,9 +377,9 @@ for n in range(1, 801):
 """
 
 
-@pytest.mark.skipif(not can_pack(torch.ones(1)), reason="oneDNN lays nothing out here")
+@pytest.mark.skipif(not can_pack(torch.ones(1)), reason="oneDNN is unavailable")
 def test_prompts_of_all_lengths_leave_memory_bounded() -> None:
-    """oneDNN compiles for every number of rows; what it keeps of that has a limit, and would grow without."""
+    """The cache of oneDNN kernels for each number of rows is bounded."""
 
     def taken(**environment: str) -> int:
         command = [sys.executable, "-c", ROW_COUNTS]

@@ -1,4 +1,4 @@
-"""Loading: real checkpoints on disk, real quantisation, and each refusal in one clear sentence."""
+"""Loading: real checkpoints, real quantization, and a clear message for each error."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def test_quantised_speculation_runs(checkpoint: Path, quantization: str, method:
 
 
 def test_directories_that_are_no_models(tmp_path: Path) -> None:
-    assert "no config.json" in refusal(ModelSpec(str(tmp_path)))
+    assert "without config.json" in refusal(ModelSpec(str(tmp_path)))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "a-kind-from-the-future"}))
-    assert "does not know" in refusal(ModelSpec(str(tmp_path)))
+    assert "unknown to this transformers version" in refusal(ModelSpec(str(tmp_path)))
 
 
 def test_models_that_do_not_continue_text(tmp_path: Path) -> None:

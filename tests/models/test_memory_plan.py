@@ -1,4 +1,4 @@
-"""What models are said to take before they are loaded, against what they take; refusals with numbers."""
+"""Estimated against actual memory, and error messages with figures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPTNeoXCo
 
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
-from specdemo.models import zoo as pairs
+from specdemo.models import zoo
 from specdemo.models.hub import Hub
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import load, reference
@@ -109,16 +109,16 @@ def test_others_make_room_for_what_does_not_fit_beside_them(monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("dtype", "tied", "quantization", "heads"),
     [
-        ("float32", True, "none", 1),  # multiplied by the norm's gain, while the embeddings stay
+        ("float32", True, "none", 1),  # multiplied by the norm's gain in a copy
         ("float32", False, "none", 1),
         ("float32", True, "nf4", 1),
-        ("bfloat16", False, "none", 1),  # laid out from what was read
-        ("bfloat16", True, "none", 0),  # the embeddings stay, the head is a copy that stays too
+        ("bfloat16", False, "none", 1),  # packed from the loaded matrix
+        ("bfloat16", True, "none", 0),  # the copy of the head remains
         ("float16", True, "int8", 0),
     ],
 )
 def test_what_a_head_takes_while_it_is_laid_out(dtype: str, tied: bool, quantization: str, heads: int) -> None:
-    """Of a vocabulary like this all else is small."""
+    """A vocabulary of this size dominates."""
     shape = {"vocab_size": 60_000, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
     config = AutoConfig.for_model("llama", num_attention_heads=1, tie_word_embeddings=tied, **shape)
     planned = plan_config(ModelSpec("wide", device="cpu", dtype=dtype, quantization=quantization), config, 1)
@@ -140,11 +140,11 @@ def test_the_pickers_estimate_is_that_of_the_plan(name: str) -> None:
     known = MODELS[name]
     spec = ModelSpec(name, device="cpu").resolved()
     planned = plan_config(spec, AutoConfig.for_model(known.kind, **known.shape), 2048)
-    assert pairs._takes(name, True) == pytest.approx(planned.weights + planned.kv, rel=0.02)
+    assert zoo._required_bytes(name, True) == pytest.approx(planned.weights + planned.kv, rel=0.02)
 
 
 def test_the_picker_shows_what_fits_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pairs, "free_bytes", lambda device: 5_000_000_000)
+    monkeypatch.setattr("specdemo.models.memory.free_bytes", lambda device: 5_000_000_000)
     found = offers("cpu")
     assert {offer.name for offer in found} == set(PAIRS) and found[0].name == "bundled"
     fit = [offer.fits for offer in found]
@@ -161,7 +161,7 @@ def test_free_memory_is_some_and_no_more_than_there_is() -> None:
 def test_free_memory_is_no_more_than_any_limit_leaves_of_which_there_may_be_none(
     monkeypatch: pytest.MonkeyPatch, left: list[int]
 ) -> None:
-    monkeypatch.setattr("specdemo.models.memory._left_by_limits", lambda: left)
+    monkeypatch.setattr("specdemo.models.memory._cgroup_free_bytes", lambda: left)
     free = free_bytes(find_device("cpu"))
     assert free == min(left) if left else 0 < free <= psutil.virtual_memory().total
 

@@ -1,4 +1,4 @@
-"""The shelf: each model once, as many as memory holds, and gone when it goes; runs that die of memory."""
+"""Model pool: loading, eviction, release of memory, out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def specs(folder: Path) -> tuple[ModelSpec, ModelSpec, ModelSpec]:
-    """Three models of which no two are one: the same weights in three forms."""
+    """Three distinct specs of the same weights."""
     return (
         ModelSpec(str(folder), device="cpu"),
         ModelSpec(str(folder), "bfloat16", device="cpu"),
@@ -63,7 +63,7 @@ def test_the_longest_unused_makes_room(specs: tuple[ModelSpec, ModelSpec, ModelS
     pool.take(b)
     assert pool.take(a) is first
     pool.take(c)
-    assert a in pool and c in pool and b in pool  # one and two halves
+    assert a in pool and c in pool and b in pool  # a full model and two halves
     tight = ModelPool(budget=int(1.7 * size))
     for spec in (a, b, a, c):
         tight.take(spec)
@@ -108,9 +108,9 @@ def test_what_is_unloaded_is_gone(way: str, specs: tuple[ModelSpec, ModelSpec, M
 
 
 def test_rounds_of_loading_running_and_unloading_leave_memory_flat() -> None:
-    """In a process of its own, the bundled pair again and again.
+    """In a new process, the bundled pair repeatedly.
 
-    Where every thread had a heap of its own, some 8 MB stayed with every round; a dictionary that grows takes 3, once.
+    With a heap per thread, 8 MB remained after each repetition; a growing dictionary takes 3 MB once.
     """
     asked = ["--rounds", "4", "--quantization", "none", "--device", "cpu"]
     command = [sys.executable, "-m", "benchmarks.memory", *asked]
@@ -122,7 +122,7 @@ def test_rounds_of_loading_running_and_unloading_leave_memory_flat() -> None:
 
 
 def test_no_tensor_stays_that_was_not_there_before(specs: tuple[ModelSpec, ModelSpec, ModelSpec]) -> None:
-    """Counted, not measured: what the first round leaves (none), no further round adds to."""
+    """Counted, not measured: no further repetition adds tensors."""
 
     def held() -> int:
         gc.collect()

@@ -1,4 +1,4 @@
-"""A model over several devices: where accelerate puts what, and that a model with its hooks gives the same logits."""
+"""Models on several devices: assignment of layers, and logits of models with device hooks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from specdemo.core.step import Draft
 from specdemo.core.verifier import ModelVerifier
 from specdemo.models.engines.llama_weights import unsupported_reason
 from specdemo.models.kv_cache import CachedModel
-from specdemo.models.load import load
-from specdemo.models.placement import place, spread
+from specdemo.models.load import load, place, spread
 from specdemo.models.spec import SPREAD, ModelSpec
 from specdemo.recipe import Recipe
 
@@ -52,7 +51,7 @@ def test_on_a_machine_with_one_device_spread_is_that_device(folder: Path) -> Non
 
 
 def test_a_model_that_moves_between_places_scores_as_ever(folder: Path, tmp_path: Path) -> None:
-    """Layers on disk in place of a second accelerator: the same hooks fetch what a pass needs to where it runs."""
+    """Layers on disk replace a second accelerator: the same hooks fetch tensors for a pass."""
     places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
     layers = {f"model.layers.{i}": "disk" if i % 2 else "cpu" for i in range(LAYERS)}
     whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -67,7 +66,7 @@ def test_a_model_that_moves_between_places_scores_as_ever(folder: Path, tmp_path
 
 
 def test_a_law_from_elsewhere_is_brought_to_the_targets_device() -> None:
-    """A drafter's law on a device of its own; `meta` stands for it, from which nothing can be read by mistake."""
+    """`meta` replaces a second device for the draft distribution, since it cannot be read by mistake."""
     moved: list[torch.device] = []
 
     class Elsewhere(torch.Tensor):

@@ -1,4 +1,4 @@
-"""Pieces join up to exactly what decoding everything at once gives."""
+"""Incremental detokenization equals decoding the complete list."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOKENIZERS = {"byte-level": byte_level_tokenizer, "sentencepiece": sentencepiece
 
 
 def whole(tokenizer: PreTrainedTokenizerFast, context: list[int], tokens: list[int]) -> str:
-    """The text that `tokens` add behind `context`, decoded at once."""
+    """Return the text that `tokens` add to `context`."""
 
     def decode(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -71,4 +71,4 @@ def test_drafts_are_spelled_in_the_context_they_were_proposed_in(name: str) -> N
     pieces = stream.peek([*one, *two], parents)
     assert "".join(pieces[: len(one)]) == whole(tokenizer, context, one)
     assert "".join(pieces[len(one) :]) == whole(tokenizer, context, two)
-    assert stream.push(two[0]) == pieces[len(one)]  # looking ahead changed nothing
+    assert stream.push(two[0]) == pieces[len(one)]  # peeking does not change the stream

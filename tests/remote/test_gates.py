@@ -280,11 +280,11 @@ def test_lossy_options_are_reported(cloud: dict[str, Any], recipe: dict[str, Any
         ({"gates": ("magic",)}, {}, "known are nll"),
         ({"loss": 1.0}, {}, "loss must be from 0 to 0.9"),
         ({"rtt_ms": math.nan}, {}, "rtt_ms must be"),
-        ({}, {"method": "self"}, "target itself at hand"),
-        ({}, {"method": "beam"}, "target itself at hand"),
-        ({"on_loss": "edge"}, {"method": "nasd"}, "could go on alone"),
+        ({}, {"method": "self"}, "needs a local target"),
+        ({}, {"method": "beam"}, "needs a local target"),
+        ({"on_loss": "edge"}, {"method": "nasd"}, "could continue alone"),
         ({"gates": ("nll",)}, {"method": "tree"}, "choose method draft"),
-        ({"provisional": True}, {"method": "ar"}, "drafts nothing"),
+        ({"provisional": True}, {"method": "ar"}, "has no drafts"),
     ],
 )
 def test_invalid_options_are_rejected(cloud: dict[str, Any], recipe: dict[str, Any], sentence: str) -> None:

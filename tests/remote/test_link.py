@@ -7,8 +7,6 @@ from typing import Any
 import httpcore
 import pytest
 
-from benchmarks.cloud import Rounds
-from benchmarks.link import Cell, gamma_for
 from specdemo.core.theory import best_gamma, best_gamma_over, speedup_over, walltime_improvement
 from specdemo.remote.link import LinkEmulation, MeteredNetwork
 
@@ -110,36 +108,3 @@ def test_closed_forms_with_a_round_trip() -> None:
             for r, gamma in zip((0.0, 0.5, 1.0, 4.0, 16.0), best, strict=True):
                 assert speedup_over(alpha, gamma, c, r) >= max(speedup_over(alpha, g, c, r) for g in range(65))
     assert speedup_over(0.8, 4, 0.1, 2.0, v=1.2) == pytest.approx((1 - 0.8**5) / 0.2 / (1.2 + 0.4 + 2.0))
-
-
-def measured_steps(step_s: float, drafted: tuple[int, ...] = (4,) * 10, beta: float = 1.0, tokens: int = 50) -> Rounds:
-    """Steps of this duration, a tenth of it at the edge."""
-    total_s = step_s * len(drafted)
-    return Rounds(tokens, drafted, (beta,) * sum(drafted), 0.1 * total_s, 0.7 * total_s, 0.2 * total_s, 0.0, 0, 0, 0)
-
-
-def test_link_with_only_a_round_trip_is_predicted_exactly() -> None:
-    """Two disturbed runs of seven do not matter."""
-    local, remote = (
-        [measured_steps(0.01)] * 5 + [measured_steps(0.5)] * 2,
-        [measured_steps(3.0)] * 2 + [measured_steps(0.04)] * 5,
-    )
-    record = Cell(0.03, local, remote).record()
-    assert record["s_net"] == pytest.approx(125) and record["foretold"] == pytest.approx(125)
-    assert record["measured"] == pytest.approx(125) and record["rounds"] == 70
-    slow = Cell(0.03, local, [measured_steps(0.05)] * 3).record()
-    assert slow["measured"] / slow["s_net"] == pytest.approx(0.8)
-
-
-def test_varying_draft_lengths_are_predicted_individually() -> None:
-    """E[tokens] at alpha 0.5: 1.5 for 1 draft token, 1.875 for 3; the mean length would give 1.75."""
-    record = Cell(0.0, [measured_steps(0.01)], [measured_steps(0.01, (1, 3), 0.5, 3)]).record()
-    assert record["gamma"] == 2 and record["s_net"] == pytest.approx((1.5 + 1.875) / 2 / 0.01)
-
-
-def test_best_draft_length_grows_with_the_round_trip() -> None:
-    """A draft token costs 0.025 of a step."""
-    four = measured_steps(0.01, beta=0.7)
-    lengths = [gamma_for(rtt_s, 0.007, four) for rtt_s in (0.0, 0.01, 0.1)]
-    assert lengths == [best_gamma_over(0.7, 1 / 28, (rtt_s + 0.002) / 0.007, 24) for rtt_s in (0.0, 0.01, 0.1)]
-    assert lengths == sorted(lengths) and lengths[0] < lengths[-1]

@@ -136,7 +136,7 @@ def test_scalar_residual_bias_matches_theory() -> None:
             return (RepeatableNoise(explorer, position, values),) * 2
 
         cloud = Contexts(Fixed4, vocab_size=4, context=8, sources=sources)
-        token = explorer.draw(q)
+        token = explorer.sample(q)
         verifier = RemoteVerifier(DirectClient(cloud), VerifyConfig(), rows="scalar")
         verdict = verifier.verify([1], Draft.chain((token,), (float(q[token]),), q[None]))
         return token if verdict.accepted else verdict.token

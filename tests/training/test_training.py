@@ -1,4 +1,4 @@
-"""Training: resumable to the bit, batches that cover the text, and objectives that mean what they say."""
+"""Training: exact resumption, complete batches, correct objectives."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def model() -> LlamaForCausalLM:
 
 
 def train(folder: Path, schedule: Schedule, stop_at: int | None = None) -> LlamaForCausalLM:
-    one = model()
+    trained = model()
 
     def batches(step: int, size: int, length: int) -> torch.Tensor:
         if step == stop_at:
@@ -33,32 +33,32 @@ def train(folder: Path, schedule: Schedule, stop_at: int | None = None) -> Llama
         return torch.from_numpy(batch(TOKENS, step, size, length, seed=1))
 
     def loss(ids: torch.Tensor) -> torch.Tensor:
-        return objectives.prediction(one, ids)
+        return objectives.prediction(trained, ids)
 
-    fit(one, loss, batches, schedule, folder / "state.pt", lambda: 0.0, "test")
-    return one
+    fit(trained, loss, batches, schedule, folder / "state.pt", lambda: 0.0, "test")
+    return trained
 
 
 def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(tmp_path: Path) -> None:
-    whole = train(tmp_path / "a", SCHEDULE)
+    uninterrupted = train(tmp_path / "a", SCHEDULE)
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "b", SCHEDULE, stop_at=4)
     resumed = train(tmp_path / "b", SCHEDULE)
-    for ours, theirs in zip(whole.parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
-    assert any(not torch.equal(a, b) for a, b in zip(whole.parameters(), model().parameters(), strict=True))
+    for parameter, resumed_parameter in zip(uninterrupted.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(parameter, resumed_parameter)
+    assert any(not torch.equal(a, b) for a, b in zip(uninterrupted.parameters(), model().parameters(), strict=True))
 
 
 def test_training_learns() -> None:
-    one = model()
+    trained = model()
     ids = torch.from_numpy(batch(TOKENS, 0, 4, 32, seed=1))
-    before = objectives.prediction(one, ids).item()
-    optimizer = torch.optim.AdamW(one.parameters(), lr=1e-2)
+    before = objectives.prediction(trained, ids).item()
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2)
     for _ in range(20):
         optimizer.zero_grad()
-        objectives.prediction(one, ids).backward()
+        objectives.prediction(trained, ids).backward()
         optimizer.step()
-    assert objectives.prediction(one, ids).item() < before - 1
+    assert objectives.prediction(trained, ids).item() < before - 1
 
 
 def test_an_epoch_shows_every_piece_once() -> None:
@@ -69,29 +69,29 @@ def test_an_epoch_shows_every_piece_once() -> None:
     assert len({row[0] for row in rows.tolist()}) == len(rows) == pieces
     assert all(row == list(range(row[0], row[0] + length)) for row in rows.tolist())
     again = batch(tokens, pieces // size, size, length, seed=2)
-    assert again.tolist() != rows[:size].tolist()  # the next epoch cuts and shuffles anew
+    assert again.tolist() != rows[:size].tolist()  # the next epoch has other cuts and another order
 
 
-def test_the_rate_rises_stays_and_falls_to_nothing() -> None:
+def test_the_rate_has_warmup_constant_and_decay_phases() -> None:
     schedule = replace(SCHEDULE, steps=100, warmup=10, decay_part=0.4)
     rates = [schedule.rate(step) for step in range(100)]
     assert rates[0] == 0.1 and set(rates[10:60]) == {1.0} and rates[80] == 0.5 and 0 < rates[99] < 0.03
     assert schedule.length(79) == 16 and schedule.length(80) == 32
 
 
-def test_agreement_is_nothing_to_gain_only_where_the_laws_are_equal() -> None:
+def test_the_agreement_loss_is_zero_only_for_equal_distributions() -> None:
     target, ids = model(), torch.from_numpy(batch(TOKENS, 0, 2, 32, seed=1))
     assert objectives.agreement([target], target, ids).item() == pytest.approx(0, abs=1e-3)
     other = LlamaForCausalLM(target.config)
-    alone = objectives.agreement([other], target, ids)
-    assert alone.item() > 1e-3
+    single = objectives.agreement([other], target, ids)
+    assert single.item() > 1e-3
     both = objectives.agreement([other, other], target, ids)
-    assert both.item() == pytest.approx(2 * alone.item(), rel=1e-3)
+    assert both.item() == pytest.approx(2 * single.item(), rel=1e-3)
     assert objectives.held_out_agreement(target, target, TOKENS, 64, 2) == pytest.approx((1.0, 1.0), abs=1e-3)
 
 
 def test_the_curve_of_drafters(tmp_path: Path) -> None:
-    """A drafter that is the target agrees always, another less; what is kept is what is read."""
+    """Alpha is 1 for the target and lower for another model; a saved curve is loaded unchanged."""
     target = model().eval()
     other = LlamaForCausalLM(LlamaConfig(**{**LLAMA, "num_hidden_layers": 1}, tie_word_embeddings=True)).eval()
     same, less = curve.measure({"same": target, "other": other}, target, np.tile(TOKENS, 2)[:2048])
@@ -101,8 +101,8 @@ def test_the_curve_of_drafters(tmp_path: Path) -> None:
     assert curve.read(tmp_path) == [same, less] and curve.read(tmp_path / "nowhere") == []
 
 
-def test_prompts_may_end_where_a_line_or_its_indentation_ends() -> None:
-    """Cut after a line break or an indentation, a text has the tokens that it has in the whole."""
+def test_prompts_that_end_with_a_line_or_indentation_keep_their_tokens() -> None:
+    """The tokens of a prefix that ends there are a prefix of the tokens of the text."""
     tokenizer = train_tokenizer([path.read_text("utf-8") for path in standard_library()[:40]])
     text = "def f(a):\n    if a:\n        return g(a)\n\n\nclass B:\n    pass\n"
     ids = tokenizer.encode(text)

@@ -28,7 +28,7 @@ from specdemo.ui.lane import PLAIN, SPEC, lanes_of, plan_of
 from specdemo.ui.limits import PUBLIC, HostLimits, read_limits
 from specdemo.ui.link_metrics import HEADERS, edge_lane, measures, parts, steps, told, window
 from specdemo.ui.link_timeline import picture
-from specdemo.ui.settings import OF_CLOUD, cloud_of, from_link, recipe_of, restored
+from specdemo.ui.settings import cloud_of, from_link, recipe_of, restored
 from specdemo.worker import Stream, Worker, interruptible
 
 PATIENCE = 20.0
@@ -224,7 +224,7 @@ def test_settings_mean_what_the_terminals_options_mean() -> None:
     own = recipe_of({"mode": "cloud_only", "remote": ""}, "cpu")
     assert own.needs_local_service and not on.needs_local_service
     assert not recipe_of({"mode": "edge_only"}, "cpu").needs_local_service
-    assert cloud_of({}) == CloudConfig("") and set(OF_CLOUD) >= {"remote", "mode", "gates", "loss"}
+    assert cloud_of({}) == CloudConfig("") and set(CloudConfig.OPTIONS) >= {"remote", "mode", "gates", "loss"}
 
 
 BAD = {
@@ -281,10 +281,10 @@ def over(url: str, **more: Any) -> Recipe:
 @pytest.mark.parametrize(
     ("recipe", "words"),
     [
-        (over("http://169.254.169.254/latest"), "no services but the named ones"),
-        (over("http://good:1.evil"), "no services but the named ones"),
-        (over(""), "no cloud of its own"),
-        (over("http://good:1", rtt_ms=5), "no link is emulated"),
+        (over("http://169.254.169.254/latest"), "only listed services"),
+        (over("http://good:1.evil"), "only listed services"),
+        (over(""), "no local cloud service"),
+        (over("http://good:1", rtt_ms=5), "link emulation is disabled"),
         (over("http://good:1", lost_after_s=1e4), "lost_after_s may be 120 seconds"),
         (over("http://good:1", deadline_ms=2e5), "deadline_ms may be 120 seconds"),
     ],

@@ -1,7 +1,6 @@
-"""An encoder-decoder of `transformers` as an engine: its encoder reads the prompt once, its decoder is what goes on.
+"""Engine for encoder-decoders of `transformers` such as T5 and BART (the models of 2211.17192).
 
-T5, BART and their like, the setting of the experiments in 2211.17192. The decoder's own keys and values are rolled back
-as any model's; those of what the encoder read are the same for every token, so they are made once and kept.
+The encoder output and the cross-attention states are computed once; rollback affects only self-attention.
 """
 
 from __future__ import annotations
@@ -27,54 +26,42 @@ from specdemo.models.engines.generic import InPlaceCacheLayer, refuse_recurrent
 
 
 def has_encoder(config: PretrainedConfig) -> bool:
-    """Whether a model of this kind reads its prompt apart from what it writes."""
     return bool(getattr(config, "is_encoder_decoder", False))
 
 
 def auto_class(config: PretrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForSeq2SeqLM]:
-    """What loads a model of this kind."""
     return AutoModelForSeq2SeqLM if has_encoder(config) else AutoModelForCausalLM
 
 
 def opening(model: PreTrainedModel) -> list[int]:
-    """The decoder's tokens before anything that it writes: where it starts, and a first token if one is forced on it.
-
-    Raises `UserError` for a model that does not say where it starts.
-    """
+    """Return the decoder start token and the forced first token, if any."""
     settings = model.generation_config
     start = settings.bos_token_id if settings.decoder_start_token_id is None else settings.decoder_start_token_id
     if start is None:
         raise UserError(
-            f"{type(model).__name__} does not say which token its decoder starts from: choose another model"
+            f"{type(model).__name__} does not declare which token its decoder starts from: choose another model"
         )
     return [start] if settings.forced_bos_token_id is None else [start, settings.forced_bos_token_id]
 
 
 class EncoderDecoderEngine:
-    """The decoder's forward pass behind what the encoder made of `source`, which it reads with the first pass."""
-
     def __init__(self, model: PreTrainedModel, source: Sequence[int]) -> None:
         refuse_recurrent(type(model), model.config)
         self._model, self._source = model, list(source)
-        self._read: Any = None  # what the encoder made of the source
-        self._own = Cache(layer_class_to_replicate=InPlaceCacheLayer)
-        self._crossed = DynamicCache()
-        self._cache = EncoderDecoderCache(self._own, self._crossed)
+        self._encoded: Any = None
+        self._self_attention = Cache(layer_class_to_replicate=InPlaceCacheLayer)
+        self._cross_attention = DynamicCache()
+        self._cache = EncoderDecoderCache(self._self_attention, self._cross_attention)
 
     def run(self, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
-        """Feed `new` after the `held` positions; logits `[len(draft) + 1, vocab]` of the last rows.
-
-        Raises `UserError` for forests: where a token stands is counted by these decoders themselves.
-        """
+        """See `CacheEngine.run`. Raises `UserError` for forests: these decoders compute positions internally."""
         if not draft.is_chain:
-            raise UserError(
-                f"{type(self._model).__name__} can be shown chains only: choose a method that drafts a chain"
-            )
+            raise UserError(f"{type(self._model).__name__} supports chains only: choose a method that drafts a chain")
         device = self._model.device
-        if self._read is None:
-            self._read = self._model.get_encoder()(input_ids=torch.tensor([self._source], device=device))
+        if self._encoded is None:
+            self._encoded = self._model.get_encoder()(input_ids=torch.tensor([self._source], device=device))
         logits = self._model(
-            encoder_outputs=self._read,
+            encoder_outputs=self._encoded,
             decoder_input_ids=torch.as_tensor(new, device=device)[None],
             past_key_values=self._cache,
             use_cache=True,
@@ -82,17 +69,17 @@ class EncoderDecoderEngine:
         return logits[-len(draft) - 1 :]
 
     def keep(self, length: int, slots: list[int]) -> None:
-        """Keep the first `length` positions and then those in `slots`, in that order."""
-        for layer in self._own.layers:
+        for layer in self._self_attention.layers:
             layer.keep(length, slots)
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of the buffers that the decoder's own are held in."""
-        return sum(x.numel() * x.element_size() for layer in self._own.layers for x in layer.buffers)
+        return sum(x.numel() * x.element_size() for layer in self._self_attention.layers for x in layer.buffers)
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of keys and values held now, those of the source among them."""
-        crossed = (x for layer in self._crossed.layers for x in (layer.keys, layer.values))
-        return sum(layer.nbytes for layer in self._own.layers) + sum(x.numel() * x.element_size() for x in crossed)
+        """Bytes of keys and values, including those of the source."""
+        cross = (x for layer in self._cross_attention.layers for x in (layer.keys, layer.values))
+        return sum(layer.nbytes for layer in self._self_attention.layers) + sum(
+            x.numel() * x.element_size() for x in cross
+        )

@@ -1,9 +1,8 @@
-"""The Llama family without overhead: Llama, Qwen2, Qwen3, Mistral, SmolLM and their like, one request at a time.
+"""Fused weights of the Llama family: Llama, Qwen2, Qwen3, Mistral, SmolLM.
 
-The same arithmetic as `transformers`, in fewer and larger pieces: one product for query, key and value, one for gate
-and up, keys and values written in place, heads that share keys folded into rows. In bfloat16 and float16 every rounding
-is where `transformers` has it; in float32 the gain of a norm is folded into the product that follows, and the two
-numbers of a head that turn together lie side by side, as a complex one.
+Same arithmetic as `transformers` in fewer, larger products. bfloat16 and float16 round at the same points. In float32
+the gain of a norm is folded into the next product, and the components of each RoPE rotation are adjacent, as a complex
+number.
 """
 
 from __future__ import annotations
@@ -23,49 +22,46 @@ from specdemo.models.engines.generic import has_window
 from specdemo.models.engines.packed_linear import PackedLinear, can_pack
 from specdemo.models.memory import is_mapped, weight_bytes
 
-FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-ROPES = ("default", "linear", "llama3", "yarn")  # the kinds whose angles depend on the position alone
+_FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # angles depend only on the position
 
-Rows = Callable[[Tensor], Tensor]
+RowFunction = Callable[[Tensor], Tensor]
 
 
 def unsupported_reason(model: PreTrainedModel) -> str | None:
-    """Why this model has to run through `transformers`; None if it need not."""
+    """Return the reason why a model must run through `transformers`, if any."""
     config = model.config
-    if type(model).__name__ not in FAMILY:
-        return f"{type(model).__name__} is none of {', '.join(FAMILY)}"
+    if type(model).__name__ not in _FAMILY:
+        return f"{type(model).__name__} is not in {', '.join(_FAMILY)}"
     if config.hidden_act != "silu":
         return f"its activation is {config.hidden_act}, not silu"
     if has_window(model):
         return "it has a sliding window"
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         return "it is spread over several devices"
-    if (kind := config.rope_parameters["rope_type"]) not in ROPES:
+    if (kind := config.rope_parameters["rope_type"]) not in _ROPE_TYPES:
         return f"its rotary embedding is of kind {kind}"
     return None
 
 
 @dataclass(frozen=True)
-class Layer:
-    """One layer as functions of rows `[n, width]`."""
+class LlamaLayer:
+    """Functions of one layer on rows `[n, width]`."""
 
-    enter: Rows  # norm before attention
-    qkv: Rows
-    norm_heads: Rows | None  # of queries and keys among `[n, heads, dim]`
-    out: Rows
-    between: Rows  # norm before the gated layer
-    gate_up: Rows
-    down: Rows
+    enter: RowFunction
+    qkv: RowFunction
+    norm_heads: RowFunction | None  # for queries and keys in `[n, heads, dim]`
+    out: RowFunction
+    between: RowFunction
+    gate_up: RowFunction
+    down: RowFunction
 
 
 class LlamaWeights:
-    """The weights of a loaded model, fused and packed; shared by any number of engines.
-
-    Raises `ValueError` for a model that `why_not` turns down.
-    """
+    """Fused and packed weights, shared by all engines. Raises `ValueError` for an `unsupported_reason`."""
 
     def __init__(self, model: PreTrainedModel, consume: bool = False) -> None:
-        """`consume`: the model's matrices are let go as they are laid out, so that few of them are held twice."""
+        """`consume`: release each matrix of `model` when packed."""
         if reason := unsupported_reason(model):
             raise ValueError(reason)
         self.config, self.generation_config = model.config, model.generation_config
@@ -74,9 +70,9 @@ class LlamaWeights:
         self.heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.heads
-        self._parts: list[nn.Module | Tensor] = []  # for the count of bytes
-        self.idle: list[Any] = []  # engines that wait for the next request
-        self.graphs = True  # whether passes may be recorded at all
+        self._parts: list[nn.Module | Tensor] = []
+        self.idle: list[Any] = []
+        self.graphs = True
         self._consume = consume
         self.paired = self.dtype == torch.float32 and all(
             type(getattr(layer.self_attn, name)) is nn.Linear
@@ -92,7 +88,7 @@ class LlamaWeights:
 
     @property
     def recordable(self) -> bool:
-        """Whether passes may become CUDA graphs: LLM.int8() looks at its activations on the host, all else does not."""
+        """True if passes can be CUDA graphs; LLM.int8() synchronises with the host."""
         return (
             self.graphs
             and self.device.type == "cuda"
@@ -100,28 +96,22 @@ class LlamaWeights:
         )
 
     def modules(self) -> list[nn.Module]:
-        """The linear layers that a pass goes through, as far as they are modules."""
         return [part for part in self._parts if isinstance(part, nn.Module)]
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights as they are stored."""
         return weight_bytes(nn.ModuleList(self.modules())) + sum(
             part.numel() * part.element_size() for part in self._parts if isinstance(part, Tensor)
         )
 
     def with_layers(self, kept: Sequence[int]) -> LlamaWeights:
-        """The same weights through these layers only."""
         thin = copy.copy(self)
         thin.layers, thin.idle = [self.layers[i] for i in kept], []
         return thin
 
-    def rotation(self, where: Tensor) -> Tensor:
-        """What `turn` takes at positions `[n]`: complex numbers `[1, n, 1, dim / 2]`, or cosines and sines.
-
-        The latter are `[2, n, 1, dim]`, the first half of the sines negated.
-        """
-        cos, sin = self._angles(self.embedding, where[None])
+    def rotation(self, token_positions: Tensor) -> Tensor:
+        """Return the angles for `turn`: complex `[1, n, 1, dim / 2]`, or cosines and signed sines `[2, n, 1, dim]`."""
+        cos, sin = self._angles(self.embedding, token_positions[None])
         half = self.head_dim // 2
         if self.paired:
             return torch.complex(cos[..., :half], sin[..., :half])[:, :, None]
@@ -129,7 +119,7 @@ class LlamaWeights:
         return torch.cat((cos, sin))[:, :, None]
 
     def turn(self, heads: Tensor, *angles: Tensor) -> Tensor:
-        """Rotate `heads` `[n, heads, dim]` (RoPE, 2104.09864), in place where numbers are paired."""
+        """Rotate `heads` `[n, heads, dim]` (RoPE, 2104.09864); in place if components are paired."""
         if self.paired:
             heads.view(torch.complex64).mul_(*angles)
             return heads
@@ -138,18 +128,18 @@ class LlamaWeights:
 
     @property
     def _order(self) -> Tensor | None:
-        """Where `transformers` has each number of the queries, keys and values; None if that is where it is here."""
+        """Index of each component in the order of `transformers`, if different."""
         if not self.paired:
             return None
-        turned = self.heads + self.kv_heads
-        places = torch.arange((turned + self.kv_heads) * self.head_dim).view(-1, 2, self.head_dim // 2)
-        return torch.cat((places[:turned].transpose(1, 2).flatten(), places[turned:].flatten()))
+        rotated = self.heads + self.kv_heads
+        index = torch.arange((rotated + self.kv_heads) * self.head_dim).view(-1, 2, self.head_dim // 2)
+        return torch.cat((index[:rotated].transpose(1, 2).flatten(), index[rotated:].flatten()))
 
     def _count(self, part: Tensor) -> Tensor:
         self._parts.append(part)
         return part
 
-    def _layer(self, layer: nn.Module) -> Layer:
+    def _layer(self, layer: nn.Module) -> LlamaLayer:
         attention, gated = layer.self_attn, layer.mlp
         order = self._order
         enter, qkv = self._after_norm(
@@ -161,20 +151,22 @@ class LlamaWeights:
             gains = [attention.q_norm.weight.expand(self.heads, -1), attention.k_norm.weight.expand(self.kv_heads, -1)]
             gain = torch.cat(gains) if order is None else torch.cat(gains)[:, order[: self.head_dim]]
             norm_heads = head_norm(gain, attention.q_norm.variance_epsilon)
-        return Layer(
+        return LlamaLayer(
             enter, qkv, norm_heads, self._linear([attention.o_proj]), between, gate_up, self._linear([gated.down_proj])
         )
 
-    def _after_norm(self, norm: nn.Module, linears: list[nn.Module], order: Tensor | None = None) -> tuple[Rows, Rows]:
-        """A norm and the product that follows it, the gain in whichever of the two it is cheaper."""
+    def _after_norm(
+        self, norm: nn.Module, linears: list[nn.Module], order: Tensor | None = None
+    ) -> tuple[RowFunction, RowFunction]:
+        """Return a norm and the product after it; the cheaper contains the gain."""
         gain, eps = norm.weight, norm.variance_epsilon
         if self.dtype == torch.float32 and all(type(linear) is nn.Linear for linear in linears):
             width = len(gain)
             return unit_norm(width * eps, self.device), self._linear(linears, gain * math.sqrt(width), order)
         return rms_norm(self._count(unmapped(gain)), eps), self._linear(linears)
 
-    def _linear(self, linears: list[nn.Module], gain: Tensor | None = None, order: Tensor | None = None) -> Rows:
-        """Linear layers of one input as one product; quantised ones are called as they are, one after another."""
+    def _linear(self, linears: list[nn.Module], gain: Tensor | None = None, order: Tensor | None = None) -> RowFunction:
+        """Fuse linear layers with a common input, unless they are quantized."""
         if any(type(linear) is not nn.Linear for linear in linears):
             self._parts.extend(linears)
             if len(linears) == 1:
@@ -193,19 +185,19 @@ class LlamaWeights:
         if can_pack(weight):
             packed = PackedLinear(weight, bias)
             self._parts.append(packed)
-            return packed.forward  # the module's hooks would cost more than some of the products
+            return packed.forward  # without module hooks, which cost more than some products
         if weight.data_ptr() != self.embedding.data_ptr():
             self._count(weight)
         return lambda rows: F.linear(rows, weight, bias)
 
 
 def unmapped(weight: Tensor) -> Tensor:
-    """A copy of what is read from a file in place, where most weights are packed: the file can go then."""
+    """Copy a memory-mapped weight where others are packed, so that the file can be closed."""
     return weight.clone() if is_mapped(weight) and can_pack(weight) else weight
 
 
-def rms_norm(gain: Tensor, eps: float) -> Rows:
-    """RMSNorm (1910.07467) with the roundings of `transformers`: the gain is applied in the model's own dtype."""
+def rms_norm(gain: Tensor, eps: float) -> RowFunction:
+    """RMSNorm (1910.07467) with the rounding of `transformers`: the gain is applied in the model's dtype."""
 
     def norm(rows: Tensor) -> Tensor:
         wide = rows.float()
@@ -215,13 +207,13 @@ def rms_norm(gain: Tensor, eps: float) -> Rows:
     return norm
 
 
-def head_norm(gain: Tensor, eps: float) -> Rows:
-    """RMSNorm of the leading heads, those with a row in `gain` `[heads, dim]`; the others, values, pass through."""
+def head_norm(gain: Tensor, eps: float) -> RowFunction:
+    """RMSNorm of query and key heads, which have a row in `gain`; value heads are unchanged."""
     norm, count = rms_norm(gain, eps), len(gain)
     return lambda rows: torch.cat((norm(rows[:, :count]), rows[:, count:]), 1)
 
 
-def unit_norm(eps: float, device: torch.device) -> Rows:
-    """RMSNorm without gain and up to the factor sqrt(width), which the next product holds: x / sqrt(|x|^2 + eps)."""
+def unit_norm(eps: float, device: torch.device) -> RowFunction:
+    """RMSNorm without gain and factor sqrt(width), which the next product contains: x / sqrt(|x|^2 + eps)."""
     root, length = torch.tensor(math.sqrt(eps), device=device), torch.linalg.vector_norm
     return lambda rows: rows / length(rows, dim=-1, keepdim=True).hypot_(root)

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 import gradio as gr
 
-from specdemo.recipe import Recipe
-from specdemo.ui.method_notes import ABOUT
+from specdemo.recipe import METHODS, Recipe
 from specdemo.ui.service import Service
 from specdemo.ui.tabs.bench import bench_tab
 from specdemo.ui.tabs.edge import edge_tab
@@ -21,7 +20,7 @@ def build_tabs(
     """Lay out all tabs; return the description of the method, which the page updates."""
     with gr.Tabs(elem_id="tabs"):
         with gr.Tab("Method", id="method"):
-            about = gr.Markdown(ABOUT[defaults.method], elem_id="about")
+            about = gr.Markdown(METHODS[defaults.method].notes, elem_id="about")
         with gr.Tab("Theory", id="theory") as tab:
             theory_tab(service.runs.latest, tab)
         with gr.Tab("Edge-cloud", id="edge") as tab:

@@ -8,7 +8,7 @@ from typing import Any
 
 import gradio as gr
 
-from specdemo.bench import Row
+from specdemo.bench import BenchRow
 from specdemo.core.errors import UserError
 from specdemo.core.policies import POLICIES
 from specdemo.prompts import load_prompts
@@ -60,7 +60,7 @@ def bench_tab(service: Service, controls: Mapping[str, gr.components.Component],
         except UserError as error:
             return f"**{html.escape(str(error))}.**"
 
-    def show_rows(result: SweepResult, rows: list[Row]) -> dict[Any, Any]:
+    def show_rows(result: SweepResult, rows: list[BenchRow]) -> dict[Any, Any]:
         speedups = bars(rows)
         return {
             table: cells(rows),

@@ -1,0 +1,149 @@
+"""Runs measured by the studies: complete traces, the cloud service in another process, totals over steps."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from benchmarks.tables import ROOT
+from specdemo.core.events import Loading
+from specdemo.core.trace import to_json
+from specdemo.generate import generate
+from specdemo.models.model_pool import ModelPool
+from specdemo.prompts import Prompt
+from specdemo.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Lines of a trace: header, steps and end."""
+
+    header: dict[str, Any]
+    steps: list[dict[str, Any]]
+    end: dict[str, Any]
+
+    @property
+    def tokens(self) -> list[int]:
+        """All committed tokens."""
+        return [token for step in self.steps for token in step["tokens"]]
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """Metrics of the complete run."""
+        return self.end["metrics"]
+
+
+def traced(recipe: Recipe, prompt: str, pool: ModelPool, pause_s: float = 0.0) -> Trace:
+    """Run `recipe` to its end, sleeping `pause_s` after each step. Raises `RuntimeError` if the run fails."""
+    trace = possibly_failed(recipe, prompt, pool, pause_s)
+    if trace.end["error"]:
+        raise RuntimeError(trace.end["error"])
+    return trace
+
+
+def possibly_failed(recipe: Recipe, prompt: str, pool: ModelPool, pause_s: float = 0.0) -> Trace:
+    """Run `recipe` to its end or first error."""
+    events = []
+    for event in generate(recipe, prompt, pool):
+        if not isinstance(event, Loading):
+            events.append(event)
+            time.sleep(pause_s)
+    header, *steps, end = map(to_json, events)
+    return Trace(header, steps, end)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the value at rank `share` (0 to 1)."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def run_module(module: str, *arguments: str) -> str:
+    """Run a module of this checkout in a new process and return the last line of its output."""
+    command = [sys.executable, "-m", module, *arguments]
+    return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1]
+
+
+@dataclass(frozen=True)
+class Service:
+    """A running cloud service."""
+
+    url: str
+    process: psutil.Process
+
+    @property
+    def rss_bytes(self) -> int:
+        """Current resident memory."""
+        return self.process.memory_info().rss
+
+
+@contextmanager
+def cloud_service(*options: str) -> Iterator[Service]:
+    """Run the service with `options` on a free local port."""
+    command = [sys.executable, "-m", "specdemo", "serve", "--port", "0", *options]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            url = process.stdout.readline().removeprefix("listening on ").strip()
+            yield Service(url, psutil.Process(process.pid))
+        finally:
+            process.terminate()
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """Totals over the steps of some runs, without the prefill."""
+
+    tokens: int
+    drafted: tuple[int, ...]  # per step
+    betas: tuple[float, ...]  # per tested token
+    draft_s: float
+    cloud_s: float
+    link_s: float  # from request to response, without the cloud's time
+    host_s: float
+    bytes_up: float
+    bytes_down: float
+    rows: float
+
+    @property
+    def steps(self) -> int:
+        """Number of steps."""
+        return len(self.drafted)
+
+    @property
+    def gamma(self) -> float:
+        """Mean number of draft tokens per step."""
+        return sum(self.drafted) / self.steps
+
+    @property
+    def alpha(self) -> float:
+        """Mean of beta; 0 if no token was tested."""
+        return statistics.mean(self.betas) if self.betas else 0.0
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds per step."""
+        return (self.draft_s + self.cloud_s + self.link_s + self.host_s) / self.steps
+
+
+def step_totals(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool, pause_s: float = 0.0) -> StepTotals:
+    """Run an edge-cloud recipe on every prompt with pauses of `pause_s` between steps, excluded from all figures."""
+    steps = [step for prompt in prompts for step in traced(recipe, prompt.text, pool, pause_s).steps[1:]]
+    cloud_s = sum(step["remote"]["cloud_s"] for step in steps)
+    return StepTotals(
+        sum(len(step["tokens"]) for step in steps),
+        tuple(len(step["draft"]) for step in steps),
+        tuple(beta for step in steps for beta in step["beta"] if beta is not None),
+        sum(step["draft_s"] for step in steps),
+        cloud_s,
+        sum(step["verify_s"] for step in steps) - cloud_s,
+        sum(step["host_s"] for step in steps),
+        *(sum(step["remote"][name] for step in steps) for name in ("bytes_up", "bytes_down", "rows")),
+    )

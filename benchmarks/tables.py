@@ -1,0 +1,87 @@
+"""Command line of the studies, and the tables they print and write into docs/."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdemo.bench import markdown_table
+from specdemo.cli.arguments import Parser, add_model_options
+from specdemo.cli.commands import run_command
+from specdemo.core.errors import UserError
+
+ROOT = Path(__file__).parents[1]
+
+
+def study_parser(script: str, description: str | None, document: str = "", models: bool = False) -> Parser:
+    """Return a parser for the module `script` (its `__file__`) with the first paragraph of its docstring as help.
+
+    `document` is the file in docs/ that contains its tables; it adds the option `--write`. `models` adds the options
+    that select and load models.
+    """
+    path = Path(script)
+    parser = Parser(prog=f"python -m {path.parent.name}.{path.stem}", description=(description or "").split("\n\n")[0])
+    parser.set_defaults(document=document, write=False)
+    if document:
+        parser.add_argument("--write", action="store_true", help=f"replace the tables in docs/{document}")
+    if models:
+        add_model_options(parser)
+    return parser
+
+
+def run_study(
+    study: Callable[[argparse.Namespace], object], parser: Parser, arguments: Sequence[str] | None = None
+) -> int:
+    """Run `study` with the parsed options and return the exit code: 2 after a `UserError`."""
+    given = sys.argv[1:] if arguments is None else arguments
+    options = parser.parse_args(given)
+    threads = os.environ.get("OMP_NUM_THREADS")
+    words = [*parser.prog.split(), *(word for word in given if word != "--write")]
+    options.command = (f"OMP_NUM_THREADS={threads} " if threads else "") + shlex.join(words)
+    return run_command(lambda options: int(study(options) or 0), options)
+
+
+def publish(
+    options: argparse.Namespace, name: str, columns: Mapping[str, str], records: Sequence[Mapping[str, Any]]
+) -> None:
+    """Print `records` as a table and as a JSON line; with `--write` replace the table `name` in docs/.
+
+    `columns` maps headings to templates for `str.format`, filled from a record.
+    """
+    table = markdown_table(list(columns), [[cell.format(**record) for cell in columns.values()] for record in records])
+    print(table, flush=True)
+    print(json.dumps({name: list(records)}))
+    if options.write:
+        replace_table(ROOT / "docs" / options.document, name, f"`{options.command}` ({hardware()}):\n\n{table}")
+
+
+def replace_table(document: Path, name: str, content: str) -> None:
+    """Replace the text between the markers `<!-- begin: name -->` and `<!-- end: name -->`."""
+    begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
+    text = document.read_text("utf-8")
+    before, found, rest = text.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed or begin in after:
+        raise UserError(f"{document.name} needs the lines {begin} and {end} exactly once: add them and repeat --write")
+    document.write_text(f"{before}{begin}\n{content}\n{end}{after}", "utf-8")
+
+
+def hardware() -> str:
+    """Return device, cores, torch version and date in a few words."""
+    cpuinfo = Path("/proc/cpuinfo")
+    name = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    processor = name[1] if name else platform.processor() or platform.machine()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return ", ".join([processor, f"{cores} cores", *devices, f"torch {torch.__version__}", f"{date.today():%Y-%m-%d}"])

@@ -1,0 +1,183 @@
+"""Schema of options: each is declared once; flags, controls, API, host limits and documentation derive from it."""
+
+from __future__ import annotations
+
+import math
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any
+
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+
+from specdemo.core.errors import UserError, check_name
+
+_CONFIG = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+_SHOWN_CHARACTERS = 500  # of a refused value in an error message
+_LARGEST = 1 << 1023  # integers above it are not representable as float
+
+
+@dataclass(frozen=True)
+class Option:
+    """Declaration of an option."""
+
+    default: Any
+    label: str
+    help: str = ""
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None  # exclusive lower bound
+    slider: tuple[float, float, float] | None = None  # lowest, highest, step; `None`: a number field
+    step: float = 1  # of a number field
+    choices: Mapping[str, Any] | None = None  # valid names; values are titles or objects with a `title`
+    noun: str = ""  # of an invalid name in an error message
+    hint: str = ""  # remedy, appended to range errors
+    group: str = ""
+    basic: bool = False  # visible without opening a group
+    lossy: bool = False  # changes the distribution of the text unless off
+    limit: str = ""  # field of `HostLimits` that bounds the value
+    host: bool = False  # fixed on a public page
+    applies: str = ""  # attribute of `Method` that a method needs for this option to have an effect
+    flag: str = ""
+    metavar: str | None = None
+    name: str = ""
+    type: Any = None  # of present values: bool, int, float, str or a tuple type
+
+    @property
+    def element(self) -> str:
+        """Return the id of the control on the page."""
+        return self.name.replace("_", "-")
+
+    @property
+    def many(self) -> bool:
+        """Return True for a tuple of values."""
+        return typing.get_origin(self.type) is tuple
+
+    @property
+    def item_type(self) -> Any:
+        """Return the type of a single value."""
+        return typing.get_args(self.type)[0] if self.many else self.type
+
+    @property
+    def range(self) -> str:
+        """Return the valid range in words, empty if any value is valid."""
+        if self.above is not None:
+            return f"above {self.above}" + ("" if self.high is None else f" and at most {self.high}")
+        return "" if self.low is None else f"from {self.low} to {self.high}"
+
+    def titles(self) -> dict[str, str]:
+        """Return a line of text per choice."""
+        known = (self.choices or {}).items()
+        return {name: value if isinstance(value, str) else value.title for name, value in known}
+
+
+def option(default: Any, label: str, help: str = "", **properties: Any) -> Any:
+    """Declare an option as the default of a field; `properties` are further fields of `Option`."""
+    declared = Option(default, label, help or label[0].lower() + label[1:], **properties)
+    bounds = {"ge": declared.low, "gt": declared.above, "le": declared.high}
+    return Field(
+        default=default,
+        title=label,
+        description=help,
+        json_schema_extra={"option": typing.cast(Any, declared)},
+        **{name: bound for name, bound in bounds.items() if bound is not None},
+    )
+
+
+def options(group: str = "", checks: tuple[Callable[[Any], None], ...] = ()) -> Callable[[type], type]:
+    """Turn a class of options into a frozen, validated dataclass with a table `OPTIONS` of its fields by name.
+
+    Invalid values raise `UserError`. `checks` are rules about several fields; they run in order, after the checks of
+    base classes.
+    """
+
+    def decorate(cls: type) -> type:
+        cls = pydantic_dataclass(frozen=True, config=_CONFIG)(cls)
+        cls.OPTIONS = _table(cls, group)
+        cls.CHECKS = tuple(dict.fromkeys(check for base in cls.__mro__ for check in vars(base).get("CHECKS", ())))
+        cls.CHECKS += checks
+        construct = cls.__init__
+
+        @wraps(construct)
+        def validate(self: Any, *args: Any, **values: Any) -> None:
+            try:
+                construct(self, *args, **values)
+            except ValidationError as error:
+                raise UserError(_sentence(error, cls.OPTIONS)) from None
+            for declared in cls.OPTIONS.values():
+                _check_names(declared, getattr(self, declared.name))
+            for check in cls.CHECKS:
+                check(self)
+
+        cls.__init__ = validate
+        return cls
+
+    return decorate
+
+
+def _table(cls: type, group: str) -> dict[str, Option]:
+    """Return the options of a class by name; inherited options as declared in the base class."""
+    table = {}
+    for name, field in cls.__pydantic_fields__.items():
+        if not isinstance(field.json_schema_extra, dict):
+            continue
+        bases = (getattr(base, "OPTIONS", {}) for base in cls.__mro__[1:])
+        inherited = next((options[name] for options in bases if name in options), None)
+        declared = field.json_schema_extra["option"]
+        table[name] = inherited or replace(
+            declared,
+            name=name,
+            type=_value_type(field.annotation),
+            group=declared.group or group,
+            flag=declared.flag or "--" + name.replace("_", "-"),
+        )
+    return table
+
+
+def _check_names(declared: Option, value: Any) -> None:
+    if declared.choices is None or (not value and declared.default is None):
+        return
+    for name in value if declared.many else [value]:
+        check_name(declared.noun or declared.name, name, declared.choices)
+
+
+def _value_type(annotation: Any) -> Any:
+    """Return `T` of `T | None`, and other types as they are."""
+    if typing.get_origin(annotation) in (None, tuple):
+        return annotation
+    return next(part for part in typing.get_args(annotation) if part is not type(None))
+
+
+def _sentence(error: ValidationError, table: Mapping[str, Option]) -> str:
+    """Return the first problem as a sentence."""
+    problem = error.errors(include_url=False)[0]
+    name, value = str(problem["loc"][0]), problem["input"]
+    if name not in table:
+        return f"unknown option {name!r}: known are {', '.join(table)}"
+    declared = table[name]
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    out_of_range = problem["type"].startswith(("greater", "less")) or (number and _beyond(value, declared))
+    if declared.range and number and out_of_range:
+        return f"{name} must be {declared.range}{_not(value)}{declared.hint}"
+    kind = "a whole number" if number and declared.type is int else _KINDS.get(declared.type, "a list")
+    return f"{name} must be {kind}{_not(value)}"
+
+
+_KINDS = {bool: "true or false", int: "a number", float: "a number", str: "a name"}
+_KINDS |= {tuple[int, ...]: "a list of whole numbers", tuple[str, ...]: "a list of names"}
+
+
+def _beyond(value: float, declared: Option) -> bool:
+    low = declared.low if declared.above is None else declared.above
+    high = math.inf if declared.high is None else declared.high
+    return not (low is not None and low <= value <= high and abs(value) < _LARGEST)
+
+
+def _not(value: Any) -> str:
+    try:
+        shown = "empty" if value is None else str(value) if isinstance(value, (int, float)) else repr(value)
+    except ValueError:  # more digits than Python converts to text
+        shown = "a number with thousands of digits"
+    return f", not {shown[:_SHOWN_CHARACTERS]}"

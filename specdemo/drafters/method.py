@@ -1,0 +1,101 @@
+"""Registry entry of a decoding method, and the context from which its objects are built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
+
+from specdemo.core.decode import Drafter, DraftLengthPolicy, Verifier
+from specdemo.core.options import option, options
+from specdemo.core.sampling import SamplingParams
+from specdemo.core.step import Draft
+
+Shape = Literal["chain", "forest"]
+
+
+class Scorer(Protocol):
+    """A model that scores drafts."""
+
+    vocab_size: int
+    context: int  # longest text, in tokens
+
+    def score(self, tokens: Sequence[int], draft: Draft) -> Tensor:
+        """Return raw logits `[len(draft) + 1, vocab_size]`."""
+
+    def extend(self, tokens: Sequence[int], count: int, pick: Callable[[Tensor, int], Tensor]) -> list[int]:
+        """Append `count` tokens, each chosen by `pick(logits, i)`, without host synchronisation."""
+
+
+class VocabularyBridge(Protocol):
+    """Conversion between the tokens of target and drafter."""
+
+    def read(self, tokens: Sequence[int]) -> list[int]:
+        """Return target tokens as drafter tokens."""
+
+    def write(self, tokens: Sequence[int], new: Sequence[int]) -> list[int]:
+        """Return drafter tokens `new` as target tokens that continue `tokens`."""
+
+
+class BuildContext(Protocol):
+    """Inputs from which a method builds its drafter, and its verifier if it overrides the default."""
+
+    options: Any  # values of all options, by name
+    sampling: SamplingParams  # in target tokens
+    drafter_sampling: SamplingParams  # in drafter tokens
+    vocab_size: int  # of the target
+    source: Sequence[int]  # encoder input; empty for decoders
+    stop: Collection[int]  # stop tokens
+    seed: int
+    bridge: VocabularyBridge | None  # `None` for a shared vocabulary
+
+    def scorer(self, role: Literal["drafter", "target"], layers: Callable[[int], Sequence[int]] | None = None) -> Any:
+        """Return a `Scorer`; `layers` selects layers, given their number."""
+
+    def noise(self, name: str, *, shared: bool = True) -> Any:
+        """Return the random stream `name`; the stream shared with the target if `shared` and the rule has it."""
+
+    def with_store(self, make: Callable[[Any], Any], *key: Any) -> Any:
+        """Return `make(store)` with the store saved under `key`, or with `None`; save the store of the result."""
+
+
+def _one_candidate(options: Any) -> int:
+    return 1
+
+
+@dataclass(frozen=True)
+class Method:
+    """A decoding method: texts, options, requirements and factories."""
+
+    name: str
+    title: str
+    notes: str  # Markdown for the page
+    build: Callable[[BuildContext], Drafter]
+    options: tuple[type, ...] = ()  # classes of options, see `core.options`
+    shape: Shape = "chain"
+    drafts: bool = True
+    exact: bool = True  # False for methods that do not sample from the target's distribution under any rule
+    sampled: bool = False  # drafts are sampled above temperature 0, otherwise point masses
+    second_model: bool = False
+    local_target: bool = False
+    shared_vocabulary: bool = False
+    decoder_only: bool = False
+    gates: bool = False  # gates can evaluate the draft distributions
+    preflight: Literal["distributions", "replay"] | None = None  # how acceptance is estimated in advance
+    verifier: Callable[[BuildContext], Verifier] | None = None  # default: `ModelVerifier` with the acceptance rule
+    policy: Callable[[Any], DraftLengthPolicy] | None = None  # default: the policy of the recipe
+    candidates: Callable[[Any], int] = _one_candidate  # most probable target tokens that a verdict must contain
+
+    @property
+    def option_names(self) -> tuple[str, ...]:
+        """Return the names of the method's options."""
+        return tuple(name for group in self.options for name in group.OPTIONS)
+
+
+@options("Text stores")
+class StoreOptions:
+    """Options of methods that draft from a store of earlier text."""
+
+    ngram_keep: bool = option(False, "Keep n-grams between runs", "reuse text seen in earlier runs of a visit")

@@ -1,0 +1,139 @@
+"""Loaded pairs for the Python API: models loaded by name, or `transformers` models already in memory."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from specdemo.core.errors import UserError, check_name
+from specdemo.core.step import Draft
+from specdemo.models.kv_cache import CachedModel
+from specdemo.models.load import LoadedModel
+from specdemo.models.memory import weight_bytes
+from specdemo.models.model_pool import ModelPool
+from specdemo.models.spec import DTYPES, QUANTIZATIONS, ModelSpec
+from specdemo.models.zoo import PAIRS, REVISIONS
+from specdemo.worker import ReportProgress, ignore_progress
+
+_RecipeT = TypeVar("_RecipeT")  # specdemo.recipe imports this package
+
+_DEFAULTS = {  # recipe fields that select and load models
+    "pair": None,
+    "target": None,
+    "drafter": None,
+    "dtype": "auto",
+    "quantization": "none",
+    "drafter_quantization": "none",
+    "device": "auto",
+    "drafter_device": None,
+}
+
+
+class LoadedPair:
+    """Target and optional drafter in memory; `generate` accepts it in place of a `ModelPool`."""
+
+    def __init__(self, pool: ModelPool, **settings: Any) -> None:
+        """`settings`: recipe fields that select models in `pool`."""
+        self.pool, self._settings = pool, {**_DEFAULTS, **settings}
+
+    def bind(self, recipe: _RecipeT) -> _RecipeT:
+        """Return `recipe` with the models of this pair. Raises `UserError` if it selects other models."""
+        for name, default in _DEFAULTS.items():
+            if getattr(recipe, name) not in (default, self._settings[name]):
+                raise UserError(f"the recipe sets {name}, but the models are already loaded: pass {name} to load_pair")
+        return replace(recipe, **self._settings)  # type: ignore[type-var]
+
+
+def load_pair(
+    target: str | PreTrainedModel = "bundled",
+    drafter: str | PreTrainedModel | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    drafter_tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    dtype: str = "auto",
+    quantization: str = "none",
+    drafter_quantization: str = "none",
+    device: str = "auto",
+    drafter_device: str | None = None,
+    report: ReportProgress = ignore_progress,
+) -> LoadedPair:
+    """Load a target and an optional drafter for `generate`. Raises `UserError` with cause and remedy.
+
+    By name: `target` is a ready pair, or both are Hugging Face ids or local directories; `report` receives progress.
+    In memory: both are `transformers` models with their `tokenizer` (and `drafter_tokenizer`). They run their own
+    forward pass on shared tensors and remain unmodified; loading options do not apply.
+    """
+    options = {
+        "dtype": dtype,
+        "quantization": quantization,
+        "drafter_quantization": drafter_quantization,
+        "device": device,
+        "drafter_device": drafter_device,
+    }
+    if not isinstance(target, str):
+        changed = [name for name, value in options.items() if value != _DEFAULTS[name]]
+        if changed:
+            raise UserError(f"{changed[0]} does not apply to models in memory: omit it")
+        return _in_memory_pair(target, drafter, tokenizer, drafter_tokenizer)
+    if tokenizer is not None or drafter_tokenizer is not None or not isinstance(drafter, str | None):
+        raise UserError("names and models in memory cannot be combined: give two names or two models")
+    if target in PAIRS and drafter is None:
+        names: tuple[str, str | None] = PAIRS[target].target, PAIRS[target].drafter
+        settings = {"pair": target, **options}
+    else:
+        names = target, drafter
+        settings = {"target": target, "drafter": drafter, **options}
+    check_name("dtype", dtype, DTYPES)
+    check_name("quantization", quantization, QUANTIZATIONS)
+    check_name("quantization", drafter_quantization, QUANTIZATIONS)
+    specs = [ModelSpec(names[0], dtype, quantization, device, REVISIONS.get(names[0]))]
+    if names[1] is not None:
+        drafter_options = dtype, drafter_quantization, drafter_device or device
+        specs.append(ModelSpec(names[1], *drafter_options, REVISIONS.get(names[1])))
+    pool = ModelPool()
+    for progress in pool.bring(specs):
+        report(progress)
+    return LoadedPair(pool, **settings)
+
+
+def _in_memory_pair(
+    target: PreTrainedModel,
+    drafter: Any,
+    tokenizer: PreTrainedTokenizerBase | None,
+    drafter_tokenizer: PreTrainedTokenizerBase | None,
+) -> LoadedPair:
+    pool, settings = ModelPool(), {}
+    for role, model in (("target", target), ("drafter", drafter)):
+        if model is None:
+            continue
+        if not isinstance(model, PreTrainedModel) or not model.can_generate():
+            raise UserError(f"the {role} is a {type(model).__name__}: pass a transformers model that generates text")
+        own = drafter_tokenizer if role == "drafter" and drafter_tokenizer is not None else tokenizer
+        if own is None:
+            raise UserError("models in memory need their tokenizer: pass tokenizer=")
+        origin = f" ({model.name_or_path})" if model.name_or_path else ""
+        spec = ModelSpec(f"in-memory {role} {type(model).__name__}{origin}")
+        shared = share_weights(model)
+        CachedModel(shared).score([0], Draft.chain((0,)))  # rejects unsupported models
+        engine = "transformers: in-memory model, weights shared"
+        pool.add(LoadedModel(spec, shared, own, weight_bytes(shared), engine))
+        settings[role] = spec.name
+    return LoadedPair(pool, **settings)
+
+
+def share_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """Copy the module tree of `model` in eval mode, sharing every parameter and buffer.
+
+    Changes of mode, configuration and buffers affect only the copy. Raises `UserError` for LLM.int8() layers, which
+    modify their weights in the first pass.
+    """
+    tensors = (*model.parameters(), *model.buffers())
+    if any(type(tensor).__name__ == "Int8Params" for tensor in tensors):
+        raise UserError("8-bit models in memory are not supported: load the pair by name with quantization int8")
+    shared = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors}).eval()
+    if shared.config._attn_implementation not in ("eager", "sdpa"):  # others ignore the masks of draft trees
+        shared.set_attn_implementation("sdpa")
+    return shared

@@ -1,0 +1,79 @@
+"""Every study starts, and tables are replaced in documents."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import tables
+from specdemo.core.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+MAIN = '__name__ == "__main__"'
+FOLDERS = [ROOT / "benchmarks", ROOT / "training"]
+SCRIPTS = [path for folder in FOLDERS for path in sorted(folder.glob("*.py")) if MAIN in path.read_text("utf-8")]
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_help_is_printed(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", [str(path), "--help"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(path), run_name="__main__")
+    assert end.value.code == 0 and "usage:" in capsys.readouterr().out
+
+
+def test_a_script_runs_by_path_from_any_folder(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "drafting_cost.py"), "--help"]
+    assert "--write" in subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+
+def test_a_table_is_printed_and_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    document = tmp_path / "docs" / "page.md"
+    document.parent.mkdir()
+    document.write_text("before\n<!-- begin: cost -->\nold\n<!-- end: cost -->\nafter\n")
+    parser = tables.study_parser("benchmarks/cost.py", "Cost.\n\nDetails.", "page.md")
+    parser.add_argument("--rounds", type=int)
+
+    def study(options: argparse.Namespace) -> None:
+        tables.publish(options, "cost", {"way": "{way}", "x": "{x:.1f}"}, [{"way": "page", "x": 2.04}])
+
+    assert tables.run_study(study, parser, ["--rounds", "2"]) == 0
+    assert "old" in document.read_text()
+    assert tables.run_study(study, parser, ["--write", "--rounds", "2"]) == 0
+    text = document.read_text()
+    assert text.startswith("before\n<!-- begin: cost -->\n") and text.endswith("\n<!-- end: cost -->\nafter\n")
+    assert "python -m benchmarks.cost --rounds 2`" in text and "| page | 2.0 |" in text and "old" not in text
+    assert capsys.readouterr().out.count('{"cost": [{"way": "page", "x": 2.04}]}') == 2
+    document.write_text("no markers")
+    assert tables.run_study(study, parser, ["--write"]) == 2
+    assert "<!-- begin: cost -->" in capsys.readouterr().err
+
+
+def test_every_published_table_has_markers_in_its_document() -> None:
+    for path in SCRIPTS:
+        source = path.read_text("utf-8")
+        names = re.findall(r"`([\w-]+)`", (ast.get_docstring(ast.parse(source)) or "").replace("*", ""))
+        tables_named = [name for name in names if name.partition("-")[0] == path.stem]
+        document = re.search(r'study_parser\(__file__, __doc__, "([\w.-]+)"', source)
+        assert bool(tables_named) == bool(document), path.name
+        text = (ROOT / "docs" / document[1]).read_text("utf-8") if document else ""
+        assert all(f"<!-- begin: {name} -->" in text for name in tables_named), path.name
+
+
+@pytest.mark.parametrize("text", ["", "<!-- begin: a -->", "<!-- end: a -->", 2 * "<!-- begin: a --><!-- end: a -->"])
+def test_markers_must_occur_once(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text(text)
+    with pytest.raises(UserError, match="exactly once"):
+        tables.replace_table(tmp_path / "a.md", "a", "new")
+    assert (tmp_path / "a.md").read_text() == text

@@ -1,0 +1,192 @@
+"""Simulated texts under each rule, and estimates of other draft lengths."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from specdemo.core.rules import RULES, match
+from specdemo.core.sampling import SamplingParams, SharedNoise
+from specdemo.core.simulate import (
+    acceptance_probs,
+    chance_distance,
+    distance,
+    expected_steps,
+    other_gammas,
+    rare_distance,
+    trial,
+)
+from specdemo.core.step import Draft, Step, Verdict
+from specdemo.core.theory import expected_tokens
+
+P, Q = [0.45, 0.32, 0.18, 0.05], [0.20, 0.30, 0.15, 0.35]
+COUNT = 3_000
+
+
+def error(rule: str, gamma: int = 1, q: list[float] = Q, **more: Any) -> float:
+    result = trial(rule, torch.tensor(P), torch.tensor(q), gamma, COUNT, seed=1, **more)
+    assert len(result.tokens) == COUNT and result.tested > result.accepted > 0
+    return distance(result.shares(4), P)
+
+
+@pytest.mark.parametrize("gamma", [1, 3])
+@pytest.mark.parametrize("rule", RULES)
+def test_only_exact_rules_reproduce_p(rule: str, gamma: int) -> None:
+    """Fixed seed; one seed in 1,000 would fail."""
+    assert (error(rule, gamma) < rare_distance(P, COUNT)) == RULES[rule].exact(SamplingParams())
+
+
+def test_corrections_from_p_are_detected() -> None:
+    assert error("rejection", adjust=False) > rare_distance(P, COUNT)
+
+
+def test_mutants_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    def again(draft: Draft, p: Any, accept: Any, correct: Any, start: int) -> Verdict:
+        """Match rule with a second sample as correction: the draft token is too frequent."""
+        verdict = match(draft, p, accept, correct, start)
+        return replace(verdict, token=correct.sample(p[0], start))
+
+    def lenient(draft: Draft, p: Any, accept: Any, correct: Any, start: int, **more: Any) -> Verdict:
+        class Coin:
+            def test(self, probability: float) -> tuple[bool, float]:
+                return accept.test(1.3 * probability)
+
+        return RULES["rejection"].apply(draft, p, Coin(), correct, start, **more)
+
+    sure = [0.0, 1.0, 0.0, 0.0]
+    for mutant in (again, lenient):
+        assert error("match", q=sure) < rare_distance(P, COUNT)
+        with monkeypatch.context() as patched:
+            patched.setitem(RULES, "match", replace(RULES["match"], apply=mutant))
+            assert error("match", q=sure) > rare_distance(P, COUNT)
+
+
+def test_acceptance_rate_of_rejection_is_the_overlap() -> None:
+    result = trial("rejection", torch.tensor(P), torch.tensor(Q), 3, COUNT, seed=2)
+    beta = sum(map(min, P, Q))
+    assert result.accepted / result.tested == pytest.approx(beta, abs=4 * math.sqrt(beta * (1 - beta) / result.tested))
+
+
+@pytest.mark.parametrize("gamma", [1, 4])
+def test_coupled_tokens_equal_direct_samples(gamma: int) -> None:
+    result = trial("coupled", torch.tensor(P), torch.tensor(Q), gamma, 300, seed=3)
+    noise = SharedNoise(3)
+    assert list(result.tokens) == [noise.sample(torch.tensor(P), place) for place in range(300)] and result.accepted > 0
+
+
+def outcomes(p: list[float], count: int) -> Counter:
+    """Distribution of the distance from p over all texts of `count` tokens."""
+    distances: Counter = Counter()
+    for tokens in itertools.product(range(len(p)), repeat=count):
+        shares = [tokens.count(token) / count for token in range(len(p))]
+        distances[distance(shares, p)] += math.prod(p[token] for token in tokens)
+    return distances
+
+
+@pytest.mark.parametrize("p", [[0.5, 0.3, 0.2], [0.9, 0.1, 0.0], [1 / 3, 1 / 3, 1 / 3]])
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_chance_distance_is_the_mean_over_all_texts(p: list[float], count: int) -> None:
+    mean = sum(error * chance for error, chance in outcomes(p, count).items())
+    assert chance_distance(p, count) == pytest.approx(mean)
+
+
+@pytest.mark.parametrize("odds", [0.5, 0.1, 0.01])
+def test_rare_distance_is_exceeded_with_probability_at_most_odds(odds: float) -> None:
+    p = [0.5, 0.3, 0.2]
+    bound = rare_distance(p, 9, odds)
+    assert sum(chance for error, chance in outcomes(p, 9).items() if error > bound) <= odds
+
+
+def test_deterministic_tokens_have_distance_zero() -> None:
+    assert chance_distance([1.0, 0.0], 100) == 0 and distance([1.0, 0.0], [0.0, 1.0]) == 1
+
+
+def simulated(probs: list[float], gamma: int, rng: random.Random) -> list[tuple[int, int]]:
+    """Simulate steps: start and number of committed tokens of each."""
+    steps, position = [], 0
+    while position < len(probs):
+        accepted = 0
+        while accepted < gamma and position + accepted < len(probs) and rng.random() < probs[position + accepted]:
+            accepted += 1
+        steps.append((position, accepted + 1))
+        position += accepted + 1
+    return steps
+
+
+@pytest.mark.parametrize("gamma", [0, 1, 3, 6])
+def test_expected_steps_equal_the_simulated_mean(gamma: int) -> None:
+    rng = random.Random(gamma)
+    probs = [rng.random() for _ in range(40)]
+    counts = [len(simulated(probs, gamma, rng)) for _ in range(4000)]
+    sigma = statistics.stdev(counts) / len(counts) ** 0.5 if gamma else 1e-9
+    assert abs(expected_steps(probs, gamma) - statistics.fmean(counts)) < 5 * sigma  # wrong once in 1.7 million
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
+def test_constant_acceptance_gives_the_closed_form(alpha: float) -> None:
+    n = 4000
+    for gamma in (1, 2, 5):
+        assert n / expected_steps([alpha] * n, gamma) == pytest.approx(expected_tokens(alpha, gamma), rel=2e-3)
+
+
+def step(i: int, betas: list[float | None], accepted: int, tokens: int, **more: float) -> Step:
+    times = {"draft_s": 0.002 * len(betas), "verify_s": 0.01 * (1 + 0.1 * len(betas)), "host_s": 0.001, "t": 0.0}
+    draft = Draft.chain((7,) * len(betas))
+    verdict = Verdict(tuple(range(accepted)), 7, (0.5,) * len(betas), (None,) * len(betas), tuple(betas))
+    return Step(i, (7,) * tokens, draft, verdict, 3, **(times | more))
+
+
+def run(seed: int, count: int = 300, gamma: int = 3) -> tuple[list[Step], list[float]]:
+    """Simulate a run of a text with known acceptance probabilities."""
+    rng = random.Random(seed)
+    probs = [rng.choice((0.2, 0.6, 0.95)) for _ in range(count)]
+    steps = [step(0, [], 0, 1)]
+    for position, committed in simulated(probs, gamma, rng):
+        betas: list[float | None] = [*probs[position : position + committed][:gamma]]
+        betas += [None] * (gamma - len(betas))
+        steps.append(step(len(steps), betas, committed - 1, min(committed, count - position)))
+    return steps, probs
+
+
+def test_acceptance_probs_of_a_run_are_those_of_its_text() -> None:
+    steps, probs = run(1)
+    estimated = acceptance_probs(steps)
+    assert len(estimated) == len(probs)
+    known = [(a, b) for a, b in zip(estimated, probs, strict=True) if a in (0.2, 0.6, 0.95)]
+    assert len(known) > 0.8 * len(probs) and all(a == b for a, b in known)  # all but the bonus tokens
+
+
+def test_the_estimate_for_the_used_gamma_equals_the_measurement() -> None:
+    ratios = []
+    for seed in range(12):
+        steps, probs = run(seed)
+        seconds = sum(step.draft_s + step.verify_s + step.host_s for step in steps[1:])
+        (same,) = other_gammas(steps, [3], lambda rows: 0.9 + 0.1 * rows)
+        ratios.append(same.tokens_per_second / (len(probs) / seconds))
+    assert statistics.fmean(ratios) == pytest.approx(1, abs=0.03)
+
+
+def test_an_expensive_drafter_gets_shorter_drafts() -> None:
+    steps, _ = run(3)
+    cheap = other_gammas(steps, range(9), lambda rows: 1.0)
+    expensive = other_gammas(steps, range(9), lambda rows: rows)
+    best = [max(estimates, key=lambda estimate: estimate.tokens_per_second).gamma for estimates in (cheap, expensive)]
+    assert best[0] > best[1] == 0
+    passes = [estimate.tokens_per_pass for estimate in cheap]
+    assert passes == sorted(passes) and passes[0] == 1
+
+
+def test_no_estimate_without_tested_tokens() -> None:
+    assert acceptance_probs([step(0, [], 0, 1), step(1, [], 0, 1)]) == []
+    assert other_gammas([step(0, [], 0, 1), step(1, [], 0, 1)], [1, 2], lambda rows: 1.0) == []
+    forest = Step(1, (7,), Draft((1, 2), (-1, -1)), Verdict((), 7, (0.5, 0.5), (None, None), (0.5, 0.5)), 3, 0, 0, 0, 0)
+    with pytest.raises(ValueError, match="chains only"):
+        acceptance_probs([forest])

@@ -1,0 +1,7 @@
+"""Fixtures of the page: a running server and a browser."""
+
+import pytest
+
+pytest.register_assert_rewrite("e2e.page_fixtures")
+
+from e2e.page_fixtures import chromium, context, scripts, served, tab  # noqa: E402, F401

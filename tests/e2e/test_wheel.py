@@ -1,0 +1,66 @@
+"""The wheel: built offline from the checkout, complete, and usable from any directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ("specdemo", "assets", "pyproject.toml", "setup.py", "requirements.txt", "README.md", "LICENSE")
+EXAMPLE = """
+import specdemo
+from specdemo import Recipe, generate, load_pair
+pair = load_pair("bundled", device="cpu")
+*_, end = generate(Recipe(max_tokens=8), "def add(a, b):", pair)
+print(specdemo.__file__)
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the installed wheel."""
+    checkout, folder = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("installed")
+    for name in SOURCES:  # builds leave files, which must not reach the working tree
+        source = ROOT / name
+        ignore = shutil.ignore_patterns("__pycache__", "pictures")
+        shutil.copytree(source, checkout / name, ignore=ignore) if source.is_dir() else shutil.copy(source, checkout)
+    options = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "install", *options, "--target", str(folder), str(checkout)]
+    subprocess.run(command, check=True, timeout=300)
+    return folder
+
+
+def run(installed: Path, folder: Path, *arguments: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, *arguments]
+    return subprocess.run(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=300
+    ).stdout
+
+
+def test_the_wheel_contains_every_module_and_asset(installed: Path) -> None:
+    def files(root: Path) -> set[str]:
+        paths = (path.relative_to(root) for path in root.rglob("*") if path.is_file())
+        return {path.as_posix() for path in paths if "__pycache__" not in path.parts and path.suffix != ".pyi"}
+
+    package = {name for name in files(installed / "specdemo") if not name.startswith("assets/")}
+    assert package == files(ROOT / "specdemo")
+    assets = {name for name in files(ROOT / "assets") if not name.startswith("pictures/")}
+    assert files(installed / "specdemo" / "assets") == assets
+    assert not (installed / "assets").exists() and not (installed / "tests").exists()
+
+
+def test_the_installed_library_runs_in_any_directory(installed: Path, tmp_path: Path) -> None:
+    assert run(installed, tmp_path, "-c", EXAMPLE).strip() == str(installed / "specdemo" / "__init__.py")
+
+
+def test_the_installed_program_runs_in_any_directory(installed: Path, tmp_path: Path) -> None:
+    options = ["--method", "nasd", "--max-tokens", "8", "--json"]
+    lines = run(installed, tmp_path, "-m", "specdemo", "run", "for i in range(", *options).splitlines()
+    assert json.loads(lines[-1])["metrics"]["tokens"] == 8

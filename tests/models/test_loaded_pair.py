@@ -1,0 +1,160 @@
+"""Pairs for the Python API: loading by name, and models in memory that remain unmodified."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from fakes.tiny_models import byte_level_tokenizer, save_model, tiny_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, PreTrainedModel
+
+from specdemo.core.errors import UserError
+from specdemo.core.step import Draft
+from specdemo.generate import generate
+from specdemo.models.kv_cache import CachedModel
+from specdemo.models.loaded_pair import load_pair, share_weights
+from specdemo.models.model_pool import ModelPool
+from specdemo.recipe import Recipe
+from specdemo.worker import TaskProgress
+
+PROMPT = "for i in range(10):"
+TOKENIZER = byte_level_tokenizer()
+
+
+def model_in_memory(seed: int = 0, **settings: Any) -> PreTrainedModel:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(seed)
+    config = LlamaConfig(vocab_size=len(TOKENIZER), max_position_embeddings=256, **sizes, **settings)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def trace(recipe: Recipe, pair: Any) -> tuple[dict[str, Any], list[int], dict[str, Any]]:
+    """Header, tokens and last line of a run."""
+    head, *steps, end = (line for line in generate(recipe, PROMPT, pair) if "phase" not in line)
+    return head, [token for step in steps for token in step["tokens"]], end
+
+
+def greedy_text(model: PreTrainedModel, length: int) -> list[int]:
+    ids = torch.tensor([TOKENIZER.encode(PROMPT)])
+    mask = torch.ones_like(ids)
+    output = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=length, pad_token_id=0)
+    return output[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("method", ["ar", "draft", "tree", "nasd", "self", "beam"])
+def test_models_in_memory_remain_unmodified(method: str) -> None:
+    """Weights, gradients, modes, configuration and modules; `generate` and training work as before."""
+    target, drafter = model_in_memory().train(), model_in_memory(1, num_key_value_heads=2).eval()
+    target.lm_head.weight.requires_grad_(False)
+    before = [copy.deepcopy(model.state_dict()) for model in (target, drafter)]
+    requires_grad = [p.requires_grad for p in target.parameters()]
+    modules = [list(map(id, model.modules())) for model in (target, drafter)]
+    expected = greedy_text(copy.deepcopy(target).eval(), 12)
+
+    pair = load_pair(target, drafter, TOKENIZER)
+    head, tokens, end = trace(Recipe(method=method, temperature=0, max_tokens=12), pair)
+    assert end["end"] in ("length", "stop")
+    if method != "beam":
+        assert tokens == expected
+    if method == "draft":
+        assert end["metrics"]["drafted"] > 0
+    for model, state, ids in zip((target, drafter), before, modules, strict=True):
+        assert state.keys() == model.state_dict().keys()
+        assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+        assert list(map(id, model.modules())) == ids
+    assert requires_grad == [p.requires_grad for p in target.parameters()]
+    assert target.training and all(module.training for module in target.modules()) and not drafter.training
+    target(input_ids=torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]])).loss.backward()
+    assert target.model.embed_tokens.weight.grad is not None
+    assert greedy_text(target.eval(), 12) == expected
+
+
+def test_the_header_names_models_in_memory() -> None:
+    target = model_in_memory()
+    head, _, _ = trace(Recipe(method="nasd", max_tokens=2), load_pair(target, tokenizer=TOKENIZER))
+    assert head["recipe"]["target"] == "in-memory target LlamaForCausalLM" and head["recipe"]["drafter"] is None
+    assert head["recipe"]["pair"] is None
+    assert head["environment"]["engine"] == "transformers: in-memory model, weights shared"
+    target.config._name_or_path = target.name_or_path = "someone/a-model"
+    pair = load_pair(target, target, TOKENIZER)
+    head, _, _ = trace(Recipe(max_tokens=2), pair)
+    assert head["recipe"]["drafter"] == "in-memory drafter LlamaForCausalLM (someone/a-model)"
+
+
+def test_models_in_memory_share_their_tensors() -> None:
+    model = model_in_memory(tie_word_embeddings=True)
+    shared = share_weights(model)
+    pointers = [{t.data_ptr() for t in (*m.parameters(), *m.buffers())} for m in (model, shared)]
+    assert pointers[0] == pointers[1] and shared.lm_head.weight is shared.model.embed_tokens.weight
+    assert not {id(module) for module in model.modules()} & {id(module) for module in shared.modules()}
+
+
+def test_attention_without_tree_masks_is_replaced_in_the_copy() -> None:
+    model, draft = model_in_memory().eval(), Draft((3, 4, 5), (-1, -1, 0))
+    expected = CachedModel(model).score([1, 2], draft)
+    model.set_attn_implementation("flex_attention")
+    rows = CachedModel(share_weights(model)).score([1, 2], draft)
+    assert model.config._attn_implementation == "flex_attention"
+    assert torch.allclose(rows, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "t5"])
+def test_other_architectures_in_memory(kind: str) -> None:
+    cached = CachedModel(share_weights(tiny_model(kind)))
+    expected = CachedModel(tiny_model(kind)).score([1, 2, 3], Draft.chain((4,)))
+    assert torch.allclose(cached.score([1, 2, 3], Draft.chain((4,))), expected, atol=1e-5)
+
+
+def test_4_bit_models_in_memory_run_and_8_bit_models_are_refused(tmp_path: Any) -> None:
+    folder = save_model(tmp_path / "model", TOKENIZER)
+    four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=four_bits, device_map={"": "cpu"})
+    before = greedy_text(model, 8)
+    pair = load_pair(model, tokenizer=TOKENIZER)
+    assert trace(Recipe(method="nasd", temperature=0, max_tokens=8), pair)[1] == before == greedy_text(model, 8)
+    eight_bits = BitsAndBytesConfig(load_in_8bit=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=eight_bits, device_map={"": "cpu"})
+    with pytest.raises(UserError, match="load the pair by name with quantization int8"):
+        load_pair(model, tokenizer=TOKENIZER)
+
+
+def test_named_pairs_are_loaded_once(tmp_path: Any) -> None:
+    target = str(save_model(tmp_path / "target", TOKENIZER))
+    drafter = str(save_model(tmp_path / "drafter", TOKENIZER, seed=1, num_hidden_layers=1))
+    progress: list[TaskProgress] = []
+    pair = load_pair(target, drafter, device="cpu", report=progress.append)
+    assert any("reading target" in update.text for update in progress)
+    recipe = Recipe(temperature=0, max_tokens=8)
+    assert not any("phase" in line for line in generate(recipe, PROMPT, pair))
+    head, tokens, _ = trace(recipe, pair)
+    named = Recipe(target=target, drafter=drafter, device="cpu", temperature=0, max_tokens=8)
+    expected_head, expected, _ = trace(named, ModelPool())
+    assert tokens == expected and head["recipe"] == expected_head["recipe"]
+    assert trace(named, pair)[1] == expected  # naming the same models is permitted
+
+
+def test_wrong_arguments_are_refused(tmp_path: Any) -> None:
+    model = model_in_memory()
+    for arguments, options, message in (
+        ((model,), {}, "pass tokenizer="),
+        ((model, "drafter"), {"tokenizer": TOKENIZER}, "the drafter is a str: pass a transformers model"),
+        ((model.model,), {"tokenizer": TOKENIZER}, "the target is a LlamaModel"),
+        ((torch.nn.Linear(2, 2),), {"tokenizer": TOKENIZER}, "the target is a Linear"),
+        ((model,), {"tokenizer": TOKENIZER, "quantization": "nf4"}, "quantization does not apply to models in memory"),
+        (("bundled",), {"tokenizer": TOKENIZER}, "give two names or two models"),
+        (("bundled", model), {}, "give two names or two models"),
+        (("bundled",), {"dtype": "int7"}, "unknown dtype"),
+        (("bundled",), {"quantization": "1-bit"}, "unknown quantization"),
+        ((str(tmp_path),), {}, "without config.json"),
+        ((model, tiny_model("gpt2").transformer), {"tokenizer": TOKENIZER}, "the drafter is a GPT2Model"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load_pair(*arguments, **options)
+    pair = load_pair(model, tokenizer=TOKENIZER)
+    for settings in ({"pair": "bundled"}, {"target": "other"}, {"dtype": "bfloat16"}, {"device": "meta"}):
+        with pytest.raises(UserError, match=f"the recipe sets {next(iter(settings))}"):
+            list(generate(Recipe(method="nasd", **settings), PROMPT, pair))
+    with pytest.raises(UserError, match="needs a drafter"):
+        list(generate(Recipe(method="draft"), PROMPT, pair))

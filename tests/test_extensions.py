@@ -1,0 +1,203 @@
+"""Extensions in one place each: a drafter, a rule, a policy and an option appear in every interface."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.build_context import FakeContext
+from fakes.enumeration import (
+    PROMPT,
+    ROUNDING,
+    SAMPLING,
+    TARGET,
+    distance,
+    enumerate_distribution,
+    true_distribution,
+)
+from fakes.tiny_models import Explorer, committed, run
+
+from specdemo.cli.arguments import given, parser
+from specdemo.cli.main import main
+from specdemo.cli.reference import reference
+from specdemo.core.decode import DraftBudget
+from specdemo.core.errors import UserError
+from specdemo.core.policies import POLICIES, CostModel, Fixed, Policy
+from specdemo.core.rules import RULES, Rule, match
+from specdemo.core.sampling import SamplingParams
+from specdemo.core.step import Draft, Step
+from specdemo.core.verifier import ModelVerifier
+from specdemo.drafters import METHODS
+from specdemo.drafters.method import Method
+from specdemo.recipe import Recipe
+from specdemo.ui.page import build
+
+ROOT = Path(__file__).parents[1]
+
+
+# --- the whole content of a new file drafters/echo.py ---------------------------------------------------------
+
+
+class EchoDrafter:
+    """Draft the last token again."""
+
+    def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
+        count = 0
+        while budget.may_extend(count, None):
+            count += 1
+        return Draft.chain((tokens[-1],) * count)
+
+    def observe(self, step: Step) -> None:
+        pass
+
+
+ECHO = Method("echo", "repeats the last token", "**Echo** repeats the last token.", lambda context: EchoDrafter())
+
+# ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def echo(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setitem(METHODS, "echo", ECHO)
+    return "echo"
+
+
+def shown(**of_page: Any) -> dict[str, dict[str, Any]]:
+    """Properties of the page's components by element id."""
+    page = build(**of_page)
+    page.worker.close()
+    return {
+        part["props"]["elem_id"]: part["props"] for part in page.config["components"] if part["props"].get("elem_id")
+    }
+
+
+def names(props: dict[str, Any]) -> list[str]:
+    return [value for _, value in props["choices"]]
+
+
+def check_theorem(method: str, policy: str = "fixed", rule: Any = RULES["rejection"].apply) -> int:
+    """Compare the enumerated distribution with the target's, greedy and not; return the number of drafted tokens."""
+    drafted = 0
+    for name in ("greedy", "plain", "top-p", "penalty"):
+        sampling, explorer = SAMPLING[name], Explorer()
+
+        def once(sampling: SamplingParams = sampling, explorer: Explorer = explorer) -> tuple[int, ...]:
+            nonlocal drafted
+            verifier = ModelVerifier(TARGET.score, sampling, rule, explorer, explorer, 2)
+            drafter = METHODS[method].build(FakeContext(sampling, explorer))
+            steps = run(PROMPT, verifier, drafter, POLICIES[policy].make(2, 1, 3, CostModel()), 3)
+            drafted += sum(len(step.draft) for step in steps)
+            return tuple(committed(steps))
+
+        assert distance(explorer.distribution(once), true_distribution(sampling, 3, ())) < ROUNDING
+    return drafted
+
+
+@pytest.mark.parametrize("method", [name for name, method in METHODS.items() if method.exact])
+def test_every_registered_method_is_exact(method: str) -> None:
+    assert (check_theorem(method) > 0) == METHODS[method].drafts
+
+
+def test_a_drafter_needs_one_registry_entry(echo: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_theorem(echo) > 0
+    assert Recipe(**given(parser().parse_args(["run", "x", "--method", echo]))).method == echo
+    with pytest.raises(SystemExit):
+        parser().parse_args(["run", "--help"])
+    assert echo in capsys.readouterr().out
+    assert main(["run", "x", "--method", "magic"]) == 2 and echo in capsys.readouterr().err
+    with pytest.raises(UserError, match="preflight"):
+        from specdemo.preflight import preflight
+
+        preflight(Recipe(method=echo), [], None)
+    assert f"`{echo}` | {ECHO.title}" in reference()
+    page = shown()
+    assert echo in names(page["method"]) and f"echo: {ECHO.title}" in dict(page["method"]["choices"])
+
+
+def test_an_unexact_drafter_fails_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof fails for a drafter that reports wrong probabilities."""
+
+    class Wrong(EchoDrafter):
+        def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
+            import torch
+
+            probs = torch.tensor([[0.25] * 4])
+            return Draft.chain((tokens[-1],), (0.25,), probs)
+
+    monkeypatch.setitem(METHODS, "wrong", Method("wrong", "", "", lambda context: Wrong()))
+    with pytest.raises(AssertionError):
+        check_theorem("wrong")
+
+
+def test_a_rule_needs_one_registry_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES, "again", Rule(match, "match by another name: exact", lambda sampling: True))
+    assert check_theorem("draft", rule=RULES["again"].apply) > 0
+    assert Recipe(**given(parser().parse_args(["run", "x", "--rule", "again"]))).exact
+    assert "`again`" in reference() and "again" in names(shown()["rule"])
+
+
+def test_a_policy_needs_one_registry_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(POLICIES, "pairs", Policy("always two tokens", lambda gamma, least, most, costs: Fixed(2)))
+    assert check_theorem("draft", policy="pairs") > 0
+    assert Recipe(**given(parser().parse_args(["run", "x", "--policy", "pairs"]))).policy == "pairs"
+    assert "`pairs`" in reference() and "pairs" in names(shown()["policy"])
+
+
+OPTION = """
+from specdemo.core.options import option, options
+from specdemo.drafters import METHODS, method, suffix
+
+@options("Echo")
+class EchoOptions:
+    echo_length: int = option(2, "Repetitions", "tokens to repeat", low=1, high=9, slider=(1, 9, 1), limit="max_nodes")
+
+METHODS["echo"] = method.Method("echo", "repeats", "", suffix.build_suffix_drafter, options=(EchoOptions,))
+
+from specdemo.cli.arguments import given, parser
+from specdemo.cli.reference import reference
+from specdemo.core.errors import UserError
+from specdemo.recipe import Recipe
+from specdemo.ui.api import api_defaults
+from specdemo.ui.limits import HostLimits
+from specdemo.ui.page import build
+from specdemo.ui.settings import from_link, restored
+
+recipe = Recipe(**given(parser().parse_args(["run", "x", "--method", "echo", "--echo-length", "5"])))
+assert recipe.echo_length == 5
+for refused in (lambda: Recipe(echo_length=10), lambda: HostLimits(max_nodes=4).grant(recipe, "x")):
+    try:
+        refused()
+    except UserError as error:
+        print(error)
+page = build(limits=HostLimits(max_nodes=4))
+(control,) = (part["props"] for part in page.config["components"] if part["props"].get("elem_id") == "echo-length")
+assert (control["minimum"], control["maximum"], control["value"]) == (1, 4, 2)
+groups = {p["props"]["label"]: p["props"]["visible"] for p in page.config["components"] if p["type"] == "accordion"}
+assert groups["Echo"] == "hidden" and groups["Advanced settings"] is True
+defaults = api_defaults(recipe)
+assert defaults["echo_length"] == 5
+assert restored(from_link({"echo_length": "7"}, defaults), defaults, "cpu")[0]["echo_length"] == 7
+assert "| `echo_length` | `--echo-length` | `2` | from 1 to 9 | echo | tokens to repeat |" in reference()
+page.worker.close()
+"""
+
+
+def test_an_option_needs_one_field() -> None:
+    """In another process: recipes are assembled once, from the options of all registered methods."""
+    done = subprocess.run([sys.executable, "-c", OPTION], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "echo_length must be from 1 to 9, not 10",
+        "echo_length may be 4 at most here, not 5",
+    ]
+
+
+def test_enumeration_uses_the_registry_too() -> None:
+    probs, drafted, _ = enumerate_distribution(
+        SamplingParams(), lambda sampling, source: METHODS["hybrid"].build(FakeContext(sampling, source))
+    )
+    assert drafted > 0 and distance(probs, true_distribution(SamplingParams(), 3, ())) < ROUNDING

@@ -1,0 +1,282 @@
+"""Rules on language and structure: prose rates, docstrings, vocabulary, unique public names, function length."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PROGRAM = (ROOT / "specdemo", ROOT / "app.py")
+DOCUMENTS = (ROOT / "docs", ROOT / "README.md")
+
+# Noun clauses, personification and quaint words; largest number per 1,000 words.
+RATES = {
+    "clauses": (
+        10.0,
+        "what whatever whoever whether whose nothing nobody none anything everything one ones those itself",
+    ),
+    "persons": (
+        3.5,
+        "knows know says say asks ask asked tells tell told looks look holds held stands stand goes go comes come came "
+        "sees reads waits gives lends keeps kept",
+    ),
+    "quaint": (
+        2.5,
+        "beside behind anew elsewhere else whole likeliest yet far humane dear own law laws errand shelf foretold "
+        "priced news",
+    ),
+}
+MOST_WORDS = 14_000  # of docstrings and comments in specdemo/
+
+RELATIVE = re.compile(r"(what|whatever|whether|who|whoever|whose|where|wherever|which|that|how|why|the ones?)\b", re.I)
+
+FORBIDDEN = frozenset(
+    "law laws errand errands shelf whereabouts foretold judge judges judged judging unjudged told likeliest humane "
+    "anew dear priced".split()
+)
+FORBIDDEN_PHRASES = ("at hand",)
+# External names, defined by traces, messages, links and element ids: constants and attribute names stay as they are.
+FROZEN = frozenset({"law", "laws", "unjudged"})
+
+MAY_REPEAT = frozenset({"main", "build"})
+MOST_LINES = 50
+LONG_FUNCTIONS = {"specdemo/ui/theme.py: theme"}  # one call with the table of colours
+
+WORD = re.compile(r"[a-z]+(?:'[a-z]+)?")
+CODE = re.compile(r"`[^`]*`|\S*[_/(]\S*")
+
+Texts = list[tuple[str, int, str]]  # kind ("docstrings", "comments", "texts", "markdown"), line number, text
+
+
+def files(paths: Iterable[Path]) -> list[Path]:
+    found = [file for path in paths for file in (path.rglob("*") if path.is_dir() else [path])]
+    return sorted(file for file in found if file.suffix in (".py", ".md"))
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text("utf-8"))
+
+
+@cache
+def texts(path: Path) -> Texts:
+    """Return docstrings, comments, other strings with at least five words, and Markdown without code blocks."""
+    source = path.read_text("utf-8")
+    if path.suffix == ".md":
+        return [("markdown", 1, re.sub(r"```.*?```", " ", source, flags=re.DOTALL))]
+    docstrings, strings = {}, []
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            if docstring := ast.get_docstring(node, clean=False):
+                docstrings[docstring] = node.body[0].lineno
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.count(" ") > 3:
+            strings.append(("texts", node.lineno, node.value))
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = [token for token in tokens if token.type == tokenize.COMMENT]
+    return [
+        *(("docstrings", line, text) for text, line in docstrings.items()),
+        *(("comments", token.start[0], token.string.lstrip("# ")) for token in comments),
+        *(string for string in strings if string[2] not in docstrings),
+    ]
+
+
+def words(text: str) -> list[str]:
+    return WORD.findall(CODE.sub(" ", text).lower())
+
+
+def rates(paths: Iterable[Path]) -> dict[str, dict[str, float]]:
+    """Return the number of words and the rates per 1,000 words for each kind of text; comments are docstrings."""
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for path in files(paths):
+        for kind, _, text in texts(path):
+            counts["docstrings" if kind == "comments" else kind].update(words(text))
+    result = {}
+    for kind, counter in counts.items():
+        total = max(counter.total(), 1)
+        listed = {name: sum(counter[word] for word in group.split()) for name, (_, group) in RATES.items()}
+        result[kind] = {"words": counter.total()} | {name: 1000 * n / total for name, n in listed.items()}
+    return result
+
+
+def report(paths: Iterable[Path]) -> str:
+    """Table of rates per folder and kind of text."""
+    lines = [f"{'':24}{'':12}{'words':>8}" + "".join(f"{name:>9}" for name in RATES)]
+    for path in paths:
+        for kind, row in sorted(rates([path]).items()):
+            values = "".join(f"{row[name]:9.1f}" for name in RATES)
+            lines.append(f"{name_of(path):24}{kind:12}{row['words']:8d}{values}")
+    return "\n".join(lines)
+
+
+def folders(root: Path) -> list[Path]:
+    return [path for path in sorted(root.iterdir()) if (path.is_dir() and path.name[0] != "_") or path.suffix == ".py"]
+
+
+def exceeded(paths: Iterable[Path]) -> list[str]:
+    """Return the rates above their limits."""
+    return [
+        f"{kind}: {row[name]:.1f} {name} per 1,000 words, at most {limit}"
+        for kind, row in rates(paths).items()
+        for name, (limit, _) in RATES.items()
+        if row[name] > limit
+    ]
+
+
+def relative_docstrings(paths: Iterable[Path]) -> list[str]:
+    """Return docstrings that start with a relative clause."""
+    return [
+        f"{name_of(path)}:{line}: {text.strip().splitlines()[0]}"
+        for path in files(paths)
+        for kind, line, text in texts(path)
+        if kind == "docstrings" and RELATIVE.match(text.strip())
+    ]
+
+
+def identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        line = getattr(node, "lineno", 1)
+        for field in ("id", "name", "attr", "arg", "asname"):
+            if isinstance(value := getattr(node, field, None), str):
+                yield line, value
+
+
+def parts(identifier: str) -> set[str]:
+    """Split snake_case and CamelCase into lower-case words."""
+    return set(re.findall(r"[a-z]+", re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", identifier).lower()))
+
+
+def forbidden_words(paths: Iterable[Path]) -> list[str]:
+    """Return uses of forbidden words in identifiers, prose and messages; names in backticks and URLs are code."""
+    problems = []
+    for path in files(paths):
+        for kind, line, text in texts(path):
+            prose = " ".join(words(text))
+            used = set(prose.split()) & FORBIDDEN | {phrase for phrase in FORBIDDEN_PHRASES if phrase in prose}
+            problems += [f"{name_of(path)}:{line}: {word!r} in {kind}" for word in sorted(used)]
+        if path.suffix == ".py":
+            for line, name in identifiers(parsed(path)):
+                if name not in FROZEN and (used := parts(name) & FORBIDDEN):
+                    problems.append(f"{name_of(path)}:{line}: {sorted(used)[0]!r} in the identifier {name}")
+    return sorted(set(problems))
+
+
+def definitions(tree: ast.Module) -> Iterator[str]:
+    """Yield public names defined at module level, except type variables."""
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            if isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") in ("TypeVar", "ParamSpec"):
+                continue
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+
+def repeated_names(paths: Iterable[Path]) -> list[str]:
+    """Return public names defined in several modules."""
+    modules: dict[str, set[str]] = defaultdict(set)
+    for path in files(paths):
+        if path.suffix == ".py":
+            for name in definitions(parsed(path)):
+                if not name.startswith("_") and name not in MAY_REPEAT:
+                    modules[name].add(name_of(path))
+    return [f"{name}: {', '.join(sorted(where))}" for name, where in sorted(modules.items()) if len(where) > 1]
+
+
+def long_functions(paths: Iterable[Path]) -> list[str]:
+    """Return functions with more than `MOST_LINES` lines, except `LONG_FUNCTIONS`."""
+    problems = []
+    for path in files(paths):
+        if path.suffix == ".py":
+            for node in ast.walk(parsed(path)):
+                if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                    lines, name = node.end_lineno - node.lineno + 1, f"{name_of(path)}: {node.name}"
+                    if lines > MOST_LINES and name not in LONG_FUNCTIONS:
+                        problems.append(f"{name} has {lines} lines")
+    return problems
+
+
+def test_prose_rates_of_the_program() -> None:
+    assert not exceeded(PROGRAM), "\n" + report([*folders(ROOT / "specdemo"), ROOT / "app.py"])
+
+
+def test_docstrings_and_comments_are_short() -> None:
+    assert rates(PROGRAM)["docstrings"]["words"] <= MOST_WORDS, "\n" + report(folders(ROOT / "specdemo"))
+
+
+def test_prose_rates_of_the_documents() -> None:
+    assert not exceeded(DOCUMENTS), "\n" + report(files(DOCUMENTS))
+
+
+def test_docstrings_start_with_a_verb_or_noun() -> None:
+    problems = relative_docstrings(PROGRAM)
+    assert not problems, "\n" + "\n".join(problems)
+
+
+def test_forbidden_words_do_not_occur() -> None:
+    problems = forbidden_words([*PROGRAM, *DOCUMENTS])
+    assert not problems, "\n" + "\n".join(problems)
+
+
+def test_public_names_are_defined_once() -> None:
+    problems = repeated_names([ROOT / "specdemo"])
+    assert not problems, "\n" + "\n".join(problems)
+
+
+def test_functions_are_short() -> None:
+    problems = long_functions(PROGRAM)
+    assert not problems, "\n" + "\n".join(problems)
+
+
+# --- each check detects a violation ---
+
+BAD = '''"""What the module knows."""
+
+
+def judge(law):
+    # told at hand
+    return "nobody tells it what anything is"
+
+
+RENAMED_LAW = {"laws": 1}
+'''
+
+
+@pytest.fixture
+def bad(tmp_path: Path) -> list[Path]:
+    for name in ("first.py", "second.py"):
+        (tmp_path / name).write_text(BAD, "utf-8")
+    return [tmp_path]
+
+
+def test_violations_are_detected(bad: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(exceeded(bad)) >= 4
+    assert relative_docstrings(bad)[0] == "first.py:1: What the module knows."
+    assert [line.partition(": ")[2] for line in forbidden_words(bad) if line.startswith("first")] == [
+        "'judge' in the identifier judge",
+        "'at hand' in comments",
+        "'told' in comments",
+        "'law' in the identifier RENAMED_LAW",
+    ]
+    assert repeated_names(bad) == ["RENAMED_LAW: first.py, second.py", "judge: first.py, second.py"]
+    monkeypatch.setitem(globals(), "MOST_LINES", 2)
+    assert long_functions(bad) == ["first.py: judge has 3 lines", "second.py: judge has 3 lines"]
+
+
+def test_code_and_ordinary_prose_are_accepted(tmp_path: Path) -> None:
+    file = tmp_path / "good.py"
+    file.write_text('"""Return the key `laws` of a trace."""\n\nT = TypeVar("T")\n', "utf-8")
+    assert not exceeded([file]) and not forbidden_words([file]) and not relative_docstrings([file])
+    assert list(definitions(parsed(file))) == []

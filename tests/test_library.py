@@ -1,0 +1,66 @@
+"""The Python API: exported names, light imports, and the examples in docstrings and docs/library.md."""
+
+from __future__ import annotations
+
+import doctest
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import specdemo
+
+ROOT = Path(__file__).parents[1]
+LIGHT = ("specdemo", "specdemo.models.spec", "specdemo.models.zoo")
+
+
+def in_new_process(code: str) -> str:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120).stdout.strip()
+
+
+def test_every_exported_name_exists() -> None:
+    assert set(dir(specdemo)) == set(specdemo.__all__)
+    assert all(getattr(specdemo, name) is not None for name in specdemo.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'absent'"):
+        specdemo.absent  # noqa: B018
+
+
+def test_generate_is_the_function_although_a_submodule_has_its_name() -> None:
+    code = "import specdemo.generate as f\nfrom specdemo import generate\nprint(generate.__name__, f is generate)"
+    assert in_new_process(code) == "generate True"
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_light_modules_import_no_framework(module: str) -> None:
+    heavy = {"torch", "transformers", "gradio", "accelerate", "huggingface_hub", "numpy"}
+    code = f"import sys, {module}\nprint(sorted({heavy!r} & set(sys.modules)))"
+    assert in_new_process(code) == "[]"
+
+
+def test_the_package_imports_fast() -> None:
+    """The fastest of five processes, in CPU time: other programs on this machine do not count."""
+    code = "import time\nstart = time.process_time()\nimport specdemo\nprint(time.process_time() - start)"
+    assert min(float(in_new_process(code)) for _ in range(5)) < 0.3
+
+
+def test_importing_sets_no_environment_variable_but_programs_limit_the_kernel_cache() -> None:
+    names = "('ONEDNN_PRIMITIVE_CACHE_CAPACITY', 'LRU_CACHE_CAPACITY')"
+    show = f"import os\nfor name in {names}: os.environ.pop(name, None)\nimport specdemo, app, specdemo.__main__\n"
+    assert in_new_process(f"{show}print([os.environ.get(name) for name in {names}])") == "[None, None]"
+    limited = f"{show}specdemo.limit_onednn_cache()\nprint([os.environ.get(name) for name in {names}])"
+    assert in_new_process(limited) == "['128', '128']"
+    assert all("limit_onednn_cache()" in (ROOT / path).read_text() for path in ("app.py", "specdemo/__main__.py"))
+
+
+def test_the_docstring_examples_run() -> None:
+    result = doctest.testmod(specdemo)
+    assert result.attempted >= 5 and result.failed == 0
+
+
+def test_the_examples_of_the_library_document_run() -> None:
+    path = ROOT / "docs" / "library.md"
+    result = doctest.testfile(str(path), module_relative=False)
+    assert result.attempted >= 10 and result.failed == 0
+    assert path.stat().st_size <= 4096

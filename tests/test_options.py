@@ -1,0 +1,200 @@
+"""The schema: every option is in terminal, page, link and API; invalid values are refused in one sentence."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import pickle
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+import pytest
+
+from specdemo.cli.arguments import given, parser
+from specdemo.cli.reference import reference
+from specdemo.core.errors import UserError
+from specdemo.core.options import Option
+from specdemo.recipe import Recipe, methods_with
+from specdemo.remote.config import CloudConfig
+from specdemo.ui.limits import PUBLIC
+from specdemo.ui.page import build
+from specdemo.ui.settings import OPTIONS, from_link, recipe_of, restored, setting_of
+
+ROOT = Path(__file__).parents[1]
+ADDRESS = "http://127.0.0.1:1"
+
+
+@pytest.fixture(scope="module")
+def page() -> Any:
+    built = build()
+    built.worker.close()
+    return built
+
+
+def other(option: Option) -> Any:
+    """Return a valid value that differs from the default."""
+    special = {
+        "pair": "smollm2-360m", "mode": "cloud_only", "remote": ADDRESS, "device": "cpu", "drafter_device": "cpu",
+        "target": "some/target", "drafter": "some/drafter", "bad_words": ("a b", "c"), "skip_layers": (5, 7),
+        "gates": ("nll", "rare"), "threshold": 0.25, "seed": 9,
+    }  # fmt: skip
+    if option.name in special:
+        return special[option.name]
+    if option.type is bool:
+        return not option.default
+    if option.choices:
+        return next(name for name in option.choices if name != option.default)
+    value = (option.default or 0) + (1 if option.type is int else 0.125)
+    return value if option.high is None or value <= option.high else option.default - 0.125
+
+
+def around(option: Option) -> dict[str, Any]:
+    """Return further values without which the value of `other` is refused."""
+    needed = {
+        "drafter": {"target": "some/target"}, "threshold": {"rule": "ratio"}, "target": {"method": "nasd"},
+        "on_loss": {"method": "draft"},
+    }  # fmt: skip
+    return needed.get(option.name, {})
+
+
+def expected(option: Option) -> Recipe:
+    """Return the recipe with the value of `other`."""
+    values = {**around(option), option.name: other(option)}
+    link = {name: values.pop(name) for name in list(values) if name in CloudConfig.OPTIONS}
+    return Recipe(**values, cloud=CloudConfig(**{"remote": ADDRESS, **link}) if link else None)
+
+
+def settings_for(option: Option) -> dict[str, Any]:
+    """Return the settings of `expected` that differ from the defaults."""
+    values = {**around(option), option.name: other(option)}
+    if option.name in CloudConfig.OPTIONS:
+        values = {"mode": "speculative", "remote": ADDRESS, **values}
+    return {name: value if name == "mode" else setting_of(OPTIONS[name], value) for name, value in values.items()}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_is_in_terminal_page_link_and_api(name: str, page: Any) -> None:
+    option, recipe = OPTIONS[name], expected(OPTIONS[name])
+    assert recipe != Recipe()
+    # terminal
+    values = {**around(option), name: other(option)}
+    flags = ["--remote", ADDRESS] if name in CloudConfig.OPTIONS and name != "remote" else []
+    for key, value in values.items():
+        repeated = OPTIONS[key].many and not OPTIONS[key].choices
+        if value is True:
+            flags.append(OPTIONS[key].flag)
+        elif repeated:
+            flags += [word for item in value for word in (OPTIONS[key].flag, str(item))]
+        else:
+            flags += [OPTIONS[key].flag, *map(str, value if isinstance(value, tuple) else [value])]
+    assert Recipe(**given(parser().parse_args(["run", "x", *flags]))) == recipe
+    # page
+    (control,) = (c for c in page.blocks.values() if getattr(c, "elem_id", None) == option.element)
+    assert isinstance(control, gr.components.Component)
+    assert option.label in control.label and ("lossy" in control.label) == option.lossy
+    # link: as link.js writes it
+    defaults = {name: setting_of(option, option.default) for name, option in OPTIONS.items()}
+    changed = settings_for(option)
+    query = {key: value if isinstance(value, str) else json.dumps(value) for key, value in changed.items()}
+    settings, errors = restored(from_link(query, defaults), defaults, "auto")
+    assert not errors and recipe_of(settings, "auto") == recipe
+    # API
+    for endpoint in ("/generate", "/preflight"):
+        parameters = {
+            one["parameter_name"]: one for one in page.get_api_info()["named_endpoints"][endpoint]["parameters"]
+        }
+        assert parameters[name]["parameter_has_default"]
+    assert recipe_of({**defaults, **changed}, "auto") == recipe
+
+
+def test_the_documentation_is_up_to_date() -> None:
+    """Otherwise: `python -m specdemo.cli.reference > docs/cli.md`."""
+    assert (ROOT / "docs/cli.md").read_text("utf-8") == reference()
+
+
+@pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if option.range])
+def test_values_outside_the_range_are_refused(name: str) -> None:
+    option = OPTIONS[name]
+    kind = Recipe if name in Recipe.OPTIONS else CloudConfig
+    low = option.low - 1 if option.above is None else option.above
+    for value in (low, math.nan, math.inf, -math.inf, 10**400, *([] if option.high is None else [option.high + 1])):
+        with pytest.raises(UserError, match=f"{name} must be {option.range}, not"):
+            kind(**{name: value})
+    for value in ("4", True, [4]):
+        with pytest.raises(UserError, match=f"{name} must be a number, not"):
+            kind(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"gamma": 3.5}, "gamma must be a whole number, not 3.5"),
+        ({"chat": 1}, "chat must be true or false, not 1"),
+        ({"method": 3}, "method must be a name, not 3"),
+        ({"skip_layers": ("a",)}, "skip_layers must be a list of whole numbers, not 'a'"),
+        ({"bad_words": "word"}, "bad_words must be a list of names, not 'word'"),
+        ({"gama": 3}, "unknown option 'gama': known are pair, "),
+        ({"gamma_min": 5, "gamma_max": 4}, "gamma_min 5 is above gamma_max 4"),
+        ({"exit_layer": 1, "skip_layers": (2,)}, "either exit_layer or skip_layers"),
+        ({"threshold": 0.5}, "rule rejection has no threshold"),
+        ({"rule": "match", "skip_sample_adjustment": True}, "no sample adjustment to skip"),
+        ({"seed": 1 << 63, "cloud": CloudConfig()}, "a seed has 64 bits"),
+        ({"temperature": 1e-4, "cloud": CloudConfig()}, "temperature is 0 or at least"),
+    ],
+)
+def test_invalid_values_get_one_sentence(values: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError) as refused:
+        Recipe(**values)
+    assert sentence in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_recipe_is_a_frozen_mapping_of_plain_values() -> None:
+    recipe = Recipe(cloud=CloudConfig(ADDRESS, gates=("nll",)), skip_layers=(1, 2))
+    assert pickle.loads(pickle.dumps(recipe)) == copy.copy(recipe) == recipe and hash(recipe) == hash(replace(recipe))
+    assert replace(recipe, gamma=2) != recipe
+    plain = json.loads(json.dumps(asdict(recipe)))
+    assert plain["cloud"]["gates"] == ["nll"] and plain.keys() == {*Recipe.OPTIONS, "cloud"}
+    with pytest.raises(AttributeError):
+        recipe.gamma = 3
+    with pytest.raises(UserError):
+        replace(recipe, gamma=0)
+
+
+@pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if option.choices and name != "pair"])
+def test_every_choice_has_a_title(name: str) -> None:
+    for title in OPTIONS[name].titles().values():
+        assert isinstance(title, str) and title and "<" not in title
+
+
+def test_few_controls_are_visible_at_first(page: Any) -> None:
+    """Controls outside closed groups, tabs and the cockpit, plus the titles of those groups."""
+
+    def visible(block: Any) -> int:
+        if getattr(block, "visible", True) in (False, "hidden") or isinstance(block, gr.Tabs):
+            return 0
+        if isinstance(block, gr.Accordion) and not block.open:
+            return 1
+        if isinstance(block, (gr.components.FormComponent, gr.Button)):
+            return 1
+        return sum(map(visible, getattr(block, "children", ())))
+
+    assert 10 <= visible(page) <= 14
+    basic = {name for name, option in OPTIONS.items() if option.basic}
+    assert basic == {"pair", "method", "gamma", "temperature", "max_tokens"}
+
+
+def test_visitors_of_a_public_page_cannot_change_the_host(page: Any) -> None:
+    defaults = {name: setting_of(option, option.default) for name, option in OPTIONS.items()}
+    PUBLIC.check_settings(defaults, defaults)
+    for name in ("device", "drafter_device", "dtype"):
+        with pytest.raises(UserError, match=f"{name} is set by the host"):
+            PUBLIC.check_settings({**defaults, name: "cpu"}, defaults)
+
+
+def test_options_name_the_methods_that_use_them() -> None:
+    assert methods_with(Recipe.OPTIONS["ngram"]) == ["nasd"]
+    assert methods_with(Recipe.OPTIONS["drafter"]) == ["draft", "hybrid", "tree"]
+    assert "ar" not in methods_with(Recipe.OPTIONS["gamma"]) and "ar" in methods_with(Recipe.OPTIONS["seed"])
