@@ -32,7 +32,9 @@ from app import choose_port
 from benchmarks.pages import CODE, HOST, chromium, run, served, set_number, status
 from benchmarks.tables import ROOT, publish, run_study, study_parser
 from specdemo.core.errors import UserError
+from specdemo.core.events import Event, Loading
 from specdemo.core.intervals import interval
+from specdemo.core.trace import to_json
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
@@ -73,17 +75,17 @@ class RecordingEngine:
     def __init__(self) -> None:
         self.trace: Lines = []
 
-    def __call__(self, *arguments: Any) -> Iterator[dict[str, Any]]:
+    def __call__(self, *arguments: Any) -> Iterator[Event]:
         self.trace = []
         for event in generate(*arguments):
-            if "phase" not in event:
-                self.trace.append(event)
+            if not isinstance(event, Loading):
+                self.trace.append(to_json(event))
             yield event
 
     @property
     def steps(self) -> Lines:
         """Lines of the steps."""
-        return [line for line in self.trace if "i" in line]
+        return self.trace[1:-1]
 
     @property
     def speed(self) -> float:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from playwright.sync_api import Page, expect
@@ -20,6 +20,9 @@ from benchmarks.pages import chromium, served
 from benchmarks.runs import percentile
 from benchmarks.tables import publish, run_study, study_parser
 from specdemo.bench import Progress
+from specdemo.core import trace
+from specdemo.core.events import End, Event
+from specdemo.core.metrics import Metrics
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import ASSETS
 from specdemo.recipe import Recipe
@@ -59,26 +62,26 @@ class TracePlayer:
     """Engine that repeats the steps of a recorded trace at a fixed number of tokens per second."""
 
     def __init__(self, tokens: int, rate: float) -> None:
-        lines = [json.loads(line) for line in TRACE.read_text("utf-8").splitlines()]
-        ends = [i for i, line in enumerate(lines) if "end" in line]
-        self._lanes = {"spec": lines[: ends[0]], "ar": lines[ends[0] + 1 : ends[1]]}
+        self._lanes = dict(zip(("spec", "ar"), trace.read(TRACE.read_text("utf-8")), strict=True))
         self._tokens, self._rate = tokens, rate
         self.sent: dict[str, list[float]] = {}  # time of each step by lane, in seconds since the epoch
 
-    def __call__(self, recipe: Recipe, prompt: str, pool: ModelPool, stores: Any) -> Iterator[dict[str, Any]]:
+    def __call__(self, recipe: Recipe, prompt: str, pool: ModelPool, stores: Any) -> Iterator[Event]:
         lane = "ar" if recipe.method == "ar" else "spec"
-        head, first, *steps = self._lanes[lane]
+        metrics, (first, *steps) = Metrics(), self._lanes[lane].steps
         sent = self.sent[lane] = []
         began, count = time.perf_counter(), 0
-        yield head
-        for i, line in enumerate(itertools.chain([first], itertools.cycle(steps))):
-            count += len(line["tokens"])
+        yield self._lanes[lane].header
+        for i, event in enumerate(itertools.chain([first], itertools.cycle(steps))):
+            count += len(event.step.tokens)
             time.sleep(max(0.0, began + count / self._rate - time.perf_counter()))
             sent.append(time.time())
-            yield line | {"i": i, "t": time.perf_counter() - began}
+            step = replace(event.step, i=i, t=time.perf_counter() - began)
+            metrics = metrics.plus(step)
+            yield replace(event, step=step, metrics=metrics)
             if count >= self._tokens:
                 break
-        yield {"end": "length", "error": None, "metrics": {}}
+        yield End("length", None, metrics)
 
 
 def measure(page: Page, devtools: Any, player: TracePlayer) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from typing import Any
 import psutil
 
 from benchmarks.tables import ROOT
+from specdemo.core.events import Loading
+from specdemo.core.trace import to_json
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import Prompt
@@ -49,12 +51,13 @@ def traced(recipe: Recipe, prompt: str, pool: ModelPool, pause_s: float = 0.0) -
 
 def possibly_failed(recipe: Recipe, prompt: str, pool: ModelPool, pause_s: float = 0.0) -> Trace:
     """Run `recipe` to its end or first error."""
-    lines = []
-    for line in generate(recipe, prompt, pool):
-        if "phase" not in line:
-            lines.append(line)
+    events = []
+    for event in generate(recipe, prompt, pool):
+        if not isinstance(event, Loading):
+            events.append(event)
             time.sleep(pause_s)
-    return Trace(lines[0], [line for line in lines if "i" in line], lines[-1])
+    header, *steps, end = map(to_json, events)
+    return Trace(header, steps, end)
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -18,6 +18,8 @@ from unittest.mock import patch
 from torch.nn import functional
 
 from benchmarks.tables import publish, run_study, study_parser
+from specdemo.core.events import StepEvent
+from specdemo.core.step import Step
 from specdemo.core.verifier import ModelVerifier
 from specdemo.generate import generate
 from specdemo.models.engines.llama import LlamaEngine
@@ -66,16 +68,16 @@ def step_parts(recipe: Recipe, prompts: Sequence[str]) -> list[dict[str, float]]
         parts = []
         for prompt in prompts:
             spent.clear()
-            for line in generate(recipe, prompt, pool):
-                if line.get("i") and len(line["draft"]) == recipe.gamma:
-                    parts.append(_split(line, spent))
+            for event in generate(recipe, prompt, pool):
+                if isinstance(event, StepEvent) and event.step.i and len(event.step.draft) == recipe.gamma:
+                    parts.append(_split(event.step, spent))
                 spent.clear()
     return parts
 
 
-def _split(line: dict[str, Any], spent: Counter[tuple[bool, str]]) -> dict[str, float]:
+def _split(step: Step, spent: Counter[tuple[bool, str]]) -> dict[str, float]:
     parts = {}
-    for verifying, role, seconds in ((False, "drafter", line["draft_s"]), (True, "target", line["verify_s"])):
+    for verifying, role, seconds in ((False, "drafter", step.draft_s), (True, "target", step.verify_s)):
         products, attention, passes = (spent[verifying, part] for part in ("products", "attention", "pass"))
         parts |= {
             f"{role}: products": products,
@@ -83,7 +85,7 @@ def _split(line: dict[str, Any], spent: Counter[tuple[bool, str]]) -> dict[str, 
             f"{role}: remainder of its passes": passes - products - attention,
             f"{role}: distributions, sampling, tests": seconds - passes,
         }
-    return {**parts, "loop": line["host_s"]}
+    return {**parts, "loop": step.host_s}
 
 
 def study(options: argparse.Namespace) -> None:

@@ -4,9 +4,9 @@ Public names are imported on first access, so `import specdemo` loads neither to
 
 >>> from specdemo import Recipe, generate, load_pair
 >>> recipe = Recipe(method="nasd", temperature=0, max_tokens=5)
->>> lines = generate(recipe, "for i in range(", load_pair("bundled", device="cpu"))
->>> "".join(line["text"] for line in lines if "i" in line)
-'len(self.data'
+>>> *_, end = generate(recipe, "for i in range(", load_pair("bundled", device="cpu"))
+>>> end.metrics.tokens
+5
 """
 
 from __future__ import annotations

@@ -1,176 +1,187 @@
-"""One generation from a prompt to the records of its trace.
-
-What terminal, page and API all consume: first perhaps `{"phase": "loading", ...}`, which is no part of the trace, then
-the trace's lines: a header, a line per step, an end.
-"""
+"""Generation: from a prompt to events."""
 
 from __future__ import annotations
 
 import platform
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
-from dataclasses import asdict
+from contextlib import ExitStack, closing
+from dataclasses import asdict, replace
 from functools import cache
 from importlib.metadata import version
 from typing import Any
 
 import torch
 
-from specdemo.core.decode import decode
+from specdemo.core.decode import Drafter, decode
 from specdemo.core.errors import UserError
+from specdemo.core.events import End, Event, Header, Loading, MemoryUse, StepEvent
 from specdemo.core.metrics import Metrics
+from specdemo.core.step import Step
 from specdemo.models import memory
 from specdemo.models.load import LoadedModel
 from specdemo.models.loaded_pair import LoadedPair
 from specdemo.models.memory import format_bytes
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.tokenizer import ChatMessage, TextStream, TokenNames, render_prompt
-from specdemo.pipeline import Stores, build_pipeline
+from specdemo.pipeline import Pipeline, Stores, build_pipeline
 from specdemo.recipe import METHODS, Recipe
 from specdemo.remote.remote_model import RemoteModel, connect
 
-Record = dict[str, Any]
-
-CHARACTERS = 3  # of a token, roughly
+CHARACTERS_PER_TOKEN = 3  # rough
 
 
 def generate(
-    recipe: Recipe, prompt: str | Sequence[ChatMessage], pool: ModelPool | LoadedPair, stores: Stores | None = None
-) -> Iterator[Record]:
-    """Run `recipe` on `prompt`, which with `recipe.chat` may be a whole conversation.
+    recipe: Recipe,
+    prompt: str | Sequence[ChatMessage],
+    pool: ModelPool | LoadedPair | None = None,
+    stores: Stores | None = None,
+    drafter: Drafter | None = None,
+) -> Iterator[Event]:
+    """Run `recipe` on `prompt`, which may be a conversation if `recipe.chat` is set.
 
-    Raises `UserError` before the header if it cannot be met.
-
-    A failure after the header ends the trace with `"end": "error"`. May be closed at any time; whoever closes it
-    writes the last line with `ending("cancelled", metrics)`.
+    `pool` provides the models (default: a new pool), `stores` the n-grams of earlier runs; `drafter` replaces the
+    drafter that the recipe names. Raises `UserError` before the header; later failures end the run with
+    `End("error")`. Closing the iterator releases all resources; it then has no `End`.
     """
     if not prompt:
         raise UserError("the prompt is empty: type something to continue")
     if isinstance(pool, LoadedPair):
         recipe, pool = pool.bind(recipe), pool.pool
-    wanted, recipe = recipe, recipe.running
-    specs = [recipe.drafter_spec] if recipe.cloud else [recipe.target_spec, recipe.drafter_spec]
-    context = len(prompt) // CHARACTERS + recipe.max_tokens  # what the prompt has in tokens is not known yet
-    for news in pool.bring([spec for spec in specs if spec is not None], context):
-        yield {"phase": "loading", **asdict(news)}
+    pool = ModelPool() if pool is None else pool
+    running = recipe.running
+    if drafter is not None:
+        if not METHODS[running.method].drafts:
+            raise UserError(f"method {running.method} does not draft: choose another method to use a drafter with it")
+        running = replace(running, method="lookup")  # needs no second model
+    specs = [running.drafter_spec] if running.cloud else [running.target_spec, running.drafter_spec]
+    context = len(prompt) // CHARACTERS_PER_TOKEN + running.max_tokens
+    with closing(pool.bring([spec for spec in specs if spec is not None], context)) as loading:
+        for progress in loading:
+            yield Loading(progress.text, progress.done, progress.total)
     loaded = [pool.take(spec) if spec is not None else None for spec in specs]
-    if recipe.cloud:
-        yield {"phase": "loading", "text": f"reaching the cloud at {recipe.cloud.remote}"}
-        with closing(connect(recipe.cloud, recipe.target_spec, recipe.seed)) as distant:
-            yield from _run(wanted, recipe, prompt, pool, distant, loaded[0], stores)
+    if running.cloud:
+        yield Loading(f"connecting to the cloud at {running.cloud.remote}")
+        with closing(connect(running.cloud, running.target_spec, running.seed)) as remote:
+            yield from _run(recipe, running, prompt, pool, remote, loaded[0], stores, drafter)
     else:
         assert loaded[0] is not None
-        yield from _run(wanted, recipe, prompt, pool, *loaded, stores)
+        yield from _run(recipe, running, prompt, pool, *loaded, stores, drafter)
 
 
 def _run(
-    wanted: Recipe,
     recipe: Recipe,
+    running: Recipe,
     prompt: str | Sequence[ChatMessage],
     pool: ModelPool,
     target: LoadedModel | RemoteModel,
-    drafter: LoadedModel | None,
+    model: LoadedModel | None,
     stores: Stores | None,
-) -> Iterator[Record]:
-    """The trace of `wanted`, which is carried out as `recipe`."""
-    environment = target.environment  # asked once, before the clock starts
+    drafter: Drafter | None,
+) -> Iterator[Event]:
+    environment = {**_versions(), **target.environment}  # measured before the clock starts
     start = time.perf_counter()
-    text, given = render_prompt(target.tokenizer, prompt, recipe.chat)
-    pipeline = build_pipeline(recipe, target, drafter, stores, text)
-    tokens = target.opening if target.encoder else given  # what an encoder read is no part of the text
+    text, prompt_tokens = render_prompt(target.tokenizer, prompt, running.chat)
+    tokens = target.opening if target.encoder else prompt_tokens  # an encoder's input is not part of the text
+    with ExitStack() as resources:
+        pipeline = build_pipeline(running, target, model, stores, text)
+        resources.callback(pipeline.close)
+        if drafter is not None:
+            pipeline = replace(pipeline, drafter=drafter)
+        room = _room(pipeline, tokens)
+        yield Header(
+            recipe=asdict(recipe),
+            prompt=text,
+            prompt_tokens=tuple(prompt_tokens),
+            vocab_size=target.vocab_size,
+            exact=recipe.exact,
+            # compared for chains only
+            bit_equal=target.bit_equal and METHODS[running.method].shape == "chain" and drafter is None,
+            encoder=target.encoder,
+            environment={**environment, "drafter_bytes": model.weight_bytes if model else None},
+        )
+        device, metrics, last = pipeline.device, Metrics(), None
+        steps = _steps(pipeline, target, tokens, min(running.max_tokens, room), start)
+        failure, exhausted = None, False
+        try:
+            for event in steps:
+                metrics = event.metrics
+                last = event.step.tokens[-1] if event.step.tokens else last
+                yield event
+        except (UserError, RuntimeError, MemoryError) as error:  # a failing model ends its run with a message
+            failure, exhausted = str(error) or type(error).__name__, memory.is_out_of_memory(error)
+        kv_bytes = pipeline.kv_bytes
+        if exhausted:  # outside the handler, since its traceback references tensors
+            resources.close()
+            del pipeline, steps
+            pool.recover()
+            failure = _memory_ran_out(kv_bytes, device)
+        if failure is not None:
+            yield End("error", failure, metrics)
+            return
+        peak = MemoryUse(memory.peak_process_bytes(), memory.peak_device_bytes(device), kv_bytes)
+        yield End("stop" if last in target.stop else "length", None, metrics, peak)
+
+
+def _room(pipeline: Pipeline, tokens: Sequence[int]) -> int:
     room = pipeline.context - len(tokens)
     if room < 1:
         raise UserError(
-            f"the prompt has {len(tokens):,} tokens and the context holds {pipeline.context:,}: shorten it by at least "
-            f"{1 - room:,}"
+            f"the prompt has {len(tokens):,} tokens and the context {pipeline.context:,}: "
+            f"shorten it by at least {1 - room:,}"
         )
-    yield {
-        "specdemo": 1,
-        "recipe": asdict(wanted),
-        "exact": wanted.exact,
-        "bit_equal": target.bit_equal
-        and METHODS[recipe.method].shape == "chain",  # rows of chains were compared, no others
-        "prompt": text,
-        "prompt_tokens": given,
-        "encoder": target.encoder,
-        "vocab_size": target.vocab_size,
-        "environment": {
-            **_environment(),
-            **environment,
-            "drafter_bytes": drafter.weight_bytes if drafter else None,
-        },
-    }
-    metrics, spoken, watched = Metrics(), TextStream(target.tokenizer, tokens), memory.MemorySampler()
-    spelling = TokenNames(target.tokenizer)
-    last, device = None, pipeline.device
+    return room
+
+
+def _memory_ran_out(kv_bytes: int, device: torch.device) -> str:
+    return (
+        f"memory ran out (keys and values took {format_bytes(kv_bytes)}, {format_bytes(memory.free_bytes(device))} are "
+        "free again): shorten the prompt or the text, quantize the models, or choose a smaller pair"
+    )
+
+
+def _steps(
+    pipeline: Pipeline, target: LoadedModel | RemoteModel, tokens: Sequence[int], max_tokens: int, start: float
+) -> Iterator[StepEvent]:
+    """Decode, and add texts, memory and metrics to each step."""
+    metrics, stream, names = Metrics(), TextStream(target.tokenizer, tokens), TokenNames(target.tokenizer)
+    sampler = memory.MemorySampler()
     steps = decode(
         tokens,
         pipeline.verifier,
         pipeline.drafter,
         pipeline.policy,
-        max_tokens=min(recipe.max_tokens, room),
+        max_tokens=max_tokens,
         stop=target.stop,
         clock=time.perf_counter,
         start=start,
     )
-    try:
-        for step in steps:
-            metrics.add(step)
-            last = step.tokens[-1] if step.tokens else last
-            drafts = spoken.peek(step.draft.tokens, step.draft.parents)
-            pieces = [spoken.push(token) for token in step.tokens]
-            if step.tokens and (last in target.stop or metrics.tokens >= min(recipe.max_tokens, room)):
-                pieces[-1] += spoken.rest()
-            ahead = step.verdict.pending
-            named = spelling.fresh(
-                t for probs in (*step.verdict.target_top, *step.verdict.draft_top) for t, _ in probs.top
-            )
-            yield {
-                **step.to_json(),
-                **({"pending_text": "".join(spoken.peek(ahead, range(-1, len(ahead) - 1)))} if step.searched else {}),
-                **({"texts": named} if named else {}),
-                "text": "".join(pieces),
-                "pieces": pieces,
-                "draft_text": drafts,
-                "memory": {
-                    "rss_bytes": watched.process_bytes(),
-                    "device_bytes": memory.device_bytes(device),
-                    "kv_bytes": pipeline.kv_bytes,
-                },
-            }
-    except (UserError, RuntimeError, MemoryError) as error:  # a model that fails in mid-run ends its own run, in words
-        failed, out = str(error) or type(error).__name__, memory.is_out_of_memory(error)
-    else:
-        failed, out = None, False
-    finally:
-        pipeline.close()
-    if out:  # not in the handler, where the traceback still holds what was computed
-        held = pipeline.kv_bytes
-        del pipeline, steps
-        pool.recover()
-        failed = (
-            f"memory ran out (keys and values took {format_bytes(held)}, {format_bytes(memory.free_bytes(device))} are free again): "
-            "shorten the prompt or the text, quantise the models, or choose a smaller pair"
+    for step in steps:
+        metrics = metrics.plus(step)
+        verdict = step.verdict
+        draft_texts = stream.peek(step.draft.tokens, step.draft.parents)
+        pieces = [stream.push(token) for token in step.tokens]
+        if step.tokens and (step.tokens[-1] in target.stop or metrics.tokens >= max_tokens):
+            pieces[-1] += stream.rest()
+        pending = stream.peek(verdict.pending, range(-1, len(verdict.pending) - 1))
+        yield StepEvent(
+            step,
+            tuple(pieces),
+            tuple(draft_texts),
+            names.fresh(_top_tokens(step)),
+            "".join(pending),
+            MemoryUse(sampler.process_bytes(), memory.device_bytes(pipeline.device), pipeline.kv_bytes),
+            metrics,
         )
-    if failed is not None:
-        yield ending("error", metrics, failed)
-        return
-    figures = {
-        "peak_rss_bytes": memory.peak_process_bytes(),
-        "peak_device_bytes": memory.peak_device_bytes(device),
-        "kv_bytes": pipeline.kv_bytes,
-    }
-    yield ending("stop" if last in target.stop else "length", metrics, **figures)
 
 
-def ending(reason: str, metrics: Metrics, error: str | None = None, **figures: Any) -> Record:
-    """A trace's last line. `reason`: stop, length, cancelled or error."""
-    return {"end": reason, "error": error, "metrics": {**metrics.as_dict(), **figures}}
+def _top_tokens(step: Step) -> Iterator[int]:
+    for top in (*step.verdict.target_top, *step.verdict.draft_top):
+        yield from (token for token, _ in top.top)
 
 
 @cache
-def _environment() -> Record:
+def _versions() -> dict[str, Any]:
     return {
         "specdemo": "0.1.0",
         "python": platform.python_version(),

@@ -1,19 +1,28 @@
-"""One generation: what is kept between runs, and what is not."""
+"""One generation: its events, resources kept between runs, and resources released."""
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import replace
+import pickle
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import FrozenInstanceError, replace
+from itertools import islice
 from typing import Any
 
 import pytest
 from fakes.tiny_models import TEMPLATE, byte_level_tokenizer, save_model
 
+from specdemo.core import trace
+from specdemo.core.decode import DraftBudget
 from specdemo.core.errors import UserError
-from specdemo.core.step import Step
+from specdemo.core.events import End, Event, Header, Loading, StepEvent
+from specdemo.core.metrics import Metrics
+from specdemo.core.step import Draft, Step
 from specdemo.generate import generate
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_pool import ModelPool
+from specdemo.pipeline import build_pipeline
 from specdemo.recipe import Recipe
 
 PROMPT = "for i in range(10):"
@@ -24,9 +33,26 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_model(tmp_path_factory.mktemp("models") / "target", byte_level_tokenizer()))
 
 
-def run(recipe: Recipe, pool: ModelPool, stores: dict[Any, Any] | None = None) -> dict[str, Any]:
+def run(recipe: Recipe, pool: ModelPool, stores: dict[Any, Any] | None = None) -> Metrics:
     *_, end = generate(recipe, PROMPT, pool, stores)
-    return end["metrics"]
+    return end.metrics
+
+
+def steps_of(events: Iterable[Event]) -> Iterator[StepEvent]:
+    return (event for event in events if isinstance(event, StepEvent))
+
+
+def tokens_of(events: Iterable[Event]) -> list[tuple[int, ...]]:
+    return [event.step.tokens for event in steps_of(events)]
+
+
+def header_of(events: Iterable[Event]) -> Header:
+    return next(event for event in events if isinstance(event, Header))
+
+
+def traced(events: Iterable[Event]) -> list[Any]:
+    """Header, steps and end."""
+    return [event for event in events if not isinstance(event, Loading)]
 
 
 @pytest.mark.parametrize("levels", ["multi", "one"])
@@ -37,78 +63,143 @@ def test_kept_ngrams_draft_a_text_that_was_seen(target: str, levels: str) -> Non
         target=target, method="nasd", temperature=0, max_tokens=48, device="cpu", ngram_levels=levels, ngram_keep=True
     )
     first, second = run(recipe, pool, stores), run(recipe, pool, stores)
-    assert second["accepted"] > first["accepted"] and second["steps"] < first["steps"]
+    assert second.accepted > first.accepted and second.steps < first.steps
 
 
 def test_ngrams_are_forgotten_unless_asked_to_be_kept(target: str) -> None:
     pool, stores = ModelPool(), {}
     recipe = Recipe(target=target, method="nasd", temperature=0, max_tokens=48, device="cpu")
     first, second = run(recipe, pool, stores), run(recipe, pool, stores)
-    assert not stores and second["accepted"] == first["accepted"] and second["drafted"] == first["drafted"]
+    assert not stores and second.accepted == first.accepted and second.drafted == first.drafted
 
 
 def test_a_run_may_be_closed_at_any_step_and_the_next_is_not_affected(target: str) -> None:
     pool = ModelPool()
     recipe = Recipe(target=target, method="nasd", temperature=0, max_tokens=32, device="cpu")
-    whole = [line["tokens"] for line in generate(recipe, PROMPT, pool) if "i" in line]
+    whole = tokens_of(generate(recipe, PROMPT, pool))
     for steps in (1, 3):
         cut = generate(recipe, PROMPT, pool)
-        seen = [line for line, _ in zip((line for line in cut if "i" in line), range(steps), strict=False)]
+        seen = list(islice(steps_of(cut), steps))
         cut.close()
         assert len(seen) == steps
-    assert [line["tokens"] for line in generate(recipe, PROMPT, pool) if "i" in line] == whole
+    assert tokens_of(generate(recipe, PROMPT, pool)) == whole
+
+
+@pytest.mark.parametrize("method", ["draft", "tree", "beam", "ar"])
+def test_events_are_frozen_and_picklable(target: str, method: str) -> None:
+    recipe = Recipe(target=target, drafter=target, method=method, temperature=0.7, max_tokens=6, device="cpu", top=2)
+    events = list(generate(recipe, PROMPT))
+    assert {type(event) for event in events} == {Loading, Header, StepEvent, End}
+    for event in events:
+        again = pickle.loads(pickle.dumps(event))
+        assert again == event and trace.write(again) == trace.write(event)
+        with pytest.raises(FrozenInstanceError):
+            setattr(event, next(iter(event.__slots__)), None)
+    *_, last, end = events
+    assert last.metrics == end.metrics == Metrics.of(event.step for event in steps_of(events))
+
+
+@pytest.mark.parametrize("kind", [Loading, Header, StepEvent, End])
+def test_closing_releases_the_pipeline(target: str, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, closed = [], []
+
+    def watched(*args: Any) -> Any:
+        pipeline = build_pipeline(*args)
+        opened.append(pipeline)
+        return replace(pipeline, on_close=lambda: closed.append(pipeline))
+
+    monkeypatch.setattr("specdemo.generate.build_pipeline", watched)
+    recipe = Recipe(target=target, method="lookup", max_tokens=4, device="cpu")
+    events = generate(recipe, PROMPT)
+    next(event for event in events if isinstance(event, kind))
+    events.close()
+    assert len(closed) == len(opened) == (kind is not Loading)
+    with pytest.raises(UserError, match="shorten it by at least"):
+        list(generate(recipe, PROMPT * 100))
+    assert len(closed) == len(opened) == 1 + (kind is not Loading)
+
+
+class Oracle:
+    """Drafts a known continuation."""
+
+    def __init__(self, prompt: int, text: Sequence[int]) -> None:
+        self.prompt, self.text, self.observed = prompt, text, 0
+
+    def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
+        rest, n = self.text[len(tokens) - self.prompt :], 0
+        while n < len(rest) and budget.may_extend(n, None):
+            n += 1
+        return Draft.chain(tuple(rest[:n]))
+
+    def observe(self, step: Step) -> None:
+        self.observed += 1
+
+
+def test_a_drafter_object_replaces_the_drafter_of_the_recipe(target: str) -> None:
+    recipe = Recipe(target=target, drafter="missing", gamma=4, temperature=0, max_tokens=20, device="cpu")
+    baseline = list(generate(replace(recipe, method="ar", drafter=None), PROMPT))
+    text = [token for tokens in tokens_of(baseline) for token in tokens]
+    oracle = Oracle(len(header_of(baseline).prompt_tokens), text)
+    head, *steps, end = traced(generate(recipe, PROMPT, drafter=oracle))
+    assert [token for event in steps for token in event.step.tokens] == text
+    assert end.metrics.accepted == end.metrics.drafted > 0 and oracle.observed == end.metrics.steps
+    assert head.recipe["method"] == "draft" and head.recipe["drafter"] == "missing" and not head.bit_equal
+    for method in ("ar", "beam"):
+        with pytest.raises(UserError, match="does not draft"):
+            list(generate(replace(recipe, method=method, drafter=None), PROMPT, drafter=oracle))
 
 
 def test_the_context_ends_the_text(target: str) -> None:
     tokens = len(byte_level_tokenizer().encode(PROMPT))
     *_, end = generate(Recipe(target=target, method="ar", max_tokens=5000, device="cpu"), PROMPT, ModelPool())
-    assert end["end"] in ("length", "stop")
-    assert end["metrics"]["tokens"] == 128 - tokens or end["end"] == "stop"
+    assert end.reason in ("length", "stop")
+    assert end.metrics.tokens == 128 - tokens or end.reason == "stop"
 
 
 @pytest.mark.parametrize("method", ["ar", "draft", "nasd", "self", "tree", "lookahead"])
 def test_equal_bits_are_claimed_for_chains_only(target: str, method: str) -> None:
     """The machine was asked about the rows of chains; a forest's rows stand at other places among the keys."""
     recipe = Recipe(method=method, target=target, drafter=target, temperature=0, max_tokens=4, device="cpu")
-    head = next(line for line in generate(recipe, PROMPT, ModelPool()) if "specdemo" in line)
-    found = head["environment"]["parity"]["equal"]
-    assert head["bit_equal"] == (found and method not in ("tree", "lookahead"))
+    head = header_of(generate(recipe, PROMPT, ModelPool()))
+    found = head.environment["parity"]["equal"]
+    assert head.bit_equal == (found and method not in ("tree", "lookahead"))
 
 
 def test_the_heads_of_laws_are_in_the_trace_when_asked_for(target: str) -> None:
     recipe = Recipe(target=target, drafter=target, temperature=0.8, top_p=0.9, max_tokens=8, device="cpu", top=3)
-    head, *steps, _ = (line for line in generate(recipe, PROMPT, ModelPool()) if "phase" not in line)
+    head, *steps, _ = traced(generate(recipe, PROMPT, ModelPool()))
     drafted = 0
-    for step in steps:
-        assert Step.from_json(step).to_json().items() <= step.items()
-        assert len(step["laws"]) == 1 + len(step["draft"])
-        for node, (token, parent) in enumerate(zip(step["draft"], step["parents"], strict=True)):
+    for event in steps:
+        step, draft, verdict = event.step, event.step.draft, event.step.verdict
+        assert trace.from_json(json.loads(trace.write(event)), Metrics()).step == step
+        assert len(verdict.target_top) == 1 + len(draft)
+        for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
             for probs, chance in (
-                (step["laws"][parent + 1], step["p"][node]),
-                (step["drafted"][node], step["q"][node]),
+                (verdict.target_top[parent + 1], verdict.p[node]),
+                (verdict.draft_top[node], draft.token_probs[node]),
             ):
-                top = dict(map(tuple, probs["top"]))
+                top = dict(probs.top)
                 assert 0 < len(top) <= 3 and sum(top.values()) <= 1 + 1e-5
-                assert 0 <= probs["entropy"] <= math.log(head["vocab_size"])
+                assert 0 <= probs.entropy <= math.log(head.vocab_size)
                 assert list(top.values()) == sorted(top.values(), reverse=True)
                 assert top.get(token, chance) == pytest.approx(chance)
             drafted += 1
     assert drafted
     greedy = replace(recipe, temperature=0)
-    step = next(line for line in generate(greedy, PROMPT, ModelPool()) if "i" in line)
-    assert step["laws"][0]["entropy"] > 0 and step["laws"][0]["top"][0][0] == step["choices"][0][0]
-    assert not any("laws" in line for line in generate(replace(recipe, top=0), PROMPT, ModelPool()))
+    verdict = next(steps_of(generate(greedy, PROMPT))).step.verdict
+    assert verdict.target_top[0].entropy > 0 and verdict.target_top[0].top[0][0] == verdict.choices[0][0]
+    assert not any(event.step.verdict.target_top for event in steps_of(generate(replace(recipe, top=0), PROMPT)))
 
 
 def test_beams_are_committed_as_they_agree(target: str) -> None:
     recipe = Recipe(target=target, method="beam", max_tokens=16, num_beams=3, device="cpu")
-    head, *steps, end = (line for line in generate(recipe, PROMPT, ModelPool()) if "phase" not in line)
-    assert not head["exact"] and end["end"] in ("length", "stop") and end["metrics"]["tokens"] <= 16
-    whole = "".join(step["text"] for step in steps)
-    assert steps[0]["pending_text"] and not steps[-1]["pending_text"]
-    tokens = [token for step in steps for token in step["tokens"]]
+    head, *steps, end = traced(generate(recipe, PROMPT, ModelPool()))
+    assert not head.exact and end.reason in ("length", "stop") and end.metrics.tokens <= 16
+    whole = "".join(event.text for event in steps)
+    assert steps[0].pending_text and not steps[-1].pending_text
+    tokens = [token for event in steps for token in event.step.tokens]
     tokenizer = ModelPool().take(recipe.target_spec).tokenizer
-    assert tokenizer.decode([*head["prompt_tokens"], *tokens], skip_special_tokens=True) == PROMPT + whole
+    assert tokenizer.decode([*head.prompt_tokens, *tokens], skip_special_tokens=True) == PROMPT + whole
 
 
 @pytest.fixture(scope="module")
@@ -120,10 +211,10 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_a_chat_template_is_what_the_model_reads(talker: str, target: str) -> None:
     recipe = Recipe(target=talker, method="ar", temperature=0, max_tokens=4, device="cpu", chat=True)
-    head = next(line for line in generate(recipe, "Hello", ModelPool()) if "specdemo" in line)
-    assert head["prompt"] == "<user>Hello\n<assistant>"
+    head = header_of(generate(recipe, "Hello", ModelPool()))
+    assert head.prompt == "<user>Hello\n<assistant>"
     tokenizer = ModelPool().take(recipe.target_spec).tokenizer
-    assert head["prompt_tokens"] == tokenizer.encode(head["prompt"], add_special_tokens=False)
+    assert list(head.prompt_tokens) == tokenizer.encode(head.prompt, add_special_tokens=False)
     with pytest.raises(UserError, match="no chat template"):
         list(generate(replace(recipe, target=target), "Hello", ModelPool()))
 
@@ -140,8 +231,8 @@ def test_a_second_turn_reads_only_what_is_new(talker: str, monkeypatch: pytest.M
 
     def turn(talk: list[dict[str, str]], stores: dict | None) -> tuple[str, int, int]:
         del read[:]
-        head, *steps, _ = (line for line in generate(recipe, talk, pool, stores) if "phase" not in line)
-        return "".join(line["text"] for line in steps), len(head["prompt_tokens"]), -read[0]
+        head, *steps, _ = traced(generate(recipe, talk, pool, stores))
+        return "".join(event.text for event in steps), len(head.prompt_tokens), -read[0]
 
     talk = [{"role": "user", "content": "one"}]
     answer, first, held = turn(talk, stores)

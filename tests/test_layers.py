@@ -42,7 +42,7 @@ PACKAGES = {
     ),
     "uvicorn": ("specdemo/remote/",),
     "httpcore": ("specdemo/remote/",),
-    "pydantic": ("specdemo/core/options.py", "specdemo/remote/", "specdemo/ui/trace_import.py"),
+    "pydantic": ("specdemo/core/options.py", "specdemo/remote/", "specdemo/core/trace.py"),
     "gradio": (
         "specdemo/ui/page.py",
         "specdemo/ui/controls.py",
@@ -52,7 +52,9 @@ PACKAGES = {
         "specdemo/ui/tabs/",
     ),
 }
-NO_TORCH = ("specdemo/core/decode.py", "specdemo/core/step.py", "specdemo/core/metrics.py", "specdemo/core/theory.py")
+NO_TORCH = tuple(
+    f"specdemo/core/{name}.py" for name in ("decode", "step", "events", "trace", "explain", "metrics", "theory")
+)
 
 Sources = Mapping[str, str]  # path from the root -> source text
 

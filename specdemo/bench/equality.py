@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from specdemo.bench.output import markdown_table
+from specdemo.core.events import StepEvent
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import Prompt
@@ -62,8 +63,8 @@ def prove(results: Sequence[EqualityResult], prompts: Sequence[Prompt], pool: Mo
 
 
 def _decode(recipe: Recipe, prompt: Prompt, pool: ModelPool) -> tuple[list[int], int]:
-    steps = [line for line in generate(recipe, prompt.text, pool) if "i" in line]
-    return [token for step in steps for token in step["tokens"]], sum(len(step["accepted"]) for step in steps)
+    steps = [event.step for event in generate(recipe, prompt.text, pool) if isinstance(event, StepEvent)]
+    return [token for step in steps for token in step.tokens], sum(len(step.verdict.accepted) for step in steps)
 
 
 def equality_table(results: Sequence[EqualityResult]) -> str:

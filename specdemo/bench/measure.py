@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import count, product
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 
 from specdemo.bench.baselines import BASELINES, Baselines
+from specdemo.core.events import End, Header, Loading, MemoryUse, StepEvent
+from specdemo.core.step import Step
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import Prompt
@@ -114,31 +117,40 @@ def _ours(
     recipe: Recipe, text: str, pool: ModelPool, turn: BenchProgress
 ) -> Generator[BenchProgress, None, dict[str, Any]]:
     """A run's metrics, with its tokens, the seconds on the wall after the first one, and what it moved and held."""
-    lines: list[dict[str, Any]] = []
+    environment: Mapping[str, Any] = {}
+    steps: list[Step] = []
     pauses: list[float] = []
-    for line in generate(recipe, text, pool):
-        if "phase" in line:
-            yield replace(turn, doing=line["text"])
-            continue
-        lines.append(line)
-        if "i" in line:
-            since = time.perf_counter()
-            yield turn
-            pauses.append(time.perf_counter() - since)
-    head, *steps, end = lines
-    if end["end"] == "error":
-        raise RuntimeError(f"{recipe_label(recipe)} failed: {end['error']}")
-    metrics, environment = end["metrics"], head["environment"]
+    end = End("error")
+    with closing(generate(recipe, text, pool)) as events:
+        for event in events:
+            match event:
+                case Loading():
+                    yield replace(turn, doing=event.text)
+                case Header():
+                    environment = event.environment
+                case StepEvent():
+                    steps.append(event.step)
+                    since = time.perf_counter()
+                    yield turn
+                    pauses.append(time.perf_counter() - since)
+                case End():
+                    end = event
+    if end.reason == "error":
+        raise RuntimeError(f"{recipe_label(recipe)} failed: {end.error}")
+    metrics, peak = end.metrics, end.peak or MemoryUse()
     weights = [environment["target_bytes"], environment["drafter_bytes"] or 0]
-    passes, paused = len(steps) - 1, sum(pauses[:-1])
+    paused = sum(pauses[:-1])
     return {
-        **metrics,
-        "text": [token for step in steps for token in step["tokens"]],
-        "decode_tokens": sum(len(step["tokens"]) for step in steps[1:]),
-        "wall_s": steps[-1]["t"] - steps[0]["t"] - paused,
+        **metrics.as_dict(),
+        "peak_rss_bytes": peak.process,
+        "peak_device_bytes": peak.device,
+        "kv_bytes": peak.kv,
+        "text": [token for step in steps for token in step.tokens],
+        "decode_tokens": metrics.decode_tokens,
+        "wall_s": steps[-1].t - steps[0].t - paused,
         "paused_s": paused,
-        "bytes_read": weights[0] * passes + weights[1] * metrics["drafted"],
-        "held_bytes": metrics["peak_device_bytes"] or sum(weights) + metrics["kv_bytes"],
+        "bytes_read": weights[0] * metrics.decode_steps + weights[1] * metrics.drafted,
+        "held_bytes": peak.device or sum(weights) + (peak.kv or 0),
         "environment": environment,
     }
 

@@ -1,9 +1,8 @@
-"""The terminal: ``python -m specdemo run PROMPT``, ``bench``, ``prove``, ``preflight`` and what else measures."""
+"""Command line: ``python -m specdemo run PROMPT``, ``bench``, ``prove``, ``preflight``, ``serve``."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 from collections.abc import Iterator
@@ -13,29 +12,30 @@ from typing import TextIO
 
 from specdemo.cli.arguments import given, parser
 from specdemo.cli.commands import COMMANDS
-from specdemo.cli.rendering import Coloured, Json, Loading, Rounds
+from specdemo.cli.rendering import Coloured, Json, LoadingLine, Steps
+from specdemo.core import trace
 from specdemo.core.errors import UserError
+from specdemo.core.events import End, Event, Header, Loading, StepEvent
 from specdemo.core.metrics import Metrics
-from specdemo.generate import Record, ending, generate
-from specdemo.models.model_pool import ModelPool
+from specdemo.generate import generate
 from specdemo.recipe import Recipe
 from specdemo.signals import handle_signals
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; the exit code: 0, 1 for a run that failed, 2 for bad input, 130 for Ctrl-C."""
+    """Run a command; return the exit code: 0, 1 for a failed run, 2 for invalid input, 130 for Ctrl-C."""
     options = parser().parse_args(arguments)
     try:
         if options.command in COMMANDS:
             return COMMANDS[options.command](options)
         recipe = Recipe(**given(options))
         prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-        with _open(options.trace) as trace, handle_signals(signal.default_int_handler, signal.SIGTERM):
-            return _run(generate(recipe, prompt, ModelPool()), options, trace)
-    except UserError as refusal:
-        print(f"specdemo: {refusal}", file=sys.stderr)
+        with _open(options.trace) as file, handle_signals(signal.default_int_handler, signal.SIGTERM):
+            return _run(generate(recipe, prompt), options, file)
+    except UserError as error:
+        print(f"specdemo: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # whoever was reading has had enough
+    except BrokenPipeError:  # the reader closed the pipe
         sys.stderr.close()
         return 0
 
@@ -49,31 +49,29 @@ def _open(path: Path | None) -> AbstractContextManager[TextIO | None]:
         raise UserError(f"cannot write the trace to {path}: {error.strerror}") from error
 
 
-def _run(records: Iterator[Record], options: argparse.Namespace, trace: TextIO | None) -> int:
-    view = Json() if options.json else Rounds() if options.steps else Coloured()
-    metrics, loading = Metrics(), Loading()
-    began = False
+def _run(events: Iterator[Event], options: argparse.Namespace, file: TextIO | None) -> int:
+    view = Json() if options.json else Steps() if options.steps else Coloured()
+    loading, metrics = LoadingLine(), None
 
-    def put(record: Record) -> None:
-        if trace:
-            trace.write(json.dumps(record) + "\n")
-        view.show(record)
+    def put(event: Event) -> None:
+        if file:
+            file.write(trace.write(event))
+        view.show(event)
 
     try:
-        for record in records:
-            if "phase" in record:
-                loading(record)
+        for event in events:
+            if isinstance(event, Loading):
+                loading.show(event)
                 continue
-            loading()
-            began = True
-            if "i" in record:
-                metrics.add_record(record)
-            put(record)
+            loading.show()
+            if isinstance(event, (Header, StepEvent)):
+                metrics = event.metrics if isinstance(event, StepEvent) else Metrics()
+            put(event)
     except KeyboardInterrupt:
-        if began:
-            put(ending("cancelled", metrics))
+        if metrics is not None:
+            put(End("cancelled", None, metrics))
         return 130
-    if record["end"] == "error":
-        print(f"specdemo: the run failed: {record['error']}", file=sys.stderr)
+    if isinstance(event, End) and event.reason == "error":
+        print(f"specdemo: the run failed: {event.error}", file=sys.stderr)
         return 1
     return 0

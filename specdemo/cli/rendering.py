@@ -1,58 +1,78 @@
-"""What the terminal prints of a run: its trace, its text in colour, or its rounds in words."""
+"""Terminal output of a run: its trace, its text in colour, or its steps in words."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 
-from specdemo.generate import Record
+from specdemo.core import trace
+from specdemo.core.events import End, Event, Header, Loading, StepEvent
+from specdemo.core.explain import STYLES, draft_prob, explain, figure
+from specdemo.core.metrics import Metrics
+from specdemo.core.step import Step
 
-# Colour never stands alone: rejected tokens are struck through, corrections underlined, what no target saw is italic.
-STYLES = {
-    "accepted": "\x1b[32m",
-    "unjudged": "\x1b[33;3m",
-    "rejected": "\x1b[31;9m",
-    "ignored": "\x1b[90;9m",
-    "correction": "\x1b[34;4m",
-    "bonus": "\x1b[36;4m",
-    "plain": "",
-}
 RESET = "\x1b[0m"
 
 
 class Json:
-    """The trace as it is."""
+    """Prints the trace."""
 
-    def show(self, record: Record) -> None:
-        """One line a record."""
-        print(json.dumps(record), flush=True)
+    def show(self, event: Event) -> None:
+        print(trace.write(event), end="", flush=True)
 
 
 class Coloured:
-    """Text in colour as it comes, then a summary."""
+    """Prints the text in the colours of its outcomes, then a summary."""
 
-    def show(self, record: Record) -> None:
-        """Print a record's share of the text, or the summary."""
-        if "specdemo" in record:
-            self._exact = record["exact"]
-            print(record["prompt"], end="\n" if record.get("encoder") else "", flush=True)
-        elif "i" in record:
-            print("".join(spans(record)), end="", flush=True)
-        else:
-            print(f"\n\n{summary(record['metrics'])}  {'exact' if self._exact else 'LOSSY'}  end: {record['end']}")
+    def show(self, event: Event) -> None:
+        match event:
+            case Header():
+                self._exact = event.exact
+                print(event.prompt, end="\n" if event.encoder else "", flush=True)
+            case StepEvent():
+                print("".join(_spans(event)), end="", flush=True)
+            case End():
+                print(f"\n\n{summary(event.metrics)}  {'exact' if self._exact else 'LOSSY'}  end: {event.reason}")
 
 
-class Loading:
-    """What is being fetched and read: a line that changes where somebody sees it change, else a line for each thing."""
+class Steps:
+    """Prints each step: its position, every draft token with q, p and its outcome, and the target's token."""
+
+    def show(self, event: Event) -> None:
+        match event:
+            case Header():
+                self._recipe = event.recipe
+                self._position = 0 if event.encoder else len(event.prompt_tokens)
+            case StepEvent():
+                print("\n".join(self._lines(event)), flush=True)
+                self._position += len(event.step.tokens)
+            case End():
+                print(f"\n{summary(event.metrics)}  end: {event.reason}")
+
+    def _lines(self, event: StepEvent) -> Iterator[str]:
+        step, verdict = event.step, event.step.verdict
+        yield (
+            f"--- step {step.i}  position {self._position}  gamma {step.gamma}  "
+            f"drafted {len(step.draft)}  accepted {len(verdict.accepted)} ---"
+        )
+        for node, text in enumerate(event.draft_texts):
+            yield f"  {text!r:>16}  {_test(step, node)}  {explain(step, node, self._recipe)}"
+        if step.searched:
+            yield f"  committed {event.text!r}  best beam continues {event.pending_text!r}"
+        if verdict.token is not None:
+            yield f"  {event.pieces[-1]!r:>16}  {step.kind}: {explain(step, None, self._recipe)}"
+
+
+class LoadingLine:
+    """Prints loading progress: a line that is overwritten in a terminal, or a line per item."""
 
     def __init__(self) -> None:
         self._shown = ""
 
-    def __call__(self, record: Record | None = None) -> None:
-        """Show a phase; None: it is over, and the line is wiped."""
+    def show(self, event: Loading | None = None) -> None:
+        """Show a phase; without an event, erase the line."""
         live = sys.stderr.isatty()
-        text = record["text"] if record else ""
+        text = event.text if event else ""
         if live and (text or self._shown):
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
         elif text and text.partition(",")[0] != self._shown.partition(",")[0]:
@@ -60,76 +80,30 @@ class Loading:
         self._shown = text
 
 
-def spans(step: Record) -> Iterator[str]:
-    """The round's tokens, styled; the drafts that were not kept stand before the correction."""
-    accepted = set(step["accepted"])
-    kept = len(accepted)
-    if step.get("remote", {}).get("lost"):
-        yield "[the cloud is lost: the drafter goes on alone]"
-    for node, piece in zip(step["accepted"], step["pieces"][:kept], strict=False):
-        yield f"{STYLES['unjudged' if step['p'][node] is None else 'accepted']}{piece}{RESET}"
-    for node, piece in enumerate(step["draft_text"]):
-        if node not in accepted:
-            style = STYLES["ignored" if step["beta"][node] is None else "rejected"]
-            shown = piece.replace("\n", "\u23ce")  # a rejected line break must not break the line
-            yield f"{style}{shown}{RESET}"
-    for piece in step["pieces"][kept:]:
-        style = STYLES[step["kind"]]
-        yield f"{style}{piece}{RESET}" if style else piece
+def _spans(event: StepEvent) -> Iterator[str]:
+    if event.step.verdict.notes.get("lost"):
+        yield "[connection to the cloud lost: the drafter continues alone]"
+    for shown in event.shown():
+        style = STYLES[shown.outcome].ansi
+        text = shown.text if shown.outcome.committed else shown.text.replace("\n", "\u23ce")
+        yield f"{style}{text}{RESET}" if style else text
 
 
-class Rounds:
-    """Each round in words: position, gamma, every draft with q, p and its fate, the last token."""
-
-    def show(self, record: Record) -> None:
-        """Print one round."""
-        if "specdemo" in record:
-            self._position = 0 if record.get("encoder") else len(record["prompt_tokens"])
-        elif "i" in record:
-            print(self._round(record), flush=True)
-            self._position += len(record["tokens"])
-        else:
-            print(f"\n{summary(record['metrics'])}  end: {record['end']}")
-
-    def _round(self, step: Record) -> str:
-        accepted = set(step["accepted"])
-        lines = [
-            f"--- round {step['i']}  position {self._position}  gamma {step['gamma']}  "
-            f"drafted {len(step['draft'])}  accepted {len(accepted)} ---"
-        ]
-        for node, text in enumerate(step["draft_text"]):
-            q = 1.0 if step["q"] is None else step["q"][node]
-            p, draw = step["p"][node], step["draw"][node]
-            if p is None:
-                lines.append(f"  {text!r:>16}  q={q:.3f}  {'taken' if node in accepted else 'left'} without a verdict")
-                continue
-            ratio = min(1.0, p / q) if q else 0.0
-            if node in accepted:
-                fate = f"accepted: draw {draw:.3f} < {ratio:.3f}" if draw is not None else "accepted: the first choice"
-            elif step["beta"][node] is None:
-                fate = "not tested: an earlier draft was rejected"
-            elif draw is None:
-                fate = "rejected: not the first choice"
-            else:
-                fate = f"rejected: draw {draw:.3f} >= {ratio:.3f}"
-            lines.append(f"  {text!r:>16}  q={q:.3f}  p={p:.3f}  min(1,p/q)={ratio:.3f}  {fate}")
-        if "pending" in step:
-            lines.append(f"  settled {step['text']!r}  best beam goes on {step['pending_text']!r}")
-        if step["token"] is not None:
-            lines.append(f"  {step['pieces'][-1]!r:>16}  {step['kind']}")
-        return "\n".join(lines)
+def _test(step: Step, node: int) -> str:
+    p, q = step.verdict.p[node], draft_prob(step, node)
+    bound = None if p is None else min(1.0, p / q) if q else 0.0
+    return f"q={figure(q)}  p={figure(p)}  min(1,p/q)={figure(bound)}"
 
 
-def summary(metrics: Record) -> str:
-    """The figures in one line; a dash where there is nothing to divide by."""
+def summary(metrics: Metrics) -> str:
+    """Return the figures as a line; a dash where a denominator is 0."""
 
-    def number(name: str, form: str) -> str:
-        value = metrics.get(name)
+    def number(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
 
     return (
-        f"{metrics['tokens']} tokens  {number('tokens_per_second', '.1f')} tokens/s  "
-        f"accepted {metrics['accepted']}/{metrics['drafted']} drafted ({number('acceptance_rate', '.0%')})  "
-        f"alpha {number('mean_beta', '.2f')}  {number('tokens_per_target_pass', '.2f')} tokens/pass  "
-        f"first token {number('ttft_s', '.3f')} s"
+        f"{metrics.tokens} tokens  {number(metrics.tokens_per_second, '.1f')} tokens/s  "
+        f"accepted {metrics.accepted}/{metrics.drafted} drafted ({number(metrics.acceptance_rate, '.0%')})  "
+        f"alpha {number(metrics.mean_beta, '.2f')}  {number(metrics.tokens_per_target_pass, '.2f')} tokens/pass  "
+        f"first token {number(metrics.ttft_s, '.3f')} s"
     )

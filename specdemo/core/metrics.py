@@ -1,103 +1,131 @@
-"""Figures of a run: a fold over its steps.
+"""Figures of a run, folded over its steps.
 
-Two acceptance rates, never to be mixed: `acceptance_rate` is accepted / drafted and falls with gamma; `alpha` is
-accepted / tested and estimates Leviathan's E[beta]; `mean_beta` estimates the same with less variance.
+Two acceptance rates: `acceptance_rate` is accepted / drafted and falls with gamma; `alpha` is accepted / tested and
+estimates Leviathan's E[beta]. `mean_beta` estimates the same with lower variance.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
+from itertools import zip_longest
 from typing import Any
 
-from specdemo.core.step import Step
+from specdemo.core.step import Outcome, Step
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class Metrics:
-    """What the steps so far add up to. Speeds leave out the prefill, whose time is `ttft_s`."""
+    """Sums over steps, as an immutable snapshot. Speeds exclude the prefill, which is timed by `ttft_s`."""
 
     tokens: int = 0
     steps: int = 0
     drafted: int = 0
-    tested: int = 0
     accepted: int = 0
+    unverified: int = 0  # draft tokens committed without the target
     beta: float = 0.0
-    accepted_by_position: list[int] = field(default_factory=list)
-    tested_by_position: list[int] = field(default_factory=list)
+    accepted_by_position: tuple[int, ...] = ()
+    tested_by_position: tuple[int, ...] = ()
     ttft_s: float | None = None
     decode_tokens: int = 0
     draft_s: float = 0.0
     verify_s: float = 0.0
     host_s: float = 0.0
-    remote: dict[str, float] = field(default_factory=dict)  # sums of what a judge that asks a cloud had to say
+    remote: Mapping[str, float] = field(default_factory=dict)  # sums of the remote verifier's notes
 
-    def add(self, step: Step) -> None:
-        """Count one step in."""
-        draft, verdict = step.draft, step.verdict
-        self.tokens += len(step.tokens)
-        self.steps += 1
-        self.drafted += len(draft)
-        self.accepted += len(verdict.accepted)
-        for node, beta in enumerate(verdict.beta):
-            if beta is not None:
-                self.tested += 1
-                self.beta += beta
-                depth = len(draft.path(node))
-                while len(self.tested_by_position) < depth:
-                    self.tested_by_position.append(0)
-                    self.accepted_by_position.append(0)
-                self.tested_by_position[depth - 1] += 1
-                self.accepted_by_position[depth - 1] += node in verdict.accepted
-        for name, value in verdict.notes.items():
-            self.remote[name] = self.remote.get(name, 0.0) + value
-        if self.ttft_s is None:
-            self.ttft_s = step.t
-        else:
-            self.decode_tokens += len(step.tokens)
-            self.draft_s += step.draft_s
-            self.verify_s += step.verify_s
-            self.host_s += step.host_s
+    @classmethod
+    def of(cls, steps: Iterable[Step]) -> Metrics:
+        return reduce(cls.plus, steps, cls())
 
-    def add_record(self, line: Mapping[str, Any]) -> None:
-        """Count in one step's line of a trace."""
-        self.add(Step.from_json(line))
+    def plus(self, step: Step) -> Metrics:
+        """Return the metrics including `step`."""
+        draft, verdict, first = step.draft, step.verdict, self.ttft_s is None
+        outcomes = [step.outcome(node) for node in verdict.accepted]
+        tested = {node: len(draft.path(node)) for node, beta in enumerate(verdict.beta) if beta is not None}
+        accepted = [tested[node] for node in verdict.accepted if node in tested]
+        return Metrics(
+            tokens=self.tokens + len(step.tokens),
+            steps=self.steps + 1,
+            drafted=self.drafted + len(draft),
+            accepted=self.accepted + outcomes.count(Outcome.ACCEPTED),
+            unverified=self.unverified + outcomes.count(Outcome.UNVERIFIED),
+            beta=self.beta + sum(step.betas),
+            tested_by_position=_counted(self.tested_by_position, [*tested.values()]),
+            accepted_by_position=_counted(self.accepted_by_position, accepted, max(tested.values(), default=0)),
+            ttft_s=step.t if first else self.ttft_s,
+            decode_tokens=self.decode_tokens + (0 if first else len(step.tokens)),
+            draft_s=self.draft_s + (0 if first else step.draft_s),
+            verify_s=self.verify_s + (0 if first else step.verify_s),
+            host_s=self.host_s + (0 if first else step.host_s),
+            remote=_summed(self.remote, verdict.notes) if verdict.notes else self.remote,
+        )
+
+    @property
+    def tested(self) -> int:
+        return sum(self.tested_by_position)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        return _ratio(self.accepted, self.drafted)
+
+    @property
+    def alpha(self) -> float | None:
+        return _ratio(sum(self.accepted_by_position), self.tested)
+
+    @property
+    def mean_beta(self) -> float | None:
+        return _ratio(self.beta, self.tested)
+
+    @property
+    def decode_steps(self) -> int:
+        """Steps after the prefill."""
+        return max(self.steps - 1, 0)
+
+    @property
+    def tokens_per_target_pass(self) -> float | None:
+        return _ratio(self.decode_tokens, self.decode_steps)
 
     @property
     def decode_s(self) -> float:
-        """Seconds this run itself spent after the prefill; what other runs and the page took is not in it."""
+        """Seconds spent by this run after the prefill, excluding other runs and the page."""
         return self.draft_s + self.verify_s + self.host_s
 
+    @property
+    def tokens_per_second(self) -> float | None:
+        return _ratio(self.decode_tokens, self.decode_s)
+
     def as_dict(self) -> dict[str, Any]:
-        """The figures by their names; None where there is nothing to divide by."""
-
-        def ratio(part: float, whole: float) -> float | None:
-            return part / whole if whole else None
-
-        passes = max(self.steps - 1, 0)  # the prefill has no round to win
+        """Return the figures by name; None where a denominator is 0."""
+        names = (
+            "tokens", "steps", "drafted", "tested", "accepted", "unverified", "acceptance_rate", "alpha", "mean_beta",
+            "tokens_per_target_pass", "ttft_s", "decode_s", "tokens_per_second", "draft_s", "verify_s", "host_s",
+        )  # fmt: skip
         return {
-            "tokens": self.tokens,
-            "steps": self.steps,
-            "drafted": self.drafted,
-            "tested": self.tested,
-            "accepted": self.accepted,
-            "acceptance_rate": ratio(self.accepted, self.drafted),
-            "alpha": ratio(self.accepted, self.tested),
-            "mean_beta": ratio(self.beta, self.tested),
-            "tokens_per_target_pass": ratio(self.decode_tokens, passes),
+            **{name: getattr(self, name) for name in names},
             "accepted_by_position": list(self.accepted_by_position),
             "tested_by_position": list(self.tested_by_position),
-            "ttft_s": self.ttft_s,
-            "decode_s": self.decode_s,
-            "tokens_per_second": ratio(self.decode_tokens, self.decode_s),
-            "draft_s": self.draft_s,
-            "verify_s": self.verify_s,
-            "host_s": self.host_s,
             **({"remote": self._remote()} if self.remote else {}),
         }
 
     def _remote(self) -> dict[str, float]:
-        """The practice guide's measures of the link (its section 9): sums, and shares of the rounds."""
+        """Link measures of the practice guide (section 9): sums, and shares of the steps."""
         shares = {"escalated": "cloud_call_share", "provisional": "provisional_share", "hard_ratio": "mean_hard_ratio"}
         means = {to: self.remote[name] / self.steps for name, to in shares.items() if name in self.remote}
         return {**{name: total for name, total in self.remote.items() if name != "hard_ratio"}, **means}
+
+
+def _ratio(part: float, total: float) -> float | None:
+    return part / total if total else None
+
+
+def _counted(counts: tuple[int, ...], depths: list[int], length: int = 0) -> tuple[int, ...]:
+    """Add the depths, which count from 1, to a histogram; `length` is its minimum length."""
+    if not depths and length <= len(counts):
+        return counts
+    added = [depths.count(depth) for depth in range(1, max([length, *depths]) + 1)]
+    return tuple(a + b for a, b in zip_longest(counts, added, fillvalue=0))
+
+
+def _summed(sums: Mapping[str, float], notes: Mapping[str, float]) -> dict[str, float]:
+    return {name: sums.get(name, 0.0) + notes.get(name, 0.0) for name in {**sums, **notes}}

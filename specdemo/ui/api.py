@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
 import gradio as gr
 
+from specdemo.core import trace
 from specdemo.core.errors import UserError
+from specdemo.core.events import End, Loading, StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.core.options import Option
-from specdemo.generate import ending
 from specdemo.recipe import Recipe
-from specdemo.ui.labels import SPEC
+from specdemo.ui.lane import SPEC
 from specdemo.ui.service import Service
 from specdemo.ui.settings import OPTIONS, recipe_of, setting_of
 from specdemo.ui.streams import drain, reason
@@ -51,13 +51,14 @@ def endpoints(service: Service, usual: Recipe, device: str) -> dict[str, Callabl
         async with aclosing(drain(stream)) as batches:
             async for batch in batches:
                 for _, event in batch:
-                    if "phase" not in event:
-                        started, ended = True, "end" in event
-                        if "i" in event:
-                            metrics.add_record(event)
-                        yield json.dumps(event)
+                    if isinstance(event, Loading):
+                        continue
+                    started, ended = True, isinstance(event, End)
+                    if isinstance(event, StepEvent):
+                        metrics = event.metrics
+                    yield trace.write(event).rstrip()
         if started and not ended and not stream.error:  # stopped, for example because the program terminates
-            yield json.dumps(ending("cancelled", metrics))
+            yield trace.write(End("cancelled", None, metrics)).rstrip()
         if stream.error:
             raise gr.Error(reason(stream.error), print_exception=False)
 

@@ -1,6 +1,6 @@
-"""The edge alone, the cloud alone, and both, measured on the same prompts: from the records of a bench to a table.
+"""Comparison of edge only, cloud only and both on the same prompts.
 
-Peaks of memory are not told: all three modes ran in one process. Knows no gradio.
+Peak memory is omitted, since the modes share one process.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ MOST_PROMPTS = 12
 
 
 def three(settings: Mapping[str, Any], device: str, count: Any, max_tokens: Any) -> Sweep:
-    """A recipe per mode, on the first prompts of code. `UserError` for settings that cannot be meant in one of them."""
+    """Return a recipe per mode, with the first code prompts. Raises `UserError` for invalid settings."""
     if isinstance(count, bool) or not isinstance(count, (int, float)) or not 1 <= count <= MOST_PROMPTS:
         raise UserError(f"prompts must be from 1 to {MOST_PROMPTS}, not {count!r}")
-    asked = [{**settings, "mode": mode, "max_tokens": max_tokens, "chat": False} for mode in MODES]
+    varied = [{**settings, "mode": mode, "max_tokens": max_tokens, "chat": False} for mode in MODES]
     prompts: list[Prompt] = load_prompts(kinds=["code"])[: int(count)]
-    return Sweep(tuple(recipe_of(one, device) for one in asked), tuple(prompts))
+    return Sweep(tuple(recipe_of(values, device) for values in varied), tuple(prompts))
 
 
 def rows(recipes: Sequence[Recipe], records: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """A row per mode in the order of `HEADERS`. Speed-up is of the median whole time, against the cloud alone."""
+    """Return a row per mode, by `HEADERS`. The speed-up compares median total times with cloud only."""
     runs = {recipe.cloud.mode: [record["runs"][i] for record in records] for i, recipe in enumerate(recipes)}
-    totals = {mode: [run["ttft_s"] + run["wall_s"] for run in some] for mode, some in runs.items()}
+    totals = {mode: [run["ttft_s"] + run["wall_s"] for run in mode_runs] for mode, mode_runs in runs.items()}
     exact = {recipe.cloud.mode: recipe.exact for recipe in recipes}
-    base = at(totals["cloud_only"], 0.5) if "cloud_only" in totals else None
-    return [_row(mode, some, totals[mode], base, exact[mode]) for mode, some in runs.items()]
+    base = _quantile(totals["cloud_only"], 0.5) if "cloud_only" in totals else None
+    return [_row(mode, mode_runs, totals[mode], base, exact[mode]) for mode, mode_runs in runs.items()]
 
 
 def _row(
     mode: str, runs: Sequence[Mapping[str, Any]], totals: Sequence[float], base: float | None, exact: bool
 ) -> list[str]:
-    firsts = [run["ttft_s"] for run in runs]
+    ttfts = [run["ttft_s"] for run in runs]
     links = [run.get("remote", {}) for run in runs]
     tokens, steps = (sum(run[name] for run in runs) for name in ("tokens", "steps"))
     calls = sum(link.get("escalated", 0.0) for link in links)
     return [
         mode,
-        f"{1000 * at(firsts, 0.5):.0f} / {1000 * at(firsts, 0.95):.0f}",
-        f"{at(totals, 0.5):.2f} / {at(totals, 0.95):.2f}",
+        f"{1000 * _quantile(ttfts, 0.5):.0f} / {1000 * _quantile(ttfts, 0.95):.0f}",
+        f"{_quantile(totals, 0.5):.2f} / {_quantile(totals, 0.95):.2f}",
         number(tokens / sum(totals), 1),
-        NOTHING if base is None else f"{base / at(totals, 0.5):.2f}×",
+        NOTHING if base is None else f"{base / _quantile(totals, 0.5):.2f}×",
         f"{max(run['kv_bytes'] for run in runs) / 1e6:.2f}",
         *(f"{sum(link.get(name, 0.0) for link in links) / 1e3:,.1f}" for name in ("bytes_up", "bytes_down")),
         percent(calls / steps),
@@ -61,6 +61,5 @@ def _row(
     ]
 
 
-def at(values: Sequence[float], share: float) -> float:
-    """The value below which that share lies."""
+def _quantile(values: Sequence[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]

@@ -1,126 +1,122 @@
-"""From the events of a run to what the page draws: small JSON frames, and the trace to take home.
+"""Runs of the page, and their projection to the JSON frames that the browser draws.
 
-A run has one to four lanes (speculative, plain, others beside them). Its records only ever grow, so a frame carries
-those from index `at` on, and a client that missed some asks for them by index; everything else in a frame is the small
-present state.
-Knows nothing of gradio, threads or devices. One writer per run (whoever drains its stream); anyone may read.
+Records are only appended; a frame contains the records from index `at` on and the current state. A client that missed
+frames requests them by index.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from specdemo.generate import ending
-from specdemo.ui.labels import PLAIN, SPEC, Lane, guarantee, mode, tiles, title, unseen
+from specdemo.core.events import End, Event, Header, Loading, StepEvent
+from specdemo.core.explain import FATES, REASON_INDEX, Reason, draft_prob, reason_of
+from specdemo.core.step import Outcome
+from specdemo.core.trace import ReadLimits, read
+from specdemo.ui.labels import guarantee, tiles
+from specdemo.ui.lane import LANES, PLAIN, SPEC, Lane, mode, title
 from specdemo.ui.summary import sameness, verdict
 
 ENDS = {"stop": ("done", "the text ended"), "length": ("done", "limit reached"), "cancelled": ("stopped", "")}
+LOST = "Connection to the cloud lost: the drafter continues alone."
 
-NOT_KEPT = ("rejected", "ignored")
-LOST = "The cloud is lost: from here the drafter goes on alone."
-
-Cell = list  # [kind, text, token id, p, q, draw]: positional, for there are thousands of them
+Cell = list  # [kind, text, token id, p, q, draw]: positional, since a page has thousands
 
 
-def cells(step: Mapping[str, Any]) -> list[Cell]:
-    """What one step shows, in reading order: the accepted path, the drafts that came to nothing, the last token.
-
-    A draft node is accepted, rejected (tested and not accepted) or ignored (never tested). q of a point mass is None.
-    """
-    accepted = step["accepted"]
-    q = step["q"] or [None] * len(step["draft"])
-
-    def node(i: int, kind: str, text: str) -> Cell:
-        return [kind, text, step["draft"][i], _short(step["p"][i]), _short(q[i]), _short(step["draw"][i])]
-
-    shown = [node(i, "accepted", piece) for i, piece in zip(accepted, step["pieces"], strict=False)]
-    if "pending" in step:  # a search settles tokens by the dozen, none of them drafted
-        return [
-            ["plain", piece, token, None, None, None]
-            for piece, token in zip(step["pieces"], step["tokens"], strict=True)
-        ]
-    for i, text in enumerate(step["draft_text"]):
-        if i not in accepted:
-            shown.append(node(i, "ignored" if step["beta"][i] is None else "rejected", text))
-    if step["token"] is not None:
-        shown.append([step["kind"], step["pieces"][-1], step["token"], None, None, None])
-    return shown
+def cells(event: StepEvent) -> list[Cell]:
+    """Return the tokens of a step in reading order. Unverified tokens have the kind `accepted`."""
+    return [_cell(event, shown.outcome, shown.text, shown.token, shown.node) for shown in event.shown()]
 
 
-def _beside(step: Mapping[str, Any]) -> dict[str, Any]:
-    """What a round has besides its cells: who committed it if no target did, and what became of those before it."""
-    notes, more = step.get("remote", {}), {}
-    if "pending_text" in step:
-        more["ahead"] = step["pending_text"]
-    if why := unseen(step):
-        more["by"] = why
-    if "confirmed" in notes:
-        more["fate"] = [int(notes["confirmed"]), int(notes.get("overruled", 0))]
-    return more
+def _cell(event: StepEvent, outcome: Outcome, text: str, token: int, node: int | None) -> Cell:
+    kind = Outcome.ACCEPTED if outcome is Outcome.UNVERIFIED else outcome
+    if node is None:
+        return [kind, text, token, None, None, None]
+    step = event.step
+    q = None if step.draft.token_probs is None else draft_prob(step, node)
+    return [kind, text, token, _short(step.verdict.p[node]), _short(q), _short(step.verdict.draw[node])]
 
 
 def _short(x: float | None) -> float | None:
     return None if x is None else float(f"{x:.4g}")
 
 
+def _record_of_step(name: str, event: StepEvent, recipe: Any) -> dict[str, Any]:
+    """Cells `c`, indices `w` of their explanations, reason `by` of a missing verification, later `fate`."""
+    step, notes = event.step, event.step.verdict.notes
+    reasons = [REASON_INDEX[reason_of(step, shown.node, recipe)] for shown in event.shown()]
+    record = {"l": name, "i": step.i, "t": round(step.t, 4), "c": cells(event), "w": reasons}
+    if step.searched:
+        record["ahead"] = event.pending_text
+    if step.fallback:
+        record["by"] = step.fallback
+    if "confirmed" in notes:
+        record["fate"] = [int(notes["confirmed"]), int(notes.get("overruled", 0))]
+    return record
+
+
 @dataclass
 class Run:
-    """One press of the button, and all that the page may want to know about it."""
+    """A press of Run: up to four lanes, and the records sent to the browser, as JSON text."""
 
     plan: tuple[str, ...] = (SPEC,)
     id: str = field(default_factory=lambda: secrets.token_urlsafe(12))
-    records: list[dict[str, Any]] = field(default_factory=list)
+    records: list[str] = field(default_factory=list)
     phase: tuple[str, str] = ("queued", "")
     over: bool = False
     stop: Callable[[], None] = lambda: None
+    size: int = 0  # characters of traces and records
 
     def __post_init__(self) -> None:
         self.lanes = {name: Lane() for name in self.plan}
 
-    def absorb(self, name: str, event: dict[str, Any]) -> None:
-        """Take in one event of one lane: a phase, or a line of the trace."""
+    def absorb(self, name: str, event: Event) -> None:
         lane = self.lanes[name]
-        if "phase" in event:
-            self.phase = (event["phase"], event["text"])
-            return
-        lane.lines.append(event)
-        if event.get("remote", {}).get("lost"):
-            self.records.append({"l": name, "note": LOST})
-        if "specdemo" in event:
-            lane.exact, lane.recipe = event["exact"], event["recipe"]
-            lane.bit_equal = event.get("bit_equal", False)
-            sizes = [event["environment"].get(name) for name in ("target_bytes", "drafter_bytes")]
-            lane.weights = sum(filter(None, sizes)) or None
-            self.phase = ("prefill", f"{len(event['prompt_tokens'])} prompt tokens")
-            badge, why = guarantee(lane)
-            apart = "\n\n" if event.get("encoder") else ""  # what an encoder read is no beginning of the text
-            head = {"prompt": event["prompt"] + apart, "exact": lane.exact, "badge": badge, "why": why}
-            self.records.append({"l": name, "head": {**head, "title": title(lane.recipe)}})
-        elif "end" in event:
-            lane.ended = True
-            if mode(lane.recipe) and event["end"] == "error":
-                self.records.append({"l": name, "note": event["error"]})
-            if event["end"] not in ENDS:
-                self.phase = ("failed", event["error"] or "the model gave no reason")
-            elif all(one.ended for one in self.lanes.values()) or event.get("error"):
-                first = self.lanes[self.plan[0]].lines[-1]
-                self.phase = self._ending(event["end"] if event.get("error") else first["end"], event.get("error"))
-        else:
-            lane.metrics.add_record(event)
-            lane.memory = event.get("memory") or lane.memory
-            doing = "plain" if name == PLAIN else title(lane.recipe)
-            if len(self.lanes) > 1:
-                doing += f", lane {sum(one.ended for one in self.lanes.values()) + 1} of {len(self.lanes)}"
-            self.phase = ("decoding", doing)
-            record = {"l": name, "i": event["i"], "t": round(event["t"], 4), "c": cells(event)}
-            self.records.append(record | _beside(event))
+        self.size += lane.add(event)
+        match event:
+            case Loading():
+                self.phase = ("loading", event.text)
+            case Header():
+                self._begin(name, lane, event)
+            case StepEvent():
+                if event.step.verdict.notes.get("lost"):
+                    self._record({"l": name, "note": LOST})
+                description = "plain" if name == PLAIN else title(lane.recipe)
+                if len(self.lanes) > 1:
+                    position = sum(other.ended for other in self.lanes.values()) + 1
+                    description += f", lane {position} of {len(self.lanes)}"
+                self.phase = ("decoding", description)
+                self._record(_record_of_step(name, event, lane.recipe))
+            case End():
+                self._end(name, lane, event)
+
+    def _begin(self, name: str, lane: Lane, header: Header) -> None:
+        self.phase = ("prefill", f"{len(header.prompt_tokens)} prompt tokens")
+        badge, why = guarantee(lane)
+        separator = "\n\n" if header.encoder else ""  # an encoder's input is not part of the text
+        head = {"prompt": header.prompt + separator, "exact": lane.exact, "badge": badge, "why": why}
+        words = {"reasons": [reason.value for reason in Reason], "fates": FATES}
+        self._record({"l": name, "head": {**head, "title": title(lane.recipe), **words}})
+
+    def _end(self, name: str, lane: Lane, end: End) -> None:
+        if mode(lane.recipe) and end.reason == "error":
+            self._record({"l": name, "note": end.error})
+        if end.reason not in ENDS:
+            self.phase = ("failed", end.error or "the model gave no reason")
+        elif all(other.ended for other in self.lanes.values()) or end.error:
+            first = self.lanes[self.plan[0]].end
+            self.phase = self._ending(end.reason if end.error or first is None else first.reason, end.error)
+
+    def _record(self, record: dict[str, Any]) -> None:
+        text = json.dumps(record, separators=(",", ":"))
+        self.size += len(text)
+        self.records.append(text)
 
     def finish(self, error: str | None = None) -> None:
-        """Nothing follows. A lane that was cut off gets its last line here, so that no trace ends without one."""
+        """Close the run; lanes that were cut off get an `End`."""
         if self.over:
             return
         self.over = True
@@ -129,38 +125,53 @@ class Run:
         elif self.phase[0] not in ("failed", "stopped") and not all(lane.ended for lane in self.lanes.values()):
             self.phase = self._ending("cancelled")
         for lane in self.lanes.values():
-            if lane.lines and not lane.ended:
-                lane.lines.append(ending("error" if error else "cancelled", lane.metrics, error))
-                lane.ended = True
+            if lane.begun and not lane.ended:
+                self.size += lane.add(End("error" if error else "cancelled", error, lane.metrics))
 
     def _ending(self, end: str, error: str | None = None) -> tuple[str, str]:
         phase, why = ENDS[end]
-        name = next((name for name in self.plan if self.lanes[name].lines), self.plan[0])  # stopped before its turn
+        name = next((name for name in self.plan if self.lanes[name].begun), self.plan[0])
         count = f"{self.lanes[name].metrics.tokens} tokens"
         if name != self.plan[0]:
-            count += f" of {'plain decoding' if name == PLAIN else title(self.lanes[name].recipe)}"
+            count += f" of {'the AR baseline' if name == PLAIN else title(self.lanes[name].recipe)}"
         return phase, ", ".join(filter(None, (count, error or why)))
 
     def frame(self, at: int) -> str:
-        """The state now and the records from `at` on, as one JSON string (strings survive gradio's wire best)."""
-        text = json.dumps(
-            {
-                "run": self.id,
-                "plan": self.plan,
-                "at": at,
-                "r": self.records[at:],
-                "phase": self.phase,
-                "tiles": tiles(self.lanes),
-                "rates": {name: lane.rate for name, lane in self.lanes.items()},
-                "verdict": verdict(self.lanes) if self.over else "",
-                "same": sameness(self.lanes) if self.over else None,
-                "over": self.over,
-            },
-            separators=(",", ":"),
-        )
-        return text.replace("<", "\\u003c")  # so that nothing on the way takes a model's text for markup
+        """Return the current state and the records from `at` on as a JSON string, which gradio transfers fastest."""
+        state = {
+            "run": self.id,
+            "plan": self.plan,
+            "at": at,
+            "phase": self.phase,
+            "tiles": tiles(self.lanes),
+            "rates": {name: lane.rate for name, lane in self.lanes.items()},
+            "verdict": verdict(self.lanes) if self.over else "",
+            "same": sameness(self.lanes) if self.over else None,
+            "over": self.over,
+        }
+        text = json.dumps(state, separators=(",", ":"))[:-1] + f',"r":[{",".join(self.records[at:])}]}}'
+        return text.replace("<", "\\u003c")  # model text must never be parsed as markup
 
     def trace(self, name: str) -> str | None:
-        """A lane's trace as JSON Lines; None if it never began."""
+        """Return a lane's trace as JSON Lines; None before its header."""
         lane = self.lanes.get(name)
-        return "".join(json.dumps(line) + "\n" for line in lane.lines) if lane and lane.lines else None
+        return lane.text if lane and lane.lines else None
+
+
+def read_traces(text: Any) -> Run:
+    """Return a finished run with the traces of a file, the first AR trace in the AR lane. Raises `UserError`."""
+    traces = read(text, ReadLimits(traces=len(LANES)))
+    methods = [trace.header.recipe["method"] for trace in traces]
+    baseline = methods.index("ar") if "ar" in methods else None
+    others = iter(name for name in LANES if name != PLAIN)
+    names = [PLAIN if i == baseline else next(others, LANES[-1]) for i in range(len(traces))]
+    run = Run(tuple(name for name in LANES if name in names))
+    for name, trace in zip(names, traces, strict=True):
+        for event in (trace.header, *trace.steps, trace.end):
+            if event is not None:
+                run.absorb(name, event)
+    run.finish()
+    truncated = ", truncated" if any(trace.end is None for trace in traces) else ""
+    tokens = " and ".join(str(lane.metrics.tokens) for lane in run.lanes.values())
+    run.phase = ("done", f"recorded trace, {tokens} tokens{truncated}")
+    return run

@@ -1,8 +1,4 @@
-"""Is the page alive? It is if a token was produced lately, or if it produces one now.
-
-A page that answers while its worker hangs is not alive; one that nobody has asked for anything is. Knows the service
-and the server's routes; knows nothing of gradio.
-"""
+"""Health check: the page is alive if it produced a token recently, or produces a token on request."""
 
 from __future__ import annotations
 
@@ -18,12 +14,12 @@ from specdemo.ui.service import Service
 from specdemo.ui.streams import reason
 from specdemo.worker import Stream, WorkerBusy
 
-LATELY_S = 600  # one look in ten minutes costs an idle machine two tokens
+LATELY_S = 600  # an idle machine decodes two tokens per ten minutes
 PATIENCE_S = 20
 
 
 class Health:
-    """Answers from what the service has done; when that is long ago, one run of two tokens for all who ask."""
+    """Reports the service's last token; if it is old, starts a probe run shared by all requests."""
 
     def __init__(
         self, service: Service, recipe: Recipe, lately_s: float = LATELY_S, patience_s: float = PATIENCE_S
@@ -40,27 +36,25 @@ class Health:
 
     @property
     def fresh(self) -> bool:
-        """Whether that is recent."""
         return self.age_s is not None and self.age_s <= self._lately
 
     async def look(self) -> tuple[bool, str]:
-        """Whether the page is alive, and how that is known."""
         if self.fresh:
             return True, f"a token was produced {self.age_s:.0f} s ago"
         try:
             if self._probe is None or self._probe.done:
                 self._probe = self._service.probe(self._recipe)
         except WorkerBusy as error:
-            return False, f"no token for long, and {error}"
+            return False, f"no recent token, and {error}"
         await asyncio.to_thread(self._probe.wait, self._patience)
         if self.fresh:
-            return True, "nobody asked for anything lately, and a token was produced now"
+            return True, "the page was idle, and a probe produced a token"
         if self._probe.error:
             return False, reason(self._probe.error)
-        return False, f"no token came within {self._patience:g} s: the device is loading or hangs"
+        return False, f"no token within {self._patience:g} s: the device is loading models or does not respond"
 
     def routes(self) -> list[Route]:
-        """`GET /health`: 200 or 503, with the reason."""
+        """Return the route `GET /health`: 200 or 503, with the reason."""
 
         async def answer(_: Request) -> JSONResponse:
             alive, why = await self.look()

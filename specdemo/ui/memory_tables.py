@@ -1,7 +1,4 @@
-"""Who holds how much memory, as tables in megabytes: a run, the machine, and what each pair would need.
-
-What is of a run is from its trace; the rest is asked of the machine at the moment. Knows nothing of gradio.
-"""
+"""Memory in megabytes, as HTML tables: of a run (from its trace), of the machine now, and of each pair (planned)."""
 
 from __future__ import annotations
 
@@ -11,112 +8,107 @@ from pathlib import Path
 
 import torch
 
+from specdemo.core.events import MemoryUse
 from specdemo.models import memory
 from specdemo.models.memory_plan import plan_spec
 from specdemo.models.quantization import unavailable
 from specdemo.models.spec import QUANTIZATIONS, ModelSpec, find_device
 from specdemo.models.zoo import PAIRS, Pair, offers
 from specdemo.ui.frames import Run
-from specdemo.ui.labels import NOTHING, Lane, percent, title
+from specdemo.ui.labels import NOTHING, percent
+from specdemo.ui.lane import Lane, title
 
 CONTEXT = 1000  # tokens
 NOTES = {
-    "run": "Keys and values are those of all models of the run. The process is all that it has resident, Python, torch "
-    "and every model included; its peak is since it began.",
-    "pairs": "Planned from the configurations; no weights are loaded for it. The sum holds the working space of a pass "
-    "too. Of pairs that are not on this machine the catalogue tells the sum alone.",
+    "run": "Keys and values include all models of the run. The process includes Python, torch and every loaded model; "
+    "its peak is since its start.",
+    "pairs": "Planned from the configurations, without loading weights. The sum includes the working memory of a pass. "
+    "For pairs that are not downloaded, only the sum is available.",
 }
 
 
 def of_run(run: Run | None) -> str:
-    """What each lane of a run held, a column each."""
-    lanes = [lane for lane in run.lanes.values() if lane.lines] if run else []
+    lanes = [lane for lane in run.lanes.values() if lane.begun] if run else []
     if not lanes:
-        return "<p>Nothing has run yet: press Run, and look again.</p>"
-    columns = [_held(lane) for lane in lanes]
-    rows = [[what, *(column[what] for column in columns)] for what in columns[0]]
+        return "<p>No run available: press Run first.</p>"
+    columns = [_lane_rows(lane) for lane in lanes]
+    rows = [[label, *(column[label] for column in columns)] for label in columns[0]]
     head = ["MB", *(title(lane.recipe) for lane in lanes)]
     return _table("latest run", head, [row for row in rows if set(row[1:]) != {NOTHING}], NOTES["run"])
 
 
-def _held(lane: Lane) -> dict[str, str]:
-    sizes = lane.lines[0]["environment"]
-    steps = [line["memory"] for line in lane.lines if line.get("memory")]
-    last = steps[-1] if steps else {}
-    end = lane.lines[-1].get("metrics", {})
-
-    def most(name: str) -> float | None:
-        known = [one.get(name) for one in steps] + [end.get(f"peak_{name}")]
-        return max((n for n in known if n is not None), default=None)
-
-    kv = most("kv_bytes")
+def _lane_rows(lane: Lane) -> dict[str, str]:
+    uses = [event.memory for event in lane.steps]
+    peaks = [*uses, *([lane.end.peak] if lane.end and lane.end.peak else [])]
+    kv, process, device = (
+        max((value for value in values if value is not None), default=None)
+        for values in zip(*((use.kv, use.process, use.device) for use in peaks or [MemoryUse()]), strict=True)
+    )
     return {
-        "weights of the target": _mb(sizes.get("target_bytes")),
-        "weights of the drafter": _mb(sizes.get("drafter_bytes")),
-        "keys and values, at the last step": _mb(last.get("kv_bytes")),
-        "keys and values, at most": _mb(kv),
-        "their share of weights, keys and values": percent(
-            kv / (lane.weights + kv) if lane.weights and kv is not None else None
-        ),
-        "process, at the last step": _mb(last.get("rss_bytes")),
-        "process, at most": _mb(most("rss_bytes")),
-        "tensors on the device, at the last step": _mb(last.get("device_bytes")),
-        "tensors on the device, at most": _mb(most("device_bytes")),
+        "weights of the target": _mb(lane.environment.get("target_bytes")),
+        "weights of the drafter": _mb(lane.environment.get("drafter_bytes")),
+        "keys and values, last step": _mb(lane.memory.kv),
+        "keys and values, peak": _mb(kv),
+        "share of keys and values": percent(kv / (lane.weights + kv) if lane.weights and kv is not None else None),
+        "process, last step": _mb(lane.memory.process),
+        "process, peak": _mb(process),
+        "tensors on the device, last step": _mb(lane.memory.device),
+        "tensors on the device, peak": _mb(device),
     }
 
 
 def of_machine(device: str) -> str:
-    """What this process and the machine have in use, and what is left."""
-    where, now = find_device(device), memory.process_bytes()
+    target, now = find_device(device), memory.process_bytes()
     free, total = memory.memory_limit(torch.device("cpu"))
     rows = [
         ["process, now", _mb(now)],
-        ["process, at most since it began", _mb(max(now, memory.peak_process_bytes()))],
+        ["process, peak since start", _mb(max(now, memory.peak_process_bytes()))],
         ["system, available", _mb(free)],
-        ["system, in all", _mb(total)],
+        ["system, total", _mb(total)],
     ]
-    if where.type == "cuda":
-        free, total = memory.memory_limit(where)
-        name = torch.cuda.get_device_name(where)
+    if target.type == "cuda":
+        free, total = memory.memory_limit(target)
+        name = torch.cuda.get_device_name(target)
         rows += [
-            [f"{name}, tensors now", _mb(memory.device_bytes(where))],
-            [f"{name}, tensors at most since the process began", _mb(memory.peak_device_bytes(where))],
-            [f"{name}, reserved for tensors", _mb(memory.reserved_device_bytes(where))],
+            [f"{name}, tensors now", _mb(memory.device_bytes(target))],
+            [f"{name}, tensors, peak since start", _mb(memory.peak_device_bytes(target))],
+            [f"{name}, reserved for tensors", _mb(memory.reserved_device_bytes(target))],
             [f"{name}, available", _mb(free)],
-            [f"{name}, in all", _mb(total)],
+            [f"{name}, total", _mb(total)],
         ]
     return _table("machine", ["in use and available", "MB"], rows, "")
 
 
 def of_pairs(device: str, pairs: Mapping[str, Pair] = PAIRS) -> str:
-    """What every pair would need with its target quantised in every way, and whether it fits into what is free.
+    """Return the memory required by every pair and target quantization, and if it fits into free memory.
 
-    Of models that are not on this machine only what the catalogue says is known: they are not asked for.
+    Pairs that are not downloaded use the catalogue's figure.
     """
-    where = find_device(device)
-    free, _ = memory.memory_limit(where)
-    known = {offer.name: offer.needs for offer in offers(device)}
+    target = find_device(device)
+    free, _ = memory.memory_limit(target)
+    catalogue = {offer.name: offer.needs for offer in offers(device)}
     rows = []
     for name, pair in pairs.items():
         if Path(pair.target).is_dir() and Path(pair.drafter).is_dir():
-            ways = [way for way in QUANTIZATIONS if unavailable(way, where) is None]
-            rows += [_pair(pair, way, where, free) for way in ways]
-        elif name in known:
-            rows.append([pair.title, *[NOTHING] * 3, _mb(known[name]), f"{_fits(known[name], free)}; not downloaded"])
+            available = [quantization for quantization in QUANTIZATIONS if unavailable(quantization, target) is None]
+            rows += [_pair(pair, quantization, target, free) for quantization in available]
+        elif name in catalogue:
+            needs = catalogue[name]
+            rows.append([pair.title, *[NOTHING] * 3, _mb(needs), f"{_fits(needs, free)}; not downloaded"])
     head = ["MB", "target", "drafter", "KV for 1,000 tokens", "sum", "fits"]
     return _table("pairs", head, rows, f"{NOTES['pairs']} {_mb(free)} MB are free now.")
 
 
 def _pair(pair: Pair, quantization: str, device: torch.device, free: int) -> list[str]:
-    asked = [
+    specs = [
         ModelSpec(pair.target, quantization=quantization, device=str(device)),
         ModelSpec(pair.drafter, device=str(device)),
     ]
-    target, drafter = (plan_spec(spec.resolved(), CONTEXT) for spec in asked)
-    how = "" if quantization == "none" else f" {quantization} and"
+    target, drafter = (plan_spec(spec.resolved(), CONTEXT) for spec in specs)
+    weights = "" if quantization == "none" else f" {quantization} and"
     total = target.total + drafter.total
     figures = (target.weights, drafter.weights, target.kv + drafter.kv, total)
-    return [f"{pair.title}; target in{how} {target.spec.dtype}", *map(_mb, figures), _fits(total, free)]
+    return [f"{pair.title}; target in{weights} {target.spec.dtype}", *map(_mb, figures), _fits(total, free)]
 
 
 def _fits(total: int, free: int) -> str:
@@ -124,8 +116,6 @@ def _fits(total: int, free: int) -> str:
 
 
 def _table(name: str, head: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> str:
-    """HTML, in a box of its own that scrolls where it is too wide."""
-
     def cells(texts: Sequence[str], tag: str, attributes: str = "") -> str:
         return "".join(f"<{tag}{attributes}>{html.escape(text)}</{tag}>" for text in texts)
 

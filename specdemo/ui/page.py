@@ -29,7 +29,7 @@ from specdemo.ui.controls import Controls, examples_row, sidebar
 from specdemo.ui.frames import Run
 from specdemo.ui.health import Health
 from specdemo.ui.labels import told_of
-from specdemo.ui.lane_plan import EXTRA, lanes_of, plan_of, told_of_lanes
+from specdemo.ui.lane import EXTRA, lanes_of, plan_of, told_of_lanes
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.live_updates import played
 from specdemo.ui.run_queries import Archive

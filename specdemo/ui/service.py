@@ -1,7 +1,4 @@
-"""What stands behind the page: one worker, the models, everyone's runs. Knows nothing of gradio.
-
-Tokens are decoded in the worker's thread, and everything on the device goes through the one worker.
-"""
+"""Service of the page: the decoding worker, the models, and all runs."""
 
 from __future__ import annotations
 
@@ -12,12 +9,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from specdemo.bench import BenchProgress, measure
 from specdemo.core.errors import UserError
+from specdemo.core.events import End, Event, Loading, StepEvent
 from specdemo.models.memory import format_bytes
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.tokenizer import ChatMessage
@@ -33,16 +31,17 @@ from specdemo.ui.streams import drain, reason
 from specdemo.ui.visitors import TimeBudget, Visitors
 from specdemo.worker import Stream, Worker, WorkerGroup
 
-REMEMBERED = 256  # visitors whose n-grams and conversations are kept
+REMEMBERED = 256  # visitors with stored n-grams and conversations
 PROBE = "def"
-OF_EACH_KIND = 3  # prompts of a class that a preflight reads
+T = TypeVar("T")
+PROMPTS_PER_KIND = 3  # of a preflight
 
-Engine = Callable[[Recipe, str, ModelPool, Stores], Generator[dict[str, Any]]]
-Lines = Stream[tuple[str, dict[str, Any]]]
+Engine = Callable[[Recipe, str, ModelPool, Stores], Generator[Event]]
+LaneEvents = Stream[tuple[str, Event]]
 
 
 class Service:
-    """Starts runs and hands out what they gave; `worker` is the thread that decodes."""
+    """Starts runs and returns their streams; `worker` is the only thread that uses the device."""
 
     def __init__(
         self,
@@ -54,80 +53,74 @@ class Service:
         self.limits = limits if limits is not None else HostLimits()
         self.worker = worker if worker is not None else Worker(waiting=self.limits.queue)
         self.runs = RunStore()
-        self.last_token: float | None = None  # when one was produced, by `time.monotonic`
+        self.last_token: float | None = None  # by `time.monotonic`
         self.clouds = LocalServices(models.idle_s if math.isfinite(models.idle_s) else 600.0)
         self._models, self._engine = models, engine
-        self.talks: OrderedDict[str, list[ChatMessage]] = OrderedDict()  # by visitor: what was said so far
+        self.talks: OrderedDict[str, list[ChatMessage]] = OrderedDict()  # conversations by visitor
         self._visitors, self._door = Visitors(self.limits), threading.Lock()
-        self._stores: OrderedDict[str, Stores] = OrderedDict()  # by visitor: nobody's text shows in another's drafts
-        self._benches: dict[str, Stream[BenchProgress | dict[str, Any]]] = {}  # by visitor, the latest of each
+        self._stores: OrderedDict[str, Stores] = OrderedDict()  # by visitor, so that no text leaks into others' drafts
+        self._benches: dict[str, Stream[BenchProgress | dict[str, Any]]] = {}  # latest by visitor
         self._idle: threading.Timer | None = None
 
-    def start(self, jobs: list[tuple[str, Recipe]], prompt: Any, visitor: str = "", address: str = "") -> Lines:
-        """Decode `prompt` by each recipe in turn; items are a lane's name and a line of its trace.
+    def start(self, jobs: list[tuple[str, Recipe]], prompt: Any, visitor: str = "", address: str = "") -> LaneEvents:
+        """Decode `prompt` with each recipe in turn. Items are pairs of lane and event.
 
-        `visitor` is whose n-grams may be used, `address` whom the limits count.
+        `visitor` selects the stored n-grams, `address` the rate limit.
         """
         if not isinstance(prompt, str):
             raise UserError(f"the prompt must be a text, not {type(prompt).__name__}")
-        said = [*self.talks.get(visitor, ()), {"role": "user", "content": prompt}]
-        whole = "".join(message["content"] for message in said) if any(one.chat for _, one in jobs) else prompt
-        granted = [(lane, self.limits.grant(recipe, whole)) for lane, recipe in jobs]
-        kept = any(recipe.ngram_keep or recipe.chat for _, recipe in granted)
-        stores = self._stores_of(visitor) if kept else {}
+        talk = [*self.talks.get(visitor, ()), {"role": "user", "content": prompt}]
+        chat = any(recipe.chat for _, recipe in jobs)
+        text = "".join(message["content"] for message in talk) if chat else prompt
+        granted = [(lane, self.limits.grant(recipe, text)) for lane, recipe in jobs]
+        keep = any(recipe.ngram_keep or recipe.chat for _, recipe in granted)
+        stores = self._stores_of(visitor) if keep else {}
         budget = TimeBudget(self.limits.max_seconds)
 
-        def steps() -> Iterator[tuple[str, dict[str, Any]]]:
-            for lane, asked in granted:
-                if asked.needs_local_service:
-                    yield lane, {"phase": "loading", "text": "a cloud of its own, in a process beside this one"}
-                event: dict[str, Any] = {}
-                read = said if asked.chat else prompt
-                with self._with_services([asked]) as (recipe,):
-                    with closing(self._engine(recipe, read, self._models, stores)) as events:
-                        for event in self._noting(budget.spend(events)):
-                            yield lane, event
-                if event.get("end") in ("error", "cancelled"):
+        def events() -> Iterator[tuple[str, Event]]:
+            for lane, recipe in granted:
+                if recipe.needs_local_service:
+                    yield lane, Loading("starting a cloud process on this machine")
+                with (
+                    self._with_services([recipe]) as (served,),
+                    closing(self._engine(served, talk if recipe.chat else prompt, self._models, stores)) as stream,
+                ):
+                    event: Event | None = None
+                    for event in self._noting(budget.spend(stream)):
+                        yield lane, event
+                if isinstance(event, End) and event.reason in ("error", "cancelled"):
                     return
 
-        return self._admit(steps, address)
+        return self._admit(events, address)
 
-    def probe(self, recipe: Recipe) -> Stream[dict[str, Any]]:
-        """A run that no visitor asked for, to see whether there are tokens to be had."""
+    def probe(self, recipe: Recipe) -> Stream[Event]:
         return self._submit(lambda: self._noting(self._engine(recipe, PROBE, self._models, {})))
 
     async def preflight(self, recipe: Recipe, prompt: str = "", address: str = "") -> Preflight:
-        """Estimates for `recipe` from the bundled texts, and from `prompt` if there is one."""
+        """Estimate the speed-up of `recipe` on the bundled texts and on `prompt`."""
         if isinstance(self.worker, WorkerGroup):
-            raise UserError("preflight times a device that stays, and here one is lent to each run: just run it")
+            raise UserError("preflight needs a permanent device, which this host does not have: press Run instead")
         if recipe.cloud is not None:
-            raise UserError("preflight times both models on this machine: choose mode off, or just run it")
+            raise UserError("preflight times both models on this machine: choose mode off, or press Run instead")
         recipe = self.limits.grant(recipe, prompt)
         kinds: dict[str, list[Prompt]] = {}
-        for one in texts_for(recipe):
-            kinds.setdefault(one.kind, []).append(one)
-        texts = [one for some in kinds.values() for one in some[:OF_EACH_KIND]]
+        for text in texts_for(recipe):
+            kinds.setdefault(text.kind, []).append(text)
+        texts = [text for group in kinds.values() for text in group[:PROMPTS_PER_KIND]]
         if prompt:
             texts.append(Prompt("own", "own", prompt))
 
         def job() -> Iterator[Preflight]:
             yield preflight(recipe, texts, self._models)
 
-        stream = self._admit(job, address)
-        async with aclosing(drain(stream)) as batches:
-            async for batch in batches:
-                for found in batch:
-                    return found
-        raise stream.error or RuntimeError("the worker gave no answer")
+        return await _only_item(self._admit(job, address))
 
     def bench(
         self, recipes: Sequence[Recipe], prompts: Sequence[Prompt], visitor: str, address: str = ""
     ) -> Stream[BenchProgress | dict[str, Any]]:
-        """Measure every recipe on every prompt; what this visitor still had measured is asked to stop."""
+        """Measure every recipe on every prompt; stop the visitor's previous bench."""
         if self.limits.max_seconds is not None or isinstance(self.worker, WorkerGroup):
-            raise UserError(
-                "a bench takes minutes, which this host gives to nobody: run the program on your own machine"
-            )
+            raise UserError("a bench takes minutes, which this host does not allow: run the program on your machine")
         granted = [self.limits.grant(recipe, max((prompt.text for prompt in prompts), key=len)) for recipe in recipes]
         self.stop_bench(visitor)
 
@@ -141,7 +134,7 @@ class Service:
 
     @contextmanager
     def _with_services(self, recipes: Sequence[Recipe]) -> Iterator[list[Recipe]]:
-        """Yield `recipes` with the address of a local service where they need one; it runs at least that long."""
+        """Yield `recipes` with the addresses of local services, which run until the context is left."""
         with self.clouds.running(recipe.target_spec for recipe in recipes if recipe.needs_local_service) as urls:
             yield [
                 replace(recipe, cloud=replace(recipe.cloud, remote=urls[recipe.target_spec]))
@@ -151,35 +144,25 @@ class Service:
             ]
 
     def stop_bench(self, visitor: str) -> None:
-        """End what this visitor has measured, after the step that is being made."""
         if stream := self._benches.pop(visitor, None):
             stream.stop()
 
     async def unload(self) -> str:
-        """Let go of all models; what that gave, in words. Runs that are going on keep theirs to their end.
-
-        Raises `UserError` where visitors share them.
-        """
+        """Unload all models that no run uses; return a message. Raises `UserError` on public hosts."""
         if self.limits.public:
-            raise UserError(
-                "all visitors share the models here, so nobody unloads them: those that nobody uses go anyway"
-            )
+            raise UserError("all visitors share the models of this host: idle models are unloaded automatically")
 
         def job() -> Iterator[str]:
-            held = self._models.weight_bytes
+            size = self._models.weight_bytes
             self._models.clear()
-            yield f"{format_bytes(held)} of weights unloaded." if held else "No model was loaded."
+            yield f"{format_bytes(size)} of weights unloaded." if size else "No model was loaded."
 
-        stream = self.worker.submit(job)
-        async with aclosing(drain(stream)) as batches:
-            async for batch in batches:
-                for said in batch:
-                    return said
-        return reason(stream.error or RuntimeError("the worker gave no answer"))
+        try:
+            return await _only_item(self.worker.submit(job))
+        except Exception as error:
+            return reason(error)
 
     def _submit(self, job: Callable[[], Iterator[Any]]) -> Stream:
-        """Have it done; afterwards, and whenever a model has become idle then, the worker looks for idle ones."""
-
         def steps() -> Iterator[Any]:
             try:
                 yield from job()
@@ -189,13 +172,13 @@ class Service:
         return self.worker.submit(steps)
 
     def _tidy_later(self) -> None:
-        """When the first of the loaded models has been idle for long enough, unload it; where they stay, never."""
+        """Schedule the unloading of the next idle model."""
 
         def tidy() -> Iterator[int]:
             yield self._models.tidy()
 
         def submit() -> None:
-            with suppress(RuntimeError):  # busy, so there will be another occasion; or closed
+            with suppress(RuntimeError):  # the queue is full (the next job tidies) or closed
                 self._submit(tidy)
 
         if self._idle:
@@ -207,10 +190,10 @@ class Service:
         self._idle.start()
 
     def heard(self, visitor: str, prompt: str, run: Run) -> None:
-        """A turn of this visitor's conversation is over: what the first lane wrote is the answer."""
+        """Add a finished turn to the visitor's conversation; the first lane gave the answer."""
         lane = run.lanes[run.plan[0]]
         if lane.recipe.get("chat") and run.phase[0] == "done":
-            answer = "".join(line["text"] for line in lane.lines if "i" in line)
+            answer = "".join(event.text for event in lane.steps)
             talk = self.talks.setdefault(visitor, [])
             talk += [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
             self.talks.move_to_end(visitor)
@@ -218,7 +201,6 @@ class Service:
                 self.talks.popitem(last=False)
 
     def leave(self, visitor: str) -> None:
-        """This visitor has gone: end what they had going, forget what it taught."""
         self.runs.leave(visitor)
         self.stop_bench(visitor)
         self._stores.pop(visitor, None)
@@ -231,14 +213,14 @@ class Service:
             self._visitors.entered(address, stream)
         return stream
 
-    def _noting(self, events: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    def _noting(self, events: Iterator[Event]) -> Iterator[Event]:
         for event in events:
-            if event.get("tokens"):
+            if isinstance(event, StepEvent) and event.step.tokens:
                 self.last_token = time.monotonic()
             yield event
 
     def _stores_of(self, visitor: str) -> Stores:
-        """This visitor's; a client that gives a new name every time pushes out the others, and fills no memory."""
+        """Stores of the visitor; the least recently used are dropped."""
         if not visitor:
             return {}
         stores = self._stores.setdefault(visitor, {})
@@ -248,9 +230,14 @@ class Service:
         return stores
 
 
-def leave_a_core() -> None:
-    """Keep torch off one of the cores, for a browser on the same machine.
+async def _only_item(stream: Stream[T]) -> T:
+    async with aclosing(drain(stream)) as batches:
+        async for batch in batches:
+            for item in batch:
+                return item
+    raise stream.error or RuntimeError("the worker returned no result")
 
-    Where visitors are elsewhere all cores are better: docs/page.md has both.
-    """
+
+def leave_a_core() -> None:
+    """Reserve a core for a browser on the same machine. With remote visitors use all cores: docs/page.md."""
     torch.set_num_threads(min(torch.get_num_threads(), cores_but_one()))

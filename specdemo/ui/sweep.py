@@ -1,7 +1,4 @@
-"""A small bench from the page's settings: which recipes on which prompts, and whether that is too much to ask.
-
-Knows nothing of gradio and measures nothing.
-"""
+"""Bench of the page: recipes and prompts from its settings, size limits, progress and table."""
 
 from __future__ import annotations
 
@@ -18,40 +15,38 @@ from specdemo.recipe import METHODS, Recipe
 from specdemo.ui.frames import Run
 from specdemo.ui.labels import NOTHING, number, percent
 
-DRAFTING = [name for name, method in METHODS.items() if method.drafts]  # what may be faster than plain decoding
+DRAFTING = [name for name, method in METHODS.items() if method.drafts]  # can be faster than AR decoding
 MOST_RUNS, MOST_TOKENS = 240, 24_000
-ASSUMED = 100.0  # tokens per second, until the visitor has run something
+ASSUMED = 100.0  # tokens per second before the visitor's first run
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Recipes x prompts; the first recipe is plain decoding."""
+    """Recipes x prompts; the first recipe is AR decoding."""
 
     recipes: tuple[Recipe, ...]
     prompts: tuple[Prompt, ...]
 
     @property
     def runs(self) -> int:
-        """How many runs are timed."""
         return len(self.recipes) * len(self.prompts)
 
     @property
     def tokens(self) -> int:
-        """The most that they can write."""
         return self.runs * self.recipes[0].max_tokens
 
     def told(self, latest: Run | None) -> str:
-        """Its size in words, with a guess at its time from the slower lane of the visitor's latest run."""
-        speeds = [lane.metrics.as_dict()["tokens_per_second"] for lane in latest.lanes.values()] if latest else []
-        known = min(filter(None, speeds), default=None)
+        """Describe the size, and estimate the time from the slowest lane of the visitor's latest run."""
+        speeds = [lane.metrics.tokens_per_second for lane in latest.lanes.values()] if latest else []
+        measured = min(filter(None, speeds), default=None)
         basis = (
-            f"the {known:.0f} tokens per second of your latest run"
-            if known
+            f"the {measured:.0f} tokens per second of your latest run"
+            if measured
             else f"an assumed {ASSUMED:.0f} tokens per second"
         )
         return (
             f"{len(self.recipes)} recipes × {len(self.prompts)} prompts = {self.runs} runs of at most "
-            f"{self.recipes[0].max_tokens} tokens, about {duration(self.tokens / (known or ASSUMED))} at {basis}"
+            f"{self.recipes[0].max_tokens} tokens, about {duration(self.tokens / (measured or ASSUMED))} at {basis}"
         )
 
 
@@ -66,10 +61,10 @@ def sweep(
     kinds: Any,
     each: Any,
 ) -> Sweep:
-    """What raw values from a browser mean; `UserError` if they mean nothing, or more than the page will measure.
+    """Convert values from the browser. Raises `UserError` if they are invalid or exceed the page's limits.
 
-    `make` turns the settings that vary (those of `bench.grid`) into a recipe. `kinds` are classes of prompts, of which
-    `each` gives so many. Prompts take turns by class, so that a part of them has something of every class.
+    `make` converts varying settings (of `bench.grid`) to a recipe. `each` is the number of prompts per class. Classes
+    alternate, so that a partial result covers all.
     """
     lists = {
         "method": methods,
@@ -82,23 +77,22 @@ def sweep(
         if not isinstance(chosen, list) or not chosen:
             raise UserError(f"choose at least one {name}")
     if isinstance(each, bool) or not isinstance(each, int) or each < 1:
-        raise UserError(f"prompts per class must be a whole number from 1 on, not {each!r}")
+        raise UserError(f"prompts per class must be an integer from 1, not {each!r}")
     varied = list(islice(grid(methods, gammas, policies, temperatures), MOST_RUNS + 1))
     if len(varied) > MOST_RUNS:
         raise UserError(f"that is more than {MOST_RUNS} recipes: choose fewer draft lengths, policies or temperatures")
     by_kind = [load_prompts(kinds=[str(kind)])[:each] for kind in kinds]
-    prompts = [some[i] for i in range(max(map(len, by_kind))) for some in by_kind if i < len(some)]
-    found = Sweep(tuple(map(make, varied)), tuple(prompts))
-    if found.runs > MOST_RUNS or found.tokens > MOST_TOKENS:
+    prompts = [group[i] for i in range(max(map(len, by_kind))) for group in by_kind if i < len(group)]
+    result = Sweep(tuple(map(make, varied)), tuple(prompts))
+    if result.runs > MOST_RUNS or result.tokens > MOST_TOKENS:
         raise UserError(
-            f"{found.told(latest)}: too much for the page, which measures up to {MOST_RUNS} runs and {MOST_TOKENS:,} "
-            "tokens at a time. Choose less of something, or use the terminal's bench"
+            f"{result.told(latest)}: the page measures at most {MOST_RUNS} runs and {MOST_TOKENS:,} "
+            "tokens. Reduce the selection, or use the terminal's bench"
         )
-    return found
+    return result
 
 
 def duration(seconds: float) -> str:
-    """Roughly how long that is."""
     return f"{max(seconds, 1):.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
 
 
@@ -109,14 +103,13 @@ HEADERS = (
 
 @dataclass
 class SweepResult:
-    """The records so far, and what is being done."""
+    """Records and progress of a bench."""
 
     sweep: Sweep
     records: list[dict[str, Any]] = field(default_factory=list)
     turn: BenchProgress | None = None
 
     def absorb(self, item: BenchProgress | dict[str, Any]) -> None:
-        """Take in what `measure` hands out."""
         if isinstance(item, BenchProgress):
             self.turn = item
         else:
@@ -124,11 +117,10 @@ class SweepResult:
 
     @property
     def timing(self) -> bool:
-        """Whether the warm-up is over."""
         return self.turn is not None and self.turn.number > 0
 
     def progress(self, seconds: float, ahead: int = 0) -> str:
-        """A bar and a sentence: `seconds` since the first timed run began, or how many jobs are `ahead`."""
+        """Return bar and text; `seconds` since the first timed run, jobs `ahead` in the queue."""
         if self.turn is None:
             return _bar(0, self.sweep.runs, f"queued: {ahead} ahead" if ahead else "waiting for the device")
         over, words = max(self.turn.number - 1, 0), str(self.turn)
@@ -137,33 +129,28 @@ class SweepResult:
         return _bar(over, self.sweep.runs, words)
 
     def ending(self, error: str = "") -> str:
-        """The last bar and sentence: all is measured, or a part, or nothing, and why."""
-        done, whole = len(self.records), len(self.sweep.prompts)
-        if done == whole and not error:
+        done, total = len(self.records), len(self.sweep.prompts)
+        if done == total and not error:
             words = f"done: {self.sweep.runs} runs on {done} prompts"
         else:
-            part = f"partial, {done} of {whole} prompts are measured" if done else "nothing is measured"
+            part = f"partial, {done} of {total} prompts are measured" if done else "nothing is measured"
             words = f"failed: {error}; {part}" if error else f"stopped: {part}"
-        return _bar(done, whole, words, ' role="status"')  # the one that is read out
+        return _bar(done, total, words, ' role="status"')  # announced by screen readers
 
     def rows(self) -> list[BenchRow]:
-        """The table's rows, losing ones included."""
         return table(self.sweep.recipes, self.records)
 
     def notes(self, rows: Sequence[BenchRow]) -> str:
-        """What belongs under the table, as Markdown: where it lost, and what may have disturbed it."""
-        lines = slower(rows) or ["no recipe was slower than plain decoding on any prompt"]
+        lines = slower(rows) or ["no recipe was slower than AR decoding on any prompt"]
         if count := disturbed(self.records):
-            lines.append(f"other runs took turns with {count} of these, whose figures may be off")
+            lines.append(f"other runs interrupted {count} of these, so their figures may be inaccurate")
         return "\n".join(f"- {line}" for line in lines)
 
     def files(self, rows: Sequence[BenchRow]) -> tuple[str, str]:
-        """The report in Markdown, and the line of JSON that the terminal prints."""
         return report(self.sweep.recipes, len(self.sweep.prompts), self.records, rows), as_json(rows) + "\n"
 
 
 def cells(rows: Sequence[BenchRow]) -> list[list[str]]:
-    """The table as text, by `HEADERS`. What lost says so in words; one prompt has no interval."""
     return [
         [
             row.kind,
@@ -181,11 +168,11 @@ def cells(rows: Sequence[BenchRow]) -> list[list[str]]:
     ]
 
 
-PLAIN, COLOURS = "plain decoding", ("#7a8698", "#0072b2", "#e69f00", "#009e73", "#cc79a7")  # Okabe and Ito's
+PLAIN, COLOURS = "plain decoding", ("#7a8698", "#0072b2", "#e69f00", "#009e73", "#cc79a7")  # palette of Okabe and Ito
 
 
 def bars(rows: Sequence[BenchRow]) -> dict[str, Any]:
-    """The speed-ups as data of a bar plot: plain decoding, which is 1, then a bar per recipe and class."""
+    """Return the bar plot of speed-ups: the baseline (1), then a bar per recipe and class."""
     temperatures = {row.lane.rpartition(" ")[2] for row in rows}
 
     def name(row: BenchRow) -> str:

@@ -1,7 +1,4 @@
-"""Who may start a run now, and how long it may go on.
-
-Knows addresses, runs that are over or not, and events of a trace; knows nothing of gradio or of the worker.
-"""
+"""Rate limits per visitor, and the time budget of a request."""
 
 from __future__ import annotations
 
@@ -12,78 +9,72 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Protocol
 
 from specdemo.core.errors import UserError
+from specdemo.core.events import End, Event, Header, StepEvent
 from specdemo.core.metrics import Metrics
-from specdemo.generate import Record, ending
 from specdemo.ui.limits import HostLimits
 
 
 class TimeBudget:
-    """The seconds that one request may decode, its lanes together, counted from its first header."""
+    """Decoding seconds of a request, shared by its lanes, from the first header on."""
 
     def __init__(self, seconds: int | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds, self._clock = seconds, clock
         self._deadline: float | None = None
 
-    def spend(self, events: Generator[Record]) -> Iterator[Record]:
-        """The events as they come; when the time is up, what there is so far and a last line that says so."""
+    def spend(self, events: Generator[Event]) -> Iterator[Event]:
+        """Pass the events on; when the time is over, close them and yield an `End`."""
         if self._seconds is None:
             yield from events
             return
         metrics = Metrics()
         for event in events:
             yield event
-            if "phase" in event or "end" in event:
+            if not isinstance(event, (Header, StepEvent)):
                 continue
             if self._deadline is None:
                 self._deadline = self._clock() + self._seconds
-            if "i" in event:
-                metrics.add_record(event)
+            if isinstance(event, StepEvent):
+                metrics = event.metrics
             if self._clock() >= self._deadline:
                 events.close()
-                yield ending("cancelled", metrics, f"a run may take {self._seconds} seconds here, and they are over")
+                yield End("cancelled", f"the time limit of {self._seconds} seconds per run is reached", metrics)
 
 
-class Ends(Protocol):
-    """What is known of a run that somebody started."""
-
+class Finishing(Protocol):
     @property
-    def done(self) -> bool:
-        """Whether it is over."""
+    def done(self) -> bool: ...
 
 
 class Visitors:
-    """Who started what in the last minute. A visitor is an address; of IPv6 a whole /64, which is one household."""
+    """Runs of the last minute by visitor: an IPv4 address, or an IPv6 /64 network."""
 
     def __init__(self, limits: HostLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits, self._clock = limits, clock
-        self._runs: dict[str, deque[tuple[float, Ends]]] = {}
+        self._runs: dict[str, deque[tuple[float, Finishing]]] = {}
 
     def admit(self, address: str) -> None:
-        """`UserError` if this visitor has to wait before starting one more."""
         now, limits = self._clock(), self._limits
         self._forget(now)
         runs = self._runs.get(_household(address), ())
-        going = sum(not run.done for _, run in runs)
-        if limits.at_once is not None and going >= limits.at_once:
-            runs_of = "1 run" if going == 1 else f"{going} runs"
-            raise UserError(f"you have {runs_of} going already: stop one, or wait for its end")
-        late = [start for start, _ in runs if start > now - 60]
-        if limits.per_minute is not None and len(late) >= limits.per_minute:
-            wait = late[-limits.per_minute] + 60 - now
-            raise UserError(f"{limits.per_minute} runs a minute are allowed here: try again in {wait:.0f} s")
+        active = sum(not run.done for _, run in runs)
+        if limits.at_once is not None and active >= limits.at_once:
+            count = "1 run" if active == 1 else f"{active} runs"
+            raise UserError(f"you already have {count} in progress: stop one, or wait until it ends")
+        recent = [start for start, _ in runs if start > now - 60]
+        if limits.per_minute is not None and len(recent) >= limits.per_minute:
+            wait = recent[-limits.per_minute] + 60 - now
+            raise UserError(f"this host allows {limits.per_minute} runs per minute: try again in {wait:.0f} s")
 
-    def entered(self, address: str, run: Ends) -> None:
-        """This visitor started one."""
+    def entered(self, address: str, run: Finishing) -> None:
         self._runs.setdefault(_household(address), deque()).append((self._clock(), run))
 
     def _forget(self, now: float) -> None:
-        """Drop runs that are over and a minute old, and visitors without any."""
-        for who, runs in list(self._runs.items()):
-            kept = deque((start, run) for start, run in runs if start > now - 60 or not run.done)
-            if kept:
-                self._runs[who] = kept
+        for visitor, runs in list(self._runs.items()):
+            recent = deque((start, run) for start, run in runs if start > now - 60 or not run.done)
+            if recent:
+                self._runs[visitor] = recent
             else:
-                del self._runs[who]
+                del self._runs[visitor]
 
     def __len__(self) -> int:
         return len(self._runs)
@@ -91,9 +82,9 @@ class Visitors:
 
 def _household(address: str) -> str:
     try:
-        found = ipaddress.ip_address(address.partition("%")[0])
+        ip = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
         return address
-    if found.version == 6 and found.ipv4_mapped is None:
-        return str(ipaddress.ip_network((found, 64), strict=False))
-    return str(found if found.version == 4 else found.ipv4_mapped)
+    if ip.version == 6 and ip.ipv4_mapped is None:
+        return str(ipaddress.ip_network((ip, 64), strict=False))
+    return str(ip if ip.version == 4 else ip.ipv4_mapped)

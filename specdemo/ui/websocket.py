@@ -1,8 +1,7 @@
-"""A run's frames over a socket of its own, for a browser that is there to draw them.
+"""Frames of a run over a WebSocket.
 
-Through gradio's events a frame keeps Python's lock from the thread that decodes for some four milliseconds, over a
-socket for a tenth of that. gradio's event goes on beside it: it begins and ends the run, and gives the frames where no
-socket comes through to the page. Knows runs and the server's routes; knows nothing of gradio.
+Sending a frame through gradio's events blocks the decoding thread (GIL) for about 4 ms, through a socket for 0.4 ms.
+The gradio event still starts and ends the run, and sends the frames where a socket cannot be opened.
 """
 
 from __future__ import annotations
@@ -18,21 +17,21 @@ from specdemo.ui.run_store import RunStore
 
 
 class Sockets:
-    """Whoever listens to a run of `runs`, whose unguessable id is all that it takes."""
+    """Sends frames to all listeners of a run in `runs`; access requires only its unguessable id."""
 
     def __init__(self, runs: RunStore) -> None:
         self._runs = runs
-        self._listening: dict[str, set[asyncio.Event]] = {}  # by run; each is set when there is news for that listener
+        self._listeners: dict[str, set[asyncio.Event]] = {}  # by run
 
     def tell(self, run: Run) -> bool:
-        """There is news of this run; whether anybody hears of it here. To be called in the server's own thread."""
-        listening = self._listening.get(run.id, ())
-        for news in listening:
-            news.set()
-        return bool(listening)
+        """Notify the listeners of `run`; return False if there are none. Call in the server's thread."""
+        listeners = self._listeners.get(run.id, ())
+        for changed in listeners:
+            changed.set()
+        return bool(listeners)
 
     def routes(self) -> list[WebSocketRoute]:
-        """`/frames/{run}`: every frame of a run that is going on, from its first record to its last."""
+        """Return the route `/frames/{run}`, which sends a run's frames from its first record to its last."""
         return [WebSocketRoute("/frames/{run}", self._serve)]
 
     async def _serve(self, socket: WebSocket) -> None:
@@ -40,33 +39,31 @@ class Sockets:
         if run is None:
             return await socket.close()
         await socket.accept()
-        news, at = asyncio.Event(), 0
-        listening = self._listening.setdefault(run.id, set())
-        listening.add(news)
-        gone = asyncio.ensure_future(self._until_gone(socket, news))
+        changed, count = asyncio.Event(), 0
+        listeners = self._listeners.setdefault(run.id, set())
+        listeners.add(changed)
+        closed = asyncio.ensure_future(self._until_closed(socket, changed))
         try:
             with suppress(WebSocketDisconnect):
-                while not (run.over or gone.done()):
-                    at = await self._send(socket, run, at)
-                    await news.wait()
-                    news.clear()
-                if not gone.done():
-                    await self._send(socket, run, at)
+                while not (run.over or closed.done()):
+                    count = await self._send(socket, run, count)
+                    await changed.wait()
+                    changed.clear()
+                if not closed.done():
+                    await self._send(socket, run, count)
                     await socket.close()
         finally:
-            gone.cancel()
-            listening.discard(news)
-            if not listening:
-                self._listening.pop(run.id, None)
+            closed.cancel()
+            listeners.discard(changed)
+            if not listeners:
+                self._listeners.pop(run.id, None)
 
-    async def _until_gone(self, socket: WebSocket, news: asyncio.Event) -> None:
-        """Wait for the browser to hang up, whatever else it has to say; who then listens no more is told so."""
+    async def _until_closed(self, socket: WebSocket, changed: asyncio.Event) -> None:
         while (await socket.receive())["type"] != "websocket.disconnect":
             pass
-        news.set()
+        changed.set()
 
-    async def _send(self, socket: WebSocket, run: Run, at: int) -> int:
-        """Whatever there is from record `at` on; how many records have been sent by then."""
-        frame, end = run.frame(at), len(run.records)
+    async def _send(self, socket: WebSocket, run: Run, start: int) -> int:
+        frame, end = run.frame(start), len(run.records)
         await socket.send_text(frame)
         return end

@@ -1,8 +1,7 @@
-"""Decoding on ZeroGPU, where a GPU is lent to one call at a time.
+"""ZeroGPU: a GPU is assigned per call.
 
-`spaces.GPU` forks a process for the call, sends its arguments and what it yields through a pipe, and has it stop when
-the generator is closed. So a run shares nothing with the page but what was loaded before: models are on the shelf when
-the page begins, and everything else travels as plain values. Knows no page, and `spaces` only where it is asked for.
+`spaces.GPU` forks a process per call, transfers arguments and items as pickles, and stops when the generator is
+closed. Runs share only the models loaded before the fork.
 """
 
 from __future__ import annotations
@@ -11,10 +10,12 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from typing import Any
 
 from specdemo.core.errors import UserError
-from specdemo.generate import Record, generate
+from specdemo.core.events import Event, Loading
+from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
 from specdemo.pipeline import Stores
@@ -22,18 +23,26 @@ from specdemo.recipe import Recipe
 from specdemo.ui.limits import HostLimits
 from specdemo.worker import WorkerGroup
 
-Engine = Callable[[Recipe, str, ModelPool, Stores], Iterator[Record]]
-GPU = Callable[..., Any]  # `spaces.GPU`, or what stands in for it
+Engine = Callable[[Recipe, str, ModelPool, Stores], Iterator[Event]]
+GPU = Callable[..., Any]  # `spaces.GPU` or a fake
 
-BATCH_S = 0.1  # of events that travel together: ten pickles a second, as many frames as the page draws
-START_S = 15  # for the process, the weights' way to the GPU and the first passes, generously
-PASS_S = 0.02  # a pass of a small model, launches and Python included
-BYTES_PER_S = 4e11  # of weights read: a quarter of what the hardware gives
-LONGEST_S = 120  # more is refused to most visitors
+BATCH_S = 0.1  # of events per pickle: ten transfers per second, as many as the page draws
+START_S = 15  # process, weight transfer and first passes, with a margin
+PASS_S = 0.02  # pass of a small model, including launches and Python
+BYTES_PER_S = 4e11  # weights read: a quarter of the hardware's bandwidth
+LONGEST_S = 120  # longer requests are refused to most visitors
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An exception of the forked process; only its message is transferred."""
+
+    message: str
+    expected: bool  # a `UserError`
 
 
 def decorator() -> GPU:
-    """`spaces.GPU`, which changes nothing away from ZeroGPU. To be called before anything touches CUDA."""
+    """Return `spaces.GPU`, which has no effect outside ZeroGPU. Call before CUDA is initialized."""
     try:
         import spaces
     except ImportError:
@@ -42,14 +51,13 @@ def decorator() -> GPU:
 
 
 def hosted(limits: HostLimits, device: str) -> dict[str, Any]:
-    """What a page is to be built with: every pair that is offered on the shelf, and runs by `spaces.GPU`."""
     gpu = decorator()
     pool = loaded([Recipe(pair=pair, device=device) for pair in limits.pairs])
     return {"pool": pool, "engine": on(gpu, pool), "worker": WorkerGroup(waiting=limits.queue)}
 
 
 def loaded(recipes: list[Recipe]) -> ModelPool:
-    """A shelf with the models of these recipes on it, and room for no others."""
+    """Return a pool with the models of these recipes, which are never unloaded."""
     specs = dict.fromkeys(spec for recipe in recipes for spec in specs_of(recipe))
     pool = ModelPool(idle_s=math.inf, warm=False)
     for spec in specs:
@@ -58,27 +66,26 @@ def loaded(recipes: list[Recipe]) -> ModelPool:
 
 
 def specs_of(recipe: Recipe) -> list[ModelSpec]:
-    """What a recipe needs loaded."""
     return [spec for spec in (recipe.target_spec, recipe.drafter_spec) if spec is not None]
 
 
 def seconds_of(recipe: Recipe, target_bytes: int) -> int:
-    """How long to ask a GPU for, as if nothing drafted were ever accepted: too little cuts a run off."""
+    """Estimate the GPU seconds to request, assuming that no draft token is accepted."""
     return min(LONGEST_S, round(START_S + recipe.max_tokens * (PASS_S + target_bytes / BYTES_PER_S)))
 
 
 def on(gpu: GPU, pool: ModelPool, engine: Engine = generate) -> Engine:
-    """`engine` with every run in a process of its own, made by `gpu`, where `pool` is as it was when that was forked.
+    """Run `engine` in a forked ZeroGPU process that inherits `pool`.
 
-    Raises `UserError` for what only the page's own process could do. An error over there arrives as its sentence.
+    Raises `UserError` for options that require the page's process.
     """
 
     def seconds(recipe: Recipe, prompt: str) -> int:
         return seconds_of(recipe, pool.take(recipe.target_spec).weight_bytes)
 
     @gpu(duration=seconds)
-    def batches(recipe: Recipe, prompt: str) -> Iterator[list[Record]]:
-        batch: list[Record] = []
+    def batches(recipe: Recipe, prompt: str) -> Iterator[list[Event | _Failure]]:
+        batch: list[Event | _Failure] = []
         try:
             sent = time.monotonic()
             with closing(engine(recipe, prompt, pool, {})) as events:
@@ -88,34 +95,32 @@ def on(gpu: GPU, pool: ModelPool, engine: Engine = generate) -> Engine:
                         yield batch
                         batch, sent = [], time.monotonic()
         except UserError as error:
-            batch.append({"refused": str(error)})
-        except Exception as error:  # whatever it was, over there: only its name would arrive
-            batch.append({"failed": f"{type(error).__name__}: {error}"})
+            batch.append(_Failure(str(error), expected=True))
+        except Exception as error:  # spaces transfers the class name only
+            batch.append(_Failure(f"{type(error).__name__}: {error}", expected=False))
         yield batch
 
-    def run(recipe: Recipe, prompt: str, _: ModelPool, __: Stores) -> Iterator[Record]:
+    def run(recipe: Recipe, prompt: str, _: ModelPool, __: Stores) -> Iterator[Event]:
         if recipe.ngram_keep:
-            raise UserError("n-grams are not kept here: every run has a process of its own, which ends with it")
+            raise UserError("n-grams are not kept on this host: switch off keeping n-grams")
         if any(spec not in pool for spec in specs_of(recipe)):
-            raise UserError("only the models loaded at the start run here: choose a pair of the list, unquantised")
-        yield {"phase": "loading", "text": "waiting for a GPU"}
+            raise UserError("only preloaded models run on this host: choose a pair of the list, without quantization")
+        yield Loading("waiting for a GPU")
         with closing(_received(batches, recipe, prompt)) as events:
             yield from events
 
     return run
 
 
-def _received(batches: Callable[..., Any], recipe: Recipe, prompt: str) -> Iterator[Record]:
+def _received(batches: Callable[..., Any], recipe: Recipe, prompt: str) -> Iterator[Event]:
     try:
         with closing(batches(recipe, prompt)) as arriving:
             for batch in arriving:
                 for event in batch:
-                    if "refused" in event:
-                        raise UserError(event["refused"])
-                    if "failed" in event:
-                        raise RuntimeError(event["failed"])
+                    if isinstance(event, _Failure):
+                        raise (UserError if event.expected else RuntimeError)(event.message)
                     yield event
     except (UserError, RuntimeError, GeneratorExit):
         raise
-    except Exception as error:  # the lender's own: no GPU, no quota, a process that died
+    except Exception as error:  # of spaces: no GPU, no quota, a crashed process
         raise UserError(str(getattr(error, "message", error)) or type(error).__name__) from error

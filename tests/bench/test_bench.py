@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,6 +16,9 @@ from specdemo import bench
 from specdemo.bench.baselines import BASELINES
 from specdemo.cli.main import main
 from specdemo.core.errors import UserError
+from specdemo.core.events import End, Event, Header, Loading, MemoryUse, StepEvent
+from specdemo.core.metrics import Metrics
+from specdemo.core.step import Draft, Step, Verdict
 from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import Prompt, load_prompts
 from specdemo.recipe import Recipe
@@ -155,18 +157,20 @@ class Scripted:
     def __init__(self, end: str = "length") -> None:
         self.now, self.end, self.closed, self.steps = 0.0, end, 0, 0
 
-    def __call__(self, recipe: Recipe, text: str, pool: ModelPool) -> Iterator[dict[str, Any]]:
+    def __call__(self, recipe: Recipe, text: str, pool: ModelPool) -> Iterator[Event]:
         start = self.now
         try:
-            yield {"phase": "loading", "text": "loading the target"}
-            yield {"environment": {"target_bytes": 7, "drafter_bytes": None}}
+            yield Loading("loading the target")
+            yield Header({}, "", (), environment={"target_bytes": 7, "drafter_bytes": None})
+            metrics = Metrics()
             for i in range(4):
                 self.now += 1
                 self.steps += 1
-                yield {"i": i, "tokens": [i, i], "t": self.now - start}
+                step = Step(i, (i, i), Draft(), Verdict((), i), 0, 0.0, 0.0, 0.0, self.now - start)
+                metrics = metrics.plus(step)
+                yield StepEvent(step, ("a", "b"), metrics=metrics)
             error = "out of memory" if self.end == "error" else None
-            figures = {"drafted": 0, "peak_device_bytes": None, "kv_bytes": 1}
-            yield {"end": self.end, "error": error, "metrics": figures}
+            yield End(self.end, error, metrics, MemoryUse(kv=1))
         finally:
             self.closed += 1
 

@@ -12,8 +12,9 @@ from fakes.tiny_models import byte_level_tokenizer, save_model, sentencepiece_to
 
 from benchmarks import pass_cost
 from specdemo.cli.main import main
+from specdemo.core.events import StepEvent
 from specdemo.core.metrics import Metrics
-from specdemo.core.step import Step
+from specdemo.core.trace import step_from_json
 
 PROMPT = "def add(a, b):\n"
 
@@ -39,12 +40,11 @@ def test_json_is_the_trace(models: dict[str, str], method: str, capsys: pytest.C
     assert head["specdemo"] == 1 and head["recipe"]["method"] == method and head["vocab_size"] == 300
     assert head["prompt_tokens"] == byte_level_tokenizer().encode(PROMPT) and "torch" in head["environment"]
     named = {"i", "tokens", "text", "draft", "draft_text", "parents", "accepted", "token", "kind", "p", "q", "top"}
-    metrics = Metrics()
+    metrics = Metrics.of(map(step_from_json, steps))
     for i, step in enumerate(steps):
         assert step.keys() >= named | {"gamma", "draft_s", "verify_s", "t"} and step["i"] == i
         assert step["text"] == "".join(step["pieces"]) and len(step["pieces"]) == len(step["tokens"])
         assert len(step["draft_text"]) == len(step["draft"])
-        metrics.add(Step.from_json(step))
     assert end["end"] in ("stop", "length") and end["error"] is None
     assert end["metrics"].items() >= metrics.as_dict().items()
     assert end["metrics"]["tokens"] == sum(len(step["tokens"]) for step in steps)
@@ -70,8 +70,8 @@ def test_coloured_text_loses_no_character(
 def test_steps_in_words(models: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", PROMPT, *pair(models), "--steps", "--gamma", "4"]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"round 1  position \d+  gamma 4  drafted 4  accepted \d", shown)
-    assert re.search(r"rejected: draw 0\.\d+ >= 0\.\d+", shown) and "not tested" in shown
+    assert re.search(r"step 1  position \d+  gamma 4  drafted 4  accepted \d", shown)
+    assert re.search(r"Rejected: the draw 0\.\d+ is above p/q = 0\.\d+", shown) and "Not tested" in shown
     assert re.search(r"q=\d\.\d+  p=\d\.\d+", shown) and "correction" in shown
 
 
@@ -159,9 +159,9 @@ def test_ctrl_c_ends_the_trace(
     real = module.generate
 
     def interrupted(*args: object) -> object:
-        for record in real(*args):
-            yield record
-            if record.get("i") == 2:
+        for event in real(*args):
+            yield event
+            if isinstance(event, StepEvent) and event.step.i == 2:
                 raise KeyboardInterrupt
 
     monkeypatch.setattr(module, "generate", interrupted)

@@ -13,9 +13,11 @@ from transformers import LogitsProcessorList, PreTrainedModel, TopKLogitsWarper
 from specdemo.core.beam import BeamSearch
 from specdemo.core.decode import EmptyDrafter
 from specdemo.core.errors import UserError
+from specdemo.core.events import StepEvent
 from specdemo.core.policies import Fixed
 from specdemo.core.sampling import SamplingParams
 from specdemo.core.step import Step
+from specdemo.core.trace import step_from_json, to_json
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.kv_cache import CachedModel
 
@@ -101,7 +103,7 @@ def test_committed_tokens_are_final() -> None:
             whole += step.tokens
             before = shown
             assert step.searched and step.kind == "plain" and not len(step.draft)
-            assert Step.from_json(step.to_json()) == step
+            assert step_from_json(to_json(StepEvent(step, tuple(map(str, step.tokens))))) == step
     assert changed
 
 

@@ -1,20 +1,23 @@
-"""The loop's book-keeping: stops, lengths, counts, and steps that survive JSON."""
+"""Decoding loop: stop tokens, lengths, counts, outcomes, and steps through JSON."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from fakes.tiny_models import GuessDrafter, TableModel, committed, run
 
+from specdemo.core import trace
 from specdemo.core.decode import DraftBudget
+from specdemo.core.events import StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.core.policies import Fixed
 from specdemo.core.rules import rejection
 from specdemo.core.sampling import Noise, SamplingParams
-from specdemo.core.step import Draft, Step, Verdict
+from specdemo.core.step import Draft, Outcome, Step, Verdict
 from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.model import ModelDrafter
 
@@ -70,9 +73,7 @@ def test_a_stop_token_ends_the_text_at_any_position(stop: int, gamma: int) -> No
         assert last.tested == kept < len(last.draft) or kept == len(last.draft)
     else:
         assert kept == len(last.tokens) - 1
-    metrics = Metrics()
-    for step in steps:
-        metrics.add(step)
+    metrics = Metrics.of(steps)
     assert metrics.tokens == stop
     assert metrics.accepted <= metrics.tested <= metrics.drafted
 
@@ -108,17 +109,17 @@ def test_kinds() -> None:
 def test_steps_survive_json(forest: bool) -> None:
     drafter = GuessDrafter(6, width=2) if forest else ModelDrafter(SMALL.score, SamplingParams(), Noise(0, "draft"), 6)
     for step in run([1, 2], target(), drafter, Fixed(3), 20):
-        line = json.loads(json.dumps(step.to_json()))
-        assert Step.from_json(line) == step
+        event = StepEvent(step, tuple(map(str, step.tokens)), tuple(map(str, step.draft.tokens)))
+        line = json.loads(trace.write(event))
+        assert trace.step_from_json(line) == step
+        assert trace.from_json(line, Metrics()) == replace(event, metrics=Metrics.of([step]))
         assert len(line["top"]) == len(line["p"]) == len(line["parents"]) == len(line["draft"])
 
 
 def test_metrics_of_a_run_without_drafts_avoid_division_by_zero() -> None:
     figures = Metrics().as_dict()
     assert figures["acceptance_rate"] is None and figures["tokens_per_second"] is None
-    metrics = Metrics()
-    metrics.add(run([1], target(), GuessDrafter(6), Fixed(1), 1)[0])
-    figures = metrics.as_dict()
+    figures = Metrics.of(run([1], target(), GuessDrafter(6), Fixed(1), 1)).as_dict()
     assert figures["tokens"] == 1 and figures["alpha"] is None and figures["tokens_per_target_pass"] is None
     assert figures["ttft_s"] is not None
 
@@ -140,10 +141,9 @@ def test_metrics_by_hand() -> None:
     second = Step(
         2, (8,), Draft.chain((5, 6)), Verdict((), 8, (0.2, 0.3), (0.7, None), (0.2, None)), 3, 0.1, 0.2, 0.1, t=2.0
     )
-    metrics = Metrics()
-    for step in (prefill, first, second):
-        metrics.add(step)
-    figures = metrics.as_dict()
+    before = Metrics.of([prefill, first])
+    figures = before.plus(second).as_dict()
+    assert before == Metrics.of([prefill, first]) and before.drafted == 3  # a snapshot
     assert figures["drafted"] == 5 and figures["tested"] == 4 and figures["accepted"] == 2
     assert figures["acceptance_rate"] == pytest.approx(0.4) and figures["alpha"] == pytest.approx(0.5)
     assert figures["mean_beta"] == pytest.approx(0.5)
@@ -169,3 +169,24 @@ def test_beta_is_the_overlap_of_the_distributions() -> None:
             assert step.verdict.choices[node][0] == int(p.argmax())
         text += step.tokens
     assert seen > 10
+
+
+@pytest.mark.parametrize(
+    ("notes", "fates"),
+    [
+        ({}, ["accepted", "rejected", "ignored"]),
+        ({"escalated": 1.0}, ["accepted", "rejected", "ignored"]),
+        ({"escalated": 0.0}, ["unverified", "rejected", "ignored"]),
+        ({"provisional": 1.0}, ["unverified", "rejected", "ignored"]),
+        ({"escalated": 0.0, "edge": 1.0}, ["unverified", "rejected", "ignored"]),
+    ],
+)
+def test_every_draft_token_has_an_outcome(notes: dict[str, float], fates: list[str]) -> None:
+    draft = Draft.chain((1, 2, 3))
+    verdict = Verdict((0,), 7, (0.9, 0.1, 0.5), (0.1, 0.9, None), (0.9, 0.1, None), notes=notes)
+    step = Step(1, (1, 7), draft, verdict, 3, 0.1, 0.2, 0.1, t=1.0)
+    assert [step.outcome(node) for node in range(3)] == fates
+    assert step.outcome(None) is step.kind is Outcome.CORRECTION
+    metrics = Metrics.of([step])
+    assert metrics.accepted + metrics.unverified == 1 and metrics.unverified == fates.count("unverified")
+    assert metrics.drafted == 3 and metrics.tested == 2

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from fakes.tiny_models import byte_level_tokenizer, committed, run, save_model, tiny_model
+from fakes.trace_lines import trace_lines as generate
 from transformers import AutoModelForCausalLM
 
 from specdemo.core.decode import EmptyDrafter
@@ -18,7 +19,6 @@ from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft
 from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.model import ModelDrafter
-from specdemo.generate import generate
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_pool import ModelPool

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fakes.tiny_models import TEXTS, Explorer, byte_level_tokenizer, sentencepiece_tokenizer
+from fakes.trace_lines import trace_lines as generate
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -23,7 +24,6 @@ from specdemo.core.rules import rejection
 from specdemo.core.step import Draft
 from specdemo.drafters.suffix import SuffixDrafter
 from specdemo.drafters.universal import UniversalDrafter
-from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.vocabulary_bridge import TAIL, Bridge
 from specdemo.models.zoo import PAIRS

@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
+from fakes.trace_lines import events_of
 from fakes.trace_records import end, header, step
 
+from specdemo.core.events import Event
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
@@ -25,18 +27,18 @@ class Patient:
         self.over = threading.Event()
         self.closed = 0
 
-    def __call__(self, recipe: Recipe, prompt: str, pool: ModelPool, stores: Any) -> Iterator[dict[str, Any]]:
+    def __call__(self, recipe: Recipe, prompt: str, pool: ModelPool, stores: Any) -> Iterator[Event]:
         if prompt != "endless":
             yield from generate(recipe, prompt, pool, stores)
             return
         try:
-            yield header(prompt=prompt)
+            yield from events_of([header(prompt=prompt)])
             for i in count():
                 if self.over.is_set():
                     break
                 time.sleep(0.01)
-                yield step(i, pieces=["b"])
-            yield end()
+                yield from events_of([step(i, pieces=["b"])])
+            yield from events_of([end()])
         finally:
             self.closed += 1
 

@@ -17,11 +17,13 @@ from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
+from fakes.trace_lines import events_of
 from fakes.trace_records import end, header, step
 from playwright.sync_api import BrowserContext, Page, expect, sync_playwright
 
 from e2e import browser
 from specdemo.core.errors import UserError
+from specdemo.core.events import Event
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
@@ -56,10 +58,10 @@ class Scripts:
         self.steps = 0
         self.closed_in = ""
 
-    def __call__(self, recipe: Recipe, prompt: str, pool: ModelPool, stores: Any) -> Iterator[dict[str, Any]]:
+    def __call__(self, recipe: Recipe, prompt: str, pool: ModelPool, stores: Any) -> Iterator[Event]:
         try:
             script = getattr(self, prompt, None) if isinstance(prompt, str) else None  # a list is a conversation
-            yield from script(recipe) if script else generate(recipe, prompt, pool, stores)
+            yield from events_of(script(recipe)) if script else generate(recipe, prompt, pool, stores)
         finally:
             self.closed_in = threading.current_thread().name
             self.closed.set()

@@ -29,9 +29,10 @@ from e2e.page_fixtures import (
     status,
     written,
 )
+from specdemo.core.trace import MAX_STEPS
 from specdemo.models.zoo import ASSETS
 from specdemo.ui import step_views as rounds
-from specdemo.ui.trace_import import MOST_STEPS, read_traces
+from specdemo.ui.frames import read_traces
 
 VISIBLE = "rounds => rounds.filter(r => !r.hidden).length"
 
@@ -98,8 +99,8 @@ def test_table_and_charts_show_all_steps(tab: Any) -> None:
     rows.nth(3).click()
     expect(page.locator("#round-number")).to_have_text(re.compile("^3 of"))
     page.locator("#round-lane").select_option("ar")
-    expect(page.locator("#round-words")).to_contain_text("Nothing was drafted")
-    expect(page.locator("#chart-whatif")).to_contain_text("Nothing was drafted in this lane")
+    expect(page.locator("#round-words")).to_contain_text("The draft was empty")
+    expect(page.locator("#chart-whatif")).to_contain_text("This lane did not draft")
 
 
 def test_replay_ends_in_the_final_state(tab: Any) -> None:
@@ -139,7 +140,7 @@ def test_identical_texts_have_a_badge(tab: Any, rule: str, temperature: float) -
     expect(page.locator("#sameness")).to_have_text("identical text")
     texts = ["".join(line["text"] for line in saved(page, lane) if "i" in line) for lane in ("spec", "ar")]
     assert texts[0] == texts[1]
-    expect(page.locator("#verdict")).to_contain_text("Theorem 3.8 promises")
+    expect(page.locator("#verdict")).to_contain_text("Theorem 3.8 predicts")
 
 
 def test_exports_match_the_run(tab: Any) -> None:
@@ -162,7 +163,7 @@ def test_exports_match_the_run(tab: Any) -> None:
     both = Path(download.value.path()).read_text("utf-8")
     again = tab()
     opened(again, both)
-    status(again, "done: a recorded trace, 24 and 24 tokens")
+    status(again, "done: recorded trace, 24 and 24 tokens")
     for lane in ("spec", "ar"):
         assert drawn(again, lane) == drawn(page, lane)
     for kpi in ("acceptance", "tokens_per_second", "speedup", "ttft"):
@@ -179,7 +180,7 @@ def test_recorded_traces_open_without_a_model(tab: Any, served: Any) -> None:
     for path in sorted((ASSETS / "traces").glob("*.jsonl")):
         page.get_by_role("button", name=path.stem.replace("-", " "), exact=True).click()
         expect(page.locator("[data-lane=spec] .title")).to_contain_text(path.stem.split(",")[0])
-        status(page, "done: a recorded trace, 96 and 96 tokens")
+        status(page, "done: recorded trace, 96 and 96 tokens")
         trace = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
         middle = next(i for i, line in enumerate(trace) if "end" in line) + 1
         assert drawn(page) == counted(trace[:middle]) and drawn(page, "ar") == counted(trace[middle:])
@@ -212,12 +213,12 @@ def test_markup_in_a_trace_is_shown_as_text(tab: Any) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("this is no trace", "line 1 is no JSON"),
-        (HOSTILE[:-60], "no JSON"),
+        ("this is no trace", "line 1 is not JSON"),
+        (HOSTILE[:-60], "not JSON"),
         (jsonl(header(), PREFILL | {"tokens": "abc"}), "tokens"),
-        (b"\xff\xfe\x00\x01", "no JSON"),
+        (b"\xff\xfe\x00\x01", "not JSON"),
         ("", "the file is empty"),
-        (jsonl(header()) + jsonl(PREFILL).replace('"i": 0', '"i": %d') % 0 * (MOST_STEPS + 2), "not what follows"),
+        (jsonl(header()) + jsonl(PREFILL).replace('"i": 0', '"i": %d') % 0 * (MAX_STEPS + 2), "does not follow"),
     ],
     ids=["words", "truncated", "types", "binary", "empty", "many"],
 )

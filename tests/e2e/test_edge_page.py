@@ -109,7 +109,7 @@ def test_a_run_over_the_link_is_that_of_this_machine_and_its_tab_is_its_trace(ta
 
     again = tab()  # who opens the trace sees the same
     opened(again, "".join(f"{json.dumps(line)}\n" for line in trace))
-    status(again, "done: a recorded trace")
+    status(again, "done: recorded trace")
     again.get_by_role("tab", name="Edge-cloud").click()
     assert table(again, "edge-table") == shown
 
@@ -169,7 +169,9 @@ def test_stop_needs_no_answer_and_a_lost_cloud_is_told_of_in_the_text(tab: Any, 
     os.kill(process(served).process.pid, signal.SIGSTOP)  # it hears, and says nothing any more
     try:
         status(page, "done: 48 tokens")
-        expect(page.locator("#lane-spec .note")).to_have_text("The cloud is lost: from here the drafter goes on alone.")
+        expect(page.locator("#lane-spec .note")).to_have_text(
+            "Connection to the cloud lost: the drafter continues alone."
+        )
         assert page.locator("#lane-spec [data-by=alone]").count() > 0
         assert page.locator("#lane-spec .note ~ .round:not([data-by])").count() == 0
         linked(page, served, mode="speculative", remote=process(served).url, deadline_ms=600000, max_tokens=64)
@@ -187,7 +189,7 @@ def test_stop_needs_no_answer_and_a_lost_cloud_is_told_of_in_the_text(tab: Any, 
 def test_three_modes_are_measured_where_everything_else_runs(tab: Any, served: Any) -> None:
     page = tab()
     page.get_by_role("tab", name="Edge-cloud").click()
-    expect(page.locator("#edge-run")).to_contain_text("Nothing has been run yet")
+    expect(page.locator("#edge-run")).to_contain_text("No run available")
     set_number(page, "modes-prompts", 1)
     set_number(page, "modes-tokens", 8)
     set_number(page, "temperature", 0)

@@ -23,11 +23,14 @@ from typing import Any
 
 import httpx
 import pytest
+from fakes.trace_lines import events_of
+from fakes.trace_records import step
 from fakes.zero_gpu import Forking, untouched
 from PIL import Image
 
 import app
 from specdemo.core.errors import UserError
+from specdemo.core.events import Event, Header, Loading, StepEvent
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import ASSETS
@@ -155,16 +158,16 @@ def pool() -> ModelPool:
     return zero.loaded([RECIPE])
 
 
-def tokens_of(events: Iterable[dict[str, Any]]) -> list[int]:
-    return [token for event in events if "i" in event for token in event["tokens"]]
+def tokens_of(events: Iterable[Event]) -> list[int]:
+    return [token for event in events if isinstance(event, StepEvent) for token in event.step.tokens]
 
 
 @pytest.mark.parametrize("package", [False, True][: 1 + (find_spec("spaces") is not None)])
 def test_away_from_zerogpu_the_decorator_changes_nothing(package: bool, pool: ModelPool) -> None:
     """Neither the stand-in nor, where the package is installed, the real one."""
     events = list(zero.on(zero.decorator() if package else untouched, pool)(RECIPE, CODE, ModelPool(), {}))
-    assert events[0] == {"phase": "loading", "text": "waiting for a GPU"} and "specdemo" in events[1]
-    assert tokens_of(events) == tokens_of(generate(RECIPE, CODE, pool)) and events[-1]["end"] == "length"
+    assert events[0] == Loading("waiting for a GPU") and isinstance(events[1], Header)
+    assert tokens_of(events) == tokens_of(generate(RECIPE, CODE, pool)) and events[-1].reason == "length"
 
 
 def test_the_page_of_a_zerogpu_space_can_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,14 +180,14 @@ def test_the_page_of_a_zerogpu_space_can_be_built(monkeypatch: pytest.MonkeyPatc
 
 @forks
 def test_a_run_in_its_own_process_gives_the_same_text(pool: ModelPool) -> None:
-    def telling(*asked: Any) -> Iterator[dict[str, Any]]:
-        for event in generate(*asked):
-            yield {**event, "process": os.getpid()}
+    def telling(*asked: Any) -> Iterator[Event]:
+        yield Loading("process", os.getpid())
+        yield from generate(*asked)
 
     gpu = Forking()
     events = list(zero.on(gpu, pool, telling)(RECIPE, CODE, ModelPool(), {}))
     assert tokens_of(events) == tokens_of(generate(RECIPE, CODE, pool)) != []
-    assert {event["process"] for event in events[1:]} == {gpu.processes[0].pid} != {os.getpid()}
+    assert events[1] == Loading("process", gpu.processes[0].pid) != Loading("process", os.getpid())
     assert gpu.processes[0].exitcode == 0
     assert gpu.durations == [zero.seconds_of(RECIPE, pool.take(RECIPE.target_spec).weight_bytes)]
 
@@ -193,33 +196,33 @@ def test_a_run_in_its_own_process_gives_the_same_text(pool: ModelPool) -> None:
 def test_nothing_that_is_shared_is_relied_on(pool: ModelPool) -> None:
     """The stand-in sees to it: whatever cannot be pickled would stop the run, whatever is changed there is not seen."""
 
-    def forgetful(recipe: Recipe, prompt: str, pool: ModelPool, stores: dict) -> Iterator[dict[str, Any]]:
+    def forgetful(recipe: Recipe, prompt: str, pool: ModelPool, stores: dict) -> Iterator[Event]:
         seen = dict(stores)
         stores["learnt"] = changed["there"] = prompt
-        yield {"seen": seen}
+        yield Header(seen, "", ())
 
     changed: dict[str, str] = {}
     run = zero.on(Forking(), pool, forgetful)
     for _ in range(2):
         stores: dict[str, str] = {"mine": "secret"}
-        assert [event for event in run(RECIPE, CODE, ModelPool(), stores) if "seen" in event] == [{"seen": {}}]
+        assert list(run(RECIPE, CODE, ModelPool(), stores))[1:] == [Header({}, "", ())]
         assert stores == {"mine": "secret"} and not changed
     with pytest.raises(UserError, match="pickle"):  # a driver that handed a stop flag over would fail like this
         list(run(RECIPE, threading.Event(), ModelPool(), {}))
-    with pytest.raises(UserError, match="n-grams are not kept here"):
+    with pytest.raises(UserError, match="n-grams are not kept on this host"):
         list(run(Recipe(pair="bundled", method="nasd", ngram_keep=True), CODE, ModelPool(), {}))
-    with pytest.raises(UserError, match="only the models loaded at the start run here"):
+    with pytest.raises(UserError, match="only preloaded models run on this host"):
         list(run(Recipe(pair="bundled", quantization="nf4"), CODE, ModelPool(), {}))
 
 
 @forks
 def test_stop_ends_the_process(pool: ModelPool, tmp_path: Path) -> None:
-    def endless(*_: Any) -> Iterator[dict[str, Any]]:
+    def endless(*_: Any) -> Iterator[Event]:
         try:
-            yield {"specdemo": 1}
+            yield Header(vars(RECIPE), "", ())
             for i in count():
                 time.sleep(0.01)
-                yield {"i": i, "tokens": [i]}
+                yield from events_of([step(i, pieces=["a"], tokens=[i])])
         finally:
             (tmp_path / "closed").write_text(str(os.getpid()))
 
@@ -236,11 +239,11 @@ def test_stop_ends_the_process(pool: ModelPool, tmp_path: Path) -> None:
     service.worker.close()
 
 
-def follow(stream: Any, until: Callable[[list], bool]) -> list[dict[str, Any]]:
+def follow(stream: Any, until: Callable[[list], bool]) -> list[Event]:
     """What a stream has given when the condition first holds."""
 
-    async def read() -> list[dict[str, Any]]:
-        events: list[dict[str, Any]] = []
+    async def read() -> list[Event]:
+        events: list[Event] = []
         async for batch in drain(stream):
             events += [event for _, event in batch]
             if until(events):
@@ -260,8 +263,8 @@ def follow(stream: Any, until: Callable[[list], bool]) -> list[dict[str, Any]]:
     ],
 )
 def test_an_error_over_there_arrives_as_a_sentence(pool: ModelPool, fault: Exception | None, said: str) -> None:
-    def broken(*_: Any) -> Iterator[dict[str, Any]]:
-        yield {"specdemo": 1}
+    def broken(*_: Any) -> Iterator[Event]:
+        yield Header(vars(RECIPE), "", ())
         if fault is None:
             os._exit(1)  # as the lender does when the time is up
         raise fault
@@ -306,7 +309,7 @@ def test_a_gpu_is_asked_for_as_long_as_the_request_may_take() -> None:
 
 def test_preflight_is_refused_where_no_device_stays(pool: ModelPool) -> None:
     service = Service(pool, generate, worker=WorkerGroup(1))
-    with pytest.raises(UserError, match="here one is lent to each run"):
+    with pytest.raises(UserError, match="this host does not have"):
         asyncio.run(service.preflight(RECIPE))
     service.worker.close()
 
@@ -337,29 +340,29 @@ def page(engine: Any = generate, lately_s: float = LATELY_S, patience_s: float =
 def test_health_means_that_a_token_was_produced_lately() -> None:
     runs = []
 
-    def counted(recipe: Recipe, *asked: Any) -> Iterator[dict[str, Any]]:
+    def counted(recipe: Recipe, *asked: Any) -> Iterator[Event]:
         runs.append((recipe.method, recipe.max_tokens))
         yield from generate(recipe, *asked)
 
     with page(counted) as demo:
         first, second = httpx.get(f"{demo.url}health", timeout=PATIENCE), httpx.get(f"{demo.url}health")
         assert first.status_code == second.status_code == 200
-        assert "a token was produced now" in first.json()["why"] and "s ago" in second.json()["why"]
+        assert "a probe produced a token" in first.json()["why"] and "s ago" in second.json()["why"]
         assert runs == [("ar", 2)]  # the first look had to try, the second had not
 
 
 def test_a_page_whose_device_hangs_is_not_healthy_though_it_answers() -> None:
     gate, tries = threading.Event(), []
 
-    def hung(*_: Any) -> Iterator[dict[str, Any]]:
+    def hung(*_: Any) -> Iterator[Event]:
         tries.append(1)
         assert gate.wait(PATIENCE)
-        yield {"i": 0, "tokens": [1]}
+        yield from events_of([step(0, pieces=["a"])])
 
     with page(hung, patience_s=0.2) as demo:
         for _ in range(2):
             said = httpx.get(f"{demo.url}health")
-            assert said.status_code == 503 and "no token came within 0.2 s" in said.json()["why"]
+            assert said.status_code == 503 and "no token within 0.2 s" in said.json()["why"]
         assert httpx.get(f"{demo.url}config").status_code == 200
         assert len(tries) == 1 and demo.worker.active == 1  # looking again makes no queue
         gate.set()
@@ -368,7 +371,7 @@ def test_a_page_whose_device_hangs_is_not_healthy_though_it_answers() -> None:
 
 
 def test_a_page_that_cannot_decode_says_why() -> None:
-    def broken(*_: Any) -> Iterator[dict[str, Any]]:
+    def broken(*_: Any) -> Iterator[Event]:
         raise UserError("the weights are damaged: fetch them again")
         yield
 
@@ -386,7 +389,7 @@ def test_what_visitors_run_counts_and_old_tokens_do_not() -> None:
     service.last_token = time.monotonic() - 101
     assert not look.fresh
     alive, why = asyncio.run(look.look())
-    assert not alive and "no token came" in why  # the probe ended without one
+    assert not alive and "no token" in why  # the probe ended without one
     service.worker.close()
 
 

@@ -18,6 +18,9 @@ from fakes.trace_records import end, header, step
 
 from e2e.limited_page import Patient, limited_page
 from specdemo.core.errors import UserError
+from specdemo.core.events import Event, Loading, StepEvent
+from specdemo.core.metrics import Metrics
+from specdemo.core.trace import from_json
 from specdemo.models.zoo import PAIRS
 from specdemo.recipe import POLICIES, Recipe
 from specdemo.ui.limits import PUBLIC, HostLimits, read_limits
@@ -134,7 +137,7 @@ def test_an_honest_user_is_served_beside_fifty_parallel_requests(served: Any, en
     assert not wait([job.future for job in jobs], timeout=PATIENCE).not_done
     errors = [str(job.exception()) for job in jobs if job.exception()]
     assert len(errors) == 50 - PUBLIC.at_once
-    assert all("you have 2 runs going already" in error for error in errors)
+    assert all("you already have 2 runs in progress" in error for error in errors)
     engine.over.clear()
 
 
@@ -142,10 +145,10 @@ def test_time_that_is_up_ends_a_run_clearly_and_keeps_what_is_there() -> None:
     with limited_page(HostLimits(max_seconds=1)) as short:
         lines = [json.loads(line) for line in client(short, "203.0.113.5").submit("endless", api_name="/generate")]
         frame = press_run(short.url, prompt="endless")
-    assert lines[-1]["end"] == "cancelled" and lines[-1]["error"].startswith("a run may take 1 seconds here")
+    assert lines[-1]["end"] == "cancelled" and lines[-1]["error"].startswith("the time limit of 1 seconds per run")
     assert lines[-1]["metrics"]["tokens"] == len(lines) - 2 > 10
     phase, why = frame["phase"]
-    assert phase == "stopped" and "a run may take 1 seconds here" in why and frame["over"]
+    assert phase == "stopped" and "the time limit of 1 seconds per run" in why and frame["over"]
 
 
 def test_a_visitor_who_has_had_enough_waits_and_another_does_not() -> None:
@@ -153,7 +156,7 @@ def test_a_visitor_who_has_had_enough_waits_and_another_does_not() -> None:
         eager, other = client(slow, "198.51.100.9"), client(slow, "198.51.100.10")
         for _ in range(2):
             assert eager.predict(CODE, max_tokens=1, api_name="/generate")
-        with pytest.raises(Exception, match="2 runs a minute are allowed here: try again in [1-6]?[0-9] s"):
+        with pytest.raises(Exception, match="allows 2 runs per minute: try again in [1-6]?[0-9] s"):
             eager.predict(CODE, max_tokens=1, api_name="/generate")
         assert other.predict(CODE, max_tokens=1, api_name="/generate")
 
@@ -269,25 +272,26 @@ class Clock:
 def test_the_time_is_counted_from_the_first_header_over_all_lanes() -> None:
     clock, closed = Clock(), []
 
-    def lane(name: str) -> Iterator[dict[str, Any]]:
+    def lane(name: str) -> Iterator[Event]:
         try:
-            yield {"phase": "loading", "text": name}
-            yield header()
-            for i in range(9):
-                clock.now += 2
-                yield step(i, pieces=["a", "b"])
-            yield end()
+            yield Loading(name)
+            metrics = Metrics()
+            for line in (header(), *(step(i, pieces=["a", "b"]) for i in range(9)), end()):
+                clock.now += 2 if line.get("pieces") else 0
+                event = from_json(line, metrics)
+                metrics = getattr(event, "metrics", metrics)
+                yield event
         finally:
             closed.append(name)
 
     clock.now += 1000  # loading and waiting are not counted
     budget = TimeBudget(25, clock)
     first, second = list(budget.spend(lane("spec"))), list(budget.spend(lane("ar")))
-    assert first[-1] == end() and closed == ["spec", "ar"]
-    assert [line["i"] for line in second if "i" in line] == [0, 1, 2, 3]  # 18 s + 4 x 2 s
-    assert second[-1]["end"] == "cancelled" and second[-1]["metrics"]["tokens"] == 8
-    assert "25 seconds" in second[-1]["error"]
-    assert list(TimeBudget(None).spend(lane("free")))[-1] == end()
+    assert first[-1].reason == "length" and closed == ["spec", "ar"]
+    assert [event.step.i for event in second if isinstance(event, StepEvent)] == [0, 1, 2, 3]  # 18 s + 4 x 2 s
+    assert second[-1].reason == "cancelled" and second[-1].metrics.tokens == 8
+    assert "25 seconds" in second[-1].error
+    assert list(TimeBudget(None).spend(lane("free")))[-1].reason == "length"
 
 
 def test_a_visitor_is_counted_and_then_forgotten() -> None:
@@ -301,12 +305,12 @@ def test_a_visitor_is_counted_and_then_forgotten() -> None:
         return run
 
     first, second = start("192.0.2.1"), start("192.0.2.1")
-    with pytest.raises(UserError, match="you have 2 runs going already"):
+    with pytest.raises(UserError, match="you already have 2 runs in progress"):
         start("192.0.2.1")
     first.done = second.done = True
     clock.now += 20
     start("192.0.2.1").done = True
-    with pytest.raises(UserError, match="3 runs a minute are allowed here: try again in 40 s"):
+    with pytest.raises(UserError, match="allows 3 runs per minute: try again in 40 s"):
         start("192.0.2.1")
     start("192.0.2.2").done = True  # somebody else
     clock.now += 40
@@ -337,7 +341,7 @@ def test_an_address_more_is_not_a_visitor_more(one: str, other: str, same: bool)
     visitors.entered(one, Going())
     admit: Callable[[], None] = lambda: visitors.admit(other)  # noqa: E731
     if same:
-        with pytest.raises(UserError, match="you have 1 run going already"):
+        with pytest.raises(UserError, match="you already have 1 run in progress"):
             admit()
     else:
         admit()

@@ -8,6 +8,7 @@ from typing import Any
 
 import gradio_client
 import pytest
+from fakes.trace_lines import trace_lines
 from playwright.sync_api import expect
 
 from e2e.page_fixtures import (
@@ -29,8 +30,6 @@ from e2e.page_fixtures import (
     written,
 )
 from specdemo.core.errors import UserError
-from specdemo.generate import generate
-from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import PAIRS
 from specdemo.recipe import METHODS, Recipe
 from specdemo.ui.page import build
@@ -333,10 +332,10 @@ def test_keyboard_alone_is_enough(tab: Any, scripts: Scripts) -> None:
         page.keyboard.press(key)
         expect(page.locator(".tok:focus")).to_have_attribute("data-kind", kind)
         expect(page.locator(".tok:focus")).to_have_attribute("aria-describedby", "tip")
-        expect(tip.locator("strong")).to_have_text("never tested" if kind == "ignored" else kind)
+        expect(tip.locator("strong")).to_have_text("not tested" if kind == "ignored" else kind)
     expect(tip).to_contain_text("p, target")
     page.keyboard.press("Home")
-    expect(tip).to_contain_text("Kept: the draw is below 1.000")
+    expect(tip).to_contain_text("Accepted: it is the target's most probable token")
     page.keyboard.press("Escape")
     expect(tip).to_be_hidden()
     page.locator("#show-rejected").focus()
@@ -370,7 +369,7 @@ def test_the_api_streams_the_trace(served: Any) -> None:
     assert "specdemo" in lines[0] and "end" in lines[-1]
     assert [line["i"] for line in lines[1:-1]] == list(range(len(lines) - 2))
     recipe = Recipe(pair="bundled", **asked)
-    again = list(generate(recipe, CODE, ModelPool()))
+    again = list(trace_lines(recipe, CODE))
     committed = [[token for line in trace if "i" in line for token in line["tokens"]] for trace in (lines, again)]
     assert committed[0] == committed[1] and len(committed[0]) == 12
     with pytest.raises(Exception, match="gamma must be"):

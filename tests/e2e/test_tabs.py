@@ -175,7 +175,7 @@ def test_size_follows_the_last_change_despite_late_responses(tab: Any) -> None:
 def test_memory_tab_shows_the_trace_when_selected(tab: Any) -> None:
     page = tab("Memory")
     latest = page.locator("#memory-run")
-    expect(latest).to_contain_text("Nothing has run yet")
+    expect(latest).to_contain_text("No run available")
     expect(page.locator("#memory-machine")).to_contain_text("system, available")
     expect(page.locator("#memory-pairs tbody tr")).to_have_count(len(QUANTIZATIONS) + len(PAIRS) - 1)
     expect(page.locator("#memory-pairs tbody tr").first).to_contain_text("yes")
@@ -190,11 +190,11 @@ def test_memory_tab_shows_the_trace_when_selected(tab: Any) -> None:
     for label, size in (
         ("weights of the target", sizes["target_bytes"]),
         ("weights of the drafter", sizes["drafter_bytes"]),
-        ("keys and values, at most", peak),
+        ("keys and values, peak", peak),
     ):
         row = latest.locator("tr").filter(has_text=label)
         expect(row.locator("td")).to_have_text(f"{size / 1e6:,.1f}")
     page.get_by_role("tab", name="Method").click()
     expect(latest).to_be_hidden()
     page.get_by_role("tab", name="Memory").click()
-    expect(latest).to_contain_text("process, at most")
+    expect(latest).to_contain_text("process, peak")

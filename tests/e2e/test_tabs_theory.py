@@ -44,7 +44,7 @@ def path(page: Page, plot: str, colour: str) -> list[list[float]]:
 
 def test_run_appears_on_every_curve(page: Page) -> None:
     """Compare texts and dots with the saved trace of a real run."""
-    expect(page.locator("#theory-run")).to_contain_text("Nothing has been run yet")
+    expect(page.locator("#theory-run")).to_contain_text("No run available")
     assert all(path(page, plot, RUN) == [] for plot in PLOTS)
     page.locator("#compare input").check()
     run(page, CODE, tokens=48)
@@ -64,7 +64,7 @@ def test_run_appears_on_every_curve(page: Page) -> None:
         f"accepted / drafted = {m['accepted'] / m['drafted']:.3f}",
         f"c = {m['draft_s'] / m['drafted'] / step:.3f}",
         f"v = {m['verify_s'] / count / step:.2f}",
-        f"It was {ratio:.2f}×",
+        f"The run was {ratio:.2f}×",
     ):
         expect(text).to_contain_text(words)
     expect(page.locator("#theory-alpha input[type=number]")).to_have_value(f"{alpha:.2f}".rstrip("0"))
@@ -98,7 +98,7 @@ def test_sliders_update_texts_and_curves(page: Page) -> None:
     enter(page, "alpha", "0.7")
     expect(words).to_contain_text("α > c")
     page.locator("#theory-set").click()
-    expect(page.get_by_text("Nothing has been run yet").nth(1)).to_be_visible()  # sliders unchanged
+    expect(page.get_by_text("No run available").nth(1)).to_be_visible()  # sliders unchanged
     expect(page.locator("#theory-alpha input[type=number]")).to_have_value("0.7")
 
 
@@ -113,7 +113,7 @@ def test_tab_is_not_drawn_while_tokens_stream(page: Page) -> None:
     spans(page, 60)
     assert page.evaluate("window.touched") == 0
     enter(page, "alpha", "0.61")  # a moved slider redraws
-    expect(page.locator("#theory-run")).to_contain_text("A run is under way")
+    expect(page.locator("#theory-run")).to_contain_text("A run is in progress")
     page.locator("#stop").click()
     status(page, "stopped")
 

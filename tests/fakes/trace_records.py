@@ -1,11 +1,14 @@
-"""Trace lines written by hand: a chain run with a rejection, an accepted draft and a cut step."""
+"""Hand-written trace lines: a chain run with a rejection, an accepted draft and a cut step."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from specdemo.core import trace
+from specdemo.core.events import StepEvent
+from specdemo.core.metrics import Metrics
 from specdemo.ui.frames import Run
-from specdemo.ui.labels import PLAIN, SPEC
+from specdemo.ui.lane import PLAIN, SPEC
 
 
 def step(i: int, *, pieces: list[str], draft: tuple = (), accepted: tuple = (), tested: int = 0, **more: Any) -> dict:
@@ -64,10 +67,19 @@ ALL_KEPT = step(2, pieces=["e", "f", "g"], draft=("e", "f"), accepted=(0, 1), te
 CUT = step(3, pieces=["h"], draft=("h", "i"), accepted=(0,), tested=1)  # a stop token: nothing follows it
 
 
-def whole(run: Run, lane: str = SPEC, lines: tuple = (PREFILL, REJECTION, ALL_KEPT)) -> Run:
-    run.absorb(lane, {"phase": "loading", "text": "loading the target"})
-    run.absorb(lane, header("ar" if lane == PLAIN else "draft"))
+def step_event(line: dict) -> StepEvent:
+    event = trace.from_json(line, Metrics())
+    assert isinstance(event, StepEvent)
+    return event
+
+
+def absorb(run: Run, lane: str, *lines: dict) -> None:
+    """Add trace lines to a run, as events."""
     for line in lines:
-        run.absorb(lane, line)
-    run.absorb(lane, end())
+        run.absorb(lane, trace.from_json(line, run.lanes[lane].metrics))
+
+
+def whole(run: Run, lane: str = SPEC, lines: tuple = (PREFILL, REJECTION, ALL_KEPT)) -> Run:
+    absorb(run, lane, {"phase": "loading", "text": "loading the target"}, header("ar" if lane == PLAIN else "draft"))
+    absorb(run, lane, *lines, end())
     return run

@@ -82,7 +82,7 @@ def test_greedy_text_is_that_of_transformers(kind: str) -> None:
                 steps = run(prompt, verifier, drafter, Fixed(gamma), length)
                 assert committed(steps) == expected, (name, gamma, prompt)
                 for step in steps:
-                    totals[name].add(step)
+                    totals[name] = totals[name].plus(step)
     for name, metrics in totals.items():
         if name != "forest" or forests:
             assert metrics.drafted > metrics.accepted > 0, name

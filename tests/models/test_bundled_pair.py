@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from fakes.trace_lines import trace_lines as generate
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specdemo.core.step import Draft
-from specdemo.generate import generate
 from specdemo.models.engines.packed_linear import can_pack
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel

@@ -25,6 +25,7 @@ from fakes.tiny_models import (
     save_model,
     tiny_model,
 )
+from fakes.trace_lines import trace_lines as generate
 from safetensors.torch import load_file, save_file
 from tokenizers import processors
 from transformers import BartConfig, PreTrainedModel, PreTrainedTokenizerFast, T5Config
@@ -40,7 +41,6 @@ from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.model import ModelDrafter
 from specdemo.drafters.ngram import NGramDrafter
 from specdemo.drafters.suffix import SuffixDrafter
-from specdemo.generate import generate
 from specdemo.models.engines.encoder_decoder import opening
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.memory_plan import plan_spec

@@ -16,9 +16,11 @@ import pytest
 import torch
 from fakes.hub_server import Faults, StandIn, serving
 from fakes.tiny_models import byte_level_tokenizer, save_model
+from fakes.trace_lines import trace_lines
 from transformers import BertConfig, MambaConfig
 
 from specdemo.core.errors import UserError
+from specdemo.core.events import Loading
 from specdemo.generate import generate
 from specdemo.models.hub import Hub, local_shapes
 from specdemo.models.load import load
@@ -99,7 +101,7 @@ def test_neither_code_nor_pickles_are_fetched(hub: Hub, server: StandIn) -> None
 def test_the_bundled_pair_speculates_from_a_hub(hub: Hub) -> None:
     def text(**models: str) -> str:
         recipe = Recipe(**models, temperature=0, max_tokens=12, device="cpu")
-        lines = generate(recipe, "def add(a, b):\n", ModelPool(hub=hub))
+        lines = trace_lines(recipe, "def add(a, b):\n", ModelPool(hub=hub))
         return "".join(line.get("text", "") for line in lines if "phase" not in line)
 
     assert text(target="bundled/target", drafter="bundled/drafter") == text(pair="bundled")
@@ -147,14 +149,14 @@ def test_giving_up_a_slow_download(hub: Hub, server: StandIn) -> None:
     recipe = Recipe(target=NAME, method="ar", device="cpu", max_tokens=4)
     run = generate(recipe, "def", pool)
     event = next(
-        line for line in run if 0 < line.get("done", 0) < line["total"]
+        event for event in run if 0 < event.done < event.total
     )  # of the weights: small files arrive in a single chunk
-    assert event["phase"] == "loading" and "downloading" in event["text"]
+    assert isinstance(event, Loading) and "downloading" in event.text
     run.close()  # returns although the server still delays
     assert recipe.target_spec not in pool
     server.faults.go_on.set()
     server.faults = Faults()
-    assert [line for line in generate(recipe, "def", pool) if "phase" not in line][-1]["end"] in ("length", "stop")
+    assert [line for line in trace_lines(recipe, "def", pool) if "phase" not in line][-1]["end"] in ("length", "stop")
 
 
 def test_giving_up_while_weights_are_read(files: Path) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from fakes.tiny_models import byte_level_tokenizer, save_model, sentencepiece_tokenizer
+from fakes.trace_lines import trace_lines as generate
 from transformers import ViTConfig
 
 from specdemo.core.errors import UserError
-from specdemo.generate import generate
 from specdemo.models.load import load, reference
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec

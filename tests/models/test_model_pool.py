@@ -14,9 +14,9 @@ import psutil
 import pytest
 import torch
 from fakes.tiny_models import byte_level_tokenizer, save_model
+from fakes.trace_lines import trace_lines as generate
 
 from specdemo.core.errors import UserError
-from specdemo.generate import generate
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec

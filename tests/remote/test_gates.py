@@ -13,7 +13,9 @@ from fakes.enumeration import PROMPT, SMALL, TARGET, VOCAB
 from fakes.remote import DirectClient, contexts, verify_config
 from fakes.tiny_models import committed, run, tiny_model
 
+from specdemo.core import trace
 from specdemo.core.errors import UserError
+from specdemo.core.events import StepEvent
 from specdemo.core.policies import Fixed
 from specdemo.core.rules import rejection
 from specdemo.core.sampling import Noise, SamplingParams
@@ -94,9 +96,9 @@ def test_gate_without_hard_tokens_gives_the_drafter_text() -> None:
     escalated = [step for step in steps if step.verdict.notes["escalated"]]
     assert len(http.sent) == len(escalated) < len(steps) and all(not step.draft for step in escalated)
     unverified = next(step for step in steps if not step.verdict.notes["escalated"])
-    line = unverified.to_json()
+    line = trace.to_json(StepEvent(unverified, ("a", "b"), ("a", "b")))
     assert line["p"] == [None, None] and line["top"] == [None, None] and line["remote"]["hard_ratio"] == 0
-    assert type(unverified).from_json(line).to_json() == line
+    assert trace.step_from_json(line) == unverified
 
 
 def test_higher_thresholds_save_requests() -> None:

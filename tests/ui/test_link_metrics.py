@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fakes.trace_records import PREFILL, end, header, step
+from fakes.trace_records import PREFILL, absorb, end, header, step, step_event
 
 from specdemo.core.errors import UserError
-from specdemo.core.step import Draft
+from specdemo.core.step import Draft, Step
 from specdemo.models.spec import ModelSpec
 from specdemo.recipe import Recipe
 from specdemo.remote.client import RemoteVerifier
@@ -23,14 +23,12 @@ from specdemo.remote.local_service import LocalServices, ServiceProcess, serve_c
 from specdemo.remote.protocol import VerifyConfig
 from specdemo.ui import edge_cloud_modes as modes
 from specdemo.ui import link_speedup as best_k
-from specdemo.ui.frames import LOST, Run
-from specdemo.ui.labels import PLAIN, SPEC
-from specdemo.ui.lane_plan import lanes_of, plan_of
+from specdemo.ui.frames import LOST, Run, read_traces
+from specdemo.ui.lane import PLAIN, SPEC, lanes_of, plan_of
 from specdemo.ui.limits import PUBLIC, HostLimits, read_limits
 from specdemo.ui.link_metrics import HEADERS, edge_lane, measures, parts, steps, told, window
 from specdemo.ui.link_timeline import picture
 from specdemo.ui.settings import cloud_of, from_link, recipe_of, restored
-from specdemo.ui.trace_import import read_traces
 from specdemo.worker import Stream, Worker, interruptible
 
 PATIENCE = 20.0
@@ -61,9 +59,13 @@ def provisional(i: int, **notes: float) -> dict[str, Any]:
 def played(*lines: dict[str, Any], **more: Any) -> Run:
     run = Run()
     for line in (header(recipe=RECIPE | more), *lines, end()):
-        run.absorb(SPEC, line)
+        absorb(run, SPEC, line)
     run.finish()
     return run
+
+
+def steps_of(*lines: dict[str, Any]) -> list[Step]:
+    return [step_event(line).step for line in lines]
 
 
 LINES = [
@@ -79,27 +81,27 @@ LINES = [
 
 
 def test_the_parts_of_all_rounds_fill_the_time_without_gap_or_overlap() -> None:
-    flat = [part for some in parts(LINES) for part in some]
+    flat = [part for some in parts(steps_of(*LINES)) for part in some]
     at = 0.0
     for _, start, seconds in flat:
         assert start == pytest.approx(at) and seconds > 0
         at = start + seconds
     assert at == pytest.approx(LINES[-1]["t"])
-    ways = [what for what, *_ in parts(LINES)[1]]
+    ways = [what for what, *_ in parts(steps_of(*LINES))[1]]
     assert ways == ["idle", "draft", "up", "way", "verify", "way", "down"]
-    by = {what: seconds for what, _, seconds in parts(LINES)[1]}
+    by = {what: seconds for what, _, seconds in parts(steps_of(*LINES))[1]}
     assert by["up"] == 0.015 and by["down"] == 0.013 and by["verify"] == 0.008
     assert 2 * by["way"] == pytest.approx(0.04 - 0.015 - 0.013 - 0.008)
 
 
 def test_an_answer_that_was_another_rounds_is_a_wait() -> None:
     late = over_the_link(1) | {"verify_s": 0.001}
-    assert [what for what, *_ in parts([late])[0]] == ["idle", "draft", "wait"]
-    assert [what for what, *_ in parts([provisional(1)])[0]] == ["idle", "draft", "wait"]
+    assert [what for what, *_ in parts(steps_of(late))[0]] == ["idle", "draft", "wait"]
+    assert [what for what, *_ in parts(steps_of(provisional(1)))[0]] == ["idle", "draft", "wait"]
 
 
 def test_the_table_has_the_guides_measures() -> None:
-    total, *rows = [dict(zip(HEADERS, row, strict=True)) for row in measures(LINES)]
+    total, *rows = [dict(zip(HEADERS, row, strict=True)) for row in measures(steps_of(*LINES))]
     assert [row["round"] for row in rows] == ["0", "1", "2", "3", "4"] and total["round"] == "all"
     assert [row["k"] for row in rows] == ["0", "3", "3", "2", "3"] and total["k"] == "11"
     assert [row["la/k"] for row in rows] == ["–", "0.33", "1.00", "0.50", "0.00"]
@@ -139,21 +141,21 @@ def test_without_a_verified_round_there_is_no_best_k() -> None:
 def test_only_a_run_with_a_cloud_that_is_over_has_something_to_show() -> None:
     local = Run()
     for line in (header(), PREFILL, end()):
-        local.absorb(SPEC, line)
-    with pytest.raises(UserError, match="under way"):
+        absorb(local, SPEC, line)
+    with pytest.raises(UserError, match="in progress"):
         edge_lane(local)
     local.finish()
-    for run, words in ((None, "Nothing has been run"), (local, "had no cloud")):
+    for run, words in ((None, "No run available"), (local, "had no cloud")):
         with pytest.raises(UserError, match=words):
             edge_lane(run)
     lane = edge_lane(played(*LINES))
-    assert steps(lane) == LINES
+    assert steps(lane) == steps_of(*LINES)
     said = told(lane)
     assert "0.8 kB up" in said and "1 tokens were committed provisionally" in said and "1 tokens were confirmed" in said
 
 
 def test_the_timeline_names_every_part() -> None:
-    drawn = picture(*window(LINES, 1, 2))
+    drawn = picture(*window(steps_of(*LINES), 1, 2))
     assert drawn.count("<rect") == 2 * 7 and "drafting: 3.00 ms" in drawn and "2: 3/3" in drawn
     assert picture([], []) == ""
 
@@ -165,7 +167,8 @@ def test_lanes_say_what_no_target_has_seen_and_what_became_of_it() -> None:
     gate = provisional(5) | {"remote": {"escalated": 0.0, "hard_ratio": 0.0}}
     alone = provisional(6) | {"remote": {"escalated": 0.0, "edge": 1.0, "lost": 1.0}}
     late = over_the_link(4, 0, confirmed=1.0, overruled=2.0)
-    head, *records = played(*LINES[:4], late, gate, alone, provisional=True).records
+    run = played(*LINES[:4], late, gate, alone, provisional=True)
+    head, *records = map(json.loads, run.records)
     rounds = [record for record in records if "i" in record]
     assert [record.get("by") for record in rounds] == [None, None, None, "provisional", None, "gate", "alone"]
     assert [record.get("fate") for record in rounds] == [None] * 4 + [[1, 2]] + [None] * 2
@@ -177,8 +180,8 @@ def test_lanes_say_what_no_target_has_seen_and_what_became_of_it() -> None:
 def test_a_cloud_that_ends_the_run_is_told_of_in_the_lane() -> None:
     run = Run()
     for line in (header(recipe=RECIPE), *LINES, end("error", "the cloud has not answered")):
-        run.absorb(SPEC, line)
-    assert run.records[-1] == {"l": SPEC, "note": "the cloud has not answered"}
+        absorb(run, SPEC, line)
+    assert json.loads(run.records[-1]) == {"l": SPEC, "note": "the cloud has not answered"}
 
 
 @pytest.mark.parametrize(
@@ -186,16 +189,16 @@ def test_a_cloud_that_ends_the_run_is_told_of_in_the_lane() -> None:
     [
         ({"mode": "edge_only"}, "the drafter alone"),
         ({"mode": "cloud_only"}, "the target alone"),
-        ({"provisional": True}, "too late is not waited for"),
-        ({"gates": ["nll"]}, "not asked about every draft"),
-        ({"on_loss": "edge"}, "goes on alone"),
-        ({"q_rows": "scalar"}, "does not travel whole"),
+        ({"provisional": True}, "late responses are replaced"),
+        ({"gates": ["nll"]}, "confident drafts are not verified"),
+        ({"on_loss": "edge"}, "continues alone"),
+        ({"q_rows": "scalar"}, "sent incompletely"),
     ],
 )
 def test_what_costs_exactness_is_named(cloud: dict[str, Any], words: str) -> None:
     run = Run()
-    run.absorb(SPEC, header(exact=False, recipe=RECIPE | {"cloud": WIRE | cloud}))
-    head = run.records[0]["head"]
+    absorb(run, SPEC, header(exact=False, recipe=RECIPE | {"cloud": WIRE | cloud}))
+    head = json.loads(run.records[0])["head"]
     assert head["badge"] == "lossy" and words in head["why"] + head["title"]
 
 
@@ -203,10 +206,10 @@ def test_a_trace_with_unjudged_tokens_comes_back_as_it_was() -> None:
     lines = [header(recipe=RECIPE), *LINES, end()]
     text = "".join(f"{json.dumps(line)}\n" for line in lines)
     again = read_traces(text)
-    assert measures(steps(again.lanes[SPEC])) == measures(LINES)
-    assert again.lanes[SPEC].lines[4]["remote"]["provisional"] == 1
+    assert measures(steps(again.lanes[SPEC])) == measures(steps_of(*LINES))
+    assert again.lanes[SPEC].steps[3].step.verdict.notes["provisional"] == 1
     untested = provisional(1) | {"remote": None}
-    with pytest.raises(UserError, match="no path of tested nodes"):
+    with pytest.raises(UserError, match="not a path of tested nodes"):
         read_traces("".join(f"{json.dumps(line)}\n" for line in (header(), PREFILL, untested)))
 
 

@@ -6,7 +6,7 @@ import re
 
 import psutil
 import pytest
-from fakes.trace_records import end, header, step
+from fakes.trace_records import absorb, end, header, step
 
 from specdemo.models import memory
 from specdemo.models.memory_plan import plan_spec
@@ -14,7 +14,7 @@ from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import PAIRS, Pair
 from specdemo.ui import memory_tables as ledger
 from specdemo.ui.frames import Run
-from specdemo.ui.labels import PLAIN, SPEC
+from specdemo.ui.lane import PLAIN, SPEC
 
 BUNDLED = PAIRS["bundled"]
 
@@ -48,30 +48,30 @@ def test_pairs_are_planned_and_fit_or_not(monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_a_run_held_is_what_its_trace_says() -> None:
     run = Run((SPEC, PLAIN))
     held = [{"rss_bytes": n * 1e8, "device_bytes": None, "kv_bytes": kv} for n, kv in ((5, 1e6), (7, 4e6), (6, 3e6))]
-    run.absorb(SPEC, header())
+    absorb(run, SPEC, header())
     for i, one in enumerate(held):
-        run.absorb(SPEC, step(i, pieces=["a"], memory=one))
-    run.absorb(SPEC, end() | {"metrics": {"peak_rss_bytes": 9e8, "peak_device_bytes": None}})
-    run.absorb(PLAIN, header("ar", environment={"target_bytes": 28e6, "drafter_bytes": None}))
-    run.absorb(PLAIN, step(0, pieces=["a"], memory=held[0]))
+        absorb(run, SPEC, step(i, pieces=["a"], memory=one))
+    absorb(run, SPEC, end() | {"metrics": {"peak_rss_bytes": 9e8, "peak_device_bytes": None}})
+    absorb(run, PLAIN, header("ar", environment={"target_bytes": 28e6, "drafter_bytes": None}))
+    absorb(run, PLAIN, step(0, pieces=["a"], memory=held[0]))
     assert rows(ledger.of_run(run)) == {
         "MB": ["draft, γ 3", "target only"],
         "weights of the target": ["28.0", "28.0"],
         "weights of the drafter": ["5.0", "–"],
-        "keys and values, at the last step": ["3.0", "1.0"],
-        "keys and values, at most": ["4.0", "1.0"],
-        "their share of weights, keys and values": ["11 %", "3 %"],  # 4 of 37, 1 of 29
-        "process, at the last step": ["600.0", "500.0"],
-        "process, at most": ["900.0", "500.0"],
+        "keys and values, last step": ["3.0", "1.0"],
+        "keys and values, peak": ["4.0", "1.0"],
+        "share of keys and values": ["11 %", "3 %"],  # 4 of 37, 1 of 29
+        "process, last step": ["600.0", "500.0"],
+        "process, peak": ["900.0", "500.0"],
     }
 
 
 def test_before_a_run_and_on_a_device() -> None:
-    assert "Nothing has run yet" in ledger.of_run(None) and "Nothing has run yet" in ledger.of_run(Run())
+    assert "No run available" in ledger.of_run(None) and "No run available" in ledger.of_run(Run())
     run = Run()
-    run.absorb(SPEC, header())
-    run.absorb(SPEC, step(0, pieces=["a"], memory={"rss_bytes": 1e8, "device_bytes": 2e9, "kv_bytes": 1e6}))
-    assert rows(ledger.of_run(run))["tensors on the device, at most"] == ["2,000.0"]
+    absorb(run, SPEC, header())
+    absorb(run, SPEC, step(0, pieces=["a"], memory={"rss_bytes": 1e8, "device_bytes": 2e9, "kv_bytes": 1e6}))
+    assert rows(ledger.of_run(run))["tensors on the device, peak"] == ["2,000.0"]
 
 
 def test_the_machine_is_asked() -> None:
@@ -80,6 +80,6 @@ def test_the_machine_is_asked() -> None:
         for name, cells in rows(ledger.of_machine("cpu")).items()
         if cells != ["MB"]
     }
-    assert table["system, in all"] == pytest.approx(psutil.virtual_memory().total / 1e6, abs=0.1)
-    assert 0 < table["system, available"] <= table["system, in all"]
-    assert 50 < table["process, now"] <= table["process, at most since it began"]
+    assert table["system, total"] == pytest.approx(psutil.virtual_memory().total / 1e6, abs=0.1)
+    assert 0 < table["system, available"] <= table["system, total"]
+    assert 50 < table["process, now"] <= table["process, peak since start"]

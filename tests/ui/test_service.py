@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from specdemo.core.errors import UserError
+from specdemo.core.events import End, Event
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import PAIRS
@@ -34,9 +35,9 @@ class Watched(ModelPool):
         return self.gone
 
 
-def engine(recipe: Recipe, prompt: str, pool: ModelPool, stores: Any) -> Iterator[dict[str, Any]]:
+def engine(recipe: Recipe, prompt: str, pool: ModelPool, stores: Any) -> Iterator[Event]:
     pool.take(recipe.target_spec)
-    yield {"end": "stop"}
+    yield End("stop")
 
 
 def test_unloading_says_how_much_went() -> None:
@@ -66,7 +67,7 @@ def test_where_visitors_share_the_models_nobody_unloads_them() -> None:
     service = Service(pool, engine, PUBLIC)
     try:
         pool.take(ModelSpec(PAIRS["bundled"].drafter, device="cpu"))
-        with pytest.raises(UserError, match="all visitors share the models here"):
+        with pytest.raises(UserError, match="all visitors share the models"):
             asyncio.run(service.unload())
         assert pool.weight_bytes
     finally:

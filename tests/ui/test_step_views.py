@@ -8,14 +8,16 @@ import json
 from typing import Any
 
 import pytest
-from fakes.trace_records import ALL_KEPT, CUT, PREFILL, REJECTION, end, header, step
+from fakes.trace_records import ALL_KEPT, CUT, PREFILL, REJECTION, absorb, end, header, step
 
+from specdemo.core import trace
+from specdemo.core.metrics import Metrics
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
 from specdemo.ui import step_views as rounds
 from specdemo.ui.frames import Run
-from specdemo.ui.labels import SPEC, Lane
+from specdemo.ui.lane import SPEC, Lane
 
 
 def lane(*lines: dict, **recipe: Any) -> Lane:
@@ -23,8 +25,7 @@ def lane(*lines: dict, **recipe: Any) -> Lane:
     made = header()
     made["recipe"] = made["recipe"] | {"rule": "rejection", "temperature": 1.0} | recipe
     made["environment"] = made["environment"] | {"parity": {"cost": {"1": 1.0, "2": 1.0, "5": 1.1, "8": 1.4}}}
-    for line in (made, *lines, end()):
-        run.absorb(SPEC, line)
+    absorb(run, SPEC, made, *lines, end())
     return run.lanes[SPEC]
 
 
@@ -53,7 +54,7 @@ def test_a_round_is_pictured_as_the_trace_has_it() -> None:
         )  # fmt: skip
     assert found["nodes"][0]["bars"] == [("a", 0.3, 0.75), ("b", 0.5, 0.25), ("c", 0.2, 0.0)]
     assert found["times"] == {"draft": 0.01, "verify": 0.02, "host": 0.0} and found["t"] == SEEN["t"]
-    assert found["words"] == "Drafted 3, kept 1, committed 2."
+    assert found["words"] == "Drafted 3, accepted 1, committed 2."
 
 
 def test_the_correction_comes_from_the_residual() -> None:
@@ -77,15 +78,15 @@ def test_what_was_not_recorded_is_not_made_up() -> None:
 @pytest.mark.parametrize(
     ("change", "recipe", "words"),
     [
-        ({"p": [0.1] * 3, "q": [0.5] * 3, "draw": [0.1, 0.62, None]}, {}, "the draw 0.62 was above p/q = 0.2."),
-        ({"p": [0.4] * 3, "q": [0.5] * 3, "draw": [0.1, 0.62, None]}, {}, "the draw 0.10 was below p/q = 0.8."),
-        ({"p": [0.6] * 3, "q": [0.5] * 3}, {}, "Kept, whatever the draw: p/q = 1.2 is at least 1."),
-        ({"q": None, "p": [0.4] * 3, "draw": [0.1, 0.62, None]}, {}, "the draw 0.62 was above p = 0.4."),
-        ({}, {"temperature": 0.0}, "Rejected: it is not the target's first choice."),
-        ({}, {"rule": "match"}, "Kept: the target drew it too."),
-        ({}, {"rule": "coupled"}, "Rejected: the target drew another with the noise that both share."),
-        ({"draw": [None] * 3}, {"rule": "typical"}, "Kept by the rule typical, without a draw: p is 0.5, q 0.25."),
-        ({}, {}, "Never tested: a token before it was not kept."),
+        ({"p": [0.1] * 3, "q": [0.5] * 3, "draw": [0.1, 0.62, None]}, {}, "the draw 0.620 is above p/q = 0.200."),
+        ({"p": [0.4] * 3, "q": [0.5] * 3, "draw": [0.1, 0.62, None]}, {}, "the draw 0.100 is below p/q = 0.800."),
+        ({"p": [0.6] * 3, "q": [0.5] * 3}, {}, "Accepted for any draw: p/q = 1.200 is at least 1."),
+        ({"q": None, "p": [0.4] * 3, "draw": [0.1, 0.62, None]}, {}, "the draw 0.620 is above p/q = 0.400."),
+        ({}, {"temperature": 0.0}, "Rejected: it is not the target's most probable token."),
+        ({}, {"rule": "match"}, "Accepted: the target sampled the same token."),
+        ({}, {"rule": "coupled"}, "Rejected: with the shared noise, the target sampled another token."),
+        ({"draw": [None] * 3}, {"rule": "typical"}, "Accepted by the rule without a random draw: p = 0.500"),
+        ({}, {}, "Not tested: an earlier draft token was rejected."),
     ],
 )  # fmt: skip
 def test_the_verdict_is_given_in_words_with_its_numbers(change: dict, recipe: dict, words: str) -> None:
@@ -96,8 +97,8 @@ def test_the_verdict_is_given_in_words_with_its_numbers(change: dict, recipe: di
 def test_siblings_are_tested_against_what_elder_ones_left() -> None:
     line = step(1, pieces=["b", "X"], draft=("a", "b"), accepted=(1,), tested=2) | {"parents": [-1, -1]}
     found = rounds.picture(lane(PREFILL, line), 1)
-    assert not found["chain"] and "elder siblings" in found["nodes"][1]["words"]
-    assert "elder" not in found["nodes"][0]["words"]
+    assert not found["chain"] and "siblings' residual" in found["nodes"][1]["words"]
+    assert "sibling" not in found["nodes"][0]["words"]
 
 
 @pytest.mark.parametrize("i", [-1, 2, 10**9])
@@ -108,17 +109,17 @@ def test_a_round_that_was_not_is_not_shown(i: int) -> None:
 def test_the_table_counts_as_the_metrics_do() -> None:
     made = lane(PREFILL, REJECTION, ALL_KEPT, CUT)
     rows, m = rounds.table(made), made.metrics.as_dict()
-    column = dict(zip(rounds.COLUMNS, zip(*rows, strict=True), strict=True))
+    column = dict(zip(rounds.STEP_COLUMNS, zip(*rows, strict=True), strict=True))
     assert sum(column["drafted"]) == m["drafted"] and sum(column["tested"]) == m["tested"]
     assert sum(column["accepted"]) == m["accepted"] and sum(column["committed"]) == m["tokens"]
     assert sum(column["draft_ms"][1:]) / 1000 == pytest.approx(m["draft_s"])
-    assert "".join(column["text"]) == "".join(line["text"] for line in rounds.steps(made))
+    assert "".join(column["text"]) == "".join(event.text for event in made.steps)
 
 
 def test_the_csv_is_the_table_and_no_formula() -> None:
     made = lane(PREFILL, step(1, pieces=["=1+1\n"]))
     head, *rows = csv.reader(io.StringIO(rounds.as_csv(made)))
-    assert tuple(head) == rounds.COLUMNS and len(rows) == 2
+    assert tuple(head) == rounds.STEP_COLUMNS and len(rows) == 2
     assert json.loads(rows[1][-1]) == "=1+1\n" and not rows[1][-1].startswith("=")
 
 
@@ -130,15 +131,15 @@ def test_positions_are_those_of_the_metrics() -> None:
 def test_what_if_needs_chains_that_were_tested() -> None:
     assert rounds.what_if(lane(PREFILL, REJECTION))[0]["rows"][0][:2] == [0, 1.0]
     for made, words in (
-        (lane(PREFILL, step(1, pieces=["a"]), method="ar"), "Nothing was drafted"),
-        (lane(PREFILL, step(1, pieces=["a"])), "No draft was tested"),
-        (lane(PREFILL, REJECTION | {"parents": [-1, -1, 0], "accepted": [0]}), "forests"),
+        (lane(PREFILL, step(1, pieces=["a"]), method="ar"), "did not draft"),
+        (lane(PREFILL, step(1, pieces=["a"])), "No draft token was tested"),
+        (lane(PREFILL, REJECTION | {"parents": [-1, -1, 0], "accepted": [0]}), "trees"),
     ):
         found, why = rounds.what_if(made)
         assert found is None and words in why
     made = lane(PREFILL, REJECTION)
-    made.lines[0] = header()
-    assert "does not say" in rounds.what_if(made)[1]
+    made.add(trace.from_json(header(), Metrics()))
+    assert "does not contain the cost" in rounds.what_if(made)[1]
 
 
 def test_other_gammas_of_a_real_run_agree_with_the_run_itself() -> None:

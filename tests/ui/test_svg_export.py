@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
-from fakes.trace_records import ALL_KEPT, PREFILL, REJECTION, end, header, step
+from fakes.trace_records import ALL_KEPT, PREFILL, REJECTION, absorb, end, header, step
 
-from specdemo.ui.frames import NOT_KEPT, Run, cells
-from specdemo.ui.labels import SPEC, Lane
-from specdemo.ui.svg_export import CHAR, COLUMNS, EDGE, PALETTE, as_svg
+from specdemo.core.step import Outcome
+from specdemo.ui.frames import Run, cells
+from specdemo.ui.lane import SPEC, Lane
+from specdemo.ui.svg_export import CHAR, EDGE, WIDTH, as_svg, colours_of
 
 NAME = "{http://www.w3.org/2000/svg}"
 
@@ -16,12 +17,12 @@ NAME = "{http://www.w3.org/2000/svg}"
 def lane(*lines: dict, prompt: str = "def") -> Lane:
     run = Run()
     for line in (header(prompt=prompt), *lines, end()):
-        run.absorb(SPEC, line)
+        absorb(run, SPEC, line)
     return run.lanes[SPEC]
 
 
 def texts(svg: str, kind: str) -> str:
-    ink = PALETTE[kind][1]
+    ink = colours_of(Outcome(kind))[1]
     return "".join(
         node.text or "" for node in ElementTree.fromstring(svg).iter(f"{NAME}text") if node.get("fill") == ink
     )
@@ -29,9 +30,9 @@ def texts(svg: str, kind: str) -> str:
 
 def test_every_kind_has_its_text_in_its_ink() -> None:
     made = lane(PREFILL, REJECTION, ALL_KEPT)
-    svg = as_svg(made)
+    svg, drawn = as_svg(made), [cell for event in made.steps for cell in cells(event)]
     for kind, legend in (("accepted", "accepted"), ("rejected", "rejected"), ("plain", "")):
-        wanted = "".join(text for line in (PREFILL, REJECTION, ALL_KEPT) for k, text, *_ in cells(line) if k == kind)
+        wanted = "".join(text for k, text, *_ in drawn if k == kind)
         assert texts(svg, kind) == wanted + legend
     assert 'text-decoration="line-through"' in svg and 'font-style="italic"' in svg
 
@@ -44,8 +45,8 @@ def test_long_lines_are_cut_at_the_edge_and_none_is_lost() -> None:
     edges = [
         float(n.get("x", 0)) + float(n.get("textLength", 0)) for n in root.iter(f"{NAME}text") if n.get("textLength")
     ]
-    assert max(edges) <= EDGE + COLUMNS * CHAR
-    assert 300 / COLUMNS * 22 < float(root.get("height", 0))
+    assert max(edges) <= EDGE + WIDTH * CHAR
+    assert 300 / WIDTH * 22 < float(root.get("height", 0))
 
 
 def test_whatever_a_model_writes_is_well_formed() -> None:
@@ -53,4 +54,3 @@ def test_whatever_a_model_writes_is_well_formed() -> None:
     svg = as_svg(lane(step(0, pieces=[evil]), step(1, pieces=["x"], draft=(evil,), accepted=(), tested=1), prompt=evil))
     root = ElementTree.fromstring(svg)
     assert not list(root.iter(f"{NAME}script")) and "tail" in texts(svg, "plain")
-    assert NOT_KEPT[0] in PALETTE

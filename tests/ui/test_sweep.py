@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 from fakes.bench_records import run
-from fakes.trace_records import end, header, step
+from fakes.trace_records import absorb, end, header, step
 
 from specdemo import bench
 from specdemo.core.errors import UserError
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
-from specdemo.ui.labels import SPEC
+from specdemo.ui.lane import SPEC
 from specdemo.ui.sweep import HEADERS, MOST_RUNS, MOST_TOKENS, Sweep, SweepResult, bars, cells, duration, sweep
 
 ASKED: dict[str, Any] = {
@@ -72,7 +72,7 @@ def test_too_much_is_refused_with_its_size_and_a_guess_at_its_time() -> None:
 def test_the_guess_is_made_from_the_visitors_latest_run() -> None:
     latest = Run()
     for line in (header(), step(0, pieces=["a"]), step(1, pieces=["b", "X"], draft=("b", "c"), accepted=(0,)), end()):
-        latest.absorb(SPEC, line)
+        absorb(latest, SPEC, line)
     told = meant(latest=latest).told(latest)  # two tokens in 0.03 s
     assert told.endswith("about 5 s at the 67 tokens per second of your latest run")
     assert meant().told(Run()).endswith("about 3 s at an assumed 100 tokens per second")
@@ -110,7 +110,7 @@ def test_the_table_on_the_page_is_the_benchs(outcome: SweepResult) -> None:
     assert code["accepted"] == "50 %" and code["α"] == "0.60" and code["tokens/pass"] == "2.00"
     assert code["same text"] == "2 of 2"
     notes = outcome.notes(rows)
-    assert "code 2 (0.50x)" in notes and "prose 1 (0.80x)" in notes and "took turns" not in notes
+    assert "code 2 (0.50x)" in notes and "prose 1 (0.80x)" in notes and "interrupted" not in notes
     plotted = {bar[0]: bar[2] for bar in bars(rows)["data"]}
     assert plotted == {"plain decoding": 1.0, "draft γ 2, code": 1.25, "draft γ 2, prose": 0.8}
     text, line = outcome.files(rows)
@@ -137,4 +137,4 @@ def test_the_end_says_whether_that_is_all(outcome: SweepResult) -> None:
     assert "done: 6 runs on 3 prompts" in outcome.ending()
     assert "no recipe was slower" in outcome.notes(outcome.rows())
     outcome.records[0]["runs"][1]["paused_s"] = 1.0
-    assert "took turns with 1 of these" in outcome.notes(outcome.rows())
+    assert "interrupted 1 of these" in outcome.notes(outcome.rows())

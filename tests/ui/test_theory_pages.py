@@ -9,7 +9,7 @@ from dataclasses import astuple, replace
 from typing import Any
 
 import pytest
-from fakes.trace_records import ALL_KEPT, PREFILL, REJECTION, end, header, step
+from fakes.trace_records import ALL_KEPT, PREFILL, REJECTION, absorb, end, header, step
 
 from specdemo.core.errors import UserError
 from specdemo.core.rules import RULES
@@ -18,7 +18,7 @@ from specdemo.ui import theory_curves as curves
 from specdemo.ui import theory_tables as tables
 from specdemo.ui import worked_example as worked
 from specdemo.ui.frames import Run
-from specdemo.ui.labels import PLAIN, SPEC
+from specdemo.ui.lane import PLAIN, SPEC
 from specdemo.ui.tabs.theory import THEORY_PLOTS
 from specdemo.ui.theory_curves import (
     RUN_SERIES,
@@ -39,10 +39,10 @@ def ended(spec: list[dict] | None = None, plain: bool = True, head: dict | None 
     """Two steps (5 tokens drafted, 4 tested, 3 accepted, 5 committed), and two baseline steps."""
     run = Run((SPEC, PLAIN) if plain else (SPEC,))
     for event in (head or header(), *(spec or [PREFILL, REJECTION, ALL_KEPT]), end()):
-        run.absorb(SPEC, event)
+        absorb(run, SPEC, event)
     if plain:
         for event in (header("ar"), PREFILL, *(step(i, pieces=["x"], **STEP) for i in (1, 2)), end()):
-            run.absorb(PLAIN, event)
+            absorb(run, PLAIN, event)
     run.finish()
     return run
 
@@ -66,7 +66,7 @@ def test_costs_and_speedup_require_a_baseline_lane() -> None:
     point = point_of(ended(plain=False))
     assert (point.c, point.v, point.o, point.speedup, point.theorem, point.model) == (None,) * 6
     assert point.tokens == 2.5 and point.operations is not None
-    assert "No plain run" in point_words(point) and "×" not in point_words(point)
+    assert "Without an AR baseline" in point_words(point) and "×" not in point_words(point)
 
 
 def test_other_rules_use_the_counted_acceptance_rate() -> None:
@@ -97,16 +97,16 @@ def test_operations_per_draft_token() -> None:
 def test_missing_point_is_explained() -> None:
     going = Run()
     for event in (header(), PREFILL, REJECTION):
-        going.absorb(SPEC, event)
+        absorb(going, SPEC, event)
     plain = Run((PLAIN,))
-    plain.absorb(PLAIN, header("ar"))
+    absorb(plain, PLAIN, header("ar"))
     plain.finish()
     for run, why in (
-        (None, "Nothing has been run"),
-        (going, "under way"),
-        (plain, "plain decoding"),
-        (ended([PREFILL]), "nothing tested"),
-        (ended([PREFILL, step(1, pieces=["x"])]), "nothing tested"),
+        (None, "No run available"),
+        (going, "in progress"),
+        (plain, "AR decoding"),
+        (ended([PREFILL]), "tested no draft"),
+        (ended([PREFILL, step(1, pieces=["x"])]), "tested no draft"),
     ):
         with pytest.raises(UserError, match=why):
             point_of(run)

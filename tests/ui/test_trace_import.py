@@ -9,13 +9,13 @@ import pytest
 from fakes.trace_records import ALL_KEPT, CUT, PREFILL, REJECTION, end, header, whole
 
 from specdemo.core.errors import UserError
+from specdemo.core.trace import MAX_STEPS, ReadLimits
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import ASSETS
 from specdemo.recipe import Recipe
-from specdemo.ui.frames import Run
-from specdemo.ui.labels import PLAIN, SPEC
-from specdemo.ui.trace_import import LARGEST, MOST_STEPS, read_traces
+from specdemo.ui.frames import Run, read_traces
+from specdemo.ui.lane import PLAIN, SPEC
 
 LINES = (header(), PREFILL, REJECTION, ALL_KEPT, CUT, end())
 
@@ -33,7 +33,7 @@ def test_a_saved_trace_comes_back_as_the_run_that_it_was() -> None:
     run.finish()
     again = read_traces(run.trace(SPEC) + run.trace(PLAIN))
     before, after = json.loads(run.frame(0)), json.loads(again.frame(0))
-    assert after["over"] and after["phase"] == ["done", "a recorded trace, 24 and 24 tokens"]
+    assert after["over"] and after["phase"] == ["done", "recorded trace, 24 and 24 tokens"]
     for name in ("plan", "tiles", "rates", "verdict", "same"):
         assert after[name] == before[name], name
     records = {lane: [one for one in before["r"] if one["l"] == lane] for lane in (SPEC, PLAIN)}
@@ -48,7 +48,7 @@ def test_what_is_exported_again_is_what_was_imported() -> None:
 
 def test_a_trace_without_its_last_line_was_cut_off() -> None:
     run = read_traces(text(*LINES[:3]))
-    assert run.over and run.phase == ("done", "a recorded trace, 3 tokens, which was cut off")
+    assert run.over and run.phase == ("done", "recorded trace, 3 tokens, truncated")
     assert json.loads(run.trace(SPEC).splitlines()[-1])["end"] == "cancelled"
 
 
@@ -57,7 +57,7 @@ def test_up_to_four_traces_stand_side_by_side() -> None:
     assert read_traces(text(*plain)).plan == (PLAIN,)
     assert read_traces(text(*LINES, *plain, *LINES)).plan == (SPEC, PLAIN, "third")
     assert read_traces(text(*plain, *plain)).plan == (SPEC, PLAIN)
-    with pytest.raises(UserError, match="has 5 traces: 4 are the most"):
+    with pytest.raises(UserError, match="has 5 traces: at most 4"):
         read_traces(text(*LINES * 5))
 
 
@@ -74,33 +74,33 @@ def changed(line: dict, **more: Any) -> str:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (None, "is a text"),
+        (None, "must be text"),
         ("", "the file is empty"),
         ("\n \n", "the file is empty"),
-        ("hello", "line 1 is no JSON"),
-        ("[1, 2]", "line 1 is no JSON object"),
-        ("[" * 100_000, "line 1 is no JSON"),
-        (text(*LINES)[:-40], "line 6 is no JSON: the file is no trace, or was cut off"),
-        (text(PREFILL), "line 1 is no header"),
-        (text(header(), end(), PREFILL), "line 3 stands after the last line"),
-        (text(header(), REJECTION), "line 2 is not what follows"),
-        (text(header(), PREFILL, REJECTION | {"t": 0.01}), "line 3 is not what follows"),
+        ("hello", "line 1 is not JSON"),
+        ("[1, 2]", "line 1 is not a JSON object"),
+        ("[" * 100_000, "line 1 is not JSON"),
+        (text(*LINES)[:-40], "line 6 is not JSON: the file is not a trace, or was truncated"),
+        (text(PREFILL), "line 1 is not a header"),
+        (text(header(), end(), PREFILL), "line 3 follows the last line"),
+        (text(header(), REJECTION), "line 2 does not follow"),
+        (text(header(), PREFILL, REJECTION | {"t": 0.01}), "line 3 does not follow"),
         (text(header() | {"specdemo": 2}), "specdemo"),
         (text(header() | {"recipe": {"method": ["x"]}}), "recipe.method"),
         (text(header() | {"prompt_tokens": "abc"}), "prompt_tokens"),
         (changed(REJECTION, draft=[1, 2]), "lists of a draft differ"),
         (changed(REJECTION, draft=["1", "2", "3"]), "draft.0"),
         (changed(REJECTION, parents=[0, 1, 2]), "parent"),
-        (changed(REJECTION, accepted=[1]), "no path"),
-        (changed(REJECTION, accepted=[0, 7]), "no path"),
+        (changed(REJECTION, accepted=[1]), "not a path"),
+        (changed(REJECTION, accepted=[0, 7]), "not a path"),
         (changed(REJECTION, tokens=[1, 2, 3], pieces=["a", "b", "c"], text="abc"), "do not add up"),
         (changed(REJECTION, p=[2.0, 0.5, 0.5]), "p.0"),
-        (changed(REJECTION, text="other"), "do not spell"),
+        (changed(REJECTION, text="other"), "do not add up to the text"),
         (changed(REJECTION, draft_s=-1.0), "draft_s"),
         (changed(REJECTION, t=None), "t: "),
         (changed(REJECTION, kind="<script>"), "kind"),
         (changed(REJECTION, pieces=[{"a": 1}, "b"]), "pieces"),
-        (changed(REJECTION, laws=[{"entropy": 0.1, "top": [[1, 0.5]]}]), "a law per row"),
+        (changed(REJECTION, laws=[{"entropy": 0.1, "top": [[1, 0.5]]}]), "an entry per row"),
         (changed(REJECTION, choices=[[]]), "choices"),
         (changed(REJECTION).replace("0.02", "NaN"), "finite number"),
         (changed(REJECTION).replace("0.02", "1e999"), "finite number"),
@@ -116,11 +116,11 @@ def test_what_is_no_trace_is_refused_in_words(given: Any, words: str) -> None:
 
 def test_a_million_steps_are_refused_before_they_are_made() -> None:
     line = json.dumps(PREFILL)
-    many = "\n".join([json.dumps(header()), *(line.replace('"i": 0', f'"i": {i}') for i in range(MOST_STEPS + 1))])
+    many = "\n".join([json.dumps(header()), *(line.replace('"i": 0', f'"i": {i}') for i in range(MAX_STEPS + 1))])
     with pytest.raises(UserError, match="more than 20,000 steps"):
         read_traces(many)
-    with pytest.raises(UserError, match="are the most that can be shown"):
-        read_traces("x" * (LARGEST + 1))
+    with pytest.raises(UserError, match="are read"):
+        read_traces("x" * (ReadLimits().characters + 1))
 
 
 def test_the_recorded_examples_are_traces() -> None:
@@ -130,5 +130,5 @@ def test_the_recorded_examples_are_traces() -> None:
         run = read_traces(path.read_text("utf-8"))
         assert set(run.plan) >= {SPEC, PLAIN} and all(lane.metrics.tokens for lane in run.lanes.values())
         assert run.lanes[SPEC].metrics.accepted > 0
-        assert any("laws" in line for line in run.lanes[SPEC].lines)
+        assert any(event.step.verdict.target_top for event in run.lanes[SPEC].steps)
         assert whole(Run()).plan == (SPEC,)

@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from fakes.trace_records import end, header, step
+from fakes.trace_records import absorb, end, header, step
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
-from specdemo.ui.labels import SPEC
+from specdemo.ui.lane import SPEC
 from specdemo.ui.run_store import RunStore
 from specdemo.ui.websocket import Sockets
 
@@ -26,7 +26,7 @@ class House:
         self.run = runs.new("visitor", (SPEC,))
 
     def add(self, line: dict) -> bool:
-        return self._call(lambda: self.run.absorb(SPEC, line))
+        return self._call(lambda: absorb(self.run, SPEC, line))
 
     def finish(self) -> bool:
         return self._call(self.run.finish)

@@ -55,7 +55,7 @@ function shown(text) { return text === "" ? "◌" : text.replace(/\r?\n/g, "⏎"
 
 function drawNode(node, n) {
   const title = make("h3", {}, make("span", { class: "tok", "data-kind": node.state, text: shown(node.text) }),
-    make("small", { text: node.state === "ignored" ? "never tested" : node.state }));
+    make("small", { text: node.state === "ignored" ? "not tested" : node.state }));
   const card = make("article", { class: "node", "data-state": node.state, id: `node-${n}` }, title);
   card.append(drawTest(node));
   if (node.bars.length) card.append(drawBars(node.bars, "p", "q"));

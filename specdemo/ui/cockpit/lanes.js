@@ -16,7 +16,7 @@ let stopWanted = false;
 let startedAt = 0;
 let lastFrameAt = 0;
 const past = new Set(); // ids of earlier runs, whose last frames may still arrive
-const cellOf = new WeakMap(); // token span -> [cell, step index]
+const cellOf = new WeakMap(); // token span -> [cell, step index, template of its explanation]
 const lanes = {}; // name -> { box, lane, rounds: [{ span, t, tokens }], shown }; `tokens` are committed up to that step
 
 // --- layout --------------------------------------------------------------------------------------------------
@@ -127,6 +127,7 @@ function draw() {
 
 function drawHead(name, head, fragment) {
   const { box } = lanes[name];
+  Object.assign(lanes[name], { reasons: head.reasons, fates: head.fates });
   $(".title", box).textContent = head.title;
   const badge = $(".badge", box);
   badge.hidden = false;
@@ -139,7 +140,7 @@ function drawHead(name, head, fragment) {
 function drawRound(name, record, fragment) {
   const round = make("span", { class: "round" });
   let kept = 0;
-  for (const cell of record.c) {
+  for (const [k, cell] of record.c.entries()) {
     const [kind, text] = cell;
     const span = document.createElement("span");
     span.className = "tok";
@@ -151,7 +152,7 @@ function drawRound(name, record, fragment) {
       if (text.startsWith("\n")) span.dataset.newline = "";
       kept += 1;
     }
-    cellOf.set(span, [cell, record.i]);
+    cellOf.set(span, [cell, record.i, lanes[name].reasons[record.w[k]]]);
     round.append(span);
   }
   fragment.append(round);

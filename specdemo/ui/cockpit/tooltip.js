@@ -1,21 +1,11 @@
-// One token in a few words, where the pointer or the keyboard is.
+// Tooltip of the token under the pointer or the keyboard focus. Explanations are templates from the run's first record.
 
-const UNSEEN = {
-  provisional: "The cloud was late: the drafter's own first token, committed without a verdict.",
-  gate: "The drafter was sure enough: the cloud was not asked.",
-  alone: "The cloud is lost: the drafter's own.",
-};
-const FATE = { confirmed: "The cloud has confirmed it since.", overruled: "The cloud would have gone on otherwise." };
-
-function explain([kind, , , p, q, draw], { by, fate }) {
-  if (by) return [NOT_KEPT.has(kind) ? "Drafted, and left out without a verdict." : UNSEEN[by], FATE[fate]].filter(Boolean).join(" ");
-  if (kind === "ignored") return "Never tested: a draft before it was not kept.";
-  if (kind === "correction") return "The target's own choice where a draft was rejected.";
-  if (kind === "bonus") return "The whole draft was kept; this one came with the same target pass.";
-  if (kind === "plain") return "The target's own choice; nothing was drafted.";
-  const bound = chance(p, q);
-  if (draw === null) return kind === "accepted" ? "Kept by the rule, without a draw." : "Turned down by the rule, without a draw.";
-  return kind === "accepted" ? `Kept: the draw is below ${show(bound)}.` : `Rejected: the draw is not below ${show(bound)}.`;
+function explain(span) {
+  const [[, , , p, q, draw], , template] = cellOf.get(span);
+  const figures = { p, q: q ?? 1, ratio: p === null ? null : p / (q ?? 1), draw };
+  const sentence = template.replace(/\{(\w+)\}/g, (_, name) => show(figures[name]));
+  const fate = lanes[span.closest("[data-lane]").dataset.lane].fates[span.parentElement.dataset.fate];
+  return fate ? `${sentence} ${fate}` : sentence;
 }
 
 function chance(p, q) { return p === null ? null : Math.min(1, p / (q ?? 1)); }
@@ -34,7 +24,7 @@ function showTip(span) {
   const tip = $("#tip");
   const heading = document.createElement("strong");
   const { by, fate } = span.parentElement.dataset;
-  heading.textContent = by ? ["not judged", fate !== "open" && fate].filter(Boolean).join(", ") : kind === "ignored" ? "never tested" : kind;
+  heading.textContent = by ? ["unverified", fate !== "open" && fate].filter(Boolean).join(", ") : kind === "ignored" ? "not tested" : kind;
   const list = document.createElement("dl");
   for (const [name, value] of rows) {
     const [dt, dd] = [document.createElement("dt"), document.createElement("dd")];
@@ -43,7 +33,7 @@ function showTip(span) {
     list.append(dt, dd);
   }
   const words = document.createElement("p");
-  words.textContent = explain(cell, span.parentElement.dataset);
+  words.textContent = explain(span);
   tip.dataset.kind = kind;
   tip.replaceChildren(heading, list, words);
   tip.hidden = false;
@@ -57,13 +47,13 @@ function showTip(span) {
 }
 
 function hideTip() {
-  if ($("#tip").hidden) return; // else every scroll would search the whole page
+  if ($("#tip").hidden) return; // avoids a search of the page per scroll event
   $("#tip").hidden = true;
   $(".mates")?.classList.remove("mates");
   $("[aria-describedby]")?.removeAttribute("aria-describedby");
 }
 
-function walk(lane, key) { // a lane is one stop of the Tab key; the arrows go from token to token inside it
+function walk(lane, key) { // a lane is one Tab stop; arrow keys move between its tokens
   const shown = [...lane.querySelectorAll(".tok")].filter((span) => span.getClientRects().length);
   if (!shown.length) return false;
   const here = shown.indexOf(document.activeElement);

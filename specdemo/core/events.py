@@ -1,0 +1,94 @@
+"""Events of a run: `Loading`, `Header`, a `StepEvent` per step, `End`. Frozen and picklable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from specdemo.core.metrics import Metrics
+from specdemo.core.step import Outcome, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """Progress before the header; not part of the trace. `total` is 0 if unknown."""
+
+    text: str
+    done: int = 0
+    total: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """First line of a trace. `recipe` is a plain mapping, since old traces need not satisfy the current schema."""
+
+    recipe: Mapping[str, Any]
+    prompt: str
+    prompt_tokens: tuple[int, ...]
+    vocab_size: int = 1
+    exact: bool = True
+    bit_equal: bool = False  # rows have the same bits in passes of any size
+    encoder: bool = False  # the prompt was read by an encoder
+    environment: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Bytes of the process, of tensors on the device, of keys and values, if known."""
+
+    process: float | None = None
+    device: float | None = None
+    kv: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ShownToken:
+    """A token of a step's display; draft tokens have a `node`."""
+
+    outcome: Outcome
+    text: str
+    token: int
+    node: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvent:
+    """A step with its texts, the memory in use, and the metrics up to and including it."""
+
+    step: Step
+    pieces: tuple[str, ...]  # of the committed tokens
+    draft_texts: tuple[str, ...] = ()
+    token_texts: Mapping[int, str] = field(default_factory=dict)  # of top tokens, at their first occurrence
+    pending_text: str = ""  # of a beam search
+    memory: MemoryUse = MemoryUse()
+    metrics: Metrics = Metrics()
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    def shown(self) -> Iterator[ShownToken]:
+        """Yield tokens in reading order: accepted path, discarded drafts, token of the target."""
+        step, verdict = self.step, self.step.verdict
+        for node, piece in zip(verdict.accepted, self.pieces, strict=False):
+            yield ShownToken(step.outcome(node), piece, step.draft.tokens[node], node)
+        for node, text in enumerate(self.draft_texts):
+            if node not in verdict.accepted:
+                yield ShownToken(step.outcome(node), text, step.draft.tokens[node], node)
+        accepted = len(verdict.accepted)
+        for token, piece in zip(verdict.target_tokens, self.pieces[accepted:], strict=False):
+            yield ShownToken(step.kind, piece, token)
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Last line of a trace. `reason`: stop, length, cancelled or error."""
+
+    reason: str
+    error: str | None = None
+    metrics: Metrics = Metrics()
+    peak: MemoryUse | None = None  # `kv` is the last value
+
+
+Event = Loading | Header | StepEvent | End

@@ -1,0 +1,136 @@
+"""Lanes of the page: which a press of Run decodes, and the trace of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+from specdemo.core import trace
+from specdemo.core.events import End, Event, Header, Loading, MemoryUse, StepEvent
+from specdemo.core.metrics import Metrics
+from specdemo.recipe import Recipe
+from specdemo.ui.settings import OFF
+
+SPEC, PLAIN = "spec", "ar"
+LANES = (SPEC, PLAIN, "third", "fourth")
+EXTRA = tuple(name for name in LANES if name not in (SPEC, PLAIN))  # for further recipes
+ALONE = {"edge_only": "edge only: the drafter alone", "cloud_only": "cloud only: the target alone"}
+
+
+@dataclass(eq=False)
+class Lane:
+    """A decoding of the prompt. The trace is stored as text, which takes a seventh of the memory of its events."""
+
+    lines: list[str] = field(default_factory=list)
+    header: Header | None = None
+    end: End | None = None
+    metrics: Metrics = field(default_factory=Metrics)
+    memory: MemoryUse = field(default_factory=MemoryUse)
+
+    def add(self, event: Event) -> int:
+        """Append the event to the trace; return the number of characters added."""
+        match event:
+            case Loading():
+                return 0
+            case Header():
+                self.header = event
+            case StepEvent():
+                self.metrics = event.metrics
+                if event.memory != MemoryUse():
+                    self.memory = event.memory
+            case End():
+                self.end = event
+        self.lines.append(line := trace.write(event))
+        return len(line)
+
+    @property
+    def begun(self) -> bool:
+        return self.header is not None
+
+    @property
+    def ended(self) -> bool:
+        return self.end is not None
+
+    @property
+    def recipe(self) -> Mapping[str, Any]:
+        return self.header.recipe if self.header else {}
+
+    @property
+    def environment(self) -> Mapping[str, Any]:
+        return self.header.environment if self.header else {}
+
+    @property
+    def exact(self) -> bool:
+        return self.header is None or self.header.exact
+
+    @property
+    def bit_equal(self) -> bool:
+        return self.header is not None and self.header.bit_equal
+
+    @property
+    def weights(self) -> float | None:
+        """Bytes of all models of this lane."""
+        return sum(filter(None, map(self.environment.get, ("target_bytes", "drafter_bytes")))) or None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.lines)
+
+    @property
+    def steps(self) -> tuple[StepEvent, ...]:
+        """Step events, parsed from the text; the prefill is step 0."""
+        return _parsed_steps(self, len(self.lines))
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for event in self.steps for token in event.step.tokens]
+
+    @property
+    def rate(self) -> str:
+        speed = self.metrics.tokens_per_second
+        return "" if speed is None else f"{speed:.1f} tok/s"
+
+
+@lru_cache(maxsize=len(LANES))
+def _parsed_steps(lane: Lane, count: int) -> tuple[StepEvent, ...]:
+    return tuple(event for event in trace.parse(lane.lines[:count]) if isinstance(event, StepEvent))
+
+
+def mode(recipe: Mapping[str, Any]) -> str:
+    """Edge-cloud mode of a recipe; empty without a remote target."""
+    return (recipe.get("cloud") or {}).get("mode", "")
+
+
+def title(recipe: Mapping[str, Any]) -> str:
+    if mode(recipe) in ALONE:
+        return ALONE[mode(recipe)]
+    if recipe["method"] == "ar":
+        return "target only" + (", over the link" if mode(recipe) else "")
+    if recipe["method"] == "beam":
+        return f"{recipe['num_beams']} beams"
+    policy, rule = recipe.get("policy", "fixed"), recipe.get("rule", "rejection")
+    length = f"γ {recipe['gamma']}" if policy == "fixed" else f"γ by {policy}"
+    link = ", edge and cloud" if mode(recipe) else ""
+    return f"{recipe['method']}, {length}" + ("" if rule == "rejection" else f", {rule}") + link
+
+
+def plan_of(settings: Mapping[str, Any], compare: Any, extra: int) -> tuple[str, ...]:
+    """Return the lanes in use, given unvalidated settings and the number of extra recipes.
+
+    The AR lane decodes on this machine; a remote AR recipe occupies the first lane.
+    """
+    if settings["method"] == "ar" and settings.get("mode", OFF) == OFF:
+        return PLAIN, *EXTRA[:extra]
+    return (SPEC, *((PLAIN,) if compare or extra else ()), *EXTRA[:extra])
+
+
+def lanes_of(recipe: Recipe, extra: Sequence[Recipe], plan: Sequence[str]) -> list[tuple[str, Recipe]]:
+    baseline = replace(recipe, method="ar", cloud=None)
+    lanes = {SPEC: recipe, PLAIN: baseline, **dict(zip(EXTRA, extra, strict=False))}
+    return [(name, lane) for name, lane in lanes.items() if name in plan]
+
+
+def told_of_lanes(recipes: list[Recipe]) -> str:
+    return f"Kept lanes, run with every comparison: {'; '.join(map(title, map(asdict, recipes)))}." if recipes else ""

@@ -1,0 +1,24 @@
+"""Events as lines of a trace and back, for tests that compare values of JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from specdemo.core import trace
+from specdemo.core.events import Event
+from specdemo.core.metrics import Metrics
+from specdemo.generate import generate
+
+
+def trace_lines(*arguments: Any) -> Iterator[dict[str, Any]]:
+    """`generate`, with its events as JSON values."""
+    return map(trace.to_json, generate(*arguments))
+
+
+def events_of(lines: Iterable[dict[str, Any]]) -> Iterator[Event]:
+    metrics = Metrics()
+    for line in lines:
+        event = trace.from_json(line, metrics)
+        metrics = getattr(event, "metrics", metrics)
+        yield event

@@ -1,0 +1,91 @@
+"""One explanation and one palette: terminal, inspector and tooltip agree with the Python source."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from fakes.trace_records import ALL_KEPT, CUT, PREFILL, REJECTION, absorb, header, step, step_event
+
+from specdemo import ui
+from specdemo.core.explain import FATES, STYLES, Reason, explain, figure, reason_of
+from specdemo.core.step import Outcome
+from specdemo.ui import step_views
+from specdemo.ui.frames import Run
+from specdemo.ui.lane import SPEC
+from specdemo.ui.svg_export import colours_of
+
+COCKPIT = Path(ui.__file__).parent / "cockpit"
+SCRIPTS = "\n".join(path.read_text("utf-8") for path in sorted(COCKPIT.glob("*.js")))
+TREE = step(1, pieces=["b", "X"], draft=("a", "b"), accepted=(1,), tested=2) | {"parents": [-1, -1]}
+UNVERIFIED = step(1, pieces=["a"], draft=("a", "b"), accepted=(0,)) | {
+    "p": [None] * 2, "beta": [None] * 2, "draw": [None] * 2, "choices": [], "q": None, "remote": {"provisional": 1.0},
+}  # fmt: skip
+
+
+def shown_by_tooltip(record: dict, head: dict) -> list[str]:
+    """Fill in the templates as tooltip.js does."""
+    sentences = []
+    for (_, _, _, p, q, draw), index in zip(record["c"], record["w"], strict=True):
+        q = 1 if q is None else q
+        figures = {"p": p, "q": q, "ratio": None if p is None else p / q, "draw": draw}
+        fill = lambda found, figures=figures: figure(figures[found[1]])  # noqa: E731
+        sentences.append(re.sub(r"\{(\w+)\}", fill, head["reasons"][index]))
+    return sentences
+
+
+@pytest.mark.parametrize("rule", ["rejection", "match", "coupled", "top1", "typical"])
+@pytest.mark.parametrize("line", [PREFILL, REJECTION, ALL_KEPT, CUT, TREE, UNVERIFIED])
+def test_tooltip_and_inspector_give_the_explanation_of_the_terminal(line: dict, rule: str) -> None:
+    run, recipe = Run(), {"method": "draft", "gamma": 3, "temperature": 0.7, "rule": rule}
+    absorb(run, SPEC, header(recipe=recipe), line)
+    head, record = map(json.loads, run.records)
+    event = step_event(line)
+    expected = [explain(event.step, shown.node, recipe) for shown in event.shown()]
+    assert shown_by_tooltip(record, head["head"]) == expected
+    view = step_views.picture(run.lanes[SPEC], 0)
+    assert [node["words"] for node in view["nodes"]] == [
+        explain(event.step, node, recipe) for node in range(len(event.step.draft))
+    ]
+    if view["last"]:
+        assert view["last"]["words"] == explain(event.step, None, recipe)
+
+
+def test_the_script_knows_every_placeholder_and_every_key_of_the_projection() -> None:
+    placeholders = {name for reason in Reason for name in re.findall(r"\{(\w+)\}", reason.value)}
+    known = re.search(r"const figures = \{(.*?)\};", SCRIPTS)[1]
+    assert placeholders == {"p", "q", "ratio", "draw"} and all(
+        re.search(rf"\b{name}\b", known) for name in placeholders
+    )
+    for key in (
+        "head.reasons",
+        "head.fates",
+        "record.w[",
+        "record.c",
+        "record.by",
+        "record.fate",
+        "record.i",
+        "record.t",
+    ):
+        assert key in SCRIPTS, key
+    assert set(FATES) == {"confirmed", "overruled"} and "span.dataset.fate" in SCRIPTS
+
+
+def test_explanations_name_the_outcome() -> None:
+    for line in (REJECTION, ALL_KEPT, CUT, UNVERIFIED, TREE):
+        event, recipe = step_event(line), {"rule": "rejection", "temperature": 1.0}
+        for node in range(len(event.step.draft)):
+            words, outcome = explain(event.step, node, recipe), event.step.outcome(node)
+            names = {Outcome.IGNORED: ("Not tested", "Discarded")}.get(outcome, (outcome.capitalize(),))
+            assert words.startswith(names), (words, outcome)
+    assert reason_of(step_event(REJECTION).step, None, {"rule": "rejection"}) is Reason.RESIDUAL
+    assert reason_of(step_event(REJECTION).step, None, {"rule": "match"}) is Reason.CORRECTION
+
+
+def test_each_outcome_has_a_colour_and_a_style() -> None:
+    assert STYLES.keys() == set(Outcome)
+    looks = {(*colours_of(outcome), style.decoration, style.italic) for outcome, style in STYLES.items()}
+    assert len(looks) == len(Outcome)
+    assert all(colours_of(outcome)[0] for outcome in Outcome if outcome is not Outcome.PLAIN)
