@@ -18,9 +18,13 @@ from types import ModuleType
 from typing import Any
 
 _EXPORTS = {
+    "End": "specdemo.core.events",
+    "Header": "specdemo.core.events",
+    "Loading": "specdemo.core.events",
     "LoadedPair": "specdemo.models.loaded_pair",
     "Recipe": "specdemo.recipe",
     "Step": "specdemo.core.step",
+    "StepEvent": "specdemo.core.events",
     "UserError": "specdemo.core.errors",
     "generate": "specdemo.generate",
     "load_pair": "specdemo.models.loaded_pair",

@@ -1,4 +1,4 @@
-"""Device thread and background threads. Imports no other module of specdemo.
+"""Device thread, background threads and termination signals. Imports no other module of specdemo.
 
 A job is a function that returns an iterator. The worker runs both in its thread and in the submitter's `contextvars`
 context, alternating between open jobs after each step. Any thread may use the job's `Stream`.
@@ -7,15 +7,16 @@ context, alternating between open jobs after each step. Any thread may use the j
 from __future__ import annotations
 
 import contextvars
+import signal
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -295,3 +296,20 @@ class BackgroundTask(Generic[T]):
                     self._next_report = time.monotonic() + REPORT_INTERVAL_S
             if self._cancelled:
                 raise TaskCancelled
+
+
+@contextmanager
+def handle_signals(handler: Callable[[int, Any], Any], *signals: signal.Signals) -> Iterator[None]:
+    """Call `handler` for `signals` within the block; no effect outside the main thread.
+
+    Without it, Python ignores SIGINT if the parent process did (`trap '' INT`, background jobs of a shell).
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = {number: signal.signal(number, handler) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler_before in previous.items():
+            signal.signal(number, handler_before or signal.SIG_DFL)

@@ -23,7 +23,7 @@ from fakes.tiny_models import Explorer, committed, run
 
 from specdemo.cli.arguments import given, parser
 from specdemo.cli.main import main
-from specdemo.cli.reference import reference
+from specdemo.cli.reference import cli_reference
 from specdemo.core.decode import DraftBudget
 from specdemo.core.errors import UserError
 from specdemo.core.policies import POLICIES, CostModel, Fixed, Policy
@@ -113,7 +113,7 @@ def test_a_drafter_needs_one_registry_entry(echo: str, capsys: pytest.CaptureFix
         from specdemo.preflight import preflight
 
         preflight(Recipe(method=echo), [], None)
-    assert f"`{echo}` | {ECHO.title}" in reference()
+    assert f"`{echo}` | {ECHO.title}" in cli_reference()
     page = shown()
     assert echo in names(page["method"]) and f"echo: {ECHO.title}" in dict(page["method"]["choices"])
 
@@ -137,14 +137,14 @@ def test_a_rule_needs_one_registry_entry(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(RULES, "again", Rule(match, "match by another name: exact", lambda sampling: True))
     assert check_theorem("draft", rule=RULES["again"].apply) > 0
     assert Recipe(**given(parser().parse_args(["run", "x", "--rule", "again"]))).exact
-    assert "`again`" in reference() and "again" in names(shown()["rule"])
+    assert "`again`" in cli_reference() and "again" in names(shown()["rule"])
 
 
 def test_a_policy_needs_one_registry_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(POLICIES, "pairs", Policy("always two tokens", lambda gamma, least, most, costs: Fixed(2)))
     assert check_theorem("draft", policy="pairs") > 0
     assert Recipe(**given(parser().parse_args(["run", "x", "--policy", "pairs"]))).policy == "pairs"
-    assert "`pairs`" in reference() and "pairs" in names(shown()["policy"])
+    assert "`pairs`" in cli_reference() and "pairs" in names(shown()["policy"])
 
 
 OPTION = """

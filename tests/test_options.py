@@ -14,7 +14,7 @@ import gradio as gr
 import pytest
 
 from specdemo.cli.arguments import given, parser
-from specdemo.cli.reference import reference
+from specdemo.cli.reference import cli_reference
 from specdemo.core.errors import UserError
 from specdemo.core.options import Option
 from specdemo.recipe import Recipe, methods_with
@@ -112,7 +112,7 @@ def test_every_option_is_in_terminal_page_link_and_api(name: str, page: Any) -> 
 
 def test_the_documentation_is_up_to_date() -> None:
     """Otherwise: `python -m specdemo.cli.reference > docs/cli.md`."""
-    assert (ROOT / "docs/cli.md").read_text("utf-8") == reference()
+    assert (ROOT / "docs/cli.md").read_text("utf-8") == cli_reference()
 
 
 @pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if option.range])

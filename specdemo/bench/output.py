@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 
-REPORT_INTERVAL_S = 30.0  # between two progress lines if standard error is not a terminal
+NON_TTY_INTERVAL_S = 30.0  # between two progress lines if standard error is not a terminal
 
 
 def markdown_table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
@@ -31,7 +31,7 @@ class Progress:
             self._shown = text
         elif time.monotonic() >= self._due:
             _write(f"{text}\n")
-            self._due = time.monotonic() + REPORT_INTERVAL_S
+            self._due = time.monotonic() + NON_TTY_INTERVAL_S
 
     def over(self) -> None:
         if self._shown:

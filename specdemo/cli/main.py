@@ -19,7 +19,7 @@ from specdemo.core.events import End, Event, Header, Loading, StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.generate import generate
 from specdemo.recipe import Recipe
-from specdemo.signals import handle_signals
+from specdemo.worker import handle_signals
 
 
 def main(arguments: list[str] | None = None) -> int:

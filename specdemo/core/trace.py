@@ -204,7 +204,7 @@ Id = Annotated[int, Field(ge=0, lt=1 << 31)]
 Number = Annotated[float, Field(ge=-1e12, le=1e12)]
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
 Bytes = Annotated[float, Field(ge=0, le=1e18)]
-Probability = Annotated[float, Field(ge=0, le=1.0001)]  # float32 sums may slightly exceed 1
+_Probability = Annotated[float, Field(ge=0, le=1.0001)]  # float32 sums may slightly exceed 1
 Text = Annotated[str, Field(max_length=10_000)]
 Name = Annotated[str, Field(max_length=40)]
 
@@ -257,7 +257,7 @@ class _Header(_Line):
 
 class _TopTokens(_Line):
     entropy: Number
-    top: Annotated[list[tuple[Id, Probability]], Field(max_length=64)]
+    top: Annotated[list[tuple[Id, _Probability]], Field(max_length=64)]
 
 
 class _Memory(_Line):
@@ -277,12 +277,12 @@ class _Step(_Line):
     accepted: list[int]
     token: Id | None
     kind: Literal["correction", "bonus", "plain"]
-    p: list[Probability | None]  # None: not computed by the target
-    q: list[Probability] | None
+    p: list[_Probability | None]  # None: not computed by the target
+    q: list[_Probability] | None
     top: list[Id | None] = []
     choices: list[Annotated[list[Id], Field(min_length=1, max_length=MAX_NODES)]]
-    draw: list[Probability | None]
-    beta: list[Probability | None]
+    draw: list[_Probability | None]
+    beta: list[_Probability | None]
     gamma: Annotated[int, Field(ge=0, le=1024)]
     draft_s: Seconds
     verify_s: Seconds

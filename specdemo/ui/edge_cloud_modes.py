@@ -16,7 +16,7 @@ from specdemo.ui.labels import NOTHING, number, percent
 from specdemo.ui.settings import recipe_of
 from specdemo.ui.sweep import Sweep
 
-HEADERS = (
+MODE_TABLE_HEAD = (
     "mode", "TTFT p50 / p95 ms", "total p50 / p95 s", "tokens/s", "speed-up", "KV MB", "up kB", "down kB",
     "cloud calls", "exact",
 )  # fmt: skip

@@ -44,7 +44,7 @@ def _lossy(recipe: Mapping[str, Any]) -> str:
 def tiles(lanes: Mapping[str, Lane]) -> dict[str, tuple[str, str]]:
     lane = next(iter(lanes.values()))
     m = lane.metrics
-    ratio = speedup(lanes)
+    ratio = lane_speedup(lanes)
     device = "" if lane.memory.device is None else f" · device {_size(lane.memory.device)}"
     return {
         "acceptance": (
@@ -65,7 +65,7 @@ def tiles(lanes: Mapping[str, Lane]) -> dict[str, tuple[str, str]]:
     }
 
 
-def speedup(lanes: Mapping[str, Lane], name: str = SPEC) -> float | None:
+def lane_speedup(lanes: Mapping[str, Lane], name: str = SPEC) -> float | None:
     """Tokens per second of a lane relative to the AR lane, once both have ended."""
     if name == PLAIN or not all(lane in lanes and lanes[lane].ended for lane in (name, PLAIN)):
         return None
@@ -73,7 +73,7 @@ def speedup(lanes: Mapping[str, Lane], name: str = SPEC) -> float | None:
     return speed / baseline if speed and baseline else None
 
 
-def told_of(estimate: Preflight) -> str:
+def describe_preflight(estimate: Preflight) -> str:
     rows = [
         f"| {row.gamma} | {row.tokens_per_pass:.2f} | {row.speedup:.2f}× | {row.low:.2f}–{row.high:.2f} |"
         for row in estimate.estimates

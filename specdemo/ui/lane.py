@@ -132,5 +132,5 @@ def lanes_of(recipe: Recipe, extra: Sequence[Recipe], plan: Sequence[str]) -> li
     return [(name, lane) for name, lane in lanes.items() if name in plan]
 
 
-def told_of_lanes(recipes: list[Recipe]) -> str:
+def describe_kept_lanes(recipes: list[Recipe]) -> str:
     return f"Kept lanes, run with every comparison: {'; '.join(map(title, map(asdict, recipes)))}." if recipes else ""

@@ -15,7 +15,7 @@ from specdemo.ui.labels import number, percent
 from specdemo.ui.lane import Lane, mode, title
 
 SLACK = 1.02  # tolerated deviation of the two clocks
-HEADERS = (
+LINK_TABLE_HEAD = (
     "round", "k", "accepted_len", "la/k", "alpha_mean", "edge_time ms", "cloud_prefill ms", "rtt ms",
     "bytes up", "bytes down", "hard_ratio", "escalated", "cumulative acceptance", "verdict",
 )  # fmt: skip
@@ -143,7 +143,7 @@ def _row(name: str, steps: Sequence[Step], cumulative: float | None) -> list[str
     ]
 
 
-def told(lane: Lane) -> str:
+def describe_link(lane: Lane) -> str:
     run_steps, m = steps(lane), lane.metrics
     remote: Mapping[str, float] = m.remote
     spent = totals(run_steps)

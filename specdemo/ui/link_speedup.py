@@ -71,7 +71,7 @@ def curve(link: LinkModel) -> list[tuple[float, float | None, str]]:
     return [*rows, (link.best, link.speed(link.best), BEST), (link.gamma, link.measured, RUN)]
 
 
-def told(link: LinkModel) -> str:
+def describe_best_gamma(link: LinkModel) -> str:
     best = f"{link.best} or more" if link.best == LONGEST else str(link.best)
     measured = "" if not link.measured else f" (measured: {link.measured:.1f})"
     return (

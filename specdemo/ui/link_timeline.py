@@ -13,7 +13,7 @@ NAMES = ("edge", "link", "cloud")
 TICKS = 6
 
 
-def picture(steps: Sequence[Sequence[Part]], captions: Sequence[str]) -> str:
+def timeline_svg(steps: Sequence[Sequence[Part]], captions: Sequence[str]) -> str:
     """Draw the steps; each part has a tooltip with activity and duration."""
     flat = [part for parts in steps for part in parts]
     if not flat:

@@ -28,8 +28,8 @@ from specdemo.ui.cockpit import cockpit, script
 from specdemo.ui.controls import Controls, examples_row, sidebar
 from specdemo.ui.frames import Run
 from specdemo.ui.health import Health
-from specdemo.ui.labels import told_of
-from specdemo.ui.lane import EXTRA, lanes_of, plan_of, told_of_lanes
+from specdemo.ui.labels import describe_preflight
+from specdemo.ui.lane import EXTRA, describe_kept_lanes, lanes_of, plan_of
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.live_updates import played
 from specdemo.ui.run_queries import Archive
@@ -265,7 +265,7 @@ class _Handlers:
         settings = dict(zip(self._defaults, values, strict=True))
         prompt = settings["prompt"] if isinstance(settings["prompt"], str) else ""
         try:
-            yield told_of(await self._service.preflight(self._recipe(settings), prompt, address_of(request)))
+            yield describe_preflight(await self._service.preflight(self._recipe(settings), prompt, address_of(request)))
         except Exception as error:  # the page reports any failure
             yield f"**Preflight:** {html.escape(reason(error))}"
 
@@ -277,11 +277,11 @@ class _Handlers:
             lanes = [*lanes, recipe_of(wanted, self._device)]
         except UserError as error:
             gr.Warning(html.escape(str(error)))
-            return gr.skip(), told_of_lanes(lanes)
+            return gr.skip(), describe_kept_lanes(lanes)
         if len(lanes) > len(EXTRA):
             gr.Warning(f"{len(EXTRA)} lanes are stored already: drop them first")
-            return gr.skip(), told_of_lanes(lanes[:-1])
-        return [*(kept or []), wanted], told_of_lanes(lanes)
+            return gr.skip(), describe_kept_lanes(lanes[:-1])
+        return [*(kept or []), wanted], describe_kept_lanes(lanes)
 
     def find(self, saved: Any, kept: Any, request: gr.Request) -> tuple[str, str]:
         """Return the settings to restore, from the link or the browser, and the text about stored lanes."""
@@ -292,7 +292,7 @@ class _Handlers:
         if link and settings.get("mode", OFF) != OFF and settings["remote"]:
             gr.Warning(html.escape(f"This link has prompts sent to {settings['remote']}: run it only if you trust it."))
         changed = {name: value for name, value in settings.items() if value != self._defaults[name]}
-        return json.dumps(changed), told_of_lanes(self._lanes(kept))
+        return json.dumps(changed), describe_kept_lanes(self._lanes(kept))
 
     def forget(self, request: gr.Request) -> None:
         """Begin a new conversation."""

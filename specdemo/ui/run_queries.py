@@ -68,7 +68,7 @@ class Archive:
         if not isinstance(query, list) or len(query) != 3 or type(query[2]) is not int:
             return None
         lane = self._begun(query[:2])
-        view = step_views.picture(lane, query[2]) if lane else None
+        view = step_views.step_picture(lane, query[2]) if lane else None
         return _json(view) if view else None
 
     def figures(self, query: Any) -> str | None:

@@ -24,7 +24,7 @@ MAX_WHAT_IF = 8  # draft tokens
 COMPLETE = 1e-4  # unrecorded mass of a distribution that counts as 0
 
 
-def picture(lane: Lane, i: int) -> dict[str, Any] | None:
+def step_picture(lane: Lane, i: int) -> dict[str, Any] | None:
     """Return the tokens of step `i` with distributions, outcomes and explanations, and its timings."""
     events = lane.steps
     if not 0 <= i < len(events):
@@ -143,7 +143,7 @@ STEP_COLUMNS = (
 )  # fmt: skip
 
 
-def table(lane: Lane) -> list[list[Any]]:
+def step_table(lane: Lane) -> list[list[Any]]:
     return [
         [
             step.i,
@@ -168,7 +168,7 @@ def as_csv(lane: Lane) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(STEP_COLUMNS)
-    for row in table(lane):
+    for row in step_table(lane):
         writer.writerow([*row[:-1], json.dumps(row[-1], ensure_ascii=False)])
     return out.getvalue()
 
@@ -180,7 +180,7 @@ def figures(lane: Lane) -> dict[str, Any]:
     rows, why_not = what_if(lane)
     return {
         "columns": STEP_COLUMNS,
-        "rows": table(lane),
+        "rows": step_table(lane),
         "positions": positions,
         "what_if": rows,
         "why_not": why_not,

@@ -11,7 +11,7 @@ from specdemo.core.metrics import Metrics
 from specdemo.core.theory import expected_tokens, walltime_improvement
 from specdemo.core.theory import speedup as cost_model
 from specdemo.drafters import draft_shape
-from specdemo.ui.labels import percent, speedup
+from specdemo.ui.labels import lane_speedup, percent
 from specdemo.ui.lane import ALONE, PLAIN, SPEC, Lane, mode, title
 
 SLOW_LINK = "The link takes most of each step: try a longer draft, or let the cloud decode alone."
@@ -23,7 +23,7 @@ def verdict(lanes: Mapping[str, Lane]) -> str:
 
     Times are in AR steps, so speed-up = tokens per step / AR steps per step.
     """
-    ratio = speedup(lanes)
+    ratio = lane_speedup(lanes)
     if ratio is None:
         return ""
     lane, spec, baseline = lanes[SPEC], lanes[SPEC].metrics, lanes[PLAIN].metrics
@@ -40,7 +40,7 @@ def verdict(lanes: Mapping[str, Lane]) -> str:
     words += [
         f"{title(other.recipe)} ran at {value:.2f}× the speed of AR decoding."
         for name, other in lanes.items()
-        if name not in (SPEC, PLAIN) and (value := speedup(lanes, name)) is not None
+        if name not in (SPEC, PLAIN) and (value := lane_speedup(lanes, name)) is not None
     ]
     return " ".join(filter(None, words))
 

@@ -35,7 +35,7 @@ class Sweep:
     def tokens(self) -> int:
         return self.runs * self.recipes[0].max_tokens
 
-    def told(self, latest: Run | None) -> str:
+    def describe(self, latest: Run | None) -> str:
         """Describe the size, and estimate the time from the slowest lane of the visitor's latest run."""
         speeds = [lane.metrics.tokens_per_second for lane in latest.lanes.values()] if latest else []
         measured = min(filter(None, speeds), default=None)
@@ -86,7 +86,7 @@ def sweep(
     result = Sweep(tuple(map(make, varied)), tuple(prompts))
     if result.runs > MOST_RUNS or result.tokens > MOST_TOKENS:
         raise UserError(
-            f"{result.told(latest)}: the page measures at most {MOST_RUNS} runs and {MOST_TOKENS:,} "
+            f"{result.describe(latest)}: the page measures at most {MOST_RUNS} runs and {MOST_TOKENS:,} "
             "tokens. Reduce the selection, or use the terminal's bench"
         )
     return result
@@ -96,7 +96,7 @@ def duration(seconds: float) -> str:
     return f"{max(seconds, 1):.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
 
 
-HEADERS = (
+SWEEP_TABLE_HEAD = (
     "class", "recipe", "speed-up", "95 %", "slower on", "tokens/s", "accepted", "α", "tokens/pass", "same text",
 )  # fmt: skip
 
@@ -150,7 +150,7 @@ class SweepResult:
         return report(self.sweep.recipes, len(self.sweep.prompts), self.records, rows), as_json(rows) + "\n"
 
 
-def cells(rows: Sequence[BenchRow]) -> list[list[str]]:
+def sweep_cells(rows: Sequence[BenchRow]) -> list[list[str]]:
     return [
         [
             row.kind,

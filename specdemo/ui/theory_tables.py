@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from specdemo.bench.output import markdown_table
 from specdemo.core.theory import (
     accepted_share,
     alpha_of_share,
@@ -62,7 +63,7 @@ def gamma_table(settings: TheorySettings, run: TheoryPoint | None) -> str:
     return (
         f"α = {alpha:g} is the acceptance probability per *tested* token. It does not depend on γ. "
         "Other reports define α as accepted / drafted. That ratio falls as γ grows: tokens after a rejection are "
-        f"not tested.{note}\n\n{markdown_table(head, rows)}"
+        f"not tested.{note}\n\n{figures_table(head, rows)}"
     )
 
 
@@ -77,7 +78,7 @@ def leviathan_table_1(run: TheoryPoint | None) -> str:
     note = " The row of this run includes its drafting cost." if run else ""
     return (
         f"Leviathan et al., Table 1, computed for c = ĉ = 0.{note}\n\n"
-        f"{markdown_table(('α', 'γ', 'operations', 'speed-up'), rows)}"
+        f"{figures_table(('α', 'γ', 'operations', 'speed-up'), rows)}"
     )
 
 
@@ -95,7 +96,7 @@ def leviathan_table_2(run: TheoryPoint | None) -> str:
     head = ("task, drafter", "T", "γ", "α", "c", "measured", "Theorem 3.8", "realised")
     return (
         "Leviathan et al., Table 2: T5-XXL on a TPU v4, batch size 1. "
-        f"Speed-ups are measured by the authors; Theorem 3.8 is computed.\n\n{markdown_table(head, rows)}"
+        f"Speed-ups are measured by the authors; Theorem 3.8 is computed.\n\n{figures_table(head, rows)}"
     )
 
 
@@ -116,11 +117,11 @@ def guide_table(run: TheoryPoint | None) -> str:
     head = ("γ", "accepted / drafted", "c", "(1 + γα) / (1 + γc)", "α per tested token", "Theorem 3.8")
     return (
         "The practice guide defines α as accepted / drafted. The table converts it to α per tested token. "
-        "Each formula is correct for its definition of α.\n\n" + markdown_table(head, rows)
+        "Each formula is correct for its definition of α.\n\n" + figures_table(head, rows)
     )
 
 
-def markdown_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+def figures_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Format rows in Markdown: two digits, halves rounded up as in the papers, dash for None."""
 
     def cell(value: object) -> str:
@@ -128,8 +129,7 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str
             return "–"
         return f"{value + 1e-9:.2f}" if isinstance(value, float) else str(value)
 
-    lines = [head, ["---"] * len(head), *([cell(value) for value in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(head, [[cell(value) for value in row] for row in rows])
 
 
 def _run_label(value: object) -> str:

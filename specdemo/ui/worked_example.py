@@ -12,7 +12,7 @@ from specdemo.core.rules import RULES, residual
 from specdemo.core.sampling import SamplingParams
 from specdemo.core.simulate import Trial, chance_distance, distance, rare_distance, trial
 from specdemo.core.theory import bretagnolle_huber, divergence, overlap, pinsker
-from specdemo.ui.theory_tables import markdown_table
+from specdemo.ui.theory_tables import figures_table
 
 EXAMPLE_TOKENS = "abcd"
 EXAMPLE_P = (0.45, 0.32, 0.18, 0.05)  # every lossy rule visibly changes this p
@@ -62,7 +62,7 @@ def describe_example(p: Sequence[float], q: Sequence[float]) -> str:
             f"A token from q is accepted with probability min(1, p/q). The acceptance rate is **β = {beta:.3f}**, the "
             f"sum of min(p, q). With probability {1 - beta:.3f}, a correction is drawn from the residual. "
             "The residual is max(p − q, 0), normalized. The last column equals p.",
-            markdown_table(head, rows),
+            figures_table(head, rows),
             f"KL(p‖q) = {f'{kl:.3f}' if kl < math.inf else '∞'}. Pinsker: β ≥ 1 − √(KL/2) = {pinsker(kl):.3f}. "
             f"Bretagnolle–Huber: β ≥ e^(−KL)/2 = {bretagnolle_huber(kl):.3f}. "
             f"The often-quoted 1/(1 + KL) = {false_bound:.3f} is not a bound. "
@@ -111,7 +111,7 @@ def describe_trial(choice: str, result: Trial, p: Sequence[float], q: Sequence[f
             f"{verdict} Total variation distance from p over {count:,} tokens: {deviation:.4f}. "
             f"Samples of p itself: {expected:.4f} on average, above {rare:.4f} once in 1,000 trials. "
             f"Accepted: {result.accepted:,} of {result.tested:,} tested tokens in {result.rounds:,} steps.",
-            markdown_table(("token", "p", "q", "drawn", "drawn − p"), rows),
+            figures_table(("token", "p", "q", "drawn", "drawn − p"), rows),
         ]
     )
 

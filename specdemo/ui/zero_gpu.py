@@ -21,9 +21,9 @@ from specdemo.models.spec import ModelSpec
 from specdemo.pipeline import Stores
 from specdemo.recipe import Recipe
 from specdemo.ui.limits import HostLimits
+from specdemo.ui.service import Engine
 from specdemo.worker import WorkerGroup
 
-Engine = Callable[[Recipe, str, ModelPool, Stores], Iterator[Event]]
 GPU = Callable[..., Any]  # `spaces.GPU` or a fake
 
 BATCH_S = 0.1  # of events per pickle: ten transfers per second, as many as the page draws

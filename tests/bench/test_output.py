@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from specdemo.bench import output
-from specdemo.bench.output import REPORT_INTERVAL_S, Progress, markdown_table
+from specdemo.bench.output import NON_TTY_INTERVAL_S, Progress, markdown_table
 
 
 def progress_output(capsys: pytest.CaptureFixture[str]) -> str:
@@ -37,7 +37,7 @@ def test_in_a_file_few_lines_are_written(monkeypatch: pytest.MonkeyPatch, capsys
     lines = progress_output(capsys).splitlines()
     assert "\r" not in "".join(lines)
     assert lines[0] == "0 of 100"
-    assert 100 / REPORT_INTERVAL_S < len(lines) < 2 + 100 / REPORT_INTERVAL_S
+    assert 100 / NON_TTY_INTERVAL_S < len(lines) < 2 + 100 / NON_TTY_INTERVAL_S
 
 
 def test_tables_have_aligned_columns_and_three_dashes() -> None:

@@ -61,7 +61,7 @@ def test_click_on_a_token_shows_its_step(tab: Any) -> None:
     i = next(
         line["i"] for line in trace if "i" in line and len(line["accepted"]) < sum(b is not None for b in line["beta"])
     )
-    found = rounds.picture(lane, i)
+    found = rounds.step_picture(lane, i)
     expect(page.locator("#round-number")).to_have_text(f"{i} of {found['rounds'] - 1}")
     for node, card in zip(found["nodes"], page.locator(".node").all(), strict=False):
         expect(card).to_have_attribute("data-state", node["state"])
@@ -87,7 +87,7 @@ def test_table_and_charts_show_all_steps(tab: Any) -> None:
     lane = read_traces(jsonl(*saved(page))).lanes["spec"]
     page.locator("#figures summary").click()
     rows = page.locator("#rounds tbody tr")
-    wanted = rounds.table(lane)
+    wanted = rounds.step_table(lane)
     expect(rows).to_have_count(len(wanted))
     for k, row in ((0, wanted[0]), (3, wanted[3])):
         cells = rows.nth(k).locator("td").all_inner_texts()

@@ -195,7 +195,7 @@ def test_three_modes_are_measured_where_everything_else_runs(tab: Any, served: A
     set_number(page, "temperature", 0)
     page.locator("#modes-run").click()
     expect(page.locator("#modes-status p")).to_have_text("done: 3 runs on 1 prompts")
-    rows = {row[0]: dict(zip(modes.HEADERS, row, strict=True)) for row in table(page, "modes-table")}
+    rows = {row[0]: dict(zip(modes.MODE_TABLE_HEAD, row, strict=True)) for row in table(page, "modes-table")}
     assert list(rows) == list(MODES)
     assert rows["edge_only"]["cloud calls"] == "0 %" and rows["edge_only"]["up kB"] == "0.0"
     assert rows["cloud_only"]["speed-up"] == "1.00×" and rows["speculative"]["cloud calls"] == "100 %"

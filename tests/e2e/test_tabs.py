@@ -18,7 +18,7 @@ from specdemo.models.spec import QUANTIZATIONS
 from specdemo.models.zoo import PAIRS
 from specdemo.ui import service
 from specdemo.ui.page import build, launch_options
-from specdemo.ui.sweep import HEADERS, cells
+from specdemo.ui.sweep import SWEEP_TABLE_HEAD, sweep_cells
 
 
 class MeasureRecorder:
@@ -103,7 +103,7 @@ def test_table_matches_the_bench(tab: Any, measured: MeasureRecorder, served: An
     page.locator("#bench-run").click()
     expect_status(page, r"^done: 12 runs on 4 prompts$")
     rows = bench.table(measured.recipes, measured.records)
-    assert table(page) == [list(HEADERS), *cells(rows)] and len(rows) == 6
+    assert table(page) == [list(SWEEP_TABLE_HEAD), *sweep_cells(rows)] and len(rows) == 6
     assert {row.lane for row in rows} == {"ar T=0", "draft gamma=3 T=0", "nasd gamma=3 T=0"}
     assert all(row.same_text == 2 for row in rows if row.speedup)  # real greedy texts
     for row in rows:
@@ -128,7 +128,7 @@ def test_stop_shows_partial_results_and_frees_the_worker(tab: Any, measured: Mea
     expect_status(page, "^stopped: partial, [123] of 4 prompts are measured$")
     assert served.worker.active == 0 and 1 <= len(measured.records) < 4
     rows = bench.table(measured.recipes, measured.records)
-    assert table(page) == [list(HEADERS), *cells(rows)]
+    assert table(page) == [list(SWEEP_TABLE_HEAD), *sweep_cells(rows)]
     assert json.loads(saved(page, "#bench-jsonl")) == json.loads(bench.as_json(rows))
     assert f"**Partial**: stopped after {len(measured.records)} of 4 prompts" in saved(page, "#bench-md")
     assert page.evaluate("document.documentElement.scrollWidth") <= 390

@@ -11,7 +11,9 @@ from fakes.tiny_models import byte_level_tokenizer, save_model, tiny_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, PreTrainedModel
 
 from specdemo.core.errors import UserError
+from specdemo.core.events import Loading
 from specdemo.core.step import Draft
+from specdemo.core.trace import to_json
 from specdemo.generate import generate
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.loaded_pair import load_pair, share_weights
@@ -31,8 +33,8 @@ def model_in_memory(seed: int = 0, **settings: Any) -> PreTrainedModel:
 
 
 def trace(recipe: Recipe, pair: Any) -> tuple[dict[str, Any], list[int], dict[str, Any]]:
-    """Header, tokens and last line of a run."""
-    head, *steps, end = (line for line in generate(recipe, PROMPT, pair) if "phase" not in line)
+    """Header, tokens and last line of a run, as in a trace."""
+    head, *steps, end = (to_json(event) for event in generate(recipe, PROMPT, pair) if not isinstance(event, Loading))
     return head, [token for step in steps for token in step["tokens"]], end
 
 
@@ -127,7 +129,7 @@ def test_named_pairs_are_loaded_once(tmp_path: Any) -> None:
     pair = load_pair(target, drafter, device="cpu", report=progress.append)
     assert any("reading target" in update.text for update in progress)
     recipe = Recipe(temperature=0, max_tokens=8)
-    assert not any("phase" in line for line in generate(recipe, PROMPT, pair))
+    assert not any(isinstance(event, Loading) for event in generate(recipe, PROMPT, pair))
     head, tokens, _ = trace(recipe, pair)
     named = Recipe(target=target, drafter=drafter, device="cpu", temperature=0, max_tokens=8)
     expected_head, expected, _ = trace(named, ModelPool())

@@ -45,7 +45,7 @@ def test_tooltip_and_inspector_give_the_explanation_of_the_terminal(line: dict, 
     event = step_event(line)
     expected = [explain(event.step, shown.node, recipe) for shown in event.shown()]
     assert shown_by_tooltip(record, head["head"]) == expected
-    view = step_views.picture(run.lanes[SPEC], 0)
+    view = step_views.step_picture(run.lanes[SPEC], 0)
     assert [node["words"] for node in view["nodes"]] == [
         explain(event.step, node, recipe) for node in range(len(event.step.draft))
     ]

@@ -10,7 +10,7 @@ import pytest
 from fakes.trace_records import ALL_KEPT, CUT, PREFILL, REJECTION, absorb, end, header, step, step_event, whole
 
 from specdemo.ui.frames import Run, cells
-from specdemo.ui.labels import speedup, tiles
+from specdemo.ui.labels import lane_speedup, tiles
 from specdemo.ui.lane import PLAIN, SPEC
 from specdemo.ui.run_store import RunStore
 from specdemo.ui.summary import sameness, verdict
@@ -211,7 +211,7 @@ def compared(seconds: float) -> Run:
 
 def test_speed_up_is_the_ratio_of_the_two_measured_speeds() -> None:
     run = compared(0.024)
-    assert speedup(run.lanes) == pytest.approx((5 / 0.06) / (1 / 0.024))
+    assert lane_speedup(run.lanes) == pytest.approx((5 / 0.06) / (1 / 0.024))
     assert tiles(run.lanes)["speedup"][0] == "2.00×"
     words = verdict(run.lanes)
     assert words.startswith("Speculation was 2.00× as fast: 83.3 against 41.7 tokens per second.")
@@ -280,7 +280,7 @@ def test_a_different_greedy_text_is_not_passed_over() -> None:
 def test_no_verdict_without_both_runs() -> None:
     run = whole(Run((SPEC, PLAIN)))
     run.finish()
-    assert speedup(run.lanes) is None and verdict(run.lanes) == ""
+    assert lane_speedup(run.lanes) is None and verdict(run.lanes) == ""
 
 
 def test_the_registry_is_bounded_and_drops_the_one_longest_unused() -> None:

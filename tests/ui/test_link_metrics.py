@@ -26,8 +26,8 @@ from specdemo.ui import link_speedup as best_k
 from specdemo.ui.frames import LOST, Run, read_traces
 from specdemo.ui.lane import PLAIN, SPEC, lanes_of, plan_of
 from specdemo.ui.limits import PUBLIC, HostLimits, read_limits
-from specdemo.ui.link_metrics import HEADERS, edge_lane, measures, parts, steps, told, window
-from specdemo.ui.link_timeline import picture
+from specdemo.ui.link_metrics import LINK_TABLE_HEAD, describe_link, edge_lane, measures, parts, steps, window
+from specdemo.ui.link_timeline import timeline_svg
 from specdemo.ui.settings import cloud_of, from_link, recipe_of, restored
 from specdemo.worker import Stream, Worker, interruptible
 
@@ -101,7 +101,7 @@ def test_an_answer_that_was_another_rounds_is_a_wait() -> None:
 
 
 def test_the_table_has_the_guides_measures() -> None:
-    total, *rows = [dict(zip(HEADERS, row, strict=True)) for row in measures(steps_of(*LINES))]
+    total, *rows = [dict(zip(LINK_TABLE_HEAD, row, strict=True)) for row in measures(steps_of(*LINES))]
     assert [row["round"] for row in rows] == ["0", "1", "2", "3", "4"] and total["round"] == "all"
     assert [row["k"] for row in rows] == ["0", "3", "3", "2", "3"] and total["k"] == "11"
     assert [row["la/k"] for row in rows] == ["–", "0.33", "1.00", "0.50", "0.00"]
@@ -130,7 +130,7 @@ def test_the_best_k_is_the_best_of_all_and_grows_with_the_way() -> None:
     assert all(ours == theirs for ours, theirs in best) and best == sorted(best) and best[0] != best[-1]
     rows = best_k.curve(link)
     assert (link.best, link.speed(link.best), best_k.BEST) in rows and len(rows) == best_k.LONGEST + 3
-    assert f"The best k is {link.best}" in best_k.told(link)
+    assert f"The best k is {link.best}" in best_k.describe_best_gamma(link)
 
 
 def test_without_a_verified_round_there_is_no_best_k() -> None:
@@ -150,14 +150,14 @@ def test_only_a_run_with_a_cloud_that_is_over_has_something_to_show() -> None:
             edge_lane(run)
     lane = edge_lane(played(*LINES))
     assert steps(lane) == steps_of(*LINES)
-    said = told(lane)
+    said = describe_link(lane)
     assert "0.8 kB up" in said and "1 tokens were committed provisionally" in said and "1 tokens were confirmed" in said
 
 
 def test_the_timeline_names_every_part() -> None:
-    drawn = picture(*window(steps_of(*LINES), 1, 2))
+    drawn = timeline_svg(*window(steps_of(*LINES), 1, 2))
     assert drawn.count("<rect") == 2 * 7 and "drafting: 3.00 ms" in drawn and "2: 3/3" in drawn
-    assert picture([], []) == ""
+    assert timeline_svg([], []) == ""
 
 
 # --- what no target has seen -------------------------------------------------------------------------------------
@@ -456,7 +456,9 @@ def test_three_modes_are_told_against_the_cloud_alone() -> None:
         {"runs": [measured(r.cloud.mode, w) for r, w in zip(asked.recipes, walls, strict=True)]}
         for walls in ((0.9, 0.4, 0.1), (1.1, 0.6, 0.1))
     ]
-    both, cloud, edge = (dict(zip(modes.HEADERS, row, strict=True)) for row in modes.rows(asked.recipes, records))
+    both, cloud, edge = (
+        dict(zip(modes.MODE_TABLE_HEAD, row, strict=True)) for row in modes.rows(asked.recipes, records)
+    )
     assert both["speed-up"] == "0.58×" and cloud["speed-up"] == "1.00×" and edge["speed-up"] == "3.50×"
     assert both["tokens/s"] == f"{40 / 2.2:.1f}" and both["cloud calls"] == "80 %" and edge["cloud calls"] == "0 %"
     assert (both["up kB"], both["down kB"], edge["up kB"]) == ("2.0", "4.0", "0.0")

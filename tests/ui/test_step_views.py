@@ -44,7 +44,7 @@ SEEN = REJECTION | LAWS | TEXTS | {"draft": [ord("b"), ord("c"), ord("d")], "dra
 
 
 def test_a_round_is_pictured_as_the_trace_has_it() -> None:
-    found = rounds.picture(lane(PREFILL, SEEN), 1)
+    found = rounds.step_picture(lane(PREFILL, SEEN), 1)
     assert found is not None
     assert (found["i"], found["rounds"], found["chain"], found["path"]) == (1, 2, True, [0])
     assert [node["state"] for node in found["nodes"]] == ["accepted", "rejected", "ignored"]
@@ -59,19 +59,19 @@ def test_a_round_is_pictured_as_the_trace_has_it() -> None:
 
 def test_the_correction_comes_from_the_residual() -> None:
     line = SEEN | {"beta": [0.75, 0.6, None]}  # sum min(p, q) at c: min(.7, .4) + min(.2, .6)
-    last = rounds.picture(lane(PREFILL, line), 1)["last"]
+    last = rounds.step_picture(lane(PREFILL, line), 1)["last"]
     assert last["law"] == "residual" and "residual" in last["words"]
     residual = {text: mass for text, mass, _ in last["bars"]}
     assert residual == pytest.approx({"X": 0.3 / 0.4, "c": 0.0, "d": 0.1 / 0.4})
-    plain = rounds.picture(lane(PREFILL, line, rule="match"), 1)["last"]
+    plain = rounds.step_picture(lane(PREFILL, line, rule="match"), 1)["last"]
     assert plain["law"] == "p" and [bar[1] for bar in plain["bars"]] == [0.7, 0.2, 0.1]
 
 
 def test_what_was_not_recorded_is_not_made_up() -> None:
     distributions = LAWS | {"drafted": [probs(b=0.25), probs(c=0.6), probs(d=1.0)]}  # the rest of q is not there
-    found = rounds.picture(lane(PREFILL, SEEN | distributions), 1)
+    found = rounds.step_picture(lane(PREFILL, SEEN | distributions), 1)
     assert ("a", 0.3, None) in found["nodes"][0]["bars"]
-    bare = rounds.picture(lane(PREFILL, REJECTION), 1)
+    bare = rounds.step_picture(lane(PREFILL, REJECTION), 1)
     assert bare["nodes"][0]["bars"] == [] and bare["last"]["bars"] == []
 
 
@@ -90,25 +90,25 @@ def test_what_was_not_recorded_is_not_made_up() -> None:
     ],
 )  # fmt: skip
 def test_the_verdict_is_given_in_words_with_its_numbers(change: dict, recipe: dict, words: str) -> None:
-    found = rounds.picture(lane(PREFILL, REJECTION | change, **recipe), 1)
+    found = rounds.step_picture(lane(PREFILL, REJECTION | change, **recipe), 1)
     assert any(words in node["words"] for node in found["nodes"])
 
 
 def test_siblings_are_tested_against_what_elder_ones_left() -> None:
     line = step(1, pieces=["b", "X"], draft=("a", "b"), accepted=(1,), tested=2) | {"parents": [-1, -1]}
-    found = rounds.picture(lane(PREFILL, line), 1)
+    found = rounds.step_picture(lane(PREFILL, line), 1)
     assert not found["chain"] and "siblings' residual" in found["nodes"][1]["words"]
     assert "sibling" not in found["nodes"][0]["words"]
 
 
 @pytest.mark.parametrize("i", [-1, 2, 10**9])
 def test_a_round_that_was_not_is_not_shown(i: int) -> None:
-    assert rounds.picture(lane(PREFILL, SEEN), i) is None
+    assert rounds.step_picture(lane(PREFILL, SEEN), i) is None
 
 
 def test_the_table_counts_as_the_metrics_do() -> None:
     made = lane(PREFILL, REJECTION, ALL_KEPT, CUT)
-    rows, m = rounds.table(made), made.metrics.as_dict()
+    rows, m = rounds.step_table(made), made.metrics.as_dict()
     column = dict(zip(rounds.STEP_COLUMNS, zip(*rows, strict=True), strict=True))
     assert sum(column["drafted"]) == m["drafted"] and sum(column["tested"]) == m["tested"]
     assert sum(column["accepted"]) == m["accepted"] and sum(column["committed"]) == m["tokens"]
@@ -154,7 +154,7 @@ def test_other_gammas_of_a_real_run_agree_with_the_run_itself() -> None:
     assert passes[3] == pytest.approx(measured, rel=0.15)  # one text: what it might have given against what it gave
     assert passes[0] == 1.0 and passes[1] < passes[3] < passes[8]
     seen = 0
-    for node in (node for i in range(1, 9) for node in rounds.picture(made, i)["nodes"]):
+    for node in (node for i in range(1, 9) for node in rounds.step_picture(made, i)["nodes"]):
         p, q = next(((p, q) for text, p, q in node["bars"] if text == node["text"]), (None, None))
         assert p is None or p == pytest.approx(node["p"], abs=1e-6)
         assert q is None or q == pytest.approx(node["q"], abs=1e-6)

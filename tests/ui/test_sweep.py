@@ -16,7 +16,17 @@ from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
-from specdemo.ui.sweep import HEADERS, MOST_RUNS, MOST_TOKENS, Sweep, SweepResult, bars, cells, duration, sweep
+from specdemo.ui.sweep import (
+    MOST_RUNS,
+    MOST_TOKENS,
+    SWEEP_TABLE_HEAD,
+    Sweep,
+    SweepResult,
+    bars,
+    duration,
+    sweep,
+    sweep_cells,
+)
 
 ASKED: dict[str, Any] = {
     "methods": ["draft", "nasd"],
@@ -73,9 +83,9 @@ def test_the_guess_is_made_from_the_visitors_latest_run() -> None:
     latest = Run()
     for line in (header(), step(0, pieces=["a"]), step(1, pieces=["b", "X"], draft=("b", "c"), accepted=(0,)), end()):
         absorb(latest, SPEC, line)
-    told = meant(latest=latest).told(latest)  # two tokens in 0.03 s
+    told = meant(latest=latest).describe(latest)  # two tokens in 0.03 s
     assert told.endswith("about 5 s at the 67 tokens per second of your latest run")
-    assert meant().told(Run()).endswith("about 3 s at an assumed 100 tokens per second")
+    assert meant().describe(Run()).endswith("about 3 s at an assumed 100 tokens per second")
     assert [duration(s) for s in (0.01, 99, 130)] == ["1 s", "99 s", "2 minutes"]
 
 
@@ -102,7 +112,7 @@ def test_the_table_on_the_page_is_the_benchs(outcome: SweepResult) -> None:
         outcome.absorb(one)
     rows = outcome.rows()
     assert rows == bench.table(outcome.sweep.recipes, records)
-    shown = [dict(zip(HEADERS, row, strict=True)) for row in cells(rows)]
+    shown = [dict(zip(SWEEP_TABLE_HEAD, row, strict=True)) for row in sweep_cells(rows)]
     plain, code, _, prose = shown
     assert plain["speed-up"] == "baseline" and plain["95 %"] == plain["slower on"] == plain["α"] == "–"
     assert code["speed-up"] == "1.25×" and code["95 %"] == "0.50 to 2.00" and code["slower on"] == "1 of 2"

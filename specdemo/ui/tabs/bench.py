@@ -16,7 +16,7 @@ from specdemo.recipe import Recipe
 from specdemo.ui.palette import CATEGORIES
 from specdemo.ui.service import Service
 from specdemo.ui.settings import OFF, recipe_of
-from specdemo.ui.sweep import DRAFTING, HEADERS, PLAIN, Sweep, SweepResult, bars, cells, sweep
+from specdemo.ui.sweep import DRAFTING, PLAIN, SWEEP_TABLE_HEAD, Sweep, SweepResult, bars, sweep, sweep_cells
 from specdemo.ui.tabs.measurement import UNPROCESSED, MeasurementPanel
 
 _INTRO = """Each recipe and the autoregressive baseline continue every prompt in shuffled order. One warm-up run per
@@ -41,7 +41,7 @@ def bench_tab(service: Service, controls: Mapping[str, gr.components.Component],
     size = gr.Markdown(elem_id="bench-size")
     panel = MeasurementPanel(service, "bench")
     with panel.results:
-        table = gr.Dataframe(headers=list(HEADERS), interactive=False, elem_id="bench-table")
+        table = gr.Dataframe(headers=list(SWEEP_TABLE_HEAD), interactive=False, elem_id="bench-table")
         plot = _speedup_plot(kinds)
         notes = gr.Markdown(elem_id="bench-notes")
         files = _save_buttons()
@@ -56,14 +56,14 @@ def bench_tab(service: Service, controls: Mapping[str, gr.components.Component],
     def describe_size(request: gr.Request, *values: Any) -> str:
         session = request.session_hash or ""
         try:
-            return f"{make_sweep(session, values).told(service.runs.latest(session))}."
+            return f"{make_sweep(session, values).describe(service.runs.latest(session))}."
         except UserError as error:
             return f"**{html.escape(str(error))}.**"
 
     def show_rows(result: SweepResult, rows: list[BenchRow]) -> dict[Any, Any]:
         speedups = bars(rows)
         return {
-            table: cells(rows),
+            table: sweep_cells(rows),
             plot: gr.BarPlot(value=speedups, sort=[bar[0] for bar in speedups["data"]]),
             notes: result.notes(rows),
             **dict(zip(files, result.files(rows), strict=True)),

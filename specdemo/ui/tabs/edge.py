@@ -13,8 +13,8 @@ from specdemo.core.errors import UserError
 from specdemo.ui import edge_cloud_modes as modes
 from specdemo.ui import link_speedup as best_k
 from specdemo.ui.labels import Lane
-from specdemo.ui.link_metrics import HEADERS, edge_lane, measures, steps, told, window
-from specdemo.ui.link_timeline import picture
+from specdemo.ui.link_metrics import LINK_TABLE_HEAD, describe_link, edge_lane, measures, steps, window
+from specdemo.ui.link_timeline import timeline_svg
 from specdemo.ui.service import Service
 from specdemo.ui.sweep import Sweep, SweepResult
 from specdemo.ui.tabs.measurement import UNPROCESSED, MeasurementPanel
@@ -82,7 +82,9 @@ def _run_section(service: Service, tab: gr.Tab) -> None:
             lines = steps(lane_of(shown_id, request))
         except UserError:
             return gr.skip()
-        return picture(*window(lines, int(first), _TIMELINE_STEPS)) if isinstance(first, (int, float)) else gr.skip()
+        return (
+            timeline_svg(*window(lines, int(first), _TIMELINE_STEPS)) if isinstance(first, (int, float)) else gr.skip()
+        )
 
     drawn = [view.summary, view.details, view.first, view.timeline, view.table, view.best, view.plot, view.curve]
     unqueued = {"js": _SHOWN_RUN_JS, "queue": False, **UNPROCESSED}
@@ -99,7 +101,7 @@ def _run_view() -> _RunView:
         first = gr.Slider(0, 1, 0, step=1, label=label, elem_id="edge-first")
         timeline = gr.HTML(elem_id="edge-timeline", css_template=_TIMELINE_CSS, apply_default_css=False)
         gr.Markdown("### Measurements per step")
-        table = gr.Dataframe(headers=list(HEADERS), interactive=False, max_height=420, elem_id="edge-table")
+        table = gr.Dataframe(headers=list(LINK_TABLE_HEAD), interactive=False, max_height=420, elem_id="edge-table")
         gr.Markdown("### Best draft length over this link")
         best = gr.Markdown(elem_id="edge-best")
         with gr.Column(visible=False) as curve:
@@ -111,14 +113,14 @@ def _run_values(view: _RunView, lane: Lane) -> dict[Any, Any]:
     lines = steps(lane)
     try:
         link = best_k.link_of(lane)
-        best = best_k.told(link)
+        best = best_k.describe_best_gamma(link)
     except UserError as error:
         link, best = None, f"*{error}.*"
     return {
-        view.summary: told(lane),
+        view.summary: describe_link(lane),
         view.details: gr.Column(visible=True),
         view.first: gr.Slider(maximum=max(1, len(lines) - _TIMELINE_STEPS), value=0),
-        view.timeline: picture(*window(lines, 0, _TIMELINE_STEPS)),
+        view.timeline: timeline_svg(*window(lines, 0, _TIMELINE_STEPS)),
         view.table: measures(lines),
         view.best: best,
         view.plot: plot_value(view.plot, best_k.curve(link) if link else []),
@@ -136,7 +138,7 @@ def _modes_section(service: Service, controls: Mapping[str, gr.components.Compon
         length = gr.Slider(8, 128, 48, step=8, label="Tokens per run", min_width=200, elem_id="modes-tokens")
     panel = MeasurementPanel(service, "modes")
     with panel.results:
-        table = gr.Dataframe(headers=list(modes.HEADERS), interactive=False, elem_id="modes-table")
+        table = gr.Dataframe(headers=list(modes.MODE_TABLE_HEAD), interactive=False, elem_id="modes-table")
 
     def make_sweep(session: str, values: tuple[Any, ...]) -> Sweep:
         prompts, tokens, *settings = values
