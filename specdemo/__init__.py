@@ -29,12 +29,12 @@ __all__ = [*sorted(_EXPORTS), "methods"]
 
 
 def methods() -> dict[str, str]:
-    """Return the description of every decoding method by name.
+    """Return the title of every decoding method by name.
 
     >>> "draft" in methods() and "ar" in methods()
     True
     """
-    return dict(import_module("specdemo.recipe").METHODS)
+    return {name: method.title for name, method in import_module("specdemo.drafters").METHODS.items()}
 
 
 def limit_onednn_cache() -> None:

@@ -101,8 +101,10 @@ class Preflight:
 def preflight(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool) -> Preflight:
     """Estimate `recipe` for drafts of 1 to `MAX_GAMMA` tokens. Raises `UserError` if unsupported."""
     if METHODS[recipe.method].preflight is None:
-        supported = ", ".join(name for name, method in METHODS.items() if method.preflight)
-        raise UserError(f"preflight supports the methods {supported}, not {recipe.method}: run or bench it")
+        supported = [name for name, method in METHODS.items() if method.preflight]
+        supported.sort(key=lambda name: METHODS[name].preflight)
+        names = ", ".join(supported)
+        raise UserError(f"preflight supports the methods {names}, not {recipe.method}: run or bench it")
     target, drafter, pipeline = load_comparable(recipe, pool)
     sampling = SamplingParams(recipe.temperature, recipe.top_k, recipe.top_p)
     texts = usable_texts(target, prompts, recipe.max_tokens, pipeline.context)
