@@ -21,6 +21,7 @@ _EXPORTS = {
     "LoadedPair": "specdemo.models.loaded_pair",
     "Recipe": "specdemo.recipe",
     "Step": "specdemo.core.step",
+    "StepEvent": "specdemo.core.events",
     "UserError": "specdemo.core.errors",
     "generate": "specdemo.generate",
     "load_pair": "specdemo.models.loaded_pair",
