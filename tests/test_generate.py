@@ -7,6 +7,7 @@ import math
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import FrozenInstanceError, replace
+from importlib import import_module
 from itertools import islice
 from typing import Any
 
@@ -108,7 +109,7 @@ def test_closing_releases_the_pipeline(target: str, kind: type, monkeypatch: pyt
         opened.append(pipeline)
         return replace(pipeline, on_close=lambda: closed.append(pipeline))
 
-    monkeypatch.setattr("specdemo.generate.build_pipeline", watched)
+    monkeypatch.setattr(import_module("specdemo.generate"), "build_pipeline", watched)
     recipe = Recipe(target=target, method="lookup", max_tokens=4, device="cpu")
     events = generate(recipe, PROMPT)
     next(event for event in events if isinstance(event, kind))

@@ -27,7 +27,7 @@ class TheoryPoint:
     c: float | None
     v: float | None
     o: float | None
-    lane_speedup: float | None
+    speedup: float | None
     c_hat: float | None  # operations of a draft token / of a target token; if known
     operations: float | None  # per token, relative to AR decoding
 
@@ -77,7 +77,7 @@ def point_of(run: Run | None) -> TheoryPoint:
         c=c,
         v=v,
         o=o,
-        lane_speedup=measured_speedup(run.lanes),
+        speedup=measured_speedup(run.lanes),
         c_hat=c_hat,
         operations=None if c_hat is None else (1 + gamma * (1 + c_hat)) / tokens,
     )
