@@ -27,13 +27,15 @@ def three(settings: Mapping[str, Any], device: str, count: Any, max_tokens: Any)
     """Return a recipe per mode, with the first code prompts. Raises `UserError` for invalid settings."""
     if isinstance(count, bool) or not isinstance(count, (int, float)) or not 1 <= count <= MOST_PROMPTS:
         raise UserError(f"prompts must be from 1 to {MOST_PROMPTS}, not {count!r}")
-    varied = [{**settings, "mode": mode, "max_tokens": max_tokens, "chat": False} for mode in MODES]
+    common = {**settings, "max_tokens": max_tokens, "chat": False}
+    alone = {"provisional": False, "gates": []}  # without drafts over the link these options do not apply
+    varied = [{**common, "mode": mode, **({} if mode == "speculative" else alone)} for mode in MODES]
     prompts: list[Prompt] = load_prompts(kinds=["code"])[: int(count)]
     return Sweep(tuple(recipe_of(values, device) for values in varied), tuple(prompts))
 
 
 def rows(recipes: Sequence[Recipe], records: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return a row per mode, by `HEADERS`. The speed-up compares median total times with cloud only."""
+    """Return a row per mode, by `MODE_TABLE_HEAD`. The speed-up compares median total times with cloud only."""
     runs = {recipe.cloud.mode: [record["runs"][i] for record in records] for i, recipe in enumerate(recipes)}
     totals = {mode: [run["ttft_s"] + run["wall_s"] for run in mode_runs] for mode, mode_runs in runs.items()}
     exact = {recipe.cloud.mode: recipe.exact for recipe in recipes}

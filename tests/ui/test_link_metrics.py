@@ -448,7 +448,17 @@ def measured(mode: str, wall_s: float) -> dict[str, Any]:
     return {"ttft_s": 0.1, "wall_s": wall_s, "tokens": 20, "steps": 5, "kv_bytes": 1e6, **link}
 
 
-def test_three_modes_are_told_against_the_cloud_alone() -> None:
+def test_options_of_drafts_apply_to_the_speculative_mode_only() -> None:
+    settings = {"remote": "http://a:1", "provisional": True, "gates": ["nll"], "method": "draft"}
+    recipes = modes.three(settings, "cpu", 1, 16).recipes
+    assert {recipe.cloud.mode: (recipe.cloud.provisional, recipe.cloud.gates) for recipe in recipes} == {
+        "speculative": (True, ("nll",)),
+        "cloud_only": (False, ()),
+        "edge_only": (False, ()),
+    }
+
+
+def test_three_modes_are_compared_with_cloud_only() -> None:
     asked = modes.three({"remote": "http://a:1", "temperature": 0.0, "mode": "off"}, "cpu", 2, 16)
     assert [recipe.cloud.mode for recipe in asked.recipes] == ["speculative", "cloud_only", "edge_only"]
     assert len(asked.prompts) == 2 and {recipe.max_tokens for recipe in asked.recipes} == {16}
