@@ -100,13 +100,11 @@ def _run(
             encoder=target.encoder,
             environment={**environment, "drafter_bytes": model.weight_bytes if model else None},
         )
-        device, metrics, last = pipeline.device, Metrics(), None
+        device, metrics, last, failure, exhausted = pipeline.device, Metrics(), None, None, False
         steps = _steps(pipeline, target, tokens, min(running.max_tokens, room), start)
-        failure, exhausted = None, False
         try:
             for event in steps:
-                metrics = event.metrics
-                last = event.step.tokens[-1] if event.step.tokens else last
+                metrics, last = event.metrics, event.step.tokens[-1] if event.step.tokens else last
                 yield event
         except (UserError, RuntimeError, MemoryError) as error:  # a failing model ends its run with a message
             failure, exhausted = str(error) or type(error).__name__, memory.is_out_of_memory(error)
@@ -119,8 +117,12 @@ def _run(
         if failure is not None:
             yield End("error", failure, metrics)
             return
-        peak = MemoryUse(memory.peak_process_bytes(), memory.peak_device_bytes(device), kv_bytes)
-        yield End("stop" if last in target.stop else "length", None, metrics, peak)
+        reason = "stop" if last in target.stop else "length"
+        yield End(reason, None, metrics, _peak_memory(device, kv_bytes))
+
+
+def _peak_memory(device: torch.device, kv_bytes: int) -> MemoryUse:
+    return MemoryUse(memory.peak_process_bytes(), memory.peak_device_bytes(device), kv_bytes)
 
 
 def _room(pipeline: Pipeline, tokens: Sequence[int]) -> int:

@@ -321,7 +321,7 @@ class _Step(_Line):
         if self.token is not None and self.token != (self.tokens or [None])[-1]:
             raise ValueError("token is not the last of tokens")
         if self.laws is not None and len(self.laws) != n + 1:
-            raise ValueError("laws must have an entry per row")
+            raise ValueError("`laws` must have an entry per row")
         queried = self.remote is None or self.choices
         if self.pending is None and queried and len(self.choices) != n + 1:
             raise ValueError("choices must have an entry per row")

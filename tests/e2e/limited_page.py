@@ -21,7 +21,7 @@ from specdemo.ui.page import build, launch_options
 
 
 class Patient:
-    """The real engine; but the prompt "endless" takes 10 ms a step, until the test says that it is over."""
+    """The real engine, except that the prompt "endless" takes 10 ms per step until `over` is set."""
 
     def __init__(self) -> None:
         self.over = threading.Event()
@@ -32,15 +32,18 @@ class Patient:
             yield from generate(recipe, prompt, pool, stores)
             return
         try:
-            yield from events_of([header(prompt=prompt)])
-            for i in count():
-                if self.over.is_set():
-                    break
-                time.sleep(0.01)
-                yield from events_of([step(i, pieces=["b"])])
-            yield from events_of([end()])
+            yield from events_of(self._lines(prompt))
         finally:
             self.closed += 1
+
+    def _lines(self, prompt: str) -> Iterator[dict[str, Any]]:
+        yield header(prompt=prompt)
+        for i in count():
+            if self.over.is_set():
+                break
+            time.sleep(0.01)
+            yield step(i, pieces=["b"])
+        yield end()
 
 
 @contextmanager

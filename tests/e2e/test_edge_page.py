@@ -29,6 +29,7 @@ from e2e.page_fixtures import (
     status,
     written,
 )
+from specdemo.core.trace import read
 from specdemo.remote.config import MODES
 from specdemo.remote.local_service import ServiceProcess
 from specdemo.ui import edge_cloud_modes as modes
@@ -99,9 +100,10 @@ def test_a_run_over_the_link_is_that_of_this_machine_and_its_tab_is_its_trace(ta
     page.get_by_role("tab", name="Edge-cloud").click()
     shown = table(page, "edge-table")
     rounds = [line for line in trace if "i" in line]
-    assert shown == edge.measures(rounds)[: len(shown)] and len(shown) > 5
+    steps = [event.step for event in read("".join(f"{json.dumps(line)}\n" for line in trace))[0].steps]
+    assert shown == edge.measures(steps)[: len(shown)] and len(shown) > 5
     assert shown[0][8] == f"{sum(line['remote']['bytes_up'] for line in rounds):.0f}"
-    passes = sum(what == "verify" for some in edge.parts(rounds)[:12] for what, *_ in some)
+    passes = sum(what == "verify" for some in edge.parts(steps)[:12] for what, *_ in some)
     assert passes > 3  # a round that had to be sent again may well be a wait as a whole
     expect(page.locator("#edge-timeline rect.verify")).to_have_count(passes)
     expect(page.locator("#edge-best")).to_contain_text("The best k is")

@@ -151,7 +151,7 @@ def test_oversized_and_empty_grids_are_rejected(tab: Any, served: Any) -> None:
     choose(page, each=24, tokens=256, kinds=("code", "repetitive", "adversarial"))
     expect(page.locator("#bench-size")).to_contain_text("192 runs of at most 256 tokens")
     page.locator("#bench-run").click()
-    expect_status(page, "^3 recipes × 64 prompts = 192 runs .* about 8 minutes .* too much for the page")
+    expect_status(page, "^3 recipes × 64 prompts = 192 runs .* about 8 minutes .* measures at most 240 runs")
     choose(page, each=1, tokens=8, kinds=())
     page.locator("#bench-run").click()
     expect_status(page, "^choose at least one class of prompts$")

@@ -345,9 +345,9 @@ def test_model_error_affects_only_its_request() -> None:
     [
         (["serve", "--port", "70000"], "cannot listen on"),
         (["serve", "--queue", "0"], "must be above 0"),
-        (["serve", "--certificate", "/nowhere"], "there is no file /nowhere"),
+        (["serve", "--certificate", "/nowhere"], "file /nowhere does not exist"),
         (["serve", "--target", "/nowhere"], "/nowhere"),
-        (["run", "x", "--rtt-ms", "3"], "has no meaning without --remote"),
+        (["run", "x", "--rtt-ms", "3"], "has no effect without --remote"),
         (["run", "x", "--remote", "nowhere"], "give http://host:port"),
         (["run", "x", "--remote", "http://127.0.0.1:1"], "there is no service at"),
         (["run", "x", "--remote", "http://127.0.0.1:1", "--mode", "magic"], "known are speculative"),
