@@ -23,7 +23,6 @@ PROXIES = "127.0.0.1,10.0.0.0/8,172.16.0.0/12,192.168.0.0/16"  # trusted on a Sp
 
 
 def options() -> argparse.ArgumentParser:
-    """Return the argument parser."""
     parser = argparse.ArgumentParser(description="See, measure and trust speculative decoding, in the browser.")
     host, port = os.environ.get("GRADIO_SERVER_NAME", "127.0.0.1"), os.environ.get("GRADIO_SERVER_PORT")
     parser.add_argument("--host", default=host, help="address to listen on (default: this machine only)")
@@ -55,7 +54,6 @@ def has_display() -> bool:
 
 
 def is_free(host: str, port: int) -> bool:
-    """Return True if a server can listen on this port."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -115,7 +113,6 @@ def _serve(args: argparse.Namespace, port: int) -> int:
 
 
 def _close(page: Any) -> None:
-    """End the runs, then the local services, then the server."""
     running = page.worker.active
     page.worker.close()
     if running:

@@ -145,7 +145,6 @@ def _memory_ran_out(kv_bytes: int, device: torch.device) -> str:
 def _steps(
     pipeline: Pipeline, target: LoadedModel | RemoteModel, tokens: Sequence[int], max_tokens: int, start: float
 ) -> Iterator[StepEvent]:
-    """Decode, and add texts, memory and metrics to each step."""
     metrics, stream, names = Metrics(), TextStream(target.tokenizer, tokens), TokenNames(target.tokenizer)
     sampler = memory.MemorySampler()
     steps = decode(

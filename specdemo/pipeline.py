@@ -58,18 +58,15 @@ class Pipeline:
     on_close: Callable[[], None] | None = None
 
     def close(self) -> None:
-        """Close the connection to a remote verifier."""
         if self.on_close is not None:
             self.on_close()
 
     @property
     def device(self) -> torch.device:
-        """Return the device of the local models."""
         return self.caches[0].model.device if self.caches else torch.device("cpu")
 
     @property
     def kv_bytes(self) -> int:
-        """Return the present size of all KV caches in bytes."""
         return sum(cache.kv_bytes for cache in self.caches)
 
 
@@ -100,12 +97,10 @@ class ModelContext:
 
     @property
     def vocab_size(self) -> int:
-        """Return the vocabulary size of the target."""
         return self.target_cache.vocab_size if self.target_cache else self.target.info.vocab_size
 
     @cached_property
     def drafter_sampling(self) -> SamplingParams:
-        """Return the sampling parameters in drafter tokens."""
         assert self.drafter is not None
         return _sampling_params(self.recipe, self.drafter)
 
@@ -194,7 +189,6 @@ def _bridge(recipe: Recipe, target: LoadedModel | RemoteModel, drafter: LoadedMo
 
 
 def _cost_model(context: ModelContext) -> CostModel:
-    """Return the costs known before the first step; empty for a remote target."""
     if context.target_cache is None:
         return CostModel()
     weights = sum(cache.weight_bytes for cache in context.draft_caches)
@@ -295,5 +289,4 @@ def _sampling_params(recipe: Recipe, loaded: LoadedModel | RemoteModel) -> Sampl
 
 
 def _source(loaded: LoadedModel | RemoteModel, prompt: str) -> list[int]:
-    """Return the encoder input; empty for decoders."""
     return loaded.tokenizer.encode(prompt) if loaded.encoder else []

@@ -80,16 +80,13 @@ class Preflight:
 
     @property
     def best(self) -> Estimate:
-        """Estimate with the highest speed-up."""
         return max(self.estimates, key=lambda estimate: estimate.speedup)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return fields and advice as JSON values."""
         return {**json.loads(json.dumps(asdict(self))), "advice": self.advice}
 
     @property
     def advice(self) -> str:
-        """A recommendation."""
         best = self.best
         if best.speedup < WORTHWHILE_SPEEDUP:
             cause = "drafting costs too much" if self.c > EXPENSIVE_DRAFT else "too few tokens would be accepted"

@@ -18,8 +18,6 @@ RECORDED_TEMPERATURES = (0.0, 1.0)  # of the continuations
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text to continue and its class."""
-
     kind: str
     name: str
     text: str
@@ -27,7 +25,6 @@ class Prompt:
 
 
 def load_prompts(path: Path = PROMPT_FILE, kinds: Sequence[str] = ()) -> list[Prompt]:
-    """Return the bundled prompts of the classes `kinds` (default: all)."""
     classes = _read_classes(path, kinds)
     return [Prompt(kind, f"{kind} {i}", text) for kind, texts in classes.items() for i, text in enumerate(texts, 1)]
 

@@ -267,7 +267,6 @@ class Recipe(*reversed(option_classes()), RunOptions):
 
     @property
     def models(self) -> tuple[str, str | None]:
-        """Return the names of target and drafter."""
         if self.target:
             return self.target, self.drafter
         pair = PAIRS[self.pair or "bundled"]
@@ -280,7 +279,6 @@ class Recipe(*reversed(option_classes()), RunOptions):
 
     @property
     def target_spec(self) -> ModelSpec:
-        """Return how to load the target."""
         return self._spec(self.models[0], self.quantization, self.device)
 
     @property
@@ -296,7 +294,6 @@ class Recipe(*reversed(option_classes()), RunOptions):
 
     @property
     def needs_local_service(self) -> bool:
-        """Return True if the target is a service without an address."""
         return self.cloud is not None and not self.cloud.alone and not self.cloud.remote
 
     @property

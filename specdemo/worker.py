@@ -32,7 +32,6 @@ class Stopped(Exception):
 
 
 def run_in_thread(call: Callable[[], T]) -> Future[T]:
-    """Run `call()` in a daemon thread."""
     result: Future[T] = Future()
 
     def run() -> None:
@@ -133,7 +132,6 @@ class Worker:
 
     @property
     def active(self) -> int:
-        """Number of open and queued jobs."""
         with self._changed:
             return len(self._open) + len(self._queued)
 
@@ -173,7 +171,6 @@ class Worker:
             return self._open[0] if self._open else None
 
     def _advance(self, stream: Stream) -> bool:
-        """Run a step of a job; return False if the job has ended."""
         try:
             if stream.stopping:
                 close = getattr(stream._steps, "close", None)
@@ -204,7 +201,6 @@ class WorkerGroup:
         return min(self._workers, key=lambda worker: worker.active).submit(job)
 
     def ahead(self, stream: Stream) -> int:
-        """Number of jobs that must end first."""
         return max(worker.ahead(stream) for worker in self._workers)
 
     @property

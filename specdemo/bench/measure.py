@@ -41,7 +41,6 @@ class BenchProgress:
 
 
 def recipe_label(recipe: Recipe) -> str:
-    """Return a short label of the recipe."""
     length = f" gamma={recipe.gamma}" if recipe.policy == "fixed" else f" {recipe.policy}"
     rule = "" if recipe.rule == "rejection" else f" {recipe.rule}"
     mode = f" {recipe.cloud.mode}" if recipe.cloud else ""

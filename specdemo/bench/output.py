@@ -10,7 +10,6 @@ NON_TTY_INTERVAL_S = 30.0  # between two progress lines if standard error is not
 
 
 def markdown_table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
-    """Return a Markdown table with aligned columns."""
     cells = [[str(cell) for cell in row] for row in (head, *rows)]
     widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
     lines = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]

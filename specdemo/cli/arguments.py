@@ -19,12 +19,10 @@ class Parser(argparse.ArgumentParser):
     """Parser that reports errors in a single line, with exit code 2."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
-        """Exit without the usage text."""
         self.exit(2, f"specdemo: {message}\n")
 
 
 def parser() -> Parser:
-    """Return the parser of all commands."""
     top = Parser(prog="specdemo", description="Visualise, measure and verify speculative decoding.")
     commands = top.add_subparsers(dest="command", required=True, parser_class=Parser)
     _run(commands.add_parser("run", help="continue a prompt and show accepted, rejected and corrected tokens"))
@@ -36,7 +34,6 @@ def parser() -> Parser:
 
 
 def add_model_options(command: argparse.ArgumentParser) -> None:
-    """Add the options that select and load models."""
     _add_options(command, (Recipe.OPTIONS[name] for name in _MODELS))
 
 
@@ -124,7 +121,6 @@ def _serve(command: argparse.ArgumentParser) -> None:
 
 
 def given(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the given options as arguments of `Recipe`."""
     values, link = _values(options, Recipe.OPTIONS), _values(options, CloudConfig.OPTIONS)
     if "remote" in link:
         values["cloud"] = CloudConfig(**link)

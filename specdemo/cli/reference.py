@@ -19,7 +19,6 @@ A lossy option changes the distribution of the text. A host option cannot be cha
 
 
 def cli_reference() -> str:
-    """Return the reference as Markdown."""
     lines = [_INTRODUCTION, "", "## Methods", "", *_methods(), "", "## Options of a run", "", *_options()]
     top = parser()
     commands = next(action for action in top._actions if isinstance(action, argparse._SubParsersAction))

@@ -70,7 +70,6 @@ class LoadingLine:
         self._shown = ""
 
     def show(self, event: Loading | None = None) -> None:
-        """Show a phase; without an event, erase the line."""
         live = sys.stderr.isatty()
         text = event.text if event else ""
         if live and (text or self._shown):

@@ -67,7 +67,6 @@ class BeamSearch:
         return Verdict((), None, committed=alive[0][:common], pending=alive[0][common:])
 
     def _extend_beams(self, tokens: Sequence[int], committed: int) -> bool:
-        """Extend every beam; return True if the search is finished."""
         assert self._prompt_length is not None
         length = len(self._running[0].tokens) + 1
         candidates = self._candidates(self._log_probs(tokens, committed, length))

@@ -41,8 +41,7 @@ class Drafter(Protocol):
         Query `budget` before sampling each token: discarding improbable samples biases the output.
         """
 
-    def observe(self, step: Step) -> None:
-        """Update after a step."""
+    def observe(self, step: Step) -> None: ...
 
 
 class Verifier(Protocol):
@@ -56,22 +55,18 @@ class DraftLengthPolicy(Protocol):
     """Chooses gamma, the draft length."""
 
     @property
-    def gamma(self) -> int:
-        """Maximum draft length of the next step."""
+    def gamma(self) -> int: ...
 
     @property
     def needs_logits(self) -> bool:
         """If False, `may_extend` ignores logits and allows `gamma` tokens."""
 
     @property
-    def notes(self) -> Mapping[str, float]:
-        """Values recorded in the trace with each step."""
+    def notes(self) -> Mapping[str, float]: ...
 
-    def may_extend(self, n: int, logits: Any) -> bool:
-        """See `DraftBudget.may_extend`."""
+    def may_extend(self, n: int, logits: Any) -> bool: ...
 
-    def observe(self, step: Step) -> None:
-        """Update after a step."""
+    def observe(self, step: Step) -> None: ...
 
 
 class EmptyDrafter:

@@ -125,7 +125,6 @@ def draft_prob(step: Step, node: int) -> float:
 
 
 def figure(x: float | None) -> str:
-    """Format a probability as the tooltip does."""
     if x is None:
         return "–"
     return f"{x:.1e}" if 0 < abs(x) < 0.001 else f"{x:.3f}"

@@ -39,7 +39,6 @@ class Metrics:
         return reduce(cls.plus, steps, cls())
 
     def plus(self, step: Step) -> Metrics:
-        """Return the metrics including `step`."""
         draft, verdict, first = step.draft, step.verdict, self.ttft_s is None
         outcomes = [step.outcome(node) for node in verdict.accepted]
         tested = {node: len(draft.path(node)) for node, beta in enumerate(verdict.beta) if beta is not None}
@@ -120,7 +119,6 @@ def _ratio(part: float, total: float) -> float | None:
 
 
 def _counted(counts: tuple[int, ...], depths: list[int], length: int = 0) -> tuple[int, ...]:
-    """Add the depths, which count from 1, to a histogram; `length` is its minimum length."""
     if not depths and length <= len(counts):
         return counts
     added = [depths.count(depth) for depth in range(1, max([length, *depths]) + 1)]

@@ -47,28 +47,23 @@ class Option:
 
     @property
     def element(self) -> str:
-        """Return the id of the control on the page."""
         return self.name.replace("_", "-")
 
     @property
     def many(self) -> bool:
-        """Return True for a tuple of values."""
         return typing.get_origin(self.type) is tuple
 
     @property
     def item_type(self) -> Any:
-        """Return the type of a single value."""
         return typing.get_args(self.type)[0] if self.many else self.type
 
     @property
     def range(self) -> str:
-        """Return the valid range in words, empty if any value is valid."""
         if self.above is not None:
             return f"above {self.above}" + ("" if self.high is None else f" and at most {self.high}")
         return "" if self.low is None else f"from {self.low} to {self.high}"
 
     def titles(self) -> dict[str, str]:
-        """Return a line of text per choice."""
         known = (self.choices or {}).items()
         return {name: value if isinstance(value, str) else value.title for name, value in known}
 
@@ -144,14 +139,12 @@ def _check_names(declared: Option, value: Any) -> None:
 
 
 def _value_type(annotation: Any) -> Any:
-    """Return `T` of `T | None`, and other types as they are."""
     if typing.get_origin(annotation) in (None, tuple):
         return annotation
     return next(part for part in typing.get_args(annotation) if part is not type(None))
 
 
 def _sentence(error: ValidationError, table: Mapping[str, Option]) -> str:
-    """Return the first problem as a sentence."""
     problem = error.errors(include_url=False)[0]
     name, value = str(problem["loc"][0]), problem["input"]
     if name not in table:

@@ -107,7 +107,6 @@ class Auto:
         ]
 
     def _best(self) -> int:
-        """Draft length with the most expected tokens per second."""
         c = self._c
         best, best_rate = 0, self.min_gain / self._verify[0]
         expected, path = 1.0, 1.0

@@ -38,7 +38,6 @@ class SamplingParams:
 
     @property
     def needs_paths(self) -> bool:
-        """True if distributions depend on earlier tokens."""
         return self.repetition_penalty != 1.0 or bool(self.bad_words)
 
     def __call__(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:

@@ -18,8 +18,6 @@ from specdemo.core.step import Draft, Step
 
 @dataclass(frozen=True)
 class Trial:
-    """Result of `trial`."""
-
     tokens: tuple[int, ...]
     rounds: int
     tested: int

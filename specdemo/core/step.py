@@ -47,7 +47,6 @@ class Draft:
 
     @classmethod
     def chain(cls, tokens: tuple[int, ...], token_probs: tuple[float, ...] | None = None, probs: Any = None) -> Draft:
-        """Create a draft without branches."""
         return cls(tokens, tuple(range(-1, len(tokens) - 1)), token_probs, probs)
 
     def __len__(self) -> int:

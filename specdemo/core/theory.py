@@ -124,5 +124,4 @@ def speedup_over(alpha: float, gamma: float, c: float, r: float, v: float = 1.0)
 
 
 def best_gamma_over(alpha: float, c: float, r: float, longest: int = 64) -> int:
-    """Return the draft length with the largest `speedup_over`."""
     return max(range(longest + 1), key=lambda gamma: speedup_over(alpha, gamma, c, r))

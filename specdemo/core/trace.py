@@ -44,7 +44,6 @@ class ReadLimits:
 
 
 def write(event: Event) -> str:
-    """Return the event as a line of JSON."""
     return json.dumps(to_json(event)) + "\n"
 
 

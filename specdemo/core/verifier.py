@@ -35,7 +35,6 @@ class ModelVerifier:
         self._accept, self._correct, self._candidates = accept, correct, candidates
 
     def verify(self, tokens: Sequence[int], draft: Draft) -> Verdict:
-        """Verify `draft` as a continuation of `tokens` in a single target pass."""
         logits = self._score(tokens, draft)
         nodes = range(-1, len(draft)) if self._sampling.needs_paths else ()
         logits = self._sampling.process_logits(

@@ -11,7 +11,6 @@ METHODS: dict[str, Method] = {module.METHOD.name: module.METHOD for module in _M
 
 
 def option_classes() -> tuple[type, ...]:
-    """Return the option classes of all methods, each once."""
     return tuple(dict.fromkeys(group for method in METHODS.values() for group in method.options))
 
 

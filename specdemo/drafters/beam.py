@@ -10,8 +10,6 @@ from specdemo.drafters.method import BuildContext, Method
 
 @options("Beam search")
 class BeamOptions:
-    """Options of beam search."""
-
     num_beams: int = option(
         4,
         "Beams",

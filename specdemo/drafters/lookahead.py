@@ -85,8 +85,6 @@ class LookaheadDrafter:
 
 @options("Lookahead")
 class LookaheadOptions:
-    """Options of lookahead decoding."""
-
     lookahead_window: int = option(
         5,
         "Window, positions",

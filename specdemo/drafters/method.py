@@ -32,11 +32,9 @@ class Scorer(Protocol):
 class VocabularyBridge(Protocol):
     """Conversion between the tokens of target and drafter."""
 
-    def read(self, tokens: Sequence[int]) -> list[int]:
-        """Return target tokens as drafter tokens."""
+    def read(self, tokens: Sequence[int]) -> list[int]: ...
 
-    def write(self, tokens: Sequence[int], new: Sequence[int]) -> list[int]:
-        """Return drafter tokens `new` as target tokens that continue `tokens`."""
+    def write(self, tokens: Sequence[int], new: Sequence[int]) -> list[int]: ...
 
 
 class BuildContext(Protocol):
@@ -90,7 +88,6 @@ class Method:
 
     @property
     def option_names(self) -> tuple[str, ...]:
-        """Return the names of the method's options."""
         return tuple(name for group in self.options for name in group.OPTIONS)
 
 

@@ -101,7 +101,6 @@ def fitted(logits: Tensor, vocab_size: int) -> Tensor:
 
 
 def build_model_drafter(context: BuildContext) -> ModelDrafter | UniversalDrafter:
-    """Build a chain drafter on the second model, behind the vocabulary bridge if there is one."""
     model = context.scorer("drafter")
     if context.bridge is None:
         noise = context.noise("draft")

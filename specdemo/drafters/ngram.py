@@ -39,7 +39,6 @@ class NGramStore:
                 self._best[context] = token
 
     def __len__(self) -> int:
-        """Number of (context, token) pairs."""
         return sum(map(len, self._weights.values()))
 
     def predict(self, before: Sequence[int]) -> int | None:
@@ -120,8 +119,6 @@ NGRAM_LEVELS = {"multi": "back off to shorter contexts", "one": "contexts of one
 
 @options("NASD")
 class NGramOptions:
-    """Options of n-gram drafting."""
-
     ngram: int = option(4, "Order n", "order of NASD's n-grams", low=2, high=16, slider=(2, 8, 1), metavar="N")
     filler_top_k: int = option(
         3,

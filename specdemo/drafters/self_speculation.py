@@ -17,8 +17,6 @@ def _one_selection(chosen: SelfOptions) -> None:
 
 @options("Self-speculation", checks=(_one_selection,))
 class SelfOptions:
-    """Options of self-speculation."""
-
     exit_layer: int | None = option(
         None,
         "Number of layers (0: half of them)",

@@ -89,7 +89,6 @@ class SuffixDrafter:
             self.store.begin()
 
     def match(self, tokens: Sequence[int]) -> int:
-        """Add new tokens to the store; return the length of the match."""
         for token in tokens[self._added :]:
             self.store.add(token)
         self._added = len(tokens)
@@ -109,7 +108,6 @@ class SuffixDrafter:
 
 
 def build_suffix_drafter(context: BuildContext) -> SuffixDrafter:
-    """Build a drafter on the store of earlier runs, or on a new one."""
     return context.with_store(lambda store: SuffixDrafter(store=store, source=context.source))
 
 

@@ -96,8 +96,6 @@ class TreeDrafter:
 
 @options("Trees")
 class TreeOptions:
-    """Options of tree drafting."""
-
     tree_nodes: int = option(
         12,
         "Nodes per draft",

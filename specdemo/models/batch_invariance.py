@@ -86,7 +86,6 @@ def _compare(model: LlamaWeights | torch.nn.Module, pad: int, budget_s: float) -
 
 
 def _draft_rows(cached: CachedModel, tokens: Sequence[int], start: int, length: int) -> list[tuple[int, torch.Tensor]]:
-    """Return (index, row) of passes with fully accepted drafts, each followed by a bonus token."""
     cached.score(tokens[:start], Draft())
     indexed = []
     end = start + 1

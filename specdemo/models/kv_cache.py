@@ -38,12 +38,10 @@ class CacheEngine(Protocol):
         """Keep the first `length` positions followed by the positions `slots`."""
 
     @property
-    def kv_bytes(self) -> int:
-        """Bytes of the cached keys and values."""
+    def kv_bytes(self) -> int: ...
 
     @property
-    def reserved_bytes(self) -> int:
-        """Bytes of the allocated buffers."""
+    def reserved_bytes(self) -> int: ...
 
 
 class CachedModel:
@@ -132,7 +130,6 @@ class CachedModel:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of the allocated KV buffers and of the cached logits."""
         logits = 0 if self._logits is None else self._logits.untyped_storage().nbytes()
         return self._engine.reserved_bytes + logits
 

@@ -44,7 +44,6 @@ class LoadedModel:
 
     @cached_property
     def invariance(self) -> BatchInvariance:
-        """Batch invariance, measured on first access."""
         return check_invariance(self.model)
 
     @property
@@ -65,7 +64,6 @@ class LoadedModel:
 
     @property
     def environment(self) -> dict[str, Any]:
-        """Runtime description for the trace header."""
         return {
             "device": str(self.model.device),
             "dtype": str(self.model.dtype).removeprefix("torch."),
@@ -77,7 +75,6 @@ class LoadedModel:
 
     @property
     def stop(self) -> frozenset[int]:
-        """All ids that end a text."""
         ids = getattr(self.model.generation_config, "eos_token_id", None)
         listed = ids if isinstance(ids, list) else [ids]
         return frozenset(i for i in (*listed, self.tokenizer.eos_token_id) if i is not None)
@@ -134,7 +131,6 @@ def reference(
 
 
 def read_tokenizer(spec: ModelSpec, hub: Hub | None = None) -> PreTrainedTokenizerBase:
-    """Load only the tokenizer, for models that run remotely."""
     hub = hub or Hub()
     configuration(spec.resolved(), hub)
     folder = hub.settings(spec.name, spec.revision)
@@ -223,6 +219,5 @@ def _report_weights(name: str, report: ReportProgress) -> Iterator[None]:
 
 
 def _first_line(error: BaseException, folder: Path, name: str) -> str:
-    """Return the first line of a library error, without the path of the cache."""
     lines = (line.strip() for line in str(error).splitlines())
     return next(filter(None, lines), type(error).__name__).replace(str(folder), name)

@@ -78,7 +78,6 @@ def weight_bytes(model: torch.nn.Module) -> int:
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """True if the tensor is memory-mapped from a file."""
     return not tensor.untyped_storage().resizable()
 
 
@@ -124,13 +123,11 @@ def on_large_pages(tensors: Iterable[Tensor], budget_s: float = 1.0) -> None:
 
 
 def _libc(name: str, *arguments: object) -> None:
-    """Call a C library function on Linux if it exists."""
     if sys.platform == "linux" and (function := getattr(ctypes.CDLL(None), name, None)):
         function(*arguments)
 
 
 def release_memory() -> None:
-    """Collect garbage, empty the CUDA cache and trim the heap."""
     gc.collect()  # models and idle engines are cyclic
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

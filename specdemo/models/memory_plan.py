@@ -168,7 +168,6 @@ def _free(device: str) -> int:
 
 
 def _doubled(context: int, first: int) -> int:
-    """Return the capacity after doubling `first` up to `context` positions."""
     capacity = first
     while capacity < context:
         capacity *= 2

@@ -75,7 +75,6 @@ class ModelPool:
             self._touch(spec)
 
     def add(self, loaded: LoadedModel) -> None:
-        """Add a model under its resolved spec."""
         spec = loaded.spec.resolved()
         self._models[spec] = loaded
         self._touch(spec)
@@ -91,7 +90,6 @@ class ModelPool:
         release_memory()
 
     def recover(self) -> None:
-        """Free idle KV buffers after an out-of-memory error."""
         for loaded in self._models.values():
             if isinstance(loaded.model, LlamaWeights):
                 loaded.model.idle.clear()
@@ -99,13 +97,11 @@ class ModelPool:
 
     @property
     def due_s(self) -> float | None:
-        """Seconds until the next idle model can be unloaded, if any."""
         if not self._used or not math.isfinite(self.idle_s):
             return None
         return max(0.0, min(self._used.values()) + self.idle_s - self._clock())
 
     def tidy(self) -> int:
-        """Unload idle models; return their number."""
         idle = [spec for spec, last in self._used.items() if self._clock() - last >= self.idle_s]
         for spec in idle:
             self.drop(spec)

@@ -39,7 +39,6 @@ def with_layers(model: PreTrainedModel | LlamaWeights, kept: Sequence[int]) -> P
 
 
 def _with_layers(model: nn.Module, kept: Sequence[int], count: int) -> nn.Module:
-    """Shallow-copy the modules from the root to the list of layers."""
     thin = copy.copy(model)
     thin._modules = dict(model._modules)
     for name, child in model._modules.items():

@@ -29,7 +29,6 @@ def unavailable(quantization: str, device: torch.device) -> str | None:
 
 
 def stored_quantised(config: PretrainedConfig) -> str | None:
-    """Return the quantization method of a quantized checkpoint."""
     stored = getattr(config, "quantization_config", None)
     if stored is None:
         return None
@@ -46,7 +45,6 @@ def skeleton(config: PretrainedConfig, apart: bool = False) -> PreTrainedModel:
 
 
 def quantised_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return the layers that bitsandbytes quantizes."""
     head = model.get_output_embeddings()
     return {
         name: module

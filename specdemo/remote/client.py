@@ -88,7 +88,6 @@ class RemoteVerifier:
         self._sender = ThreadPoolExecutor(1, "cloud")  # requests may outlive deadlines
 
     def verify(self, tokens: Sequence[int], draft: Draft, hard_mask: Sequence[int] | None = None) -> Verdict:
-        """Return the cloud's verdict, or a fallback."""
         if self._alone:
             return self._verify_locally(tokens, draft, {})
         before = replace(self._http.network.counts)
@@ -108,7 +107,6 @@ class RemoteVerifier:
         return replace(verdict, notes={**verdict.notes, **traffic, **times})
 
     def close(self) -> None:
-        """Delete the context and disconnect."""
         self._closed = True
         self._sender.shutdown(wait=False, cancel_futures=True)
         if not self._alone and self._cloud_tokens and self._late is None:
@@ -259,7 +257,6 @@ class StreamingVerifier:
         self._stream: Iterator[int | None] | None = None
 
     def verify(self, tokens: Sequence[int], draft: Draft, hard_mask: Sequence[int] | None = None) -> Verdict:
-        """Return the next token; `draft` is empty."""
         counts = self._http.network.counts
         up, down, start = counts.up, counts.down, self._clock()
         while (token := self._next(tokens, start)) is None:

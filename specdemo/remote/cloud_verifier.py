@@ -61,7 +61,6 @@ def check_token_ids(tokens: Sequence[int], vocab_size: int) -> None:
 
 
 def draft_from_request(request: VerifyRequest, vocab_size: int, device: torch.device) -> Draft:
-    """Validate and convert the draft of a request."""
     n = len(request.draft_tokens)
     if request.k != n:
         raise UserError(f"k is {request.k} and {n} tokens were drafted: send k tokens")
@@ -88,7 +87,6 @@ def draft_from_request(request: VerifyRequest, vocab_size: int, device: torch.de
 def build_verifier(
     config: VerifyConfig, score: Score, position: int, sources: NoiseSources = position_noise, **display: int
 ) -> ModelVerifier:
-    """Build the verifier of the step at `position`."""
     if config.rule not in RULES:
         raise UserError(f"unknown rule {config.rule!r}: known are {', '.join(RULES)}")
     rule = RULES[config.rule]
@@ -111,7 +109,6 @@ def verify_request(
     score: Score,
     sources: NoiseSources = position_noise,
 ) -> VerifyResponse:
-    """Verify `draft` as a continuation of `tokens`."""
     verifier = build_verifier(config, score, len(tokens), sources, candidates=request.candidates, top=request.top)
     try:
         verdict = verifier.verify(tokens, draft)

@@ -103,22 +103,18 @@ class CloudConfig:
 
     @property
     def alone(self) -> bool:
-        """Return True if no service takes part."""
         return self.mode == "edge_only"
 
     @property
     def emulated(self) -> bool:
-        """Return True if the link is degraded on purpose."""
         return any((self.rtt_ms, self.jitter_ms, self.loss, self.up_mbit, self.down_mbit))
 
     @property
     def thresholds(self) -> dict[str, float]:
-        """Return the thresholds of the selected signals."""
         return {name: getattr(self, f"gate_{name}") for name in self.gates if name in SIGNALS}
 
     @property
     def always(self) -> tuple[str, ...]:
-        """Return the selected rules that always request verification."""
         return tuple(name for name in self.gates if name in ALWAYS)
 
     def exact(self, sampled: bool) -> bool:

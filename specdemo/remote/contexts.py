@@ -42,8 +42,7 @@ class ScoringCache(Protocol):
         """Raw logits `[len(draft) + 1, vocab]`."""
 
     @property
-    def reserved_bytes(self) -> int:
-        """Bytes of the cache buffers."""
+    def reserved_bytes(self) -> int: ...
 
 
 @dataclass
@@ -155,7 +154,6 @@ class Contexts:
         return False
 
     def _open(self, request: VerifyRequest) -> EdgeContext:
-        """Create a context; reuse the KV cache of its predecessor."""
         if request.config is None:
             raise UserError("a new context requires sampling_cfg: send it with the complete text")
         if not request.tokens:
@@ -166,7 +164,6 @@ class Contexts:
         return EdgeContext(request.epoch, request.config, cache, [], self._clock())
 
     def _continue(self, context: EdgeContext | None, request: VerifyRequest) -> EdgeContext:
-        """Check epoch, prefix and config."""
         if context is None or request.epoch > context.epoch:
             raise UnknownContext("this context does not exist: send the complete text")
         if request.base > len(context.tokens) or digest(context.tokens[: request.base]) != request.digest:

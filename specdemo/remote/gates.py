@@ -23,11 +23,9 @@ _WORD = re.compile(r"[^\W\d_]+")
 class ClosableVerifier(Protocol):
     """Verifier with a connection; `hard_mask` marks uncertain draft tokens."""
 
-    def verify(self, tokens: Sequence[int], draft: Draft, hard_mask: Sequence[int] | None = None) -> Verdict:
-        """Verify `draft` as a continuation of `tokens`."""
+    def verify(self, tokens: Sequence[int], draft: Draft, hard_mask: Sequence[int] | None = None) -> Verdict: ...
 
-    def close(self) -> None:
-        """Disconnect."""
+    def close(self) -> None: ...
 
 
 class RecordingPolicy:

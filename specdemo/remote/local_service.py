@@ -102,7 +102,6 @@ class LocalServices:
 
     @contextmanager
     def running(self, specs: Iterable[ModelSpec]) -> Iterator[dict[ModelSpec, str]]:
-        """Yield the URL of a service for each target."""
         used: dict[ModelSpec, ServiceProcess] = {}
         try:
             for spec in dict.fromkeys(specs):

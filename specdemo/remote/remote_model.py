@@ -49,7 +49,6 @@ class RemoteModel:
 
     @property
     def environment(self) -> dict[str, Any]:
-        """Remote machine in the trace header."""
         info = self.info
         return {
             "device": f"{info.device} at {self.cloud.remote}",
@@ -95,7 +94,6 @@ def connect(
 def remote_verifier(
     model: RemoteModel, config: VerifyConfig, *, max_tokens: int, edge: Verifier | None, **display: int
 ) -> RemoteVerifier | StreamingVerifier:
-    """Build the verifier for the mode of `model.cloud`."""
     cloud = model.cloud
     deadlines = Deadlines(cloud.deadline_ms / 1000, cloud.lost_after_s, not cloud.provisional)
     if cloud.mode == "cloud_only":

@@ -39,7 +39,6 @@ def serve_model(
     limits: ServiceLimits | None = None,
     waiting: int = 64,
 ) -> FastAPI:
-    """Create the application for a loaded target."""
     invariance, model = target.invariance, target.model
     vocab_size = model.config.get_text_config().vocab_size
     info = ServiceInfo(

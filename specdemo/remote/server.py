@@ -184,7 +184,6 @@ def _content_type(request: Request) -> str:
 
 
 def _message(request: Request, message: NetworkMessage, status: int = 200) -> Response:
-    """Encode like the request; default JSON."""
     kind = _content_type(request)
     kind = kind if kind in CODECS else "application/json"
     return Response(CODECS[kind].dump(message), status, media_type=kind)
@@ -201,7 +200,6 @@ def _problem(request: Request, status: int, problem: ErrorResponse, headers: dic
 
 
 async def _read(request: Request, kind: type[MessageT], max_bytes: int) -> MessageT:
-    """Parse the request body within the limits."""
     content_type = _content_type(request)
     if content_type not in CODECS:
         raise ServiceError(415, "type", f"content type {content_type!r} is unsupported: use {' or '.join(CODECS)}")

@@ -30,7 +30,6 @@ def address_of(request: gr.Request) -> str:
 
 
 def endpoints(service: Service, usual: Recipe, device: str) -> dict[str, Callable]:
-    """Return the endpoint functions by name."""
     defaults = api_defaults(usual)
 
     def recipe_from(values: tuple[Any, ...]) -> Recipe:
@@ -73,7 +72,6 @@ def endpoints(service: Service, usual: Recipe, device: str) -> dict[str, Callabl
 
 
 def api_defaults(usual: Recipe) -> dict[str, Any]:
-    """Return the default of every option parameter."""
     values = {name: setting_of(option, getattr(usual, name, option.default)) for name, option in OPTIONS.items()}
     return {**values, **_UNRECORDED}
 

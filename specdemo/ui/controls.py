@@ -95,15 +95,12 @@ def _unload_button(unload: Callable[[], Awaitable[str]]) -> None:
 
 
 class _Factory:
-    """Builder of controls; `built` contains them by option name."""
-
     def __init__(self, usual: Recipe, limits: HostLimits) -> None:
         self.built: Controls = {}
         self._usual, self._limits = usual, limits
         self._device = find_device(usual.device)
 
     def controls(self, options: Iterable[Option]) -> None:
-        """Build controls in order; number fields share rows."""
         numbers: list[Option] = []
         for option in [*options, None]:
             if option is not None and _is_number_field(option):
@@ -161,7 +158,6 @@ def _is_number_field(option: Option) -> bool:
 
 
 def _sentence(option: Option) -> str | None:
-    """Return the help text as a sentence, unless it repeats the label."""
     sentence = option.help[0].upper() + option.help[1:]
     return None if sentence == option.label else f"{sentence}."
 

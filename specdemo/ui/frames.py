@@ -116,7 +116,6 @@ class Run:
         self.records.append(text)
 
     def finish(self, error: str | None = None) -> None:
-        """Close the run; lanes that were cut off get an `End`."""
         if self.over:
             return
         self.over = True
@@ -153,7 +152,6 @@ class Run:
         return text.replace("<", "\\u003c")  # model text must never be parsed as markup
 
     def trace(self, name: str) -> str | None:
-        """Return a lane's trace as JSON Lines; None before its header."""
         lane = self.lanes.get(name)
         return lane.text if lane and lane.lines else None
 

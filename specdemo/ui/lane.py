@@ -30,7 +30,6 @@ class Lane:
     memory: MemoryUse = field(default_factory=MemoryUse)
 
     def add(self, event: Event) -> int:
-        """Append the event to the trace; return the number of characters added."""
         match event:
             case Loading():
                 return 0
@@ -71,7 +70,6 @@ class Lane:
 
     @property
     def weights(self) -> float | None:
-        """Bytes of all models of this lane."""
         return sum(filter(None, map(self.environment.get, ("target_bytes", "drafter_bytes")))) or None
 
     @property
@@ -99,7 +97,6 @@ def _parsed_steps(lane: Lane, count: int) -> tuple[StepEvent, ...]:
 
 
 def mode(recipe: Mapping[str, Any]) -> str:
-    """Edge-cloud mode of a recipe; empty without a remote target."""
     return (recipe.get("cloud") or {}).get("mode", "")
 
 

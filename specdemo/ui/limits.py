@@ -82,7 +82,6 @@ class HostLimits:
         return replace(recipe, **{name: high for name, high in bounds.items() if (getattr(recipe, name) or 0) > high})
 
     def highest(self, name: str) -> int | None:
-        """Return the limit of an option, if it has a limit."""
         return self._bounds().get(name)
 
     def _bounds(self) -> dict[str, int]:

@@ -98,8 +98,6 @@ def build(
 
 @dataclass(frozen=True)
 class _Parts:
-    """Components that have event handlers."""
-
     controls: Controls
     prompt: gr.Textbox
     compare: gr.Checkbox
@@ -113,12 +111,10 @@ class _Parts:
 
     @property
     def settings(self) -> dict[str, gr.components.Component]:
-        """Return the components of all settings by name."""
         return {**self.controls, "prompt": self.prompt, "compare": self.compare}
 
     @property
     def defaults(self) -> Settings:
-        """Return the initial settings."""
         return {name: component.value for name, component in self.settings.items()} | {"compare": False}
 
 
@@ -221,8 +217,6 @@ def _connect_settings(demo: gr.Blocks, parts: _Parts, handlers: _Handlers) -> No
 
 
 class _Handlers:
-    """Server side of the events."""
-
     def __init__(self, service: Service, sockets: Sockets, device: str, defaults: Settings) -> None:
         self._service, self._sockets, self._device, self._defaults = service, sockets, device, defaults
 
@@ -260,7 +254,6 @@ class _Handlers:
             self._sockets.tell(run)
 
     async def estimate(self, request: gr.Request, *values: Any) -> AsyncIterator[str]:
-        """Yield a progress message and the preflight as Markdown."""
         yield "*Preflight: reading texts and timing passes …*"
         settings = dict(zip(self._defaults, values, strict=True))
         prompt = settings["prompt"] if isinstance(settings["prompt"], str) else ""
@@ -270,7 +263,6 @@ class _Handlers:
             yield f"**Preflight:** {html.escape(reason(error))}"
 
     def keep(self, kept: Any, *values: Any) -> tuple[Any, str]:
-        """Add the present settings as a lane."""
         wanted = recipe_settings(dict(zip(self._defaults, values, strict=False)))
         lanes = self._lanes(kept)
         try:
@@ -295,12 +287,10 @@ class _Handlers:
         return json.dumps(changed), describe_kept_lanes(self._lanes(kept))
 
     def forget(self, request: gr.Request) -> None:
-        """Begin a new conversation."""
         self._service.talks.pop(request.session_hash or "", None)
         gr.Info("The next prompt begins a new conversation.")
 
     def leave(self, request: gr.Request) -> None:
-        """Release all resources of a visitor."""
         self._service.leave(request.session_hash or "")
 
     def _recipe(self, settings: Settings) -> Recipe:

@@ -51,7 +51,6 @@ CATEGORIES = ("#7a8698", "#0072b2", "#e69f00", "#009e73", "#cc79a7")  # grey, th
 
 
 def stylesheet() -> str:
-    """Define every colour as the CSS variable `--NAME`, for both themes."""
     blocks = ((":root", LIGHT), (".dark", DARK), (".cockpit.safe", SAFE_LIGHT), (".dark .cockpit.safe", SAFE_DARK))
     return "".join(_block(selector, colours) for selector, colours in blocks)
 

@@ -27,7 +27,6 @@ class RunStore:
         return run
 
     def keep(self, run: Run) -> None:
-        """Store the run, and drop the least recently used."""
         with self._lock:
             self._runs[run.id] = run
             while len(self._runs) > 1 and (len(self._runs) > self._capacity or self._size() > self._max_characters):
@@ -41,7 +40,6 @@ class RunStore:
         return sum(run.size for run in self._runs.values())
 
     def get(self, run_id: object) -> Run | None:
-        """Return the run and mark it as used."""
         with self._lock:
             if not isinstance(run_id, str) or run_id not in self._runs:
                 return None

@@ -172,8 +172,6 @@ class Service:
         return self.worker.submit(steps)
 
     def _tidy_later(self) -> None:
-        """Schedule the unloading of the next idle model."""
-
         def tidy() -> Iterator[int]:
             yield self._models.tidy()
 
@@ -220,7 +218,6 @@ class Service:
             yield event
 
     def _stores_of(self, visitor: str) -> Stores:
-        """Stores of the visitor; the least recently used are dropped."""
         if not visitor:
             return {}
         stores = self._stores.setdefault(visitor, {})

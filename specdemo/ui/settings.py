@@ -25,7 +25,6 @@ _NAME_CHARACTERS = 300  # enough for a local directory
 
 
 def setting_of(option: Option, value: Any) -> Any:
-    """Return an option's value as a setting."""
     if option.name == "mode":
         return OFF
     if value is None:
@@ -85,7 +84,6 @@ def _check(name: str, value: Any, settings: Settings, device: str) -> None:
 
 
 def recipe_settings(settings: Settings) -> Settings:
-    """Return the settings that belong to a recipe."""
     return {name: value for name, value in settings.items() if name not in ("prompt", "compare")}
 
 
@@ -118,7 +116,6 @@ def cloud_of(settings: Mapping[str, Any]) -> CloudConfig:
 
 
 def _values(table: Mapping[str, Option], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that belong to `table`, converted to option values; the schema checks them."""
     values = {}
     for name, option in table.items():
         if name not in settings:

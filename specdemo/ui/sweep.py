@@ -103,8 +103,6 @@ SWEEP_TABLE_HEAD = (
 
 @dataclass
 class SweepResult:
-    """Records and progress of a bench."""
-
     sweep: Sweep
     records: list[dict[str, Any]] = field(default_factory=list)
     turn: BenchProgress | None = None

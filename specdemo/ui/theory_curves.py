@@ -126,7 +126,6 @@ def best_gamma_curves(settings: TheorySettings, run: TheoryPoint | None, longest
 
 
 def gamma_curves(settings: TheorySettings, run: TheoryPoint | None) -> list[CurvePoint]:
-    """Speed-up over gamma."""
     gammas = range(17)
     rows = [(0.0, 1.0, BASELINE_SERIES), (16.0, 1.0, BASELINE_SERIES)]
     rows += [(gamma, walltime_improvement(settings.alpha, gamma, settings.c), THEOREM_SERIES) for gamma in gammas]
@@ -136,7 +135,6 @@ def gamma_curves(settings: TheorySettings, run: TheoryPoint | None) -> list[Curv
 
 
 def share_curves(settings: TheorySettings, run: TheoryPoint | None) -> list[CurvePoint]:
-    """Both definitions of alpha over gamma."""
     rows: list[CurvePoint] = [(gamma, settings.alpha, SLIDER_SERIES) for gamma in range(1, 17)]
     rows += [(gamma, accepted_share(settings.alpha, gamma), SHARE_SERIES) for gamma in range(1, 17)]
     rows.append((settings.gamma, accepted_share(settings.alpha, settings.gamma), SLIDER_DOT))
@@ -150,7 +148,6 @@ def _over_alpha(value: Callable[[float, float], float]) -> Iterator[CurvePoint]:
 def _slider_curve(
     settings: TheorySettings, value: Callable[[float, float], float], run: TheoryPoint | None, measured: float | None
 ) -> list[CurvePoint]:
-    """Curve at the sliders' gamma, and both dots."""
     rows: list[CurvePoint] = [(alpha, value(alpha, settings.gamma), SLIDER_SERIES) for alpha in _ALPHAS]
     rows.append((settings.alpha, value(settings.alpha, settings.gamma), SLIDER_DOT))
     return [*rows, _run_dot(run and run.alpha, measured)]
@@ -161,7 +158,6 @@ def _run_dot(x: float | None, y: float | None) -> CurvePoint:
 
 
 def describe_settings(settings: TheorySettings) -> str:
-    """Summarize the closed forms in Markdown."""
     alpha, c, gamma = settings.alpha, settings.c, settings.gamma
     best, theorem_best = settings.best_gamma, best_gamma(alpha, c, _MAX_GAMMA)
     lines = [

@@ -68,7 +68,6 @@ def gamma_table(settings: TheorySettings, run: TheoryPoint | None) -> str:
 
 
 def leviathan_table_1(run: TheoryPoint | None) -> str:
-    """Speed-up and operations for c = 0."""
     rows: list[Sequence[object]] = [
         (alpha, gamma, operations(alpha, gamma, 0), walltime_improvement(alpha, gamma, 0))
         for alpha, gamma in _LEVIATHAN_1

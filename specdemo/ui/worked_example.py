@@ -81,7 +81,6 @@ def example_bars(p: Sequence[float], q: Sequence[float]) -> list[ProbabilityBar]
 
 
 def try_rule(choice: str, p: Sequence[float], q: Sequence[float], gamma: int, seed: int) -> Trial:
-    """Draw `TRIAL_TOKENS` tokens with a rule of `rule_choices`."""
     if choice not in rule_choices():
         raise UserError(f"unknown rule {choice}: choose one of {', '.join(rule_choices())}")
     name, adjust = rule_choices()[choice]
@@ -89,7 +88,6 @@ def try_rule(choice: str, p: Sequence[float], q: Sequence[float], gamma: int, se
 
 
 def describe_trial(choice: str, result: Trial, p: Sequence[float], q: Sequence[float]) -> str:
-    """Compare the drawn tokens with p."""
     name, adjust = rule_choices()[choice]
     exact = RULES[name].exact(SamplingParams()) and adjust
     shares, count = result.shares(len(p)), len(result.tokens)

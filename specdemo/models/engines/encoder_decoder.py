@@ -78,7 +78,6 @@ class EncoderDecoderEngine:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of keys and values, including those of the source."""
         cross = (x for layer in self._cross_attention.layers for x in (layer.keys, layer.values))
         return sum(layer.nbytes for layer in self._self_attention.layers) + sum(
             x.numel() * x.element_size() for x in cross

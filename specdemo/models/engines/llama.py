@@ -73,7 +73,6 @@ def record_graph(forward: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 class LlamaEngine:
     def __init__(self, model: LlamaWeights, record: Recorder | None = None) -> None:
-        """`record` captures a pass for replay, by default as a CUDA graph if possible."""
         self._model = model
         self._record = record or (record_graph if model.recordable else None)
         self._recordings: dict[tuple[int, int], Recording] = {}

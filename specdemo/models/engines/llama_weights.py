@@ -128,7 +128,6 @@ class LlamaWeights:
 
     @property
     def _order(self) -> Tensor | None:
-        """Index of each component in the order of `transformers`, if different."""
         if not self.paired:
             return None
         rotated = self.heads + self.kv_heads
@@ -166,7 +165,6 @@ class LlamaWeights:
         return rms_norm(self._count(unmapped(gain)), eps), self._linear(linears)
 
     def _linear(self, linears: list[nn.Module], gain: Tensor | None = None, order: Tensor | None = None) -> RowFunction:
-        """Fuse linear layers with a common input, unless they are quantized."""
         if any(type(linear) is not nn.Linear for linear in linears):
             self._parts.extend(linears)
             if len(linears) == 1:

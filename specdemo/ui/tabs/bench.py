@@ -83,8 +83,6 @@ def bench_tab(service: Service, controls: Mapping[str, gr.components.Component],
 
 
 def _grid_controls(kinds: list[str], gamma: int) -> dict[str, gr.components.Component]:
-    """Controls keyed by the parameters of `sweep`, and `max_tokens`."""
-
     def group(choices: list[Any], value: list[Any], label: str, name: str) -> gr.CheckboxGroup:
         return gr.CheckboxGroup(choices, value=value, label=label, min_width=280, elem_id=f"bench-{name}")
 
@@ -122,7 +120,6 @@ def _speedup_plot(kinds: list[str]) -> gr.BarPlot:
 
 
 def _save_buttons() -> list[gr.Textbox]:
-    """Return the hidden textboxes with the texts to save."""
     texts = [gr.Textbox(visible=False) for _ in _FILES]
     with gr.Row():
         for text, (name, kind) in zip(texts, _FILES.items(), strict=True):

@@ -1,5 +1,3 @@
-"""Benchmarks started from a tab."""
-
 from __future__ import annotations
 
 import asyncio

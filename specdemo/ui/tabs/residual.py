@@ -70,7 +70,6 @@ def _probability_inputs(name: str, defaults: Sequence[float]) -> list[gr.Number]
 
 
 def _parse(values: Sequence[float | None]) -> tuple[list[float], list[float], str]:
-    """Return p, q and a note about normalization."""
     half = len(worked.EXAMPLE_TOKENS)
     p, p_note = worked.parse_probs("p", values[:half])
     q, q_note = worked.parse_probs("q", values[half:])
