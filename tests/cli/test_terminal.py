@@ -154,7 +154,7 @@ def test_names_and_models_that_do_not_fit(
 def test_ctrl_c_ends_the_trace(
     models: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from specdemo.cli import main as module
+    from specdemo.cli import run as module
 
     real = module.generate
 
