@@ -1,4 +1,4 @@
-"""The program, started once for all golden tests."""
+"""Program, started once for all golden tests."""
 
 from collections.abc import Iterator
 

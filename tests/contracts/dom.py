@@ -36,7 +36,7 @@ def golden(name: str) -> str:
 
 
 def lanes() -> str:
-    """Traces that fill every lane: with recorded distributions, plain, of a search, and of a tree over a link."""
+    """Traces that fill every lane: with recorded distributions, AR decoding, beam search, and a tree over a link."""
     tree = list(map(json.loads, golden("tree").splitlines()))
     for line, notes in zip((line for line in tree if "i" in line), NOTES, strict=False):
         if notes:

@@ -118,7 +118,6 @@ class Program:
         return self._url
 
     def close(self) -> None:
-        """End the process."""
         self._process.terminate()
         self._process.wait(WAIT_S)
 
@@ -142,7 +141,7 @@ class Service(Program):
         super().__init__("-m", "specdemo", "serve", *where, *limits, SPECDEMO_TOKEN=TOKEN)
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, str]:
-        """`request` with the token."""
+        """Call `request` with the token."""
         return self.request(method, path, body, **{"authorization": f"Bearer {TOKEN}", **headers})
 
 

@@ -31,7 +31,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def searched(model: Any, prompt: list[int], length: int, settings: dict[str, Any]) -> list[Step]:
-    """The rounds of our search."""
+    """Steps of the beam search under test."""
     settings = dict(settings)
     sampling = SamplingParams(repetition_penalty=settings.pop("repetition_penalty", 1.0))
     cached = CachedModel(model)

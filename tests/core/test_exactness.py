@@ -183,7 +183,6 @@ def mutant_distribution(make: Make, rule: Any = rejection, sampling: SamplingPar
 
 
 def test_mutant_greedy_draft_verified_by_softmax() -> None:
-    """Draft by argmax, verify with the softmax."""
     greedy = SamplingParams(temperature=0)
     probs, _, _ = enumerate_distribution(
         SamplingParams(), lambda sampling, source: ModelDrafter(SMALL.score, greedy, source, VOCAB)

@@ -140,7 +140,7 @@ def test_expensive_rows_and_a_slow_host_shorten_the_best_draft() -> None:
     gains = {gamma: speedup(expected_tokens(0.8, gamma), gamma, 0.05, dear(gamma + 1), 0.1) for gamma in range(1, 65)}
     assert 0 < found < best_gamma(0.8, 0.05)
     assert gains[found] == max(gains.values()) > 1
-    assert best_gamma(0.8, 0.05, v=lambda rows: 5.0) == 0  # no round can win five plain passes
+    assert best_gamma(0.8, 0.05, v=lambda rows: 5.0) == 0  # no step can be faster than five AR passes
     assert best_gamma(0.5, 0.0, o=1.0) == 0  # two tokens at the very most, for two passes
 
 

@@ -24,7 +24,7 @@ def answered(draft: Draft, choices: dict[int, int]) -> Step:
 
 def test_the_comb_and_its_update() -> None:
     drafter = LookaheadDrafter(window=3, n=3, guesses=2)
-    first = drafter.propose([5], up_to(9))  # the only token there is to guess with
+    first = drafter.propose([5], up_to(9))  # only token available as a guess
     assert first.tokens == (5,) * 6
     assert first.parents == (-1, 0, 1, 0, 1, 2)  # a spine of three, a tooth on each of its places
     drafter.observe(answered(first, {3: 7, 4: 8, 5: 9}))

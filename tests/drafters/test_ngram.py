@@ -27,7 +27,7 @@ def test_an_unknown_context_proposes_nothing() -> None:
 
 
 def test_backoff_uses_shorter_contexts() -> None:
-    tokens = [1, 2, 3, 9, 9, 2]  # "x x 2" was never seen, "2" was
+    tokens = [1, 2, 3, 9, 9, 2]  # "x x 2" does not occur before, "2" does
     assert propose(tokens, gamma=1) == (3,)
     assert propose(tokens, levels="one", gamma=1) == ()
 

@@ -168,7 +168,9 @@ def test_text_changed_by_re_encoding_is_not_drafted() -> None:
     assert bridge.write(tokens, [end]) == [] and bridge.write(tokens, []) == []
     one = encode(drafter, " return")
     assert bridge.write(tokens, [*one, end, *one]) == bridge.write(tokens, one) != []  # up to the special token
-    assert bridge.write(tokens, encode(drafter, "<|end|>")) == []  # text here, a special token to the target
+    assert (
+        bridge.write(tokens, encode(drafter, "<|end|>")) == []
+    )  # text for the drafter, a special token for the target
     assert bridge.write(tokens, encode(drafter, "é")[:1]) == []  # half a character
 
 
@@ -259,7 +261,7 @@ def text_of(recipe: Recipe, pool: ModelPool) -> tuple[list[int], dict[str, Any]]
 
 
 def test_the_bundled_target_with_drafters_of_other_vocabularies(strangers: dict[str, str]) -> None:
-    """Greedy and coupled text is plain decoding's; exchanged ids cost no acceptance at all, other words some."""
+    """Greedy and coupled text equals AR decoding; exchanged ids keep the acceptance, other words reduce it."""
     pool = ModelPool()
     base = Recipe(
         target=BUNDLED.target, drafter=BUNDLED.drafter, universal=True, temperature=0, max_tokens=96, device="cpu"

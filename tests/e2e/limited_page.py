@@ -21,7 +21,7 @@ from specdemo.ui.page import build, launch_options
 
 
 class Patient:
-    """The real engine, except that the prompt "endless" takes 10 ms per step until `over` is set."""
+    """Real engine, except that the prompt "endless" takes 10 ms per step until `over` is set."""
 
     def __init__(self) -> None:
         self.over = threading.Event()

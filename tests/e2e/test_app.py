@@ -12,7 +12,7 @@ import app
 
 @pytest.fixture
 def busy() -> Iterator[int]:
-    """A port in use."""
+    """Port in use."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 

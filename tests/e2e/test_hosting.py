@@ -84,7 +84,7 @@ def test_a_crews_jobs_do_not_wait_for_one_another() -> None:
     second = crew.submit(lambda: iter([2]))
     assert second.wait(PATIENCE) and second.items == [2] and not first.done  # while the first run is still blocked
     busy = [crew.submit(slow)]
-    assert inside.acquire(timeout=PATIENCE) and inside.acquire(timeout=PATIENCE)  # both are taken
+    assert inside.acquire(timeout=PATIENCE) and inside.acquire(timeout=PATIENCE)  # both workers are busy
     busy += [crew.submit(slow), crew.submit(slow)]  # one more run per queue
     assert crew.active == 4 and max(map(crew.ahead, busy)) == 1
     with pytest.raises(WorkerBusy, match="1 runs are waiting already"):

@@ -87,7 +87,7 @@ def test_preflight_is_held_to_the_same(served: Any) -> None:
 
 
 def press_run(url: str, taken: Any = None, **values: Any) -> dict[str, Any]:
-    """Response to the page's Run button, pressed by a script with custom values, or with `taken`."""
+    """Response to the page's Run button, pressed by a script with custom values, or with `taken` as the data."""
     config = httpx.get(f"{url}config").json()
     known = {part["id"]: part["props"] for part in config["components"]}
     run = next(part for part, props in known.items() if props.get("elem_id") == "run")
@@ -128,7 +128,7 @@ def test_an_honest_user_is_served_beside_fifty_parallel_requests(served: Any, en
     crowd = client(served, "198.51.100.7", at_once=50)
     jobs = [crowd.submit("endless", api_name="/generate") for _ in range(50)]
     refused = wait([job.future for job in jobs], timeout=PATIENCE, return_when="FIRST_EXCEPTION").done
-    assert refused  # the crowd is there
+    assert refused  # the limit is reached
     lines = client(served, "203.0.113.5").submit(CODE, max_tokens=12, api_name="/generate")
     metrics = [json.loads(line) for line in lines][-1]["metrics"]
     assert metrics["tokens"] == 12  # while others are still at it:
@@ -220,7 +220,7 @@ def test_a_variable_that_makes_no_sense_is_named(name: str, value: str, said: st
         ("hub", "../mine", False),
         ("hub", "~/mine", False),
         ("hub", "org/model/../../mine", False),
-        ("hub", "tests", False),  # a name like the hub's, and a directory here
+        ("hub", "tests", False),  # a local directory whose name looks like a hub repository
         ("hub", "o\n/m", False),
         ("listed", "org/model", False),
     ],

@@ -1,4 +1,4 @@
-"""The wheel: built offline from the checkout, complete, and usable from any directory."""
+"""Wheel: built offline from the checkout, complete, and usable from any directory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ print(specdemo.__file__)
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the installed wheel."""
+    """Directory with the installed wheel."""
     checkout, folder = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("installed")
     for name in SOURCES:  # builds leave files, which must not reach the working tree
         source = ROOT / name

@@ -1,4 +1,4 @@
-"""A `BuildContext` on table models, small enough for proofs by enumeration."""
+"""`BuildContext` on table models, small enough for proofs by enumeration."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ class StandIn:
     endpoint: str = ""
     faults: Faults = field(default_factory=Faults)
     asked: list[tuple[str, str, str | None]] = field(default_factory=list)
-    trusted: set[str] = field(default_factory=set)  # Authorization headers that the hub has seen,
-    leaked: set[str] = field(default_factory=set)  # and those that its CDN, another host, has seen
+    trusted: set[str] = field(default_factory=set)  # Authorization headers that the hub received,
+    leaked: set[str] = field(default_factory=set)  # and those received by its CDN, another host
 
     @property
     def cdn(self) -> str:
@@ -65,7 +65,7 @@ class StandIn:
 
 @contextmanager
 def serving(root: Path) -> Iterator[StandIn]:
-    """A hub on a free port of this machine."""
+    """Serve a hub on a free local port."""
     hub = StandIn(root)
 
     class Handler(_Handler):

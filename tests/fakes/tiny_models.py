@@ -46,7 +46,7 @@ class TableModel:
         self._known: dict[tuple[int, ...], Tensor] = {}
 
     def logits(self, prefix: Sequence[int]) -> Tensor:
-        """`[vocab]`."""
+        """Logits of shape `[vocab]`."""
         prefix = tuple(prefix)
         if prefix not in self._known:
             rng = random.Random(f"{self.seed}/{prefix}")
@@ -67,7 +67,7 @@ class TableModel:
 
 
 class Explorer:
-    """A source of randomness that takes every branch once, with its probability."""
+    """Random source that takes every branch once, with its probability."""
 
     def __init__(self) -> None:
         self.script: list[int] = []
@@ -198,7 +198,7 @@ def run(
 
 
 def committed(steps: Iterator[Step] | list[Step]) -> list[int]:
-    """The text of a run, as ids."""
+    """Text of a run, as ids."""
     return [token for step in steps for token in step.tokens]
 
 
@@ -250,7 +250,7 @@ def tiny_model(kind: str, seed: int = 0) -> PreTrainedModel:
 
 
 def blurred(model: PreTrainedModel, kind: str, noise: float = 0.03, seed: int = 1) -> PreTrainedModel:
-    """A drafter that agrees with `model` often but not always."""
+    """Drafter that agrees with `model` often but not always."""
     copy = from_config({**CONFIGS, **ENCODERS}[kind])
     copy.load_state_dict(model.state_dict())
     torch.manual_seed(seed)
@@ -268,7 +268,7 @@ TEXTS = [
 
 
 def byte_level_tokenizer() -> PreTrainedTokenizerFast:
-    """As GPT-2 and Llama 3 have: characters may be split over tokens."""
+    """Tokenizer like those of GPT-2 and Llama 3: characters may be split over tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -292,7 +292,7 @@ def letters_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
-    """As Llama 2 and Mistral have: leading spaces by convention, bytes as a fallback."""
+    """Tokenizer like those of Llama 2 and Mistral: leading spaces by convention, bytes as a fallback."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Sequence(
@@ -313,7 +313,7 @@ def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
 def save_model(
     folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int = 0, shards: str = "5GB", **changes: Any
 ) -> Path:
-    """A random Llama with this tokenizer, on disk as any checkpoint."""
+    """Save a random Llama with this tokenizer as a checkpoint."""
     torch.manual_seed(seed)
     sizes = {**LLAMA, "hidden_size": 64, "max_position_embeddings": 128, "vocab_size": len(tokenizer)}
     model = LlamaForCausalLM(LlamaConfig(**{**sizes, "eos_token_id": tokenizer.eos_token_id, **changes}))

@@ -12,7 +12,7 @@ from specdemo.ui.lane import PLAIN, SPEC
 
 
 def step(i: int, *, pieces: list[str], draft: tuple = (), accepted: tuple = (), tested: int = 0, **more: Any) -> dict:
-    """A chain's step: `draft` as texts, of which the first `tested` were tested. Token ids are made up."""
+    """Step of a chain: `draft` as texts, of which the first `tested` were tested. Token ids are arbitrary."""
     n = len(draft)
     extra = len(pieces) > len(accepted)
     kind = "plain" if not n else "bonus" if len(accepted) == n else "correction"

@@ -13,7 +13,7 @@ from typing import Any
 
 
 class LenderError(Exception):
-    """As gradio's errors are: the text is in `message`."""
+    """Error with its text in `message`, like gradio's errors."""
 
     def __init__(self, message: str) -> None:
         super().__init__(repr(message))

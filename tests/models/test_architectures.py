@@ -46,7 +46,7 @@ def prompts(kind: str) -> Iterator[tuple[list[int], int]]:
 
 
 def generated(model: PreTrainedModel, prompt: list[int], length: int) -> list[int]:
-    """The oracle: transformers' greedy search."""
+    """Oracle: greedy search of transformers."""
     ids = torch.tensor([prompt])
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=length, pad_token_id=0
@@ -127,7 +127,7 @@ def test_the_cache_feeds_only_what_is_new(kind: str) -> None:
     cached.score([1, 2, 3], Draft())
     cached.score([1, 2, 3, 4], Draft.chain((5, 6)))  # drafts 5, 6
     cached.score([1, 2, 3, 4, 5, 6, 7], Draft())  # all accepted, 7 is the bonus
-    cached.score([1, 2, 3, 4, 5, 8], Draft())  # 6 taken back
+    cached.score([1, 2, 3, 4, 5, 8], Draft())  # 6 removed
     cached.score([1, 2, 3, 4, 5, 8], Draft())  # the same again: known
     cached.score([9], Draft())  # another text
     assert count.rows == [3, 3, 1, 1, 1]
@@ -271,7 +271,7 @@ def test_a_pass_that_broke_leaves_a_usable_cache() -> None:
 
 
 def test_padded_vocabularies_of_one_tokenizer() -> None:
-    """A drafter with more or fewer ids than the target never proposes an id that the target lacks."""
+    """Drafters with more or fewer ids than the target never propose an id that the target lacks."""
     target = tiny_model("llama")
     for width in (VOCAB - 8, VOCAB + 8):
         small = tiny_model("llama", seed=3)

@@ -1,4 +1,4 @@
-"""The bundled pair, as a user gets it: greedy text is that of transformers, drafts are accepted, 4 bits are smaller."""
+"""Bundled pair with default settings: greedy text equals transformers, drafts are accepted, 4 bits are smaller."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def target(pool: ModelPool) -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def oracle() -> PreTrainedModel:
-    """The same weights in a plain transformers model."""
+    """Oracle: the same weights in a transformers model."""
     return AutoModelForCausalLM.from_pretrained(ASSETS / "pair" / "target", dtype=torch.float32)
 
 

@@ -53,7 +53,7 @@ GREEDY, NOISE, VOCAB = SamplingParams(temperature=0), Noise(0, "unused when gree
 
 
 def generated(model: PreTrainedModel, source: list[int], length: int) -> list[int]:
-    """The oracle: transformers' greedy search."""
+    """Oracle: greedy search of transformers."""
     ids = torch.tensor([source])
     start = opening(model)
     out = model.generate(

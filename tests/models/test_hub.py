@@ -57,7 +57,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def server(files: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    """A local hub with chunks of 16 kB instead of 10 MB, so that small files need several."""
+    """Local hub with chunks of 16 kB instead of 10 MB, so that small files need several."""
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1 << 14)
     with serving(files) as stand_in:
         yield stand_in

@@ -65,7 +65,7 @@ def test_what_a_pair_with_encoders_cannot_run_is_refused_before_it_is_fetched(me
 
 @pytest.mark.parametrize("method", ["draft", "nasd"])
 def test_gemmas_alternating_windows_roll_back(method: str, tmp_path: Path) -> None:
-    """A random Gemma 2 with a window shorter than the text: speculative greedy text equals AR text."""
+    """Random Gemma 2 with a window shorter than the text: speculative greedy text equals AR text."""
     tokenizer = byte_level_tokenizer()
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
     config = AutoConfig.for_model(

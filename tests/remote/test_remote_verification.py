@@ -55,7 +55,7 @@ def remote_distribution(
     kind: str = "application/msgpack",
     **more: Any,
 ) -> tuple[dict[tuple[int, ...], float], int, int, set[bool]]:
-    """Return the output distribution, the counts of drafted and accepted tokens, and whether rows were sent."""
+    """Return the output distribution, the counts of drafted and accepted tokens, and a flag for sent rows."""
     explorer = Explorer()
     drafted = accepted = 0
     with_rows: set[bool] = set()

@@ -48,7 +48,7 @@ def over_the_link(i: int, accepted: int = 1, drafted: int = 3, **notes: float) -
 
 
 def provisional(i: int, **notes: float) -> dict[str, Any]:
-    """The draft's first token, without a verdict."""
+    """First token of the draft, without a verdict."""
     line = step(i, pieces=["a"], draft=("a", "b"), accepted=(0,))
     unknown = {"p": [None] * 2, "beta": [None] * 2, "draw": [None] * 2, "choices": [], "top": [None] * 2, "q": None}
     return (

@@ -68,7 +68,7 @@ def test_the_correction_comes_from_the_residual() -> None:
 
 
 def test_what_was_not_recorded_is_not_made_up() -> None:
-    distributions = LAWS | {"drafted": [probs(b=0.25), probs(c=0.6), probs(d=1.0)]}  # the rest of q is not there
+    distributions = LAWS | {"drafted": [probs(b=0.25), probs(c=0.6), probs(d=1.0)]}  # the rest of q was not recorded
     found = rounds.step_picture(lane(PREFILL, SEEN | distributions), 1)
     assert ("a", 0.3, None) in found["nodes"][0]["bars"]
     bare = rounds.step_picture(lane(PREFILL, REJECTION), 1)

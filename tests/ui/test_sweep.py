@@ -48,7 +48,7 @@ def test_recipes_are_those_of_the_terminal_and_prompts_take_turns() -> None:
     assert [bench.recipe_label(recipe) for recipe in found.recipes] == [f"{lane} T=0" for lane in lanes]
     assert [prompt.name for prompt in found.prompts] == ["code 1", "prose 1", "code 2", "prose 2"]
     assert found.runs == 20 and found.tokens == 320
-    assert len(meant(kinds=["adversarial"], each=24).prompts) == 20  # there are no more
+    assert len(meant(kinds=["adversarial"], each=24).prompts) == 20  # the class has only 20 prompts
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ WHERE |= {"python": "3", "torch": "2", "transformers": "5"}
 
 
 def record(name: str, seconds: float) -> dict[str, Any]:
-    """Plain decoding takes a second for 10 tokens, the other lane so many for 20."""
+    """AR decoding takes 1 s for 10 tokens, the other lane the given time for 20."""
     return {"kind": name[:-2], "name": name, "runs": [run(1.0, environment=WHERE), run(seconds, drafted=20)]}
 
 
