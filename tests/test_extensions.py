@@ -39,7 +39,7 @@ from specdemo.ui.page import build
 ROOT = Path(__file__).parents[1]
 
 
-# --- the whole content of a new file drafters/echo.py ---------------------------------------------------------
+# --- content of a new file drafters/echo.py ---------------------------------------------------------------------
 
 
 class EchoDrafter:

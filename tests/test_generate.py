@@ -1,4 +1,4 @@
-"""One generation: its events, resources kept between runs, and resources released."""
+"""Generation: events, resources reused between runs, and resources released."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def traced(events: Iterable[Event]) -> list[Any]:
 
 @pytest.mark.parametrize("levels", ["multi", "one"])
 def test_kept_ngrams_draft_a_text_that_was_seen(target: str, levels: str) -> None:
-    """The same greedy text again: all of it is known, so nearly everything drafted is accepted."""
+    """The same greedy text again: all n-grams are cached, so nearly every draft token is accepted."""
     pool, stores = ModelPool(), {}
     recipe = Recipe(
         target=target, method="nasd", temperature=0, max_tokens=48, device="cpu", ngram_levels=levels, ngram_keep=True
@@ -159,7 +159,7 @@ def test_the_context_ends_the_text(target: str) -> None:
 
 @pytest.mark.parametrize("method", ["ar", "draft", "nasd", "self", "tree", "lookahead"])
 def test_equal_bits_are_claimed_for_chains_only(target: str, method: str) -> None:
-    """The machine was asked about the rows of chains; a forest's rows stand at other places among the keys."""
+    """The batch invariance check covers chains; rows of a forest have other positions among the keys."""
     recipe = Recipe(method=method, target=target, drafter=target, temperature=0, max_tokens=4, device="cpu")
     head = header_of(generate(recipe, PROMPT, ModelPool()))
     found = head.environment["parity"]["equal"]
@@ -221,7 +221,7 @@ def test_a_chat_template_is_what_the_model_reads(talker: str, target: str) -> No
 
 
 def test_a_second_turn_reads_only_what_is_new(talker: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same text as without the cache, from fewer tokens read."""
+    """Same text as without the cache, from fewer input tokens."""
     read: list[int] = []
     score = CachedModel._keep
     monkeypatch.setattr(
@@ -242,4 +242,4 @@ def test_a_second_turn_reads_only_what_is_new(talker: str, monkeypatch: pytest.M
     again, length, held = turn(talk, stores)
     fresh, _, none = turn(talk, None)
     assert again == fresh and none == 0
-    assert first <= held < length  # at least the first question; the answer as far as it is cut into the same tokens
+    assert first <= held < length  # at least the first prompt; the answer up to the first different token boundary

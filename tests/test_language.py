@@ -48,7 +48,7 @@ FROZEN = frozenset({"law", "laws", "unjudged"})
 
 MAY_REPEAT = frozenset({"main", "build", "METHOD"})  # METHOD: the registry entry of each drafter
 MOST_LINES = 50
-LONG_FUNCTIONS = {"specdemo/ui/theme.py: theme"}  # one call with the table of colours
+LONG_FUNCTIONS = {"specdemo/ui/theme.py: theme"}  # single call with the table of colours
 
 WORD = re.compile(r"[a-z]+(?:'[a-z]+)?")
 CODE = re.compile(r"`[^`]*`|\S*[_/(]\S*")

@@ -90,7 +90,7 @@ def imports(path: str, source: str, modules: set[str]) -> Iterator[str]:
 
 
 def violations(sources: Sources) -> list[str]:
-    """One line per forbidden import, forbidden file name and cycle."""
+    """List forbidden imports, forbidden file names and cycles, one per line."""
     problems = []
     modules = set(map(module_name, sources))
     graph: dict[str, set[str]] = {}

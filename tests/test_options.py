@@ -1,4 +1,4 @@
-"""The schema: every option is in terminal, page, link and API; invalid values are refused in one sentence."""
+"""Options schema: every option is in terminal, page, link and API; invalid values give one error sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The terminal's contract, and every kind of bad input: exit code 2 and one clear sentence."""
+"""Terminal commands: output, exit codes, and one clear sentence for each kind of invalid input."""
 
 from __future__ import annotations
 
@@ -124,12 +124,12 @@ def test_bad_input_gets_one_sentence(case: str, models: dict[str, str], capsys: 
     arguments, sentence = BAD[case]
     try:
         code = main(["run", arguments[0], *pair(models), *arguments[1:]])
-    except SystemExit as stop:  # argparse's own way out
+    except SystemExit as stop:  # argparse exits directly
         code = stop.code
     error = capsys.readouterr().err.strip().splitlines()
     assert code == 2
     assert sentence in error[-1] and error[-1].startswith("specdemo: ")
-    assert all(line.endswith("...") for line in error[:-1])  # nothing before it but "loading ..."
+    assert all(line.endswith("...") for line in error[:-1])  # only "loading ..." may precede the error
 
 
 def test_names_and_models_that_do_not_fit(

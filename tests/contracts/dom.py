@@ -19,7 +19,7 @@ FIXED = (
     "state",
     "tone",
 )  # attributes with few values
-# Notes of rounds over a link: sent before an answer, answered late, kept by a gate, continued without the cloud.
+# Notes of steps over a link: sent before the answer, answered late, skipped by a gate, continued without the cloud.
 NOTES = ({}, {"provisional": 1.0}, {"confirmed": 1.0, "overruled": 0.0}, {"escalated": 0.0}, {"lost": 1.0, "edge": 1.0})
 SHOWN = """() => {
   const inside = [...document.querySelectorAll(".cockpit, .cockpit *")];
@@ -45,7 +45,7 @@ def lanes() -> str:
 
 
 def same_text() -> str:
-    """Two traces whose texts must be the same."""
+    """Two traces with equal texts."""
     return golden("nasd") + golden("ar")
 
 

@@ -34,7 +34,7 @@ WAIT_S = 120.0
 
 
 def limit_variables() -> list[str]:
-    """Environment variables that limit visitors: an unknown one is refused with the list of the known ones."""
+    """Environment variables that limit visitors: the error for an unknown variable lists the valid names."""
     from specdemo.ui.limits import read_limits as read
 
     return _refused(lambda: read({"SPECDEMO_UNKNOWN": "1"}))
@@ -60,7 +60,6 @@ def _refused(call: Any) -> list[str]:
 
 
 def listed(sentence: str) -> list[str]:
-    """Names at the end of a sentence that lists the valid ones."""
     sentence = re.sub(r",? (?:and|or) (?=[\w.:-]+$)", ", ", sentence.strip().rstrip("."))
     return re.search(r"[\w.:-]+(?:, [\w.:-]+)*$", sentence).group().split(", ")
 
@@ -88,7 +87,7 @@ def script(*command: str) -> str:
 
 
 class Program:
-    """A server in its own process; `url` waits for the line with its address."""
+    """Server in a separate process; `url` blocks until the server prints its address."""
 
     def __init__(self, *arguments: str, **environment: str) -> None:
         self._process = subprocess.Popen(
@@ -124,7 +123,7 @@ class Program:
         self._process.wait(WAIT_S)
 
     def request(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, str]:
-        """Status and text of one HTTP request; a body that is no text is sent as JSON."""
+        """Status and text of one HTTP request; a body that is not text is sent as JSON."""
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         headers = {"content-type": "application/json", **{name.replace("_", "-"): v for name, v in headers.items()}}
         try:

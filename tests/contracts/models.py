@@ -1,4 +1,4 @@
-"""Write a tiny target and drafter to disk: random weights from numpy, whose generator is stable across versions."""
+"""Write a tiny target and drafter to disk: random weights from numpy (stable across versions)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def save_pair(folder: Path) -> tuple[str, str]:
 
 
 def _bytes_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, plus an end token."""
+    """Tokenizer with one token per byte, plus an end token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -29,7 +29,6 @@ SOURCES = ("app.py", "specdemo", "benchmarks", "training")
 
 
 def collect(models: tuple[str, str], service: Service, page: Page) -> dict[str, Any]:
-    """All sections, one after the other."""
     return {name: section(models, service, page) for name, section in SECTIONS.items()}
 
 
@@ -64,7 +63,7 @@ def make(*_: Any) -> list[str]:
 
 
 def _arguments(text: str) -> dict[str, str]:
-    """Positional arguments and flags of a help text; a flag takes nothing, a value or several values."""
+    """Positional arguments and flags of a help text; a flag takes zero, one or several values."""
     usage = re.sub(r"\s+", " ", text.partition("\n\n")[0])
     found = dict.fromkeys(re.findall(r" (\w+)$", usage), "positional")
     for flag in re.findall(r"^  (?:-\w, )?(--[\w-]+)", text, re.MULTILINE):
@@ -104,12 +103,12 @@ def _listed(*arguments: str) -> list[str]:
 
 
 def environment(*_: Any) -> list[str]:
-    """Environment variables; the token's one is used by every request to the cloud service."""
+    """Environment variables; every request to the cloud service uses the token's variable."""
     return limit_variables()
 
 
 def constants(*_: Any) -> list[str]:
-    """Those of `CONSTANTS` that the sources contain in quotes."""
+    """Members of `CONSTANTS` that the sources contain in quotes."""
     files = [path for name in SOURCES if (ROOT / name).exists() for path in (ROOT / name, *(ROOT / name).rglob("*.py"))]
     text = "".join(path.read_text("utf-8") for path in files if path.is_file())
     return [name for name in CONSTANTS if f'"{name}"' in text]
@@ -119,7 +118,7 @@ def constants(*_: Any) -> list[str]:
 
 
 def trace(models: tuple[str, str], service: Service, page: Page) -> dict[str, Any]:
-    """Keys of the trace; what depends on the policy or the link is found in one run of each."""
+    """Keys of the trace; one run per policy and link collects the keys that depend on them."""
     target, drafter = models
     first = ("run", traces.PROMPT, "--json", "--device", "cpu", "--target", target, "--drafter", drafter)
     kept: dict[str, dict[str, None]] = {}
@@ -274,7 +273,7 @@ def _texts(service: Service) -> list[str]:
 
 
 def page_names(_: Any, __: Any, page: Page) -> dict[str, Any]:
-    """API endpoints, settings, storage keys, routes and elements, from the page's own description."""
+    """API endpoints, settings, storage keys, routes and elements, from the page's description."""
     config = page.json("/config")
     parts = [one["props"] for one in config["components"]]
     endpoints = page.json(f"{config['api_prefix']}/info")["named_endpoints"]

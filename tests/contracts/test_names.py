@@ -1,4 +1,4 @@
-"""External names may be added, never lost: flags, keys, fields, routes, elements and whatever else users refer to.
+"""External names may be added, never removed: flags, keys, fields, routes, elements.
 
 After an intended addition: `python tests/contracts/interfaces.py --write`.
 """

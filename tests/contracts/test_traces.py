@@ -1,4 +1,4 @@
-"""One trace per method, compared key by key and value by value; recorded traces can still be imported."""
+"""Traces of each method, compared key by key and value by value; recorded traces can still be imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that are recorded, and what is fixed in their traces before they are written or compared."""
+"""Recorded runs, and the fields that are made constant in their traces before writing or comparing."""
 
 from __future__ import annotations
 

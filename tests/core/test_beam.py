@@ -1,4 +1,4 @@
-"""Beam search: the text that transformers' own search finds, from forests of one text instead of a batch of them."""
+"""Beam search: the same text as transformers, computed from forests of a single text instead of a batch."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_results_equal_those_of_transformers(kind: str, settings: str) -> None:
 
 
 def test_each_step_feeds_one_token_per_beam() -> None:
-    """Keys and values of the beams are kept as those of a forest; nothing is computed twice."""
+    """Keys and values of the beams are stored as those of a forest, without recomputation."""
     model = tiny_model("llama")
     count = Counting(model)
     steps = searched(model, [3, 1, 4], 12, {"num_beams": 4})

@@ -30,7 +30,7 @@ def target(sampling: SamplingParams = SamplingParams(), seed: int = 0) -> ModelV
 
 
 class Script:
-    """A target that accepts everything and adds a token of its own; a drafter that reads from a list."""
+    """Target that accepts every draft token and adds a bonus token, with a drafter that proposes from a list."""
 
     def __init__(self, text: Sequence[int], prompt: int) -> None:
         self.text, self.prompt = text, prompt
@@ -62,7 +62,7 @@ TEXT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14]
 @pytest.mark.parametrize("gamma", [1, 2, 3, 5])
 @pytest.mark.parametrize("stop", range(1, 12))
 def test_a_stop_token_ends_the_text_at_any_position(stop: int, gamma: int) -> None:
-    """First token, accepted draft or bonus; several ids: the earliest counts; nothing past it is counted."""
+    """First token, accepted draft or bonus; the earliest of several ids counts; later tokens are not counted."""
     script = Script(TEXT, prompt=1)
     steps = run([0], script, script, Fixed(gamma), 12, stop=(stop, stop + 1, 99))
     assert committed(steps) == TEXT[:stop]
@@ -125,7 +125,7 @@ def test_metrics_of_a_run_without_drafts_avoid_division_by_zero() -> None:
 
 
 def test_metrics_by_hand() -> None:
-    """Two rounds told in numbers: accepted 2 of 3, then 0 of 2 of which one was never tested."""
+    """Two steps: accepted 2 of 3, then 0 of 2 with one token not tested."""
     prefill = Step(0, (9,), Draft(), Verdict((), 9), 0, 0.0, 0.5, 0.0, t=0.6)
     first = Step(
         1,

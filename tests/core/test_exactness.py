@@ -93,15 +93,15 @@ def test_lossy_rules_are_exact_at_temperature_0_only(name: str, drafter: str) ->
     [
         (partial(ratio, threshold=0.9), [0.2 + 0.5 * 0.6, 0.3 + 0.5 * 0.3, 0.5 * 0.1]),  # rejects the last token only
         (partial(threshold, threshold=0.4), [0.2 + 0.8 * 0.6, 0.8 * 0.3, 0.8 * 0.1]),  # accepts the first only
-        (partial(typical, threshold=0.09), [0.2, 0.3, 0.5]),  # accepts everything: the text is the drafter's
+        (partial(typical, threshold=0.09), [0.2, 0.3, 0.5]),  # accepts every token: the text is the drafter's
         (
             partial(ratio, threshold=0.9, adjust=True),
             [0.2 + 0.5, 0.3, 0.0],
-        ),  # what q has too much of goes to what p has
+        ),  # the excess of q moves to the deficit of p
     ],
 )
 def test_lossy_rules_have_the_predicted_error(rule: Any, expected: list[float]) -> None:
-    """One drafted token: what is accepted of q, and the mass of what is not, spread as corrections are drawn."""
+    """One draft token: the accepted mass of q plus the rejected mass, spread by the correction distribution."""
     explorer = Explorer()
     p, q = torch.tensor([0.6, 0.3, 0.1]), torch.tensor([0.2, 0.3, 0.5])
 
@@ -192,7 +192,7 @@ def test_mutant_greedy_draft_verified_by_softmax() -> None:
 
 
 def test_mutant_match_with_a_second_sample() -> None:
-    """A sample not in the draft is the correction; sampling again gives the draft token 2p - p^2."""
+    """A sample outside the draft is the correction; a second sample gives the draft token 2p - p^2."""
 
     def drawing(draft: Draft, p: Tensor, accept: Any, correct: Any, start: int, again: bool) -> Verdict:
         accepted = []
@@ -282,7 +282,7 @@ def test_mutant_lenient_acceptance(lenience: float) -> None:
 
 
 def chi_square(shared: bool) -> float:
-    """Chi-square of 12,000 samples with one draft token each."""
+    """Chi-square statistic of 12,000 samples with one draft token each."""
     p = torch.tensor([0.5, 0.3, 0.15, 0.05])
     q = torch.tensor([0.1, 0.2, 0.3, 0.4])
     streams = ["draft", "draft", "draft"] if shared else ["draft", "accept", "correct"]
@@ -296,7 +296,7 @@ def chi_square(shared: bool) -> float:
 
 
 def test_noise_streams_are_independent_and_sharing_is_detected() -> None:
-    """Fixed seeds, so it never flickers; by chance alone one such choice in 10^5 would exceed 26 (3 degrees)."""
+    """Fixed seeds make it deterministic; by chance, 1 choice in 10^5 exceeds 26 (3 degrees of freedom)."""
     assert chi_square(shared=False) < 26
     assert chi_square(shared=True) > 100
 

@@ -85,7 +85,7 @@ def test_entropy_bounds_and_confidence_end_drafts() -> None:
     assert length(svip(8), SURE) == 8 and length(svip(8), FLAT) == 0 and math.sqrt(0.15 * h) > 0.3
     assert length(confidence(8), SURE) == 8 and length(confidence(8), FLAT) == 0
     two = torch.tensor([1.0, 1.0] + [-1e4] * 14)
-    assert length(confidence(8), two) == 8  # one half each
+    assert length(confidence(8), two) == 8  # probability 1/2 each
     assert length(PathProbability(8), two) == 2  # 1/2, 1/4, and 1/8 is below 0.2
     assert length(PathProbability(8), SURE) == 8
     policy = PathProbability(8)
@@ -107,9 +107,9 @@ def test_adaedl_adjusts_its_threshold_to_acceptance() -> None:
     [(0.9, 0.05, 8), (0.8, 0.2, 4), (0.6, 0.2, 2), (0.6, 0.05, 4), (0.1, 0.5, 0)],
 )
 def test_auto_finds_the_best_gamma(alpha: float, c: float, expected: int) -> None:
-    """Accepting at alpha, at cost c: what the closed form says, or one beside it; no draft where none pays."""
+    """Acceptance rate alpha, cost c: the optimum of the closed form, +-1; no draft if none is faster."""
     policy, rng = Auto(8), torch.Generator().manual_seed(0)
-    policy.observe(step(0, 0, verify_s=50.0, i=0))  # the prefill, whose time says nothing
+    policy.observe(step(0, 0, verify_s=50.0, i=0))  # the time of the prefill is not representative
     seen = []
     for _ in range(600):
         drafted = policy.gamma
@@ -121,11 +121,11 @@ def test_auto_finds_the_best_gamma(alpha: float, c: float, expected: int) -> Non
     typical = sorted(seen[100:])[len(seen[100:]) // 2]
     assert abs(typical - expected) <= 1
     if expected == 0:
-        assert seen.count(0) > 0.85 * len(seen) and 1 in seen[100:]  # it looks again now and then
+        assert seen.count(0) > 0.85 * len(seen) and 1 in seen[100:]  # drafts occasionally to measure again
 
 
 def settled(policy: Auto, rounds: int = 40, c: float = 0.13) -> int:
-    """The gamma after rounds of which two drafted tokens are kept and the third is not, at c a token."""
+    """Gamma after steps that accept two of three draft tokens, at cost c per token."""
     for _ in range(rounds):
         drafted = policy.gamma
         policy.observe(step(drafted, min(2, drafted), draft_s=c * drafted))
@@ -152,7 +152,7 @@ def test_the_prefill_of_the_drafter_is_not_a_draft_cost() -> None:
 
 
 def test_auto_uses_the_cost_model() -> None:
-    """A pass that costs what its rows do leaves nothing to win; a step up ends drafts before it."""
+    """If cost grows in proportion to the rows, no draft is faster; drafts end before a jump in cost."""
     assert settled(Auto(8, CostModel({1: 1.0, 8: 8.0}))) == 0
     flat, step_up = Auto(8), Auto(8, CostModel({1: 1.0, 2: 1.0, 3: 3.0}))
     assert settled(flat) == 2 and settled(step_up) == 1
@@ -191,7 +191,7 @@ def test_auto_uses_beta_for_chains_and_counts_for_trees() -> None:
     tree = Draft((7, 8, 9), (-1, -1, 0))  # 7 or 8, and 9 after 7
     whole = Step(1, (7, 9, 1), tree, Verdict((0, 2), 1), 2, draft_s=0.1, verify_s=1.0, host_s=0.0, t=0.0)
     policy = Auto(8)
-    policy.observe(whole)  # nothing was rejected
+    policy.observe(whole)  # no token was rejected
     assert all(a >= 0.7 for a in policy._acceptances())
 
 

@@ -46,7 +46,7 @@ def test_distributions_equal_those_of_transformers(
         oracle.append(TopPLogitsWarper(top_p))
     before = logits.clone()
     distributions = SamplingParams(temperature, top_k, top_p, penalty, words)(logits, paths)
-    assert torch.equal(logits, before)  # nothing is edited in place
+    assert torch.equal(logits, before)  # logits are not modified in place
     for row, path, probs in zip(logits, paths, distributions, strict=True):
         expected = oracle(torch.tensor([path]), row[None].clone())[0].softmax(-1)
         assert torch.allclose(probs, expected, atol=1e-6)
@@ -74,7 +74,7 @@ def test_bad_words_that_exclude_all_tokens_raise() -> None:
 
 @pytest.mark.parametrize("way", [Noise.sample, Noise._inverse_cdf, Noise._exponential_race])
 def test_samples_follow_their_distribution(way: Callable[[Noise, torch.Tensor], int]) -> None:
-    """20,000 draws; by chance alone one seed in 10^5 would exceed 26 (3 degrees of freedom), and the seed is fixed."""
+    """20,000 draws, fixed seed; by chance, 1 seed in 10^5 exceeds 26 (3 degrees of freedom)."""
     probs = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0])
     noise, n = Noise(7, "draw"), 20_000
     counts = torch.bincount(torch.tensor([way(noise, probs) for _ in range(n)]), minlength=5)

@@ -40,7 +40,7 @@ def error(rule: str, gamma: int = 1, q: list[float] = Q, **more: Any) -> float:
 @pytest.mark.parametrize("gamma", [1, 3])
 @pytest.mark.parametrize("rule", RULES)
 def test_only_exact_rules_reproduce_p(rule: str, gamma: int) -> None:
-    """Fixed seed; one seed in 1,000 would fail."""
+    """Fixed seed; 1 seed in 1,000 would fail."""
     assert (error(rule, gamma) < rare_distance(P, COUNT)) == RULES[rule].exact(SamplingParams())
 
 

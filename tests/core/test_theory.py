@@ -1,4 +1,4 @@
-"""The closed forms against the papers' tables, and against counting what they are the expectation of."""
+"""Closed forms against the tables of the papers and against enumeration of the outcomes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_leviathan_table_2_is_close_to_the_theorem() -> None:
 def test_the_practice_guide_s_table(gamma: int, share: float, speed: float) -> None:
     assert share_speedup(share, gamma, c=0.1) == pytest.approx(speed, abs=0.006)  # 2.875 is printed as 2.88
     alpha = alpha_of_share(share, gamma)
-    assert alpha > share  # what stands behind a rejection is drafted and never tested
+    assert alpha > share  # tokens after a rejection are drafted but not tested
     assert walltime_improvement(alpha, gamma, c=0.1) == pytest.approx(share_speedup(share, gamma, c=0.1))
 
 
@@ -97,7 +97,7 @@ def test_limits() -> None:
 @pytest.mark.parametrize("gamma", [1, 2, 5])
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_expectations_equal_the_sum_over_all_outcomes(alpha: float, gamma: int) -> None:
-    """Every pattern of gamma coins, each with its probability: how many tokens came of it."""
+    """Every pattern of gamma accept/reject outcomes, weighted by its probability and its number of tokens."""
     tokens = accepted = 0.0
     for coins in itertools.product([True, False], repeat=gamma):
         chance = math.prod(alpha if coin else 1 - alpha for coin in coins)
@@ -168,7 +168,7 @@ def test_bounds_on_beta_are_valid_except_the_quoted_1_over_1_plus_kl() -> None:
         for bound in useful:
             assert 0 <= bound(kl) <= beta + 1e-12
         useful[max(useful, key=lambda bound: bound(kl))] += 1
-    assert all(useful.values())  # each is the better one somewhere
+    assert all(useful.values())  # each bound is the tighter bound for some p, q
     e = 0.01
     beta, kl = overlap([1, 0], [e, 1 - e]), divergence([1, 0], [e, 1 - e])
     assert beta == e and kl == pytest.approx(-math.log(e))

@@ -1,4 +1,4 @@
-"""Lookahead: the comb's shape, what is read from it, and the text it leaves unchanged."""
+"""Lookahead decoding: shape of the comb, collected n-grams, and unchanged text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specdemo.models.kv_cache import CachedModel
 
 
 def answered(draft: Draft, choices: dict[int, int]) -> Step:
-    """A round in which nothing was accepted and the target's first choice after each node is given."""
+    """A step that accepted no token, given the target's first choice after each node."""
     rows = ((0,), *((choices.get(node, 0),) for node in range(len(draft))))
     return Step(1, (0,), draft, Verdict((), 0, choices=rows), 9, draft_s=0, verify_s=0, host_s=0, t=0)
 
@@ -41,7 +41,7 @@ def test_near_the_end_only_guesses_that_fit_are_drafted() -> None:
     drafter.observe(answered(drafter.propose([5], up_to(9)), {5: 9}))
     draft = drafter.propose([5], up_to(1))
     assert draft.tokens == (5,) and draft.parents == (-1,)
-    drafter.observe(answered(draft, {}))  # nothing rode along, so there is nothing to read
+    drafter.observe(answered(draft, {}))  # no comb in the draft, so no n-grams to collect
     assert not LookaheadDrafter().propose([5], up_to(0)).tokens
 
 

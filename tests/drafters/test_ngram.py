@@ -45,7 +45,7 @@ def test_frequency_wins_and_ties_go_to_the_latest() -> None:
 
 @pytest.mark.parametrize("levels", ["multi", "one"])
 def test_predictions_equal_counting_from_scratch(levels: str) -> None:
-    """An independent count over the whole history, after every token."""
+    """Independent count over the full history, after every token."""
     rng = random.Random(3)
     text = [rng.randrange(3) for _ in range(150)]
     drafter = NGramDrafter(4, levels)
@@ -74,9 +74,9 @@ def step(tokens: tuple[int, ...], choices: tuple[tuple[int, ...], ...]) -> Step:
 def test_filler_never_outweighs_emitted_tokens() -> None:
     drafter = NGramDrafter(2, filler_top_k=3)
     drafter.propose([1], up_to(1))
-    drafter.observe(step((4,), ((4, 5, 6),)))  # after 1 came 4; 5 and 6 were next best
+    drafter.observe(step((4,), ((4, 5, 6),)))  # 4 followed 1; 5 and 6 were next in probability
     assert drafter.propose([1, 4], up_to(1)).tokens == ()
-    drafter.observe(step((1,), ((7, 1, 8),)))  # after 4 came 1, though 7 was the first choice
+    drafter.observe(step((1,), ((7, 1, 8),)))  # 1 followed 4, though 7 was the first choice
     assert drafter.propose([1, 4, 1], up_to(2)).tokens == (4, 1)
     for _ in range(50):
         drafter.store.add([1], 5, seen=0.0, filler=1.0)

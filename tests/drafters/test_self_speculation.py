@@ -31,7 +31,7 @@ TOKENS = [5, 9, 5, 7, 1]
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "gpt-neox", "mistral-sliding"])
 def test_a_model_with_layers_left_out(kind: str) -> None:
-    """As if it had been built with the kept layers only; and what it drafts leaves the text as it was."""
+    """Equal to a model built from the remaining layers only; its drafts leave the text unchanged."""
     model = tiny_model(kind)
     early = with_layers(model, [0])
     assert {p.data_ptr() for p in early.parameters()} < {p.data_ptr() for p in model.parameters()}
@@ -50,14 +50,14 @@ def test_a_model_with_layers_left_out(kind: str) -> None:
 
     assert text(ModelDrafter(CachedModel(early).score, GREEDY, NOISE, 61)) == text(EmptyDrafter())
     whole = CachedModel(model).score(TOKENS, Draft())
-    assert torch.allclose(whole, model(torch.tensor([TOKENS])).logits[0, -1:], atol=1e-4)  # itself it is unchanged
+    assert torch.allclose(whole, model(torch.tensor([TOKENS])).logits[0, -1:], atol=1e-4)  # the full model is unchanged
 
 
 def test_lean_models_skip_any_layer() -> None:
     model = tiny_model("llama")
     for kept in ([0], [1]):
         early = with_layers(LlamaWeights(model), kept)
-        alone = copy.deepcopy(tiny_model("llama"))  # its configuration is shared with every other one
+        alone = copy.deepcopy(tiny_model("llama"))  # because all tiny models share one configuration
         alone.model.layers = torch.nn.ModuleList([alone.model.layers[i] for i in kept])
         alone.config.num_hidden_layers = 1
         alone.model.layers[0].self_attn.layer_idx = 0
@@ -76,7 +76,7 @@ def test_invalid_layers_raise(kept: list[int]) -> None:
 
 @pytest.mark.parametrize("method", [name for name, method in METHODS.items() if method.drafts])
 def test_methods_give_ar_text_under_every_policy(method: str, tmp_path: Path) -> None:
-    """And self-speculation holds no weights but the target's."""
+    """Self-speculation stores no weights except the target's."""
     folder = str(save_model(tmp_path / "model", byte_level_tokenizer()))
     pool, drafted = ModelPool(), 0
 

@@ -29,7 +29,7 @@ def longest_match(text: list[int]) -> int:
 
 @pytest.mark.parametrize("vocabulary", [1, 2, 3, 10])
 def test_the_longest_repeated_suffix_is_found(vocabulary: int) -> None:
-    """Against brute force, after every token; and what is drafted did follow an occurrence of that ending."""
+    """Compare with brute force after every token; each draft must have followed an occurrence of that suffix."""
     rng = random.Random(vocabulary)
     text = [rng.randrange(vocabulary) for _ in range(120)]
     store = SuffixStore()

@@ -24,7 +24,7 @@ def drafter(temperature: float, **shape: int) -> TreeDrafter:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_shape(temperature: float) -> None:
-    """Within the budget of nodes, width and depth; the most probable nodes are the ones that grow."""
+    """Within the budget of nodes, width and depth; the most probable nodes are expanded."""
     draft = drafter(temperature, nodes=9, width=3, beam=2).propose([1, 2], up_to(3))
     assert len(draft) == 9 and max(len(draft.path(node)) for node in range(9)) == 2
     kids = draft.children()

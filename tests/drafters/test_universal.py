@@ -52,7 +52,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
 
 
 class Spy:
-    """A tokenizer that notes how much text it was asked to cut."""
+    """Tokenizer that records the length of the text it tokenizes."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer, self.lengths = tokenizer, []
@@ -78,7 +78,7 @@ def test_incremental_encoding_equals_encoding_at_once(ours: str, theirs: str) ->
             end += rng.randrange(1, 6)
             own = bridge.read(tokens[:end])
             whole = decode(target, tokens[:end])
-            assert whole.startswith(decode(drafter, own[1:]))  # a character that is not whole yet is left out
+            assert whole.startswith(decode(drafter, own[1:]))  # incomplete characters are left out
         assert own == [7, *encode(drafter, TEXT)]
 
 
@@ -100,14 +100,14 @@ def test_the_cost_of_a_step_is_independent_of_the_text_length(ours: str, theirs:
 
 @pytest.mark.parametrize(("ours", "theirs"), WAYS)
 def test_drafts_continue_the_text(ours: str, theirs: str) -> None:
-    """A drafter that knows how the text goes on: its words are carried over, and are what the target would write."""
+    """Drafter with a known continuation: its words are converted to the target's tokens."""
     target, drafter = TOKENIZERS[ours](), TOKENIZERS[theirs]()
     tokens, own = encode(target, TEXT), encode(drafter, TEXT)
     bridge, carried, same = Bridge(target, drafter, []), 0, 0
     for end in range(20, len(tokens) - 8):
         read = bridge.read(tokens[:end])
         if own[: len(read)] != read:
-            continue  # the text ends inside one of the drafter's words: it would go on otherwise
+            continue  # the text ends inside a word of the drafter, so its tokens would differ
         new = own[len(read) : len(read) + 4]
         found = bridge.write(tokens[:end], new)
         assert TEXT.startswith(decode(target, tokens[:end] + found).rstrip("\ufffd"))
@@ -118,7 +118,7 @@ def test_drafts_continue_the_text(ours: str, theirs: str) -> None:
 
 @pytest.mark.parametrize(("ours", "theirs"), WAYS)
 def test_drafts_are_re_encoded_exactly_or_dropped(ours: str, theirs: str) -> None:
-    """Random ids on both sides: half characters, special tokens, spaces where none belong."""
+    """Random ids on both sides: partial characters, special tokens, misplaced spaces."""
     target, drafter = TOKENIZERS[ours](), TOKENIZERS[theirs]()
     carried = 0
     for seed in range(40):
@@ -146,11 +146,11 @@ def test_incomplete_characters_are_completed() -> None:
     bridge = Bridge(target, drafter, [])
     assert decode(drafter, bridge.read(tokens[:begun])) == "x = '"
     assert bridge.write(tokens[:begun], encode(drafter, "🙂'")) == tokens[begun:]
-    assert bridge.write(tokens[:begun], encode(drafter, "y'")) == []  # another character than the one begun
+    assert bridge.write(tokens[:begun], encode(drafter, "y'")) == []  # not the character that was begun
 
 
 def test_partial_words_are_completed() -> None:
-    """The target wrote a piece that it would not have cut so: what is drafted goes on from there all the same."""
+    """The text ends in a partial word with a non-canonical tokenization: the draft continues from it."""
     target, drafter = AutoTokenizer.from_pretrained(BUNDLED.target), byte_level_tokenizer()
     assert len(encode(target, "    return")) < len(encode(target, "    re") + encode(target, "turn"))
     tokens = encode(target, "def f(x):\n    re")
@@ -184,9 +184,9 @@ def test_tokenizers_without_offsets_raise() -> None:
 
 
 def test_drafts_fit_the_budget_and_the_context_of_the_drafter() -> None:
-    """The tokens of one vocabulary become more of the other: never more than the loop allows."""
+    """Tokens of one vocabulary become more tokens of the other: never more than the budget."""
     fine, coarse = byte_level_tokenizer(), AutoTokenizer.from_pretrained(BUNDLED.target)
-    text = "unbelievable = continue_\n" * 6  # short words for one, long ones for the other
+    text = "unbelievable = continue_\n" * 6  # short words for the fine tokenizer, long words for the coarse tokenizer
     tokens = encode(fine, text)
 
     def drafted(limit: int, context: int) -> Draft:
@@ -272,7 +272,7 @@ def test_the_bundled_target_with_drafters_of_other_vocabularies(strangers: dict[
             text, metrics = text_of(replace(base, drafter=stranger, method=method), pool)
             assert text == plain and metrics["drafted"] > metrics["accepted"] > 10, (name, method)
             if (name, method) == ("exchanged", "draft"):
-                # a wrong guess may be cut in a way that no text is, and is fewer tokens when its text is cut anew
+                # a wrong draft may be a non-canonical tokenization, which has fewer tokens when encoded again
                 assert metrics["accepted"] == usual["accepted"] and metrics["drafted"] <= usual["drafted"]
         warm = replace(base, drafter=stranger, temperature=0.8, rule="coupled", max_tokens=48)
         text, metrics = text_of(warm, pool)

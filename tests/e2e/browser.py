@@ -1,6 +1,6 @@
-"""The browser that drives the page in the tests: a system Chromium, else the one playwright downloads.
+"""Browser of the page tests: a system Chromium, or playwright's download.
 
-Run as a script it fetches playwright's where neither is there; it never fails, the tests that need a browser do.
+As a script it downloads playwright's browser if there is none. The script never fails; tests that need a browser do.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MISSING = (
 
 
 def executable(names: tuple[str, ...] = NAMES) -> str | None:
-    """Where Chromium is, or None. What is measured for people takes one of the `WHOLE`, as people do."""
+    """Path of Chromium, or None. `WHOLE` lists full browsers, which measurements of the user's experience require."""
     system = next(filter(None, map(shutil.which, names)), None)
     if system:
         return system

@@ -1,4 +1,4 @@
-"""A page with limits, served without a browser, and an engine that runs until it is told to end."""
+"""Page with limits, served without a browser, and an engine that runs until the test ends it."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ def run(page: Page, prompt: str, tokens: int | None = None) -> None:
 
 
 def open_group(page: Page, *titles: str) -> None:
-    """Open groups of controls, outer ones first."""
+    """Open groups of controls, from the outermost inwards."""
     for title in titles:
         page.get_by_role("button", name=title).click()
 

@@ -1,4 +1,4 @@
-"""Edge and cloud on the page, in a real browser: a real service beside it, an emulated link, faults, refusals."""
+"""Edge and cloud page in a real browser: a cloud service, an emulated link, faults, refusals."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def served() -> Iterator[Any]:
 
 
 def linked(page: Page, served: Any, **settings: Any) -> None:
-    """Settings brought by a link, as *Link to these settings* writes one."""
+    """Settings from a link in the format of *Link to these settings*."""
     query = "&".join(f"{name}={json.dumps(value).strip(chr(34))}" for name, value in settings.items())
     page.goto(f"{served.url}?{query}")
     expect(page.locator("#lane-spec")).to_be_visible()
@@ -69,7 +69,7 @@ def at_the_cloud(page: Page) -> None:
 
 
 def table(page: Page, name: str) -> list[list[str]]:
-    """The rows that are there; gradio draws a long table as far as it is seen."""
+    """Rendered rows; gradio draws only the visible part of a long table."""
     rows = page.locator(f"#{name}").get_by_role("row")
     expect(page.locator(f"#{name}").get_by_role("gridcell").first).to_be_visible()
     found = [[text.strip() for text in row.get_by_role("gridcell").all_inner_texts()] for row in rows.all()]
@@ -104,12 +104,12 @@ def test_a_run_over_the_link_is_that_of_this_machine_and_its_tab_is_its_trace(ta
     assert shown == edge.measures(steps)[: len(shown)] and len(shown) > 5
     assert shown[0][8] == f"{sum(line['remote']['bytes_up'] for line in rounds):.0f}"
     passes = sum(what == "verify" for some in edge.parts(steps)[:12] for what, *_ in some)
-    assert passes > 3  # a round that had to be sent again may well be a wait as a whole
+    assert passes > 3  # the full duration of a step that was sent again may be shown as a wait
     expect(page.locator("#edge-timeline rect.verify")).to_have_count(passes)
     expect(page.locator("#edge-best")).to_contain_text("The best k is")
     expect(page.locator('#edge-plot .mark-line path[stroke="var(--dot-run)"]')).to_have_count(1)
 
-    again = tab()  # who opens the trace sees the same
+    again = tab()  # a new tab with the same trace shows the same
     opened(again, "".join(f"{json.dumps(line)}\n" for line in trace))
     status(again, "done: recorded trace")
     again.get_by_role("tab", name="Edge-cloud").click()
@@ -168,7 +168,7 @@ def test_stop_needs_no_answer_and_a_lost_cloud_is_told_of_in_the_text(tab: Any, 
     linked(page, served, mode="speculative", on_loss="edge", lost_after_s=1, rtt_ms=20, max_tokens=48)
     run(page, CODE)
     spans(page, 12)
-    os.kill(process(served).process.pid, signal.SIGSTOP)  # it hears, and says nothing any more
+    os.kill(process(served).process.pid, signal.SIGSTOP)  # accepts connections but does not respond
     try:
         status(page, "done: 48 tokens")
         expect(page.locator("#lane-spec .note")).to_have_text(
@@ -180,7 +180,7 @@ def test_stop_needs_no_answer_and_a_lost_cloud_is_told_of_in_the_text(tab: Any, 
         run(page, CODE)
         status(page, "loading")
         page.locator("#stop").click()
-        status(page, "stopped")  # else it would be as patient as the deadline
+        status(page, "stopped")  # otherwise it would continue until the deadline
     finally:
         os.kill(process(served).process.pid, signal.SIGCONT)
     run(page, CODE)
@@ -236,7 +236,7 @@ def test_a_public_page_asks_nobody(served: Any) -> None:
 
 
 def test_a_cloud_of_its_own_does_not_outlive_what_started_it(served: Any) -> None:
-    """Whatever ends the page ends what the process reads from."""
+    """Every way in which the page ends closes the pipe that the cloud process listens to."""
     child = process(served)
     child.process.stdin.close()
     assert child.process.wait(PATIENCE) == 0

@@ -1,4 +1,4 @@
-"""The program where others run it: many visitors, processes that come and go, a Space, a container, a window."""
+"""Hosting: many visitors, worker processes, Hugging Face Spaces, containers, desktop window."""
 
 from __future__ import annotations
 
@@ -82,10 +82,10 @@ def test_a_crews_jobs_do_not_wait_for_one_another() -> None:
 
     first = crew.submit(slow)
     second = crew.submit(lambda: iter([2]))
-    assert second.wait(PATIENCE) and second.items == [2] and not first.done  # while the other still waits
+    assert second.wait(PATIENCE) and second.items == [2] and not first.done  # while the first run is still blocked
     busy = [crew.submit(slow)]
     assert inside.acquire(timeout=PATIENCE) and inside.acquire(timeout=PATIENCE)  # both are taken
-    busy += [crew.submit(slow), crew.submit(slow)]  # one in each line
+    busy += [crew.submit(slow), crew.submit(slow)]  # one more run per queue
     assert crew.active == 4 and max(map(crew.ahead, busy)) == 1
     with pytest.raises(WorkerBusy, match="1 runs are waiting already"):
         crew.submit(slow)
@@ -118,7 +118,9 @@ def test_refused_presses_push_nobodys_text_out() -> None:
         runs.new(f"stranger {i}", ("spec",)).finish("refused")
     assert runs.get(kept.id) is kept and len(runs) == 4
     going = [runs.new(f"busy {i}", ("spec",)) for i in range(6)]
-    assert runs.get(kept.id) is None and runs.get(going[-1].id) is going[-1]  # but the oldest goes when all are at it
+    assert (
+        runs.get(kept.id) is None and runs.get(going[-1].id) is going[-1]
+    )  # but the oldest is removed if all runs are active
 
 
 def test_a_refusal_quotes_no_more_than_can_be_read() -> None:
@@ -137,7 +139,7 @@ def test_the_queue_is_as_long_as_the_host_says() -> None:
 
     inside = threading.Semaphore(0)
     streams = [service.start([("spec", Recipe())], "x")]
-    assert inside.acquire(timeout=PATIENCE)  # the device is taken in mid-step: whatever comes now waits
+    assert inside.acquire(timeout=PATIENCE)  # the device is busy in the middle of a step: later runs queue
     streams.append(service.start([("spec", Recipe())], "x"))
     with pytest.raises(WorkerBusy, match="1 runs are waiting already"):
         service.start([("spec", Recipe())], "x")
@@ -164,7 +166,7 @@ def tokens_of(events: Iterable[Event]) -> list[int]:
 
 @pytest.mark.parametrize("package", [False, True][: 1 + (find_spec("spaces") is not None)])
 def test_away_from_zerogpu_the_decorator_changes_nothing(package: bool, pool: ModelPool) -> None:
-    """Neither the stand-in nor, where the package is installed, the real one."""
+    """Neither with the fake nor, if the package is installed, with the real decorator."""
     events = list(zero.on(zero.decorator() if package else untouched, pool)(RECIPE, CODE, ModelPool(), {}))
     assert events[0] == Loading("waiting for a GPU") and isinstance(events[1], Header)
     assert tokens_of(events) == tokens_of(generate(RECIPE, CODE, pool)) and events[-1].reason == "length"
@@ -194,7 +196,7 @@ def test_a_run_in_its_own_process_gives_the_same_text(pool: ModelPool) -> None:
 
 @forks
 def test_nothing_that_is_shared_is_relied_on(pool: ModelPool) -> None:
-    """The stand-in sees to it: whatever cannot be pickled would stop the run, whatever is changed there is not seen."""
+    """The fake pickles all values and forks: unpicklable values stop the run, and changes in the child stay there."""
 
     def forgetful(recipe: Recipe, prompt: str, pool: ModelPool, stores: dict) -> Iterator[Event]:
         seen = dict(stores)
@@ -234,13 +236,13 @@ def test_stop_ends_the_process(pool: ModelPool, tmp_path: Path) -> None:
     assert stream.wait(PATIENCE) and stream.error is None
     process = gpu.processes[0]
     assert not process.is_alive() and process.exitcode == 0
-    assert (tmp_path / "closed").read_text() == str(process.pid)  # its own `finally`, over there
+    assert (tmp_path / "closed").read_text() == str(process.pid)  # the `finally` of the child process
     assert tokens_of(items) == list(range(len(tokens_of(items))))
     service.worker.close()
 
 
 def follow(stream: Any, until: Callable[[list], bool]) -> list[Event]:
-    """What a stream has given when the condition first holds."""
+    """Output of a stream up to the first time the condition is true."""
 
     async def read() -> list[Event]:
         events: list[Event] = []
@@ -304,7 +306,9 @@ def test_a_gpu_is_asked_for_as_long_as_the_request_may_take() -> None:
     lengths = [zero.seconds_of(Recipe(max_tokens=n), large) for n in (1, 128, 512, 10**6)]
     assert lengths == sorted(lengths) and lengths[0] < lengths[1] < lengths[2] and lengths[3] == zero.LONGEST_S
     assert zero.seconds_of(Recipe(max_tokens=256), small) < zero.seconds_of(Recipe(max_tokens=256), large)
-    assert zero.seconds_of(Recipe(max_tokens=256), large) > 256 * large / 1.6e12  # the memory's own speed: no faster
+    assert (
+        zero.seconds_of(Recipe(max_tokens=256), large) > 256 * large / 1.6e12
+    )  # at least the time of reading the weights
 
 
 def test_preflight_is_refused_where_no_device_stays(pool: ModelPool) -> None:
@@ -348,7 +352,7 @@ def test_health_means_that_a_token_was_produced_lately() -> None:
         first, second = httpx.get(f"{demo.url}health", timeout=PATIENCE), httpx.get(f"{demo.url}health")
         assert first.status_code == second.status_code == 200
         assert "a probe produced a token" in first.json()["why"] and "s ago" in second.json()["why"]
-        assert runs == [("ar", 2)]  # the first look had to try, the second had not
+        assert runs == [("ar", 2)]  # the first check needed a probe, the second did not
 
 
 def test_a_page_whose_device_hangs_is_not_healthy_though_it_answers() -> None:
@@ -389,7 +393,7 @@ def test_what_visitors_run_counts_and_old_tokens_do_not() -> None:
     service.last_token = time.monotonic() - 101
     assert not look.fresh
     alive, why = asyncio.run(look.look())
-    assert not alive and "no token" in why  # the probe ended without one
+    assert not alive and "no token" in why  # the probe ended without a token
     service.worker.close()
 
 
@@ -408,7 +412,7 @@ def test_the_page_can_be_installed_as_an_app() -> None:
 
 
 def test_a_window_that_cannot_be_drawn_is_given_up_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever stops the toolkit stops its own process; a `webview` first on the path plays the toolkit."""
+    """Toolkit errors end only the child process; a `webview` module first on the path replaces the toolkit."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
     fake = tmp_path / "webview.py"
     for source, said in (

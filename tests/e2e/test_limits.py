@@ -1,6 +1,6 @@
-"""What a host allows holds on the server's side, over real HTTP: refusals are clear, and others are served meanwhile.
+"""Host limits are enforced on the server, over real HTTP: clear refusals, while other clients are served.
 
-A client says where it comes from by the header that a proxy would set; the server takes this machine's word for it.
+The client sets its address in the header of a proxy; the server trusts that header from localhost.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def test_preflight_is_held_to_the_same(served: Any) -> None:
 
 
 def press_run(url: str, taken: Any = None, **values: Any) -> dict[str, Any]:
-    """What the page's own button is answered, when a script presses it with values of its own, or with `taken`."""
+    """Response to the page's Run button, pressed by a script with custom values, or with `taken`."""
     config = httpx.get(f"{url}config").json()
     known = {part["id"]: part["props"] for part in config["components"]}
     run = next(part for part, props in known.items() if props.get("elem_id") == "run")
@@ -260,7 +260,7 @@ class Going:
 
 
 class Clock:
-    """Time that passes when told to."""
+    """Clock that advances only on demand."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -312,13 +312,13 @@ def test_a_visitor_is_counted_and_then_forgotten() -> None:
     start("192.0.2.1").done = True
     with pytest.raises(UserError, match="allows 3 runs per minute: try again in 40 s"):
         start("192.0.2.1")
-    start("192.0.2.2").done = True  # somebody else
+    start("192.0.2.2").done = True  # another visitor
     clock.now += 40
     long = start("192.0.2.1")
     assert len(visitors) == 2
     clock.now += 10_000
     start("192.0.2.3").done = True
-    assert len(visitors) == 2  # one whose run still goes on, and one of this minute
+    assert len(visitors) == 2  # a visitor with an active run, and a visitor of this minute
     long.done = True
     clock.now += 61
     start("192.0.2.4")

@@ -49,7 +49,7 @@ def imported(*paths: Path) -> set[str]:
 def test_the_program_names_everything_it_imports():
     program = [*(ROOT / "specdemo").rglob("*.py"), *ROOT.glob("app.py")]
     text = (ROOT / "pyproject.toml").read_text("utf-8").partition("[project.optional-dependencies]")[2]
-    optional = {"webview"} if "pywebview" in text else set()  # the one whose module has another name
+    optional = {"webview"} if "pywebview" in text else set()  # the package's module has another name
     optional |= {Requirement(one).name for one in re.findall(r'"(.+?)"', text.partition("\n[")[0])}
     assert imported(*program) - {"torch"} - optional <= set(required("requirements.txt"))
 
@@ -146,7 +146,7 @@ def test_the_image_serves_the_port_that_it_exposes_and_asks_for_tokens():
     ((url, timeout),) = seen
     assert url == f"http://127.0.0.1:{args.port}/health"
     outer = int(re.search(r"--timeout=(\d+)s", steps["HEALTHCHECK"]).group(1))
-    assert PATIENCE_S < timeout < outer  # so the page's own answer comes first, with its reason
+    assert PATIENCE_S < timeout < outer  # so the response of the page, with its reason, arrives first
     environment = dict(re.findall(r"(\w+)=(\S+)", " ".join(rest for name, rest in dockerfile() if name == "ENV")))
     assert environment["HF_HOME"] == steps["VOLUME"] and steps["VOLUME"].startswith(environment["HOME"])
     assert read_limits({"SPECDEMO_PUBLIC": environment["SPECDEMO_PUBLIC"]}) == PUBLIC

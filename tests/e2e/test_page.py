@@ -1,4 +1,4 @@
-"""A run on the page: what is shown equals the trace, Stop stops, tabs share, text stays text, bad input is said."""
+"""Runs on the page: the display equals the trace, Stop stops, tabs share, text is escaped, errors are shown."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_stop_stops_the_worker_and_keeps_all_that_was_done(tab: Any, scripts: Sc
     run(page, "endless")
     spans(page, 20)
     page.locator("#stop").click()
-    assert scripts.closed.wait(SOON)  # the generator itself, not only its printing
+    assert scripts.closed.wait(SOON)  # the generator stops, not only its output
     assert scripts.closed_in == "device"
     steps = scripts.steps
     status(page, "stopped")
@@ -159,7 +159,7 @@ def test_stop_frees_the_worker_of_a_real_run(tab: Any, scripts: Scripts, served:
     assert served.worker.active == 0
     trace = saved(page)
     assert trace[-1]["end"] == "cancelled" and drawn(page) == counted(trace)
-    run(page, CODE, tokens=8)  # and the page goes on
+    run(page, CODE, tokens=8)  # the page remains usable
     status(page, "done: 8 tokens")
 
 
@@ -207,7 +207,7 @@ def test_markup_is_shown_as_text(tab: Any) -> None:
     expect(lane).to_contain_text("<script>window.harmed")
     assert page.locator("#lane-spec :not(span)").count() == 0
     rejected = page.locator("#lane-spec [data-kind=rejected]")
-    expect(rejected).to_have_text("⏎")  # a newline that was not kept must not break the line
+    expect(rejected).to_have_text("⏎")  # a rejected newline must not break the line
     page.locator("#lane-spec [data-kind=accepted]").hover()
     expect(page.locator("#tip")).to_contain_text(MARKUP)
     run(page, "refused")
@@ -308,7 +308,9 @@ def test_both_themes_can_be_read(tab: Any, scheme: str) -> None:
         "(getComputedStyle(n)), getComputedStyle(n).backgroundColor])",
     )
     kinds = {kind: decoration for kind, decoration, _ in looks}
-    assert kinds.pop("plain") == kinds.pop("accepted")  # these two have no decoration: a background tells them apart
+    assert kinds.pop("plain") == kinds.pop(
+        "accepted"
+    )  # no decoration for these two kinds: the background distinguishes them
     assert len(set(kinds.values())) == 4 and len({colour for *_, colour in looks}) == 6
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def run(wall: float, drafted: int = 0, text: tuple[int, ...] = (1, 2), **changes: Any) -> dict[str, Any]:
-    """Ten rounds after the prefill: 0.2 s of drafting, 0.7 s of verifying, 0.1 s of everything else."""
+    """Ten steps after the prefill: 0.2 s of drafting, 0.7 s of verification, 0.1 s of host time."""
     return {
         "text": list(text),
         "decode_tokens": 20 if drafted else 10,

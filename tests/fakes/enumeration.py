@@ -69,7 +69,7 @@ def reference_probs(logits: list[float], sampling: SamplingParams, prefix: Seque
 
 @cache
 def true_distribution(sampling: SamplingParams, length: int, stop: tuple[int, ...]) -> dict[tuple[int, ...], float]:
-    """What plain sampling from the target gives, multiplied out."""
+    """Distribution of autoregressive sampling from the target, by multiplication."""
     done: dict[tuple[int, ...], float] = {}
     texts = {(): 1.0}
     for _ in range(length):
@@ -104,7 +104,7 @@ def rewritten(tokens: tuple[int, ...], new: tuple[int, ...]) -> list[int]:
 
 
 def universal(sampling: SamplingParams, source: Any) -> UniversalDrafter:
-    """A drafter of other letters, in another order, that merges others of them, and draws what it drafts."""
+    """Sampling drafter with another vocabulary: other letters, order and merges."""
     return UniversalDrafter(
         ModelDrafter(PEAKED.score, replace(sampling, bad_words=()), source, VOCAB),
         lambda tokens: bridged(tuple(tokens)).read(tokens),

@@ -1,7 +1,7 @@
-"""A hub for the tests: the HTTP that `huggingface_hub` speaks, served from directories, with faults on demand.
+"""Fake Hugging Face hub: the HTTP API that `huggingface_hub` uses, served from directories, with faults on demand.
 
-What it knows: model info, the tree of a commit, files under /resolve/ (small ones at once, safetensors through a
-redirect to another path, as the real hub sends them to its CDN), ranges, ETags, the X- headers. A model is a directory
+Implemented: model info, the tree of a commit, files under /resolve/ (small files directly, safetensors through
+a redirect to another path, like the real hub with its CDN), ranges, ETags, X- headers. Each model is a directory
 under the root: `root/tiny/target` is `tiny/target`, and its commit is a hash of its files.
 """
 
@@ -22,32 +22,32 @@ BRANCH = "main"
 
 @dataclass
 class Faults:
-    """What goes wrong, until it is set right again."""
+    """Active faults, until they are reset."""
 
     status: int = 200  # of every answer about a model
     code: str = ""  # its X-Error-Code
-    cut_after: int | None = None  # bytes of a weights file after which the line goes dead,
+    cut_after: int | None = None  # bytes of a weights file after which the connection closes,
     cuts: int = 0  # as many times
     truncated: int = 0  # bytes missing at the end of a weights file, though announced
-    corrupt: bool = False  # whether a weights file comes with one byte changed
-    held_after: int | None = None  # bytes of a weights file after which nothing comes before `go_on` is set
+    corrupt: bool = False  # one byte of each weights file is changed
+    held_after: int | None = None  # bytes of a weights file after which the server blocks until `go_on` is set
     go_on: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass
 class StandIn:
-    """The server, what it is to do wrong, and what it was asked: method, path, and the range if any."""
+    """Server, its faults, and a log of the requests: method, path, and range (or None)."""
 
     root: Path
     endpoint: str = ""
     faults: Faults = field(default_factory=Faults)
     asked: list[tuple[str, str, str | None]] = field(default_factory=list)
     trusted: set[str] = field(default_factory=set)  # Authorization headers that the hub has seen,
-    leaked: set[str] = field(default_factory=set)  # and those that its CDN has seen, which is another host
+    leaked: set[str] = field(default_factory=set)  # and those that its CDN, another host, has seen
 
     @property
     def cdn(self) -> str:
-        """Where weights are: the same server by another name, so that clients take it for another host."""
+        """Address of the weights: the same server under another name, so that clients treat it as another host."""
         return self.endpoint.replace("127.0.0.1", "localhost") + "/cdn"
 
     def commit(self, name: str) -> str:
@@ -59,7 +59,7 @@ class StandIn:
         return digest.hexdigest()
 
     def gets(self, part: str) -> list[str | None]:
-        """The ranges of all downloads of files whose address has `part` in it."""
+        """Ranges of all downloads with `part` in the address."""
         return [span for method, path, span in self.asked if method == "GET" and part in path]
 
 
@@ -189,7 +189,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             self.wfile.write(body)
         except OSError:
-            self.close_connection = True  # whoever asked has gone
+            self.close_connection = True  # the client has disconnected
 
 
 def _etag(path: Path, data: bytes) -> str:

@@ -1,4 +1,4 @@
-"""The fakes: table models, a source that explores every draw, drafters of odd shapes, tiny real models."""
+"""Fake models: table models, exhaustive sampling, drafters with unusual shapes, tiny real models."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from specdemo.core.step import Draft, Step
 
 
 class TableModel:
-    """A language model whose logits are random numbers keyed by the whole prefix."""
+    """Language model with random logits, seeded by the full prefix."""
 
     def __init__(self, vocab: int, seed: int, spread: float = 1.5) -> None:
         self.vocab, self.seed, self.spread = vocab, seed, spread
@@ -54,12 +54,12 @@ class TableModel:
         return self._known[prefix]
 
     def score(self, tokens: Sequence[int], draft: Draft) -> Tensor:
-        """`[n + 1, vocab]`, each row from its own path: no cache to get wrong."""
+        """Logits `[n + 1, vocab]`, each row computed from its path without a cache."""
         rows = [[*tokens, *(draft.tokens[i] for i in draft.path(node))] for node in range(-1, len(draft))]
         return torch.stack([self.logits(row) for row in rows])
 
     def extend(self, tokens: Sequence[int], count: int, pick: Callable[[Tensor, int], Tensor]) -> list[int]:
-        """Tokens picked one after the other, as `CachedModel.extend` does it."""
+        """Tokens picked in sequence, like `CachedModel.extend`."""
         path = list(tokens)
         for i in range(count):
             path.append(int(pick(self.logits(path)[None], i)))
@@ -95,7 +95,7 @@ class Explorer:
         return torch.tensor([self.sample(probs)])
 
     def distribution(self, run: Callable[[], Any]) -> dict[Any, float]:
-        """The exact law of what `run` returns."""
+        """Exact distribution of the results of `run`."""
         outcomes: dict[Any, float] = {}
         while self.open:
             self.script, self.depth, self.weight = list(self.open.pop()), 0, 1.0
@@ -105,7 +105,7 @@ class Explorer:
 
 
 class GuessDrafter:
-    """Point masses: a few tokens guessed from the prefix; as a forest when `width` is above one."""
+    """Point masses: a few tokens guessed from the prefix; a forest if `width` is above 1."""
 
     def __init__(self, vocab: int, width: int = 1) -> None:
         self.vocab, self.width = vocab, width
@@ -126,7 +126,7 @@ class GuessDrafter:
 
 
 class SiblingDrafter:
-    """Two siblings drawn without replacement, each with a child drawn in turn; laws as actually drawn from."""
+    """Two siblings drawn without replacement, each with a sampled child; probs as actually drawn from."""
 
     def __init__(self, model: TableModel, sampling: SamplingParams, source: Any) -> None:
         self.model, self.sampling, self.source = model, sampling, source
@@ -218,7 +218,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
 HEADS = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
 STACKS = {"vocab_size": 61, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, **HEADS}
 STACKS |= {"max_position_embeddings": CONTEXT, "pad_token_id": 1, "forced_eos_token_id": None}
-STACKS |= {"tie_word_embeddings": False}  # or a random one says its last token again and again
+STACKS |= {"tie_word_embeddings": False}  # otherwise a random model repeats its last token
 GEMMA = {**LLAMA, "head_dim": 8, "sliding_window": 8, "pad_token_id": 0, "bos_token_id": 2}
 ENCODERS: dict[str, PretrainedConfig] = {
     "t5": T5Config(
@@ -238,7 +238,7 @@ def from_config(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def tiny_model(kind: str, seed: int = 0) -> PreTrainedModel:
-    """A random model of this architecture with laws worth telling apart."""
+    """Random model of this architecture with clearly different distributions."""
     torch.manual_seed(seed)
     model = from_config({**CONFIGS, **ENCODERS}[kind])
     with torch.no_grad():
@@ -283,7 +283,7 @@ def byte_level_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def letters_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Ids are places in `words`; a word of two letters is what a pair of them is merged into."""
+    """Ids are positions in `words`; a word of two letters is the merge of these letters."""
     merges = [(word[0], word[1]) for word in words if len(word) == 2]
     bpe = models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=merges)
     tokenizer = Tokenizer(bpe)
@@ -304,7 +304,7 @@ def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator(TEXTS[:1], trainer)
-    state = json.loads(tokenizer.to_str())  # bytes are ordinary tokens, not special ones that decoding skips
+    state = json.loads(tokenizer.to_str())  # bytes are ordinary tokens, because decoding skips special tokens
     state["added_tokens"] = [token for token in state["added_tokens"] if not token["content"].startswith("<0x")]
     tokenizer = Tokenizer.from_str(json.dumps(state))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")

@@ -64,7 +64,7 @@ def end(how: str = "length", error: str | None = None) -> dict:
 PREFILL = step(0, pieces=["a"])
 REJECTION = step(1, pieces=["b", "X"], draft=("b", "c", "d"), accepted=(0,), tested=2)
 ALL_KEPT = step(2, pieces=["e", "f", "g"], draft=("e", "f"), accepted=(0, 1), tested=2)
-CUT = step(3, pieces=["h"], draft=("h", "i"), accepted=(0,), tested=1)  # a stop token: nothing follows it
+CUT = step(3, pieces=["h"], draft=("h", "i"), accepted=(0,), tested=1)  # a stop token ends the text
 
 
 def step_event(line: dict) -> StepEvent:

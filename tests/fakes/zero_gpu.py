@@ -1,7 +1,7 @@
-"""Stand-ins for `spaces.GPU`: one changes nothing, as the real one away from ZeroGPU; one forks, as the real one there.
+"""Fakes for `spaces.GPU`: a no-op, like the real decorator outside ZeroGPU, and a forking one, like the real one there.
 
-The forking one sends arguments and items as pickles, knows an error over there by its class name only, looks at the
-stop flag after each item, and raises where the process died: what was read in the source of `spaces` 0.51.
+The forking fake pickles arguments and items, reports errors of the child by class name only, checks the stop flag
+after each item, and raises if the process died (source of `spaces` 0.51).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def untouched(task: Callable | None = None, *, duration: Any = None) -> Callable
 
 
 class Forking:
-    """The decorator, and what it saw: durations asked for, processes and how they ended."""
+    """Decorator with a log: requested durations, processes and their exit codes."""
 
     def __init__(self) -> None:
         self.durations: list[float] = []

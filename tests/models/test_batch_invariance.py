@@ -51,7 +51,7 @@ def test_rows_in_equal_company_are_equal_if_that_is_free(monkeypatch: pytest.Mon
 
 
 def test_broken_padding_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tail that reaches the rows that are read: the check must not call that equal."""
+    """Padding that changes the measured rows must not count as equal."""
     disturbed(monkeypatch, lambda rows: 1e-4 * rows)
     monkeypatch.setattr(invariance, "NO_COST", 1e9)
     monkeypatch.setattr(CachedModel, "_padded", lambda self, draft, held, length: draft)

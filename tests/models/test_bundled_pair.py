@@ -95,10 +95,10 @@ def test_the_drafter_is_worth_its_name(pool: ModelPool) -> None:
 
 @pytest.mark.parametrize("quantization", ["int8", "nf4"])
 def test_quantised_pairs(quantization: str, pool: ModelPool, target: LoadedModel) -> None:
-    """They load, run, take less memory, and speculate.
+    """Quantised pairs load, run, take less memory, and speculate.
 
-    A pass over several rows and one over a single row differ in their last bits here, so a near-tie may fall the other
-    way; what must hold is that each pass's own first choices are what is kept.
+    Passes over several rows and over a single row differ in the last bits here, so a near-tie may resolve differently;
+    the text must consist of the first choices of each pass.
     """
     recipe = Recipe(**{**GREEDY, "dtype": "auto"}, quantization=quantization, drafter_quantization=quantization)
     small = pool.take(recipe.target_spec)

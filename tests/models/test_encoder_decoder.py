@@ -139,7 +139,7 @@ def test_rows_equal_those_without_a_cache(kind: str) -> None:
 @pytest.mark.parametrize("rule", [rejection, match])
 @pytest.mark.parametrize("name", ["model", "n-grams", "suffix"])
 def test_the_law_is_the_targets(name: str, rule: Any) -> None:
-    """By enumeration over texts of three tokens: every draw is explored."""
+    """Enumeration over texts of three tokens: every draw is explored."""
     sizes = {"vocab_size": 4, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
     config = T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0)
     torch.manual_seed(3)
@@ -189,7 +189,7 @@ def test_the_law_is_the_targets(name: str, rule: Any) -> None:
 
 
 def test_ngrams_and_suffixes_draft_from_what_was_read() -> None:
-    """A text that repeats its source continues as the source does."""
+    """Text that repeats its source continues as the source does."""
     source = [5, 6, 7, 8, 9, 10, 11]
     for kind in (lambda **more: NGramDrafter(3, **more), SuffixDrafter):
         assert kind(source=source).propose([0, 7, 8], DraftBudget(3, Fixed(3))).tokens == (9, 10, 11)

@@ -281,7 +281,7 @@ def test_a_step_allocates_the_same_at_every_length() -> None:
 
 
 def large_kb(address: int) -> int:
-    """How much of the mapping around this address lies on pages of 2 MiB."""
+    """Size in kB of the 2 MiB pages in the mapping around this address."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):

@@ -118,7 +118,7 @@ def test_others_make_room_for_what_does_not_fit_beside_them(monkeypatch: pytest.
     ],
 )
 def test_what_a_head_takes_while_it_is_laid_out(dtype: str, tied: bool, quantization: str, heads: int) -> None:
-    """A vocabulary of this size dominates."""
+    """Large vocabularies dominate the memory."""
     shape = {"vocab_size": 60_000, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
     config = AutoConfig.for_model("llama", num_attention_heads=1, tie_word_embeddings=tied, **shape)
     planned = plan_config(ModelSpec("wide", device="cpu", dtype=dtype, quantization=quantization), config, 1)

@@ -305,7 +305,7 @@ def test_streamed_text_equals_the_local_text(cloud: TestClient) -> None:
     stop = text.index(3) + 1 if 3 in text else len(text)
     assert [int(token) for token in tokens] == text[:stop] and end == "end"
     full = cloud.post("/v1/texts", json={**body, "tokens": [1] * 63}).text.split()
-    assert full[-1] == "end" and 1 <= len(full) - 1 <= 2  # as far as the context of 64 reaches
+    assert full[-1] == "end" and 1 <= len(full) - 1 <= 2  # up to the context of 64
     long = cloud.post("/v1/texts", json={**body, "tokens": [1] * 65})
     assert long.status_code == 422 and "do not fit" in long.json()["error"]
 

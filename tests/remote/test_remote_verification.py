@@ -275,7 +275,7 @@ def test_faults_do_not_change_sampled_text() -> None:
 
 
 def test_mutant_noise_without_position_keys_is_detected() -> None:
-    """A single noise stream gives other numbers after a restart or a repeated request."""
+    """Single noise streams give other numbers after a restart or a repeated request."""
 
     def forgetful() -> Contexts:
         streams: dict[int, Any] = {}

@@ -1,4 +1,4 @@
-"""One explanation and one palette: terminal, inspector and tooltip agree with the Python source."""
+"""Explanations and palette: terminal, inspector and tooltip agree with the Python source."""
 
 from __future__ import annotations
 

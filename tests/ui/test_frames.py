@@ -1,4 +1,4 @@
-"""What the page is told equals what the trace says. No browser, no gradio, no model."""
+"""Frames sent to the page equal the trace. No browser, gradio or model."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_an_error_that_the_engine_reports_is_a_failure_too() -> None:
 
 
 def test_what_may_be_relied_on_is_said() -> None:
-    """Lossy, the same law, or the same bits: by the recipe and by what the machine was found to do."""
+    """Lossy, same distribution, or same bits: depends on the recipe and on the measured batch invariance."""
     for changes, badge, words in (
         ({"exact": False}, "lossy", "changes the target's distribution"),
         ({}, "exact", "may flip a near-tie"),

@@ -39,7 +39,7 @@ TIMES = {"cloud_s": 0.008, "rtt_s": 0.032, "up_s": 0.015, "down_s": 0.013}
 
 
 def over_the_link(i: int, accepted: int = 1, drafted: int = 3, **notes: float) -> dict[str, Any]:
-    """A round that was verified in time: 3 ms of drafting, 40 of waiting, and 7 of nobody knows what between rounds."""
+    """A step verified in time: 3 ms of drafting, 40 ms of waiting, and 7 ms unaccounted between steps."""
     words = tuple("abc"[:drafted])
     pieces = [*words[:accepted], "X"]
     line = step(i, pieces=pieces, draft=words, accepted=tuple(range(accepted)), tested=min(accepted + 1, drafted))
@@ -160,7 +160,7 @@ def test_the_timeline_names_every_part() -> None:
     assert timeline_svg([], []) == ""
 
 
-# --- what no target has seen -------------------------------------------------------------------------------------
+# --- provisional tokens ------------------------------------------------------------------------------------------
 
 
 def test_lanes_say_what_no_target_has_seen_and_what_became_of_it() -> None:
@@ -173,7 +173,7 @@ def test_lanes_say_what_no_target_has_seen_and_what_became_of_it() -> None:
     assert [record.get("by") for record in rounds] == [None, None, None, "provisional", None, "gate", "alone"]
     assert [record.get("fate") for record in rounds] == [None] * 4 + [[1, 2]] + [None] * 2
     assert [record["note"] for record in records if "note" in record] == [LOST]
-    assert records.index({"l": SPEC, "note": LOST}) == len(records) - 2  # before the round itself
+    assert records.index({"l": SPEC, "note": LOST}) == len(records) - 2  # before the step
     assert head["head"]["title"] == "draft, γ 3, edge and cloud"
 
 
@@ -271,7 +271,7 @@ def test_what_is_decoded_elsewhere_is_compared_with_plain_decoding_here() -> Non
     assert plan_of({"method": "ar", "mode": "cloud_only"}, False, 0) == (SPEC,)
 
 
-# --- what a host allows ------------------------------------------------------------------------------------------
+# --- limits of a host --------------------------------------------------------------------------------------------
 
 
 def over(url: str, **more: Any) -> Recipe:

@@ -1,4 +1,4 @@
-"""What memory is said to hold and to need, against what models really take and what the trace says."""
+"""Displayed memory use and requirements, against real models and the trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands behind the page, about models: unloading when asked, and when nobody has asked for long."""
+"""Models in the page's service: unloading on request and after idle time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from specdemo.ui.service import Service
 
 
 class Watched(ModelPool):
-    """Says when it was tidied."""
+    """Model pool that signals each tidy-up."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -53,7 +53,7 @@ def test_unloading_says_how_much_went() -> None:
 
 
 def test_where_visitors_share_the_models_nobody_unloads_them() -> None:
-    """Neither the page offers it, nor does whatever calls the service get it."""
+    """Neither the page nor the service unloads shared models."""
     for limits, offered in (
         (PUBLIC, False),
         (read_limits({"SPECDEMO_PUBLIC": "1", "SPECDEMO_QUEUE": "4"}), False),
@@ -75,13 +75,13 @@ def test_where_visitors_share_the_models_nobody_unloads_them() -> None:
 
 
 def test_models_that_were_used_meanwhile_are_looked_at_again() -> None:
-    """The clock stands while they are looked at first, as if somebody had just used them."""
+    """The clock does not advance during the first check, as if the models were in use."""
     now = [0.0]
     pool = Watched(idle_s=0.05, clock=lambda: now[0])
     service = Service(pool, engine)
     try:
         recipe = Recipe(target=PAIRS["bundled"].drafter, method="ar", device="cpu")
-        assert service.probe(recipe).wait(60)  # not only what visitors run
+        assert service.probe(recipe).wait(60)  # a probe counts as use, not only visitors' runs
         assert pool.tidied.wait(60) and pool.gone == 0
         now[0] = 1.0
         assert pool.emptied.wait(60) and not pool.weight_bytes

@@ -1,4 +1,4 @@
-"""Settings that come from outside are taken as far as a recipe can be made of them."""
+"""External settings are applied as far as they form a valid recipe."""
 
 from __future__ import annotations
 

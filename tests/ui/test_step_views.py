@@ -1,4 +1,4 @@
-"""What the inspector, the table and the charts say equals what the trace says."""
+"""Values in the inspector, the table and the charts equal the trace."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def lane(*lines: dict, **recipe: Any) -> Lane:
 
 
 def probs(**top: float) -> dict:
-    """A law over tokens named a, b, c, ..."""
+    """Distribution over tokens named a, b, c, ..."""
     return {"entropy": 0.5, "top": [[ord(name), p] for name, p in top.items()]}
 
 
 TEXTS = {"texts": {str(ord(name)): name for name in "abcdX"}}
-# the draft is b, c, d; b is kept, c is not
+# the draft is b, c, d; b is accepted, c is rejected
 LAWS = {
     "laws": [probs(b=0.5, a=0.3, c=0.2), probs(X=0.7, c=0.2, d=0.1), probs(a=1.0), probs(a=1.0)],
     "drafted": [probs(b=0.25, a=0.75), probs(c=0.6, X=0.4), probs(d=1.0)],
@@ -151,7 +151,7 @@ def test_other_gammas_of_a_real_run_agree_with_the_run_itself() -> None:
     found, _ = rounds.what_if(made)
     passes = {gamma: tokens for gamma, tokens, _ in found["rows"]}
     measured = made.metrics.as_dict()["tokens_per_target_pass"]
-    assert passes[3] == pytest.approx(measured, rel=0.15)  # one text: what it might have given against what it gave
+    assert passes[3] == pytest.approx(measured, rel=0.15)  # single text: expected against measured value
     assert passes[0] == 1.0 and passes[1] < passes[3] < passes[8]
     seen = 0
     for node in (node for i in range(1, 9) for node in rounds.step_picture(made, i)["nodes"]):

@@ -1,4 +1,4 @@
-"""The picture to take home is well-formed, and says what the lane says."""
+"""SVG export is well-formed and shows the same content as the lane."""
 
 from __future__ import annotations
 

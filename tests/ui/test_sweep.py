@@ -1,4 +1,4 @@
-"""A bench asked for on the page: what it means, when it is too much, and how what was measured is told."""
+"""Benchmarks started from the page: settings, size limits, and presentation of the results."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_the_guess_is_made_from_the_visitors_latest_run() -> None:
 
 @pytest.fixture
 def outcome() -> SweepResult:
-    """Plain decoding and a recipe on two classes: it wins on one and loses on the other."""
+    """AR decoding and a recipe on two classes: the recipe is faster on one and slower on the other."""
     recipes = (Recipe(method="ar", temperature=0), Recipe(temperature=0, gamma=2))
     prompts = [prompt for prompt in load_prompts() if prompt.name in ("code 1", "code 2", "prose 1")]
     return SweepResult(Sweep(recipes, tuple(prompts)))
@@ -133,7 +133,7 @@ def test_progress_counts_finished_runs_and_says_what_is_left(outcome: SweepResul
     outcome.absorb(bench.BenchProgress(0, 6, "ar T=0"))
     assert not outcome.timing and 'value="0"' in outcome.progress(5) and "to go" not in outcome.progress(5)
     outcome.absorb(bench.BenchProgress(3, 6, "<b>, ar T=0"))
-    told = outcome.progress(8.0)  # two runs in eight seconds, four to go
+    told = outcome.progress(8.0)  # two runs in eight seconds, four to run
     assert outcome.timing and 'value="2" max="6"' in told and "3 of 6: &lt;b&gt;, ar T=0 · about 16 s to go" in told
 
 

@@ -1,4 +1,4 @@
-"""Traces from outside: what is a trace is shown as it was, what is none is refused in words."""
+"""External traces: valid traces are shown unchanged, invalid traces give an error message."""
 
 from __future__ import annotations
 

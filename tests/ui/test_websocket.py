@@ -1,4 +1,4 @@
-"""A run's frames over a socket: whoever listens hears all of it, and nobody waits for who does not."""
+"""Frames of a run over a websocket: every client receives all frames, and slow clients do not delay others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LINES = [header(), step(0, pieces=["a"]), step(1, pieces=["b", "c"], draft=("b",
 
 
 class House:
-    """A server with one run, to which lines are added in the server's own thread."""
+    """Server with one run, to which lines are added in the server's thread."""
 
     def __init__(self, client: TestClient, runs: RunStore, sockets: Sockets) -> None:
         self.client, self._sockets = client, sockets
@@ -54,7 +54,7 @@ def house() -> Iterator[House]:
 
 
 def records(frames: list[dict]) -> list[dict]:
-    """What a browser has after these frames, by the index that each of them begins at."""
+    """Records in a browser after these frames, by the start index of each."""
     have: list[dict] = []
     for frame in frames:
         assert frame["at"] == len(have), "a gap"
