@@ -158,7 +158,7 @@ class EchoOptions:
 METHODS["echo"] = method.Method("echo", "repeats", "", suffix.build_suffix_drafter, options=(EchoOptions,))
 
 from specdemo.cli.arguments import given, parser
-from specdemo.cli.reference import reference
+from specdemo.cli.reference import cli_reference
 from specdemo.core.errors import UserError
 from specdemo.recipe import Recipe
 from specdemo.ui.api import api_defaults
@@ -181,7 +181,7 @@ assert groups["Echo"] == "hidden" and groups["Advanced settings"] is True
 defaults = api_defaults(recipe)
 assert defaults["echo_length"] == 5
 assert restored(from_link({"echo_length": "7"}, defaults), defaults, "cpu")[0]["echo_length"] == 7
-assert "| `echo_length` | `--echo-length` | `2` | from 1 to 9 | echo | tokens to repeat |" in reference()
+assert "| `echo_length` | `--echo-length` | `2` | from 1 to 9 | echo | tokens to repeat |" in cli_reference()
 page.worker.close()
 """
 
