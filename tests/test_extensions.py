@@ -119,7 +119,6 @@ def test_a_drafter_needs_one_registry_entry(echo: str, capsys: pytest.CaptureFix
 
 
 def test_an_unexact_drafter_fails_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The proof fails for a drafter that reports wrong probabilities."""
 
     class Wrong(EchoDrafter):
         def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:

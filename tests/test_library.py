@@ -1,4 +1,4 @@
-"""The Python API: exported names, light imports, and the examples in docstrings and docs/library.md."""
+"""Python API: exported names, light imports, and the examples in docstrings and docs/library.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page in a browser: ids, classes and data attributes after recorded traces were shown and a round was opened."""
+"""Page in a browser: ids, classes and data attributes after recorded traces were shown and a step was opened."""
 
 from __future__ import annotations
 

@@ -259,7 +259,7 @@ def _until_busy(service: Service) -> Iterator[tuple[int, str]]:
 
 
 def _texts(service: Service) -> list[str]:
-    """The words among the lines of /v1/texts, which are token ids otherwise."""
+    """Words among the lines of /v1/texts; the other lines are token ids."""
     body = {"tokens": [1, 2, 3], "sampling_cfg": {"temp": 0.0}, "max_tokens": 2}
     for _ in range(50):  # requests were sent faster than the service allows
         status, text = service.ask("POST", "/v1/texts", body)

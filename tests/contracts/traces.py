@@ -46,7 +46,7 @@ def text(lines: list[dict[str, Any]]) -> str:
 
 
 def _fixed(line: dict[str, Any]) -> dict[str, Any]:
-    """The line with constants for times, memory, versions and paths; it remains a valid trace line."""
+    """Replace times, memory, versions and paths of the line by constants; the result is a valid trace line."""
     if "recipe" in line:
         line["recipe"] |= {"target": "target", "drafter": "drafter"}
         line["bit_equal"] = True  # measured on the machine

@@ -40,7 +40,7 @@ def searched(model: Any, prompt: list[int], length: int, settings: dict[str, Any
 
 
 def found(model: PreTrainedModel, prompt: list[int], length: int, settings: dict[str, Any]) -> list[int]:
-    """The oracle: transformers' beam search."""
+    """Oracle: beam search of transformers."""
     ids = torch.tensor([prompt])
     top_k = settings.get("top_k")
     out = model.generate(
@@ -90,7 +90,7 @@ def test_each_step_feeds_one_token_per_beam() -> None:
 
 
 def test_committed_tokens_are_final() -> None:
-    """The best beam changes its mind now and then; the text only ever grows."""
+    """The best beam may change, but the committed text only grows."""
     model = tiny_model("llama")
     changed = 0
     for seed in range(10):

@@ -17,7 +17,7 @@ from specdemo.models.kv_cache import CachedModel
 
 
 def answered(draft: Draft, choices: dict[int, int]) -> Step:
-    """A step that accepted no token, given the target's first choice after each node."""
+    """Step that accepted no token, given the target's first choice after each node."""
     rows = ((0,), *((choices.get(node, 0),) for node in range(len(draft))))
     return Step(1, (0,), draft, Verdict((), 0, choices=rows), 9, draft_s=0, verify_s=0, host_s=0, t=0)
 

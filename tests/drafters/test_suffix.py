@@ -16,7 +16,7 @@ from specdemo.drafters.suffix import SuffixDrafter, SuffixStore
 
 
 def longest_match(text: list[int]) -> int:
-    """By brute force: the longest ending that also ends earlier."""
+    """Longest suffix with an earlier occurrence, by brute force."""
     return max(
         (
             size

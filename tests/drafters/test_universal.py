@@ -224,7 +224,7 @@ def test_mutant_with_the_q_of_the_drafter() -> None:
 
 @pytest.fixture(scope="module")
 def strangers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The bundled drafter in other vocabularies: all ids exchanged, and besides that with fewer merges."""
+    """Bundled drafter in other vocabularies: all ids exchanged, and additionally with fewer merges."""
     root = tmp_path_factory.mktemp("strangers")
     return {name: disguised(root / name, merges) for name, merges in (("exchanged", None), ("coarser", 1500))}
 

@@ -154,7 +154,7 @@ def test_the_logits_that_are_kept_are_counted() -> None:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_bfloat16_rounds_where_transformers_does(name: str) -> None:
-    """All logits of a text are equal to the last bit where both give attention the same shape, a full block of keys."""
+    """Logits are equal to the last bit if both attention shapes are equal: a full block of keys."""
     model = random_model(VARIANTS[name], torch.bfloat16)
     rng = random.Random(2)
     tokens = [rng.randrange(VOCAB) for _ in range(CONTEXT)]
@@ -315,7 +315,7 @@ def test_weights_move_to_large_pages_and_stay_what_they_were() -> None:
 def test_matrices_are_let_go_as_they_are_laid_out(
     lay_out: Callable[[PreTrainedModel], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without waiting for the collector: a model that fits must not need twice its memory to get there."""
+    """Without garbage collection: memory must not reach twice the model's size."""
     there = []
 
     class Counted(PackedLinear):

@@ -102,7 +102,7 @@ def test_the_curve_of_drafters(tmp_path: Path) -> None:
 
 
 def test_prompts_that_end_with_a_line_or_indentation_keep_their_tokens() -> None:
-    """The tokens of a prefix that ends there are a prefix of the tokens of the text."""
+    """Tokens of such a prefix are a prefix of the tokens of the text."""
     tokenizer = train_tokenizer([path.read_text("utf-8") for path in standard_library()[:40]])
     text = "def f(a):\n    if a:\n        return g(a)\n\n\nclass B:\n    pass\n"
     ids = tokenizer.encode(text)

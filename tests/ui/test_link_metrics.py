@@ -39,7 +39,7 @@ TIMES = {"cloud_s": 0.008, "rtt_s": 0.032, "up_s": 0.015, "down_s": 0.013}
 
 
 def over_the_link(i: int, accepted: int = 1, drafted: int = 3, **notes: float) -> dict[str, Any]:
-    """A step verified in time: 3 ms of drafting, 40 ms of waiting, and 7 ms unaccounted between steps."""
+    """Step verified in time: 3 ms of drafting, 40 ms of waiting, and 7 ms unaccounted between steps."""
     words = tuple("abc"[:drafted])
     pieces = [*words[:accepted], "X"]
     line = step(i, pieces=pieces, draft=words, accepted=tuple(range(accepted)), tested=min(accepted + 1, drafted))
