@@ -32,9 +32,12 @@ SLOW = (
     "models/test_encoder_decoder.py",
     "models/test_hub.py",
     "models/test_llama_engine.py",
+    "models/test_load.py",
     "models/test_model_pool.py",
     "remote/test_cloud_service.py",
+    "test_library.py",
     "test_preflight.py",
+    "ui/test_trace_import.py",
 )
 
 

@@ -185,6 +185,7 @@ page.worker.close()
 """
 
 
+@pytest.mark.slow
 def test_an_option_needs_one_field() -> None:
     """In another process: recipes are assembled once, from the options of all registered methods."""
     done = subprocess.run([sys.executable, "-c", OPTION], cwd=ROOT, capture_output=True, text=True)
