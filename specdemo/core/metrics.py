@@ -1,4 +1,4 @@
-"""Figures of a run, folded over its steps.
+"""Figures of a run, folded over its steps, and bootstrap intervals of measured ratios.
 
 Two acceptance rates: `acceptance_rate` is accepted / drafted and falls with gamma; `alpha` is accepted / tested and
 estimates Leviathan's E[beta]. `mean_beta` estimates the same with lower variance.
@@ -6,7 +6,9 @@ estimates Leviathan's E[beta]. `mean_beta` estimates the same with lower varianc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import random
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import zip_longest
@@ -127,3 +129,10 @@ def _counted(counts: tuple[int, ...], depths: list[int], length: int = 0) -> tup
 
 def _summed(sums: Mapping[str, float], notes: Mapping[str, float]) -> dict[str, float]:
     return {name: sums.get(name, 0.0) + notes.get(name, 0.0) for name in {**sums, **notes}}
+
+
+def interval(ratios: Sequence[float], seed: int = 0, draws: int = 2000) -> tuple[float, float]:
+    """Return the 95 % bootstrap interval of the median of `ratios`."""
+    rng = random.Random(seed)
+    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(draws))
+    return medians[int(0.025 * draws)], medians[int(0.975 * draws)]

@@ -11,10 +11,9 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from specdemo.core.errors import UserError
-from specdemo.models.engines.encoder_decoder import has_encoder
+from specdemo.models.engines.generic import has_encoder
 from specdemo.models.engines.llama import KEY_BLOCK, PROMPT_CHUNK
-from specdemo.models.engines.llama_weights import unsupported_reason
-from specdemo.models.engines.packed_linear import can_pack
+from specdemo.models.engines.llama_weights import can_pack, unsupported_reason
 from specdemo.models.hub import Hub, TensorShapes
 from specdemo.models.load import configuration, head_apart
 from specdemo.models.memory import format_bytes, free_bytes

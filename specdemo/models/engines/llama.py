@@ -18,7 +18,7 @@ PROMPT_CHUNK = 512  # prompt rows per pass: masks grow with rows times keys
 _CACHED_ROWS = 16  # limit for cached masks and recordings
 
 # The last bits of attention depend on the numbers of rows and keys (vector width, small-batch kernels, split sums), but
-# not for these numbers (observed with oneDNN and MKL on Zen 4; `batch_invariance` checks the local machine).
+# not for these numbers (observed with oneDNN and MKL on Zen 4; `check_invariance` tests the local machine).
 KEY_BLOCK = 512  # keys per kernel block
 LAST_BLOCK_KEYS = (64, 128, 192, 384, 512)
 _QUERY_ROWS = 4  # query rows are padded to a multiple
