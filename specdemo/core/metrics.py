@@ -41,7 +41,7 @@ class Metrics:
         return reduce(cls.plus, steps, cls())
 
     def plus(self, step: Step) -> Metrics:
-        draft, verdict, first = step.draft, step.verdict, self.ttft_s is None
+        draft, verdict, notes, first = step.draft, step.verdict, step.verdict.notes, self.ttft_s is None
         outcomes = [step.outcome(node) for node in verdict.accepted]
         tested = {node: len(draft.path(node)) for node, beta in enumerate(verdict.beta) if beta is not None}
         accepted = [tested[node] for node in verdict.accepted if node in tested]
@@ -59,7 +59,7 @@ class Metrics:
             draft_s=self.draft_s + (0 if first else step.draft_s),
             verify_s=self.verify_s + (0 if first else step.verify_s),
             host_s=self.host_s + (0 if first else step.host_s),
-            remote=_summed(self.remote, verdict.notes) if verdict.notes else self.remote,
+            remote={name: self.remote.get(name, 0.0) + notes.get(name, 0.0) for name in {**self.remote, **notes}},
         )
 
     @property
@@ -125,10 +125,6 @@ def _counted(counts: tuple[int, ...], depths: list[int], length: int = 0) -> tup
         return counts
     added = [depths.count(depth) for depth in range(1, max([length, *depths]) + 1)]
     return tuple(a + b for a, b in zip_longest(counts, added, fillvalue=0))
-
-
-def _summed(sums: Mapping[str, float], notes: Mapping[str, float]) -> dict[str, float]:
-    return {name: sums.get(name, 0.0) + notes.get(name, 0.0) for name in {**sums, **notes}}
 
 
 def interval(ratios: Sequence[float], seed: int = 0, draws: int = 2000) -> tuple[float, float]:

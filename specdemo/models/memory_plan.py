@@ -117,7 +117,7 @@ def missing_bytes(plans: Sequence[MemoryPlan]) -> dict[str, tuple[int, int]]:
     """Return (required, free) bytes of every device with too little memory for `plans`."""
     needed: dict[str, int] = {}
     for plan in plans:
-        device = _device_label(plan)
+        device = "all devices" if plan.spec.device == SPREAD else plan.spec.device
         needed[device] = needed.get(device, 0) + plan.total
     for device in needed:  # models are loaded one after another
         needed[device] += max((plan.peak - plan.total for plan in plans if plan.spec.device == device), default=0)
@@ -152,10 +152,6 @@ def smaller(spec: ModelSpec) -> Iterator[ModelSpec]:
     for name in _SMALLER_FORMATS[first:]:
         if not unavailable(name, main_device(spec)) and not (name == "bf16" and _DTYPE_BYTES[spec.dtype] == 2):
             yield replace(spec, quantization=name, dtype="auto").resolved()
-
-
-def _device_label(plan: MemoryPlan) -> str:
-    return "all devices" if plan.spec.device == SPREAD else plan.spec.device
 
 
 def _free(device: str) -> int:

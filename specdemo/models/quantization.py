@@ -83,11 +83,10 @@ def load_options(spec: ModelSpec) -> dict[str, Any]:
         return {}
     if quantization.bits == 8:
         return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
-    return {
-        "quantization_config": BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type=quantization.kind,
-            bnb_4bit_use_double_quant=quantization.double,
-            bnb_4bit_compute_dtype=getattr(torch, spec.dtype),
-        )
-    }
+    four_bit = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=quantization.kind,
+        bnb_4bit_use_double_quant=quantization.double,
+        bnb_4bit_compute_dtype=getattr(torch, spec.dtype),
+    )
+    return {"quantization_config": four_bit}

@@ -59,12 +59,6 @@ class Deadlines:
     strict: bool = True
 
 
-@dataclass(frozen=True)
-class _LateResponse:
-    response: Future[tuple[VerifyResponse, dict[str, float]]]
-    length: int  # tokens before the step
-
-
 class RemoteVerifier:
     """Verify drafts in the cloud (practice guide, sections 3 and 5).
 
@@ -91,7 +85,7 @@ class RemoteVerifier:
         self._clock, self._sleep = clock, sleep
         self._context_id, self._epoch, self._step = context_id or uuid.uuid4().hex, 0, -1
         self._cloud_tokens: list[int] = []
-        self._late: _LateResponse | None = None
+        self._late: tuple[Future[tuple[VerifyResponse, dict[str, float]]], int] | None = None  # tokens before the step
         self._alone = self._closed = False
         self._sender = ThreadPoolExecutor(1, "cloud")  # requests may outlive deadlines
 
@@ -143,7 +137,7 @@ class RemoteVerifier:
             try:
                 response, measured = future.result(self._deadlines.deadline_s)
             except FutureTimeout:
-                self._late = _LateResponse(future, len(tokens))
+                self._late = future, len(tokens)
                 return provisional_verdict(draft, notes)
         probs = draft.probs if self._top and isinstance(draft.probs, Tensor) else None
         draft_top = () if probs is None else top_tokens(probs, self._top)
@@ -220,18 +214,18 @@ class RemoteVerifier:
 
     def _resolve_late(self, tokens: Sequence[int], draft: Draft, notes: dict[str, float]) -> Verdict | None:
         """Compare a late response with the provisional tokens and apply it to `draft`."""
-        late = self._late
-        assert late is not None
+        assert self._late is not None
+        late, length = self._late
         if draft.tokens:
             try:
-                _, measured = late.response.result(self._deadlines.deadline_s)
+                _, measured = late.result(self._deadlines.deadline_s)
             except FutureTimeout:
                 return provisional_verdict(draft, notes)
         else:
-            _, measured = interruptible(late.response.result)
+            _, measured = interruptible(late.result)
         self._late = None
         notes.update(measured)
-        verified, unverified = self._cloud_tokens[late.length :], list(tokens[late.length :])
+        verified, unverified = self._cloud_tokens[length:], list(tokens[length:])
         same = common_prefix(verified, unverified)
         notes["confirmed"] = float(same)
         notes["overruled"] = float(len(unverified) - same if same < min(len(verified), len(unverified)) else 0)

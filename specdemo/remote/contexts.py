@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,16 +44,11 @@ def position_noise(config: VerifyConfig, position: int) -> tuple[Any, Any]:
     return accept, Noise(config.seed, f"correct/{position}")
 
 
-class SentRows:
-    """Received draft distributions; missing rows raise `RowNeeded`."""
+class SentRows(dict[int, Tensor]):
+    """Received draft distributions by node; missing rows raise `RowNeeded`."""
 
-    def __init__(self, rows: Mapping[int, Tensor]) -> None:
-        self._rows = rows
-
-    def __getitem__(self, node: int) -> Tensor:
-        if node not in self._rows:
-            raise RowNeeded(node)
-        return self._rows[node]
+    def __missing__(self, node: int) -> Tensor:
+        raise RowNeeded(node)
 
 
 class ScalarRows:

@@ -245,10 +245,6 @@ def _expand(kind: int, data: bytes) -> Any:
     return np.frombuffer(data, "<f4").tolist()
 
 
-def _to_msgpack(message: NetworkMessage) -> bytes:
-    return msgpack.packb(_compact(message.model_dump(exclude_defaults=True, by_alias=True)))
-
-
 def _from_msgpack(kind: type[MessageT], body: bytes) -> MessageT:
     try:
         value = msgpack.unpackb(body, ext_hook=_expand, use_list=True, raw=False)
@@ -277,7 +273,10 @@ CODECS: Mapping[str, Codec] = {
         lambda message: message.model_dump_json(exclude_defaults=True, by_alias=True).encode(),
         lambda kind, body: kind.model_validate_json(body, by_alias=True, by_name=False),
     ),
-    "application/msgpack": Codec(_to_msgpack, _from_msgpack),
+    "application/msgpack": Codec(
+        lambda message: msgpack.packb(_compact(message.model_dump(exclude_defaults=True, by_alias=True))),
+        _from_msgpack,
+    ),
 }
 
 
