@@ -11,7 +11,7 @@ from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from specdemo.core.errors import UserError
-from specdemo.models.engines.generic import auto_class
+from specdemo.models.engines.encoder_decoder import auto_class
 from specdemo.models.spec import QUANTIZATIONS, ModelSpec, main_device
 
 BLOCK_SIZE = 64  # weights per scale in 4-bit formats
@@ -82,11 +82,13 @@ def load_options(spec: ModelSpec) -> dict[str, Any]:
     if quantization.bits is None:
         return {}
     if quantization.bits == 8:
-        return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
-    four_bit = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=quantization.kind,
-        bnb_4bit_use_double_quant=quantization.double,
-        bnb_4bit_compute_dtype=getattr(torch, spec.dtype),
-    )
-    return {"quantization_config": four_bit}
+        # A threshold selects outlier columns over all rows of a pass, so a row would depend on the drafts next to it.
+        return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)}
+    return {
+        "quantization_config": BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=quantization.kind,
+            bnb_4bit_use_double_quant=quantization.double,
+            bnb_4bit_compute_dtype=getattr(torch, spec.dtype),
+        )
+    }
