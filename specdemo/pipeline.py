@@ -55,11 +55,7 @@ class Pipeline:
     policy: DraftLengthPolicy
     caches: tuple[CachedModel, ...]
     context: int  # longest text, in tokens, that every model supports
-    on_close: Callable[[], None] | None = None
-
-    def close(self) -> None:
-        if self.on_close is not None:
-            self.on_close()
+    close: Callable[[], None] = lambda: None
 
     @property
     def device(self) -> torch.device:

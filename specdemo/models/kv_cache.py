@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft, common_prefix
 from specdemo.models.engines.generic import EncoderDecoderEngine, TransformersEngine, has_encoder, opening
-from specdemo.models.engines.llama import borrow_engine, return_engine
+from specdemo.models.engines.llama import LlamaEngine
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.memory import weight_bytes
 
@@ -64,7 +64,7 @@ class CachedModel:
                 f"{len(source) - self.context:,}"
             )
         if isinstance(model, LlamaWeights):
-            self._engine: CacheEngine = borrow_engine(model)
+            self._engine: CacheEngine = model.idle.pop() if model.idle else LlamaEngine(model)
         elif has_encoder(model.config):
             self._engine = EncoderDecoderEngine(model, source or opening(model))
         else:
@@ -119,8 +119,10 @@ class CachedModel:
             raise
 
     def __del__(self) -> None:
-        if isinstance(getattr(self, "model", None), LlamaWeights):
-            return_engine(self.model, self._engine)
+        model = getattr(self, "model", None)
+        if isinstance(model, LlamaWeights) and not model.idle:  # one idle engine suffices for sequential requests
+            self._engine.clear()
+            model.idle.append(self._engine)
 
     @property
     def kv_bytes(self) -> int:

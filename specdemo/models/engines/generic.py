@@ -106,14 +106,9 @@ def has_window(model: PreTrainedModel) -> bool:
     )
 
 
-def can_roll_back(kind: type[PreTrainedModel], config: PretrainedConfig) -> bool:
-    """True if all layers use attention: recurrent states cannot be rolled back."""
-    layers = getattr(config.get_text_config(), "layer_types", None) or ["full_attention"]
-    return not kind._is_stateful and set(layers) <= {"full_attention", "sliding_attention"}
-
-
 def refuse_recurrent(kind: type[PreTrainedModel], config: PretrainedConfig) -> None:
-    if not can_roll_back(kind, config):
+    layers = getattr(config.get_text_config(), "layer_types", None) or ["full_attention"]
+    if kind._is_stateful or not set(layers) <= {"full_attention", "sliding_attention"}:
         raise UserError(
             f"{kind.__name__} keeps a recurrent state that cannot take back a rejected token: "
             "choose a model with attention layers only"

@@ -226,14 +226,3 @@ class LlamaEngine:
         mask = torch.zeros(seen.shape, dtype=model.dtype).masked_fill_(~seen.cpu(), torch.finfo(model.dtype).min)
         mask = mask.repeat_interleave(model.heads // model.kv_heads, 0)
         return F.pad(mask, (0, 0, 0, -len(mask) % _QUERY_ROWS)).to(model.device)
-
-
-def borrow_engine(model: LlamaWeights) -> LlamaEngine:
-    return model.idle.pop() if model.idle else LlamaEngine(model)
-
-
-def return_engine(model: LlamaWeights, engine: LlamaEngine) -> None:
-    """Store the engine for the next request; one idle engine suffices for sequential requests."""
-    if not model.idle:
-        engine.clear()
-        model.idle.append(engine)
