@@ -85,7 +85,7 @@ class RemoteVerifier:
         self._clock, self._sleep = clock, sleep
         self._context_id, self._epoch, self._step = context_id or uuid.uuid4().hex, 0, -1
         self._cloud_tokens: list[int] = []
-        self._late: tuple[Future[tuple[VerifyResponse, dict[str, float]]], int] | None = None  # tokens before the step
+        self._late: tuple[Future[tuple[VerifyResponse, dict[str, float]]], int] | None = None  # with text length
         self._alone = self._closed = False
         self._sender = ThreadPoolExecutor(1, "cloud")  # requests may outlive deadlines
 
