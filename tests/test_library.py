@@ -13,7 +13,8 @@ import pytest
 import specdemo
 
 ROOT = Path(__file__).parents[1]
-LIGHT = ("specdemo", "specdemo.models.spec", "specdemo.models.zoo")
+LIGHT = ("specdemo", "specdemo.models.spec", "specdemo.models.zoo", "specdemo.recipe", "specdemo.cli")
+HEAVY = {"torch", "transformers", "gradio", "bitsandbytes", "accelerate", "huggingface_hub", "numpy"}
 
 
 def in_new_process(code: str) -> str:
@@ -35,9 +36,13 @@ def test_generate_is_the_function_although_a_submodule_has_its_name() -> None:
 
 @pytest.mark.parametrize("module", LIGHT)
 def test_light_modules_import_no_framework(module: str) -> None:
-    heavy = {"torch", "transformers", "gradio", "accelerate", "huggingface_hub", "numpy"}
-    code = f"import sys, {module}\nprint(sorted({heavy!r} & set(sys.modules)))"
-    assert in_new_process(code) == "[]"
+    assert in_new_process(f"import sys, {module}\nprint(sorted({HEAVY!r} & set(sys.modules)))") == "[]"
+
+
+def test_help_loads_no_framework() -> None:
+    code = "import sys\nfrom specdemo.cli.arguments import parser\nparser().format_help()\n"
+    code += "Recipe = __import__('specdemo').Recipe\nRecipe(temperature=0)\n"
+    assert in_new_process(f"{code}print(sorted({HEAVY!r} & set(sys.modules)))") == "[]"
 
 
 def test_importing_sets_no_environment_variable_but_programs_limit_the_kernel_cache() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from specdemo.core.rules import AcceptanceTest, ProbRows, TokenSampler
-from specdemo.core.sampling import PointMass, SamplingParams, top_tokens
+from specdemo.core.rules import AcceptanceTest, PointMass, ProbRows, TokenSampler
+from specdemo.core.sampling import SamplingParams, top_tokens
 from specdemo.core.step import Draft, Verdict
 
 
