@@ -22,6 +22,13 @@ def in_new_process(code: str) -> str:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120).stdout.strip()
 
 
+def test_the_bundled_pair_loads_no_modelling_files() -> None:
+    code = "import sys\nfrom specdemo import Recipe, generate\n*_, end = generate(Recipe(max_tokens=2), 'def f')\n"
+    slow = {"torch._dynamo", "transformers.modeling_utils", "accelerate", "gradio", "bitsandbytes"}
+    code += f"print(end.reason, sorted({slow!r} & set(sys.modules)))"
+    assert in_new_process(code) == "length []"
+
+
 def test_every_exported_name_exists() -> None:
     assert set(dir(specdemo)) == set(specdemo.__all__)
     assert all(getattr(specdemo, name) is not None for name in specdemo.__all__)

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft, common_prefix
@@ -21,6 +20,9 @@ from specdemo.models.engines.generic import TransformersEngine
 from specdemo.models.engines.llama import borrow_engine, return_engine
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.memory import weight_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _NO_LOGITS = torch.empty(0, 0)
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from specdemo.core.errors import UserError
 from specdemo.models.engines.encoder_decoder import has_encoder
 from specdemo.models.engines.llama_weights import LlamaWeights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def layer_count(model: PreTrainedModel | LlamaWeights) -> int:

@@ -6,23 +6,18 @@ The encoder output and the cross-attention states are computed once; rollback af
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    Cache,
-    DynamicCache,
-    EncoderDecoderCache,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
 from specdemo.models.engines.generic import InPlaceCacheLayer, refuse_recurrent
+
+if TYPE_CHECKING:
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PretrainedConfig, PreTrainedModel
 
 
 def has_encoder(config: PretrainedConfig) -> bool:
@@ -30,6 +25,8 @@ def has_encoder(config: PretrainedConfig) -> bool:
 
 
 def auto_class(config: PretrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForSeq2SeqLM]:
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
     return AutoModelForSeq2SeqLM if has_encoder(config) else AutoModelForCausalLM
 
 

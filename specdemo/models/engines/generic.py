@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
-from transformers import Cache, PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 def positions(rows: int, held: int, draft: Draft) -> list[int]:

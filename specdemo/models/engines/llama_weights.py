@@ -11,16 +11,18 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from specdemo.models.engines.generic import has_window
 from specdemo.models.engines.packed_linear import PackedLinear, can_pack
 from specdemo.models.memory import is_mapped, weight_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # angles depend only on the position
