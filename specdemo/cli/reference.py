@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 
-from specdemo.cli.arguments import parser
+from specdemo.cli.arguments import ARGUMENTS, Parser
 from specdemo.core.options import Option
 from specdemo.drafters import METHODS
 from specdemo.recipe import Recipe, methods_with
@@ -20,11 +19,10 @@ A lossy option changes the distribution of the text. A host option cannot be cha
 
 def cli_reference() -> str:
     lines = [_INTRODUCTION, "", "## Methods", "", *_methods(), "", "## Options of a run", "", *_options()]
-    top = parser()
-    commands = next(action for action in top._actions if isinstance(action, argparse._SubParsersAction))
-    titles = {choice.dest: choice.help for choice in commands._choices_actions}
-    for name, command in commands.choices.items():
-        lines += ["", f"## `specdemo {name}`", "", f"{titles[name].capitalize()}.", "", *_flags(command)]
+    for name, (title, add_arguments) in ARGUMENTS.items():
+        command = Parser()
+        add_arguments(command)
+        lines += ["", f"## `specdemo {name}`", "", f"{title.capitalize()}.", "", *_flags(command)]
     return "\n".join(lines) + "\n"
 
 
@@ -59,10 +57,10 @@ def _values(option: Option) -> str:
     return option.range or {bool: "on, off", int: "whole number", float: "number"}.get(option.type, "text")
 
 
-def _flags(command: argparse.ArgumentParser) -> Iterator[str]:
+def _flags(command: Parser) -> Iterator[str]:
     """Yield the arguments of a command: the flags of options by name, the others with a description."""
     table = {**Recipe.OPTIONS, **CloudConfig.OPTIONS}
-    actions = [action for action in command._actions if action.dest != "help"]
+    actions = [action for action in command.arguments if action.dest != "help"]
     shared = [action for action in actions if action.dest in table]
     defaults = {action.option_strings[0]: action.default for action in shared}
     flags = (

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdemo.core.rules import RULES, AcceptanceTest, ProbRows, TokenSampler
-from specdemo.core.sampling import PointMass, SamplingParams, top_tokens
+from specdemo.core.rules import RULES, AcceptanceTest, PointMass, ProbRows, TokenSampler
+from specdemo.core.sampling import SamplingParams, top_tokens
 from specdemo.core.step import Draft, Verdict
 
 

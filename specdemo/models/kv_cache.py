@@ -11,11 +11,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft, common_prefix
@@ -23,6 +22,9 @@ from specdemo.models.engines.generic import EncoderDecoderEngine, TransformersEn
 from specdemo.models.engines.llama import LlamaEngine
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.memory import weight_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _NO_LOGITS = torch.empty(0, 0)
 

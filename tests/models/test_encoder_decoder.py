@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import processors
 from transformers import BartConfig, PreTrainedModel, PreTrainedTokenizerFast, T5Config
 
-from specdemo.cli.main import main
+from specdemo.cli import main
 from specdemo.core.decode import DraftBudget, EmptyDrafter
 from specdemo.core.errors import UserError
 from specdemo.core.policies import Fixed

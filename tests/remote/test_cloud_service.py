@@ -24,7 +24,7 @@ from fakes.remote import TableCache, contexts, decode_locally
 from fakes.trace_lines import trace_lines as generate
 from fastapi.testclient import TestClient
 
-from specdemo.cli.main import main
+from specdemo.cli import main
 from specdemo.core.errors import UserError
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    Cache,
-    DynamicCache,
-    EncoderDecoderCache,
-    PretrainedConfig,
-    PreTrainedModel,
-)
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
 
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
+
+if TYPE_CHECKING:
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PretrainedConfig, PreTrainedModel
 
 
 def positions(rows: int, held: int, draft: Draft) -> list[int]:
@@ -162,6 +157,8 @@ def has_encoder(config: PretrainedConfig) -> bool:
 
 
 def auto_class(config: PretrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForSeq2SeqLM]:
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
     return AutoModelForSeq2SeqLM if has_encoder(config) else AutoModelForCausalLM
 
 

@@ -12,16 +12,18 @@ import math
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from specdemo.core.errors import UserError
 from specdemo.models.engines.generic import has_encoder, has_window
 from specdemo.models.memory import is_mapped, weight_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def can_pack(weight: Tensor) -> bool:
