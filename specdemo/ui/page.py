@@ -27,18 +27,15 @@ from specdemo.ui.api import address_of, endpoints
 from specdemo.ui.cockpit import cockpit, script
 from specdemo.ui.controls import Controls, examples_row, sidebar
 from specdemo.ui.frames import Run
-from specdemo.ui.health import Health
 from specdemo.ui.labels import describe_preflight
 from specdemo.ui.lane import EXTRA, describe_kept_lanes, lanes_of, plan_of
 from specdemo.ui.limits import HostLimits
-from specdemo.ui.live_updates import played
-from specdemo.ui.run_queries import Archive
-from specdemo.ui.service import Engine, Service
+from specdemo.ui.run_store import Archive
+from specdemo.ui.service import Engine, Health, Service
 from specdemo.ui.settings import OFF, Settings, from_link, kept_recipes, recipe_of, recipe_settings, restored
-from specdemo.ui.streams import reason
+from specdemo.ui.streams import Sockets, played, reason
 from specdemo.ui.tabs import build_tabs
 from specdemo.ui.theme import launch_options
-from specdemo.ui.websocket import Sockets
 from specdemo.worker import Worker, WorkerBusy, WorkerGroup
 
 __all__ = ["build", "launch_options"]

@@ -15,12 +15,18 @@ from specdemo.core.simulate import other_gammas
 from specdemo.core.step import Outcome, Step, TopTokens
 from specdemo.drafters import METHODS
 from specdemo.ui.lane import Lane
-from specdemo.ui.link_metrics import link_facts
 
 Bars = list[tuple[str, float | None, float | None]]  # token text, p, q; masses may be unrecorded
 TopList = Iterable[tuple[int, float]]
 
 MAX_WHAT_IF = 8  # draft tokens
+_LINK_FACTS = (  # name in the trace, label, scale, digits
+    ("cloud_s", "cloud, ms", 1000, 1),
+    ("rtt_s", "link, ms", 1000, 1),
+    ("bytes_up", "bytes up", 1, 0),
+    ("bytes_down", "bytes down", 1, 0),
+    ("hard_ratio", "hard", 1, 2),
+)
 COMPLETE = 1e-4  # unrecorded mass of a distribution that counts as 0
 
 
@@ -124,7 +130,9 @@ def _target_bars(step: Step, names: Mapping[int, str], residual: bool) -> Bars:
 
 def _facts(step: Step) -> list[tuple[str, str]]:
     notes = [(name.replace("_", " "), f"{value:.3g}") for name, value in step.policy.items()]
-    return [("γ allowed", str(step.gamma)), *notes, *link_facts(step)]
+    link = step.verdict.notes
+    facts = [(label, f"{link[name] * scale:,.{digits}f}") for name, label, scale, digits in _LINK_FACTS if name in link]
+    return [("γ allowed", str(step.gamma)), *notes, *facts]
 
 
 def _summary(step: Step) -> str:

@@ -9,7 +9,7 @@ from xml.sax.saxutils import escape
 from specdemo.core.explain import STYLES
 from specdemo.core.step import Outcome
 from specdemo.ui.lane import Lane, title
-from specdemo.ui.palette import LIGHT
+from specdemo.ui.theme import LIGHT
 
 WIDTH = 96  # characters of a line
 LINE, CHAR, SIZE, EDGE = 22, 8.0, 13, 16  # pixels

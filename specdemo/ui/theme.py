@@ -1,14 +1,69 @@
-"""Gradio theme and launch options. Colours meet WCAG contrast in the light and the dark theme."""
+"""Colours, Gradio theme and launch options. Colours meet WCAG contrast in the light and the dark theme."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
 
 from specdemo.models.zoo import ASSETS
-from specdemo.ui.palette import stylesheet
+
+LIGHT = {
+    "ink": "#1c2430", "quiet": "#566173", "line": "#dfe3e9", "paper": "#ffffff", "ground": "#f6f7f9",
+    "accepted": "#d6f2df", "accepted-ink": "#0c4526",
+    "rejected": "#fbe0de", "rejected-ink": "#8f1d18",
+    "ignored": "#eceff3", "ignored-ink": "#566173",
+    "correction": "#dbe8fd", "correction-ink": "#123a8c",
+    "bonus": "#e8f1fe", "bonus-ink": "#123a8c",
+    "unseen": "#ece3f8", "unseen-ink": "#4c2a80",
+    "tip": "#10151c", "tip-ink": "#eef1f5", "tip-label": "#aab4c2", "tip-text": "#cdd5df",
+    "curve-1": "#8a95a6", "curve-2": "#67789a", "curve-3": "#41547a", "curve-4": "#a38b5d",
+    "curve-baseline": "#b9c1cd", "curve-set": "#1c2430", "dot-set": "#1c2431", "dot-run": "#c2410c",
+    "bar-accepted": "#2f8f5b", "bar-correction": "#3b6fd4", "bar-rejected": "#c2413a",
+    "link-up": "#c47f00", "link-delay": "#9aa6b6", "link-verify": "#3b6fd4", "link-down": "#c2577b",
+    "link-wait": "#7a8698",
+}  # fmt: skip
+DARK = {
+    "ink": "#e4e8ee", "quiet": "#9aa6b6", "line": "#2a3340", "paper": "#151b23", "ground": "#0d1117",
+    "accepted": "#12402a", "accepted-ink": "#b5efcb",
+    "rejected": "#4d1d1f", "rejected-ink": "#ffc4bf",
+    "ignored": "#252d38", "ignored-ink": "#a5b0bf",
+    "correction": "#1b3a70", "correction-ink": "#cfe1ff",
+    "bonus": "#1a2c4d", "bonus-ink": "#cfe1ff",
+    "unseen": "#382a55", "unseen-ink": "#e0d0ff",
+    "tip": "#2a3340",
+    "curve-1": "#6f7b8d", "curve-2": "#8799b3", "curve-3": "#abbedb", "curve-4": "#b79c68",
+    "curve-baseline": "#4a5666", "curve-set": "#f1f4f8", "dot-set": "#f1f4f9", "dot-run": "#fb923c",
+    "bar-accepted": "#3fa873", "bar-correction": "#6f9cf2", "bar-rejected": "#e0695f",
+}  # fmt: skip
+
+# Blue and orange, distinguishable with every type of colour blindness.
+SAFE_LIGHT = {
+    "accepted": "#cfe6f7", "accepted-ink": "#0b3c5d",
+    "rejected": "#fbd9b5", "rejected-ink": "#7a3300",
+    "correction": "#fdf0a8", "correction-ink": "#4d3f00",
+    "bonus": "#fdf7d3", "bonus-ink": "#4d3f00",
+}  # fmt: skip
+SAFE_DARK = {
+    "accepted": "#0d3a5c", "accepted-ink": "#bfe1fb",
+    "rejected": "#5c2f08", "rejected-ink": "#ffd3a6",
+    "correction": "#4a3f06", "correction-ink": "#ffef9c",
+    "bonus": "#35300f", "bonus-ink": "#fff0ad",
+}  # fmt: skip
+
+CATEGORIES = ("#7a8698", "#0072b2", "#e69f00", "#009e73", "#cc79a7")  # grey, then the palette of Okabe and Ito
+
+
+def stylesheet() -> str:
+    blocks = ((":root", LIGHT), (".dark", DARK), (".cockpit.safe", SAFE_LIGHT), (".dark .cockpit.safe", SAFE_DARK))
+    return "".join(_block(selector, colours) for selector, colours in blocks)
+
+
+def _block(selector: str, colours: Mapping[str, str]) -> str:
+    return f"{selector} {{ {' '.join(f'--{name}: {colour};' for name, colour in colours.items())} }}\n"
+
 
 _FOLDER = Path(__file__).parent
 # Gradio's state of a browser session takes 440 kB and is never freed below its capacity of 10,000 sessions (4.4 GB).

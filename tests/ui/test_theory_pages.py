@@ -15,22 +15,24 @@ from specdemo.core.errors import UserError
 from specdemo.core.rules import RULES
 from specdemo.core.theory import best_gamma, expected_tokens, operations, walltime_improvement
 from specdemo.ui import theory_curves as curves
-from specdemo.ui import theory_tables as tables
-from specdemo.ui import worked_example as worked
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import PLAIN, SPEC
+from specdemo.ui.tabs import theory as tables
+from specdemo.ui.tabs import worked_example as worked
 from specdemo.ui.tabs.theory import THEORY_PLOTS
 from specdemo.ui.theory_curves import (
     RUN_SERIES,
     SLIDER_BOUNDS,
     SLIDER_DOT,
     SLIDER_SERIES,
+    TheoryPoint,
     TheorySettings,
     describe_settings,
     parse_settings,
+    point_of,
+    point_words,
     settings_from_run,
 )
-from specdemo.ui.theory_point import TheoryPoint, point_of, point_words
 
 STEP = {"draft_s": 0.0, "verify_s": 0.02, "host_s": 0.005}  # baseline step: 25 ms
 

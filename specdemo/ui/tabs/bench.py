@@ -13,11 +13,11 @@ from specdemo.core.errors import UserError
 from specdemo.core.policies import POLICIES
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
-from specdemo.ui.palette import CATEGORIES
 from specdemo.ui.service import Service
 from specdemo.ui.settings import OFF, recipe_of
 from specdemo.ui.sweep import DRAFTING, PLAIN, SWEEP_TABLE_HEAD, Sweep, SweepResult, bars, sweep, sweep_cells
-from specdemo.ui.tabs.measurement import UNPROCESSED, MeasurementPanel
+from specdemo.ui.tabs.components import UNPROCESSED, MeasurementPanel
+from specdemo.ui.theme import CATEGORIES
 
 _INTRO = """Each recipe and the autoregressive baseline continue every prompt in shuffled order. One warm-up run per
 recipe is not timed. Speed-ups are medians per class of prompts, with 95 % intervals. The remaining options are taken

@@ -1,3 +1,5 @@
+"""Components shared by tabs: plots of rows (x, y, series), and the panel of a measurement."""
+
 from __future__ import annotations
 
 import asyncio
@@ -10,11 +12,66 @@ import gradio as gr
 
 from specdemo.core.errors import UserError
 from specdemo.ui.api import address_of
-from specdemo.ui.live_updates import followed
 from specdemo.ui.service import Service
 from specdemo.ui.streams import reason
-from specdemo.ui.sweep import Sweep, SweepResult
+from specdemo.ui.sweep import Sweep, SweepResult, followed
 from specdemo.worker import WorkerBusy
+
+
+def line_plot(
+    title: str,
+    x: str,
+    y: str,
+    colours: dict[str, str],
+    legend_series: Sequence[str],
+    elem_id: str,
+    legend_title: str = " ",
+) -> gr.LinePlot:
+    return gr.LinePlot(
+        x="x",
+        y="y",
+        color="part",
+        title=title,
+        x_title=x,
+        y_title=y,
+        color_title=legend_title,
+        color_map=colours,
+        colors_in_legend=list(legend_series),
+        height=300,
+        min_width=300,
+        elem_id=elem_id,
+        elem_classes="curves",
+    )
+
+
+def probability_plot(title: str, colours: dict[str, str], order: list[str], elem_id: str) -> gr.BarPlot:
+    return gr.BarPlot(
+        x="x",
+        y="y",
+        color="part",
+        title=title,
+        x_title="token",
+        y_title="probability",
+        color_title=" ",
+        color_map=colours,
+        sort=order,
+        x_label_angle=-45,
+        y_lim=[0, None],
+        height=260,
+        elem_id=elem_id,
+    )
+
+
+def plot_value(plot: gr.LinePlot | gr.BarPlot, rows: Sequence[tuple[Any, Any, str]]) -> dict[str, Any]:
+    """Rows in gradio's serialized form of a data frame."""
+    mark = plot.get_mark()
+    return {
+        "columns": ["x", "y", "part"],
+        "data": [[*(round(v, 4) if isinstance(v, float) else v for v in point), part] for *point, part in rows],
+        "datatypes": {"x": "nominal" if mark == "bar" else "quantitative", "y": "quantitative", "part": "nominal"},
+        "mark": mark,
+    }
+
 
 Rows = TypeVar("Rows")
 
