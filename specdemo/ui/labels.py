@@ -82,31 +82,23 @@ def lane_speedup(lanes: Mapping[str, Lane], name: str = SPEC) -> float | None:
 
 def describe_preflight(estimate: Preflight) -> str:
     rows = [
-        f"| {row.gamma} | {row.tokens_per_pass:.2f} | {row.speedup:.2f}× | {row.low:.2f}–{row.high:.2f} |"
+        (row.gamma, row.tokens_per_pass, f"{row.speedup:.2f}×", f"{row.low:.2f}–{row.high:.2f}")
         for row in estimate.estimates
     ]
     last = max(estimate.v)
-    return "\n".join(
-        [
-            f"**Preflight of {estimate.recipe.method}:** {estimate.advice}. α is {estimate.alpha:.2f}. "
-            f"A draft token costs {estimate.c:.2f} AR steps, a pass over {last} rows {estimate.v[last]:.2f}. "
-            f"Weights take {_size(estimate.weight_bytes)}, keys and values {_size(estimate.kv_bytes)} "
-            "per 1,000 tokens. Nothing was generated.",
-            "",
-            "| γ | tokens per pass | expected speed-up | 95 % |",
-            "|---|---|---|---|",
-            *rows,
-        ]
+    return (
+        f"**Preflight of {estimate.recipe.method}:** {estimate.advice}. α is {estimate.alpha:.2f}. "
+        f"A draft token costs {estimate.c:.2f} AR steps, a pass over {last} rows {estimate.v[last]:.2f}. "
+        f"Weights take {_size(estimate.weight_bytes)}, keys and values {_size(estimate.kv_bytes)} per 1,000 tokens. "
+        f"Nothing was generated.\n\n{figures_table(('γ', 'tokens per pass', 'expected speed-up', '95 %'), rows)}"
     )
 
 
 def figures_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Format rows in Markdown: two digits, halves rounded up as in the papers, dash for None."""
 
-    def cell(value: object) -> str:
-        if value is None:
-            return "–"
-        return f"{value + 1e-9:.2f}" if isinstance(value, float) else str(value)
+    def cell(value: object) -> object:
+        return number(value + 1e-9, 2) if isinstance(value, float) else NOTHING if value is None else value
 
     return markdown_table(head, [[cell(value) for value in row] for row in rows])
 

@@ -9,10 +9,9 @@ import ipaddress
 import os
 import re
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from typing import Any
 
 from specdemo.core.errors import UserError, check_name
 from specdemo.core.events import End, Event, Header, StepEvent
@@ -21,13 +20,10 @@ from specdemo.models.zoo import PAIRS
 from specdemo.recipe import Recipe, methods_with
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.remote_model import TOKEN
+from specdemo.worker import Stream
 
 PREFIX = "SPECDEMO_"
-MODEL_RULES = {
-    "any": "Hugging Face ids and local directories too",
-    "hub": "Hugging Face ids too, no directories",
-    "listed": "the offered pairs only",
-}
+MODEL_RULES = ("any", "hub", "listed")  # local directories too; Hugging Face ids too; the offered pairs only
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 
 
@@ -155,14 +151,12 @@ def read_limits(environment: Mapping[str, str]) -> HostLimits:
         raise UserError(f"{PREFIX}PUBLIC must be 0 or 1, not {public!r}")
     values: dict[str, Any] = {}
     for name, text in texts.items():
-        if name == "pairs":
-            values[name] = tuple(dict.fromkeys(text.replace(",", " ").split()))
-        elif name == "models":
+        if name == "models":
             values[name] = text
-        elif name == "remote":
-            values[name] = None if text == "any" else tuple(text.replace(",", " ").split())
-        elif text == "none":
+        elif (name, text) == ("remote", "any") or (text == "none" and name not in ("pairs", "remote")):
             values[name] = None
+        elif name in ("pairs", "remote"):
+            values[name] = tuple(dict.fromkeys(text.replace(",", " ").split()))
         elif text.isdecimal() and 0 < int(text) < 1 << 31:
             values[name] = int(text)
         else:
@@ -196,17 +190,12 @@ class TimeBudget:
                 yield End("cancelled", f"the time limit of {self._seconds} seconds per run is reached", metrics)
 
 
-class Finishing(Protocol):
-    @property
-    def done(self) -> bool: ...
-
-
 class Visitors:
     """Runs of the last minute by visitor: an IPv4 address, or an IPv6 /64 network."""
 
     def __init__(self, limits: HostLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits, self._clock = limits, clock
-        self._runs: dict[str, deque[tuple[float, Finishing]]] = {}
+        self._runs: dict[str, list[tuple[float, Stream]]] = {}
 
     def admit(self, address: str) -> None:
         now, limits = self._clock(), self._limits
@@ -221,16 +210,15 @@ class Visitors:
             wait = recent[-limits.per_minute] + 60 - now
             raise UserError(f"this host allows {limits.per_minute} runs per minute: try again in {wait:.0f} s")
 
-    def entered(self, address: str, run: Finishing) -> None:
-        self._runs.setdefault(_household(address), deque()).append((self._clock(), run))
+    def entered(self, address: str, run: Stream) -> None:
+        self._runs.setdefault(_household(address), []).append((self._clock(), run))
 
     def _forget(self, now: float) -> None:
-        for visitor, runs in list(self._runs.items()):
-            recent = deque((start, run) for start, run in runs if start > now - 60 or not run.done)
-            if recent:
-                self._runs[visitor] = recent
-            else:
-                del self._runs[visitor]
+        recent = {
+            visitor: [(start, run) for start, run in runs if start > now - 60 or not run.done]
+            for visitor, runs in self._runs.items()
+        }
+        self._runs = {visitor: runs for visitor, runs in recent.items() if runs}
 
     def __len__(self) -> int:
         return len(self._runs)

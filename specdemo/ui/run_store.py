@@ -79,17 +79,8 @@ class Archive:
 
     @property
     def answers(self) -> list[Callable[[Any], str | None]]:
-        return [
-            self.trace_since,
-            self.trace,
-            self.csv,
-            self.svg,
-            self.round,
-            self.figures,
-            self.import_trace,
-            self.recorded,
-            self.stop_run,
-        ]
+        lanes = [self.trace, self.csv, self.svg, self.round, self.figures]
+        return [*lanes, self.trace_since, self.import_trace, self.recorded, self.stop_run]
 
     def trace_since(self, query: Any) -> str | None:
         """Return the frame after `[run id, number of records received]`."""

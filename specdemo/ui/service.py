@@ -35,9 +35,11 @@ from specdemo.ui.streams import LaneEvents, drain, reason
 from specdemo.worker import Stream, Worker, WorkerBusy, WorkerGroup
 
 REMEMBERED = 256  # visitors with stored n-grams and conversations
-PROBE = "def"
-T = TypeVar("T")
 PROMPTS_PER_KIND = 3  # of a preflight
+PROBE = "def"
+LATELY_S = 600  # an idle machine decodes two tokens per ten minutes
+PATIENCE_S = 20
+T = TypeVar("T")
 
 Engine = Callable[[Recipe, str, ModelPool, Stores], Generator[Event]]
 
@@ -76,7 +78,7 @@ class Service:
         text = "".join(message["content"] for message in talk) if chat else prompt
         granted = [(lane, self.limits.grant(recipe, text)) for lane, recipe in jobs]
         keep = any(recipe.ngram_keep or recipe.chat for _, recipe in granted)
-        stores = self._stores_of(visitor) if keep else {}
+        stores = _remembered(self._stores, visitor, {}) if keep and visitor else {}
         budget = TimeBudget(self.limits.max_seconds)
 
         def events() -> Iterator[tuple[str, Event]]:
@@ -194,11 +196,8 @@ class Service:
         lane = run.lanes[run.plan[0]]
         if lane.recipe.get("chat") and run.phase[0] == "done":
             answer = "".join(event.text for event in lane.steps)
-            talk = self.talks.setdefault(visitor, [])
+            talk = _remembered(self.talks, visitor, [])
             talk += [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-            self.talks.move_to_end(visitor)
-            while len(self.talks) > REMEMBERED:
-                self.talks.popitem(last=False)
 
     def leave(self, visitor: str) -> None:
         self.runs.leave(visitor)
@@ -219,14 +218,13 @@ class Service:
                 self.last_token = time.monotonic()
             yield event
 
-    def _stores_of(self, visitor: str) -> Stores:
-        if not visitor:
-            return {}
-        stores = self._stores.setdefault(visitor, {})
-        self._stores.move_to_end(visitor)
-        while len(self._stores) > REMEMBERED:
-            self._stores.popitem(last=False)
-        return stores
+
+def _remembered(table: OrderedDict[str, T], visitor: str, new: T) -> T:
+    value = table.setdefault(visitor, new)
+    table.move_to_end(visitor)
+    while len(table) > REMEMBERED:
+        table.popitem(last=False)
+    return value
 
 
 async def _only_item(stream: Stream[T]) -> T:
@@ -240,10 +238,6 @@ async def _only_item(stream: Stream[T]) -> T:
 def leave_a_core() -> None:
     """Reserve a core for a browser on the same machine. With remote visitors use all cores: docs/page.md."""
     torch.set_num_threads(min(torch.get_num_threads(), cores_but_one()))
-
-
-LATELY_S = 600  # an idle machine decodes two tokens per ten minutes
-PATIENCE_S = 20
 
 
 class Health:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import html
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -16,8 +14,6 @@ from specdemo.prompts import Prompt, load_prompts
 from specdemo.recipe import METHODS, Recipe
 from specdemo.ui.frames import Run
 from specdemo.ui.labels import NOTHING, number, percent
-from specdemo.ui.streams import drain, reason
-from specdemo.worker import Stream, Worker, WorkerGroup
 
 DRAFTING = [name for name, method in METHODS.items() if method.drafts]  # can be faster than AR decoding
 MOST_RUNS, MOST_TOKENS = 240, 24_000
@@ -150,23 +146,6 @@ class SweepResult:
 
     def files(self, rows: Sequence[BenchRow]) -> tuple[str, str]:
         return report(self.sweep.recipes, len(self.sweep.prompts), self.records, rows), as_json(rows) + "\n"
-
-
-async def followed(
-    result: SweepResult, stream: Stream[BenchProgress | dict[str, Any]], worker: Worker | WorkerGroup
-) -> AsyncIterator[str]:
-    """Yield the progress of a bench whenever it changes; finally, how it ended."""
-    began, shown = 0.0, ""
-    async with aclosing(drain(stream)) as batches:
-        async for batch in batches:
-            for item in batch:
-                result.absorb(item)
-            began = began or (time.monotonic() if result.timing else 0.0)
-            progress = result.progress(time.monotonic() - began, worker.ahead(stream))
-            if progress != shown:
-                yield progress
-                shown = progress
-    yield result.ending(reason(stream.error) if stream.error else "")
 
 
 def sweep_cells(rows: Sequence[BenchRow]) -> list[list[str]]:

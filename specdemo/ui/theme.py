@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +57,10 @@ CATEGORIES = ("#7a8698", "#0072b2", "#e69f00", "#009e73", "#cc79a7")  # grey, th
 
 def stylesheet() -> str:
     blocks = ((":root", LIGHT), (".dark", DARK), (".cockpit.safe", SAFE_LIGHT), (".dark .cockpit.safe", SAFE_DARK))
-    return "".join(_block(selector, colours) for selector, colours in blocks)
-
-
-def _block(selector: str, colours: Mapping[str, str]) -> str:
-    return f"{selector} {{ {' '.join(f'--{name}: {colour};' for name, colour in colours.items())} }}\n"
+    return "".join(
+        f"{selector} {{ {' '.join(f'--{name}: {colour};' for name, colour in colours.items())} }}\n"
+        for selector, colours in blocks
+    )
 
 
 _FOLDER = Path(__file__).parent
@@ -72,8 +70,41 @@ _FOLDER = Path(__file__).parent
 SESSION_CAPACITY = 64
 
 
+# Variables of gradio's theme: a name of the palette, or a colour of the light and one of the dark theme.
+_VARIABLES: dict[str, str | tuple[str, str]] = {
+    "body_background_fill": "ground",
+    "body_text_color": "ink",
+    "body_text_color_subdued": "quiet",
+    "background_fill_primary": "paper",
+    "background_fill_secondary": "ground",
+    "block_background_fill": "paper",
+    "block_border_color": "line",
+    "border_color_primary": "line",
+    "block_label_text_color": ("#3c4757", "#b9c3d0"),
+    "block_title_text_color": ("#3c4757", "#b9c3d0"),
+    "input_background_fill": ("#ffffff", "#0d1117"),
+    "input_border_color": ("#c9d0da", "#3a4553"),
+    "slider_color": ("#3c4757", "#b9c3d0"),
+    "button_primary_background_fill": "ink",
+    "button_primary_background_fill_hover": ("#323d4d", "#ffffff"),
+    "button_primary_text_color": ("#ffffff", "#10151c"),
+    "button_primary_border_color": "ink",
+    "button_secondary_background_fill": ("#ffffff", "#1d2530"),
+    "button_secondary_background_fill_hover": ("#eef1f5", "#2a3340"),
+    "button_secondary_text_color": "ink",
+    "button_secondary_border_color": ("#c9d0da", "#3a4553"),
+    "checkbox_background_color_selected": ("#1c2430", "#3a4553"),
+    "checkbox_border_color": ("#7a8698", "#7a8698"),
+    "checkbox_border_color_selected": ("#1c2430", "#9aa6b6"),
+}
+
+
 def theme() -> gr.themes.Base:
     """Return a neutral theme, in which only token outcomes are coloured; system fonts avoid downloads."""
+    colours: dict[str, Any] = {}
+    for name, colour in _VARIABLES.items():
+        pair = (LIGHT[colour], DARK[colour]) if isinstance(colour, str) else colour
+        colours |= zip((name, f"{name}_dark"), pair, strict=True)
     return gr.themes.Base(
         primary_hue="slate",
         secondary_hue="slate",
@@ -82,58 +113,11 @@ def theme() -> gr.themes.Base:
         font=["ui-sans-serif", "system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"],
         font_mono=["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"],
     ).set(
-        body_background_fill="#f6f7f9",
-        body_background_fill_dark="#0d1117",
-        body_text_color="#1c2430",
-        body_text_color_dark="#e4e8ee",
-        body_text_color_subdued="#566173",
-        body_text_color_subdued_dark="#9aa6b6",
-        background_fill_primary="#ffffff",
-        background_fill_primary_dark="#151b23",
-        background_fill_secondary="#f6f7f9",
-        background_fill_secondary_dark="#0d1117",
-        block_background_fill="#ffffff",
-        block_background_fill_dark="#151b23",
-        block_border_color="#dfe3e9",
-        block_border_color_dark="#2a3340",
-        border_color_primary="#dfe3e9",
-        border_color_primary_dark="#2a3340",
-        block_label_text_color="#3c4757",
-        block_label_text_color_dark="#b9c3d0",
-        block_title_text_color="#3c4757",
-        block_title_text_color_dark="#b9c3d0",
+        **colours,
         block_title_text_weight="600",
-        input_background_fill="#ffffff",
-        input_background_fill_dark="#0d1117",
-        input_border_color="#c9d0da",
-        input_border_color_dark="#3a4553",
-        slider_color="#3c4757",
-        slider_color_dark="#b9c3d0",
-        button_primary_background_fill="#1c2430",
-        button_primary_background_fill_hover="#323d4d",
-        button_primary_text_color="#ffffff",
-        button_primary_background_fill_dark="#e4e8ee",
-        button_primary_background_fill_hover_dark="#ffffff",
-        button_primary_text_color_dark="#10151c",
-        button_secondary_background_fill="#ffffff",
-        button_secondary_background_fill_hover="#eef1f5",
-        button_secondary_text_color="#1c2430",
-        button_secondary_background_fill_dark="#1d2530",
-        button_secondary_background_fill_hover_dark="#2a3340",
-        button_secondary_text_color_dark="#e4e8ee",
+        button_border_width="1px",
         input_border_width="1px",
         input_shadow="none",
-        button_border_width="1px",
-        button_primary_border_color="#1c2430",
-        button_primary_border_color_dark="#e4e8ee",
-        checkbox_background_color_selected="#1c2430",
-        checkbox_background_color_selected_dark="#3a4553",
-        checkbox_border_color="#7a8698",
-        checkbox_border_color_dark="#7a8698",
-        checkbox_border_color_selected="#1c2430",
-        checkbox_border_color_selected_dark="#9aa6b6",
-        button_secondary_border_color="#c9d0da",
-        button_secondary_border_color_dark="#3a4553",
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from specdemo.core.errors import UserError
@@ -137,13 +138,13 @@ THEOREM_SERIES, SHARE_SERIES = "Theorem 3.8", "accepted / drafted"
 CURVE_GAMMAS = (1, 3, 10)
 CURVE_COSTS = (0.01, 0.05, 0.2)
 UNBOUNDED_SERIES = "∞"
-SLIDER_BOUNDS = {  # minimum, maximum, step
-    "alpha": (0, 1, 0.01),
-    "c": (0, 2, 0.01),
-    "gamma": (1, 16, 1),
-    "v": (0.5, 5, 0.01),
-    "o": (0, 2, 0.01),
-    "c_hat": (0, 2, 0.01),
+SLIDERS = {  # label, minimum, maximum, step
+    "alpha": ("α: acceptance rate", 0, 1, 0.01),
+    "c": ("c: draft token (steps)", 0, 2, 0.01),
+    "gamma": ("γ: draft length (tokens)", 1, 16, 1),
+    "v": ("v: verification (steps)", 0.5, 5, 0.01),
+    "o": ("o: overhead (steps)", 0, 2, 0.01),
+    "c_hat": ("ĉ: draft operations", 0, 2, 0.01),
 }
 _MAX_GAMMA = 64
 _ALPHAS = [i / 50 for i in range(51)]
@@ -179,17 +180,17 @@ class TheorySettings:
 
 def parse_settings(values: Sequence[Any]) -> TheorySettings | None:
     """Validate raw slider values; return None for incomplete numbers."""
-    for value, (minimum, maximum, _) in zip(values, SLIDER_BOUNDS.values(), strict=True):
+    for value, (_, minimum, maximum, _) in zip(values, SLIDERS.values(), strict=True):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not minimum <= value <= maximum:
             return None
-    settings = dict(zip(SLIDER_BOUNDS, values, strict=True))
+    settings = dict(zip(SLIDERS, values, strict=True))
     return TheorySettings(**settings | {"gamma": round(settings["gamma"])})
 
 
 def settings_from_run(run: TheoryPoint) -> TheorySettings:
     """Clamp a run's measurements to the sliders; use the default for missing measurements."""
     clamped = {}
-    for name, (minimum, maximum, step) in SLIDER_BOUNDS.items():
+    for name, (_, minimum, maximum, step) in SLIDERS.items():
         measured = getattr(run, name)
         if measured is not None:
             value = min(maximum, max(minimum, measured))
@@ -218,19 +219,15 @@ def speed_curves(settings: TheorySettings, run: TheoryPoint | None) -> list[Curv
 
 def operation_curves(settings: TheorySettings, run: TheoryPoint | None) -> list[CurvePoint]:
     """Operations per token over alpha (2211.17192, Figure 4)."""
-
-    def factor(alpha: float, gamma: float) -> float:
-        return operations(alpha, gamma, settings.c_hat)
-
+    factor = partial(operations, c=settings.c_hat)
     return [*_over_alpha(factor), *_slider_curve(settings, factor, run, run and run.operations)]
 
 
 def best_gamma_curves(settings: TheorySettings, run: TheoryPoint | None, longest: int = 20) -> list[CurvePoint]:
     """Best gamma over alpha: Theorem 3.8 for `CURVE_COSTS`, cost model for the sliders (2211.17192, Figure 3)."""
+    modelled = partial(best_gamma, c=settings.c, longest=longest, v=settings.verify_cost, o=settings.o)
     rows = [(alpha, best_gamma(alpha, c, longest), str(c)) for c in CURVE_COSTS for alpha in _ALPHAS]
-    for alpha in _ALPHAS:
-        gamma = best_gamma(alpha, settings.c, longest, settings.verify_cost, settings.o)
-        rows.append((alpha, gamma, SLIDER_SERIES))
+    rows += [(alpha, modelled(alpha), SLIDER_SERIES) for alpha in _ALPHAS]
     rows.append((settings.alpha, min(settings.gamma, longest), SLIDER_DOT))
     return [*rows, _run_dot(run and run.alpha, run and min(run.gamma, longest))]
 

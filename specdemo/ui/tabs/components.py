@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import html
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -13,53 +14,26 @@ import gradio as gr
 from specdemo.core.errors import UserError
 from specdemo.ui.api import address_of
 from specdemo.ui.service import Service
-from specdemo.ui.streams import reason
-from specdemo.ui.sweep import Sweep, SweepResult, followed
+from specdemo.ui.streams import drain, reason
+from specdemo.ui.sweep import Sweep, SweepResult
 from specdemo.worker import WorkerBusy
 
 
 def line_plot(
-    title: str,
-    x: str,
-    y: str,
-    colours: dict[str, str],
-    legend_series: Sequence[str],
-    elem_id: str,
-    legend_title: str = " ",
+    title: str, x: str, y: str, colours: dict[str, str], legend: Sequence[str], elem_id: str, legend_title: str = " "
 ) -> gr.LinePlot:
-    return gr.LinePlot(
-        x="x",
-        y="y",
-        color="part",
-        title=title,
-        x_title=x,
-        y_title=y,
-        color_title=legend_title,
-        color_map=colours,
-        colors_in_legend=list(legend_series),
-        height=300,
-        min_width=300,
-        elem_id=elem_id,
-        elem_classes="curves",
-    )
+    about = {"color_title": legend_title, "colors_in_legend": list(legend), "elem_classes": "curves"}
+    return _plot(gr.LinePlot, title, x, y, colours, elem_id, height=300, min_width=300, **about)
 
 
 def probability_plot(title: str, colours: dict[str, str], order: list[str], elem_id: str) -> gr.BarPlot:
-    return gr.BarPlot(
-        x="x",
-        y="y",
-        color="part",
-        title=title,
-        x_title="token",
-        y_title="probability",
-        color_title=" ",
-        color_map=colours,
-        sort=order,
-        x_label_angle=-45,
-        y_lim=[0, None],
-        height=260,
-        elem_id=elem_id,
-    )
+    about = {"color_title": " ", "sort": order, "x_label_angle": -45, "y_lim": [0, None]}
+    return _plot(gr.BarPlot, title, "token", "probability", colours, elem_id, height=260, **about)
+
+
+def _plot(kind: Any, title: str, x: str, y: str, colours: dict[str, str], elem_id: str, **about: Any) -> Any:
+    titles = {"title": title, "x_title": x, "y_title": y}
+    return kind(x="x", y="y", color="part", color_map=colours, elem_id=elem_id, **titles, **about)
 
 
 def plot_value(plot: gr.LinePlot | gr.BarPlot, rows: Sequence[tuple[Any, Any, str]]) -> dict[str, Any]:
@@ -119,9 +93,17 @@ class MeasurementPanel:
                 yield {self._status: f"<p role='status'>{html.escape(reason(error))}</p>"} | hidden
                 return
             yield self._buttons(running=True) | hidden
-            async with aclosing(followed(result, stream, self._service.worker)) as progress:
-                async for text in progress:
-                    yield {self._status: text}
+            began, status = 0.0, ""
+            async with aclosing(drain(stream)) as batches:
+                async for batch in batches:
+                    for item in batch:
+                        result.absorb(item)
+                    began = began or (time.monotonic() if result.timing else 0.0)
+                    progress = result.progress(time.monotonic() - began, self._service.worker.ahead(stream))
+                    if progress != status:
+                        yield {self._status: progress}
+                        status = progress
+            yield {self._status: result.ending(reason(stream.error) if stream.error else "")}
             shown = {}
             if result.records:
                 rows = await asyncio.to_thread(compute_rows, result)

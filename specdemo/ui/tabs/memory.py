@@ -20,6 +20,7 @@ from specdemo.ui.frames import Run
 from specdemo.ui.labels import NOTHING, percent
 from specdemo.ui.lane import Lane, title
 from specdemo.ui.service import Service
+from specdemo.ui.tabs.components import UNPROCESSED
 
 CONTEXT = 1000  # tokens
 NOTES = {
@@ -103,11 +104,9 @@ def of_pairs(device: str, pairs: Mapping[str, Pair] = PAIRS) -> str:
 
 
 def _pair(pair: Pair, quantization: str, device: torch.device, free: int) -> list[str]:
-    specs = [
-        ModelSpec(pair.target, quantization=quantization, device=str(device)),
-        ModelSpec(pair.drafter, device=str(device)),
-    ]
-    target, drafter = (plan_spec(spec.resolved(), CONTEXT) for spec in specs)
+    large = ModelSpec(pair.target, quantization=quantization, device=str(device))
+    small = ModelSpec(pair.drafter, device=str(device))
+    target, drafter = (plan_spec(spec.resolved(), CONTEXT) for spec in (large, small))
     weights = "" if quantization == "none" else f" {quantization} and"
     total = target.total + drafter.total
     figures = (target.weights, drafter.weights, target.kv + drafter.kv, total)
@@ -154,12 +153,4 @@ def memory_tab(service: Service, device: str, tab: gr.Tab) -> None:
         except UserError as error:
             return html.escape(str(error)), "", ""
 
-    gr.on(
-        [tab.select, refresh.click],
-        measure,
-        None,
-        tables,
-        queue=False,
-        show_progress="hidden",
-        api_visibility="private",
-    )
+    gr.on([tab.select, refresh.click], measure, None, tables, queue=False, **UNPROCESSED)

@@ -25,7 +25,7 @@ from specdemo.ui.frames import Run
 from specdemo.ui.labels import figures_table
 from specdemo.ui.tabs.components import line_plot, plot_value
 from specdemo.ui.tabs.worked_example import residual_example
-from specdemo.ui.theory_curves import TheoryPoint, TheorySettings, point_of, point_words
+from specdemo.ui.theory_curves import SLIDERS, TheoryPoint, TheorySettings, point_of, point_words
 
 # 2211.17192, Table 1: alpha and gamma at c = 0.
 _LEVIATHAN_1 = ((0.6, 2), (0.7, 3), (0.8, 2), (0.8, 5), (0.9, 2), (0.9, 10))
@@ -109,9 +109,7 @@ def leviathan_table_2(run: TheoryPoint | None) -> str:
 
 def guide_table(run: TheoryPoint | None) -> str:
     """Convert accepted / drafted to alpha per tested token; both formulas yield the same speed-up."""
-    inputs: list[tuple[object, float, float, float | None]] = [
-        (gamma, gamma, share, _GUIDE_COST) for gamma, share in _GUIDE
-    ]
+    inputs = [(gamma, gamma, share, _GUIDE_COST) for gamma, share in _GUIDE]
     if run:
         inputs.append((_run_label(run.gamma), run.gamma, run.share, run.c))
     rows = []
@@ -135,14 +133,6 @@ def _run_label(value: object) -> str:
 _INTRO = """Speed depends on the acceptance rate α and the cost of steps. Costs are relative to a baseline step: c per
 draft token, v for verifying γ + 1 rows, o for overhead. ĉ: operations per draft token. Dots show the sliders and *this
 run*. *Leviathan et al. 2211.17192, Figures 2 to 4.*"""
-_LABELS = {
-    "alpha": "α: acceptance rate",
-    "c": "c: draft token (steps)",
-    "gamma": "γ: draft length (tokens)",
-    "v": "v: verification (steps)",
-    "o": "o: overhead (steps)",
-    "c_hat": "ĉ: draft operations",
-}
 _SHADES = [f"var(--curve-{i})" for i in range(1, 5)]
 _COMMON = {
     curves.RUN_SERIES: "var(--dot-run)",
@@ -161,46 +151,28 @@ _BY_FORMULA = _COMMON | {curves.THEOREM_SERIES: _SHADES[1], curves.SHARE_SERIES:
 class TheoryPlot:
     """A plot of the tab; the legend lists the run, the sliders and `legend_series`."""
 
-    curves: Callable[[curves.TheorySettings, TheoryPoint | None], list[curves.CurvePoint]]
+    curves: Callable[[TheorySettings, TheoryPoint | None], list[curves.CurvePoint]]
+    elem_id: str
     title: str
     x: str
     y: str
     colours: dict[str, str]
     legend_series: tuple[str, ...]
-    legend_title: str
-    elem_id: str
+    legend_title: str = " "
 
     def component(self) -> gr.LinePlot:
         series = (curves.RUN_SERIES, curves.SLIDER_SERIES, *self.legend_series)
         return line_plot(self.title, self.x, self.y, self.colours, series, self.elem_id, self.legend_title)
 
 
-_UNBOUNDED = (*_GAMMAS, curves.UNBOUNDED_SERIES)
+_UNBOUNDED, _THEOREM, _SHARE = (*_GAMMAS, curves.UNBOUNDED_SERIES), (curves.THEOREM_SERIES,), (curves.SHARE_SERIES,)
 THEORY_PLOTS = (
-    TheoryPlot(curves.token_curves, "Tokens per target pass", "α", "tokens", _BY_GAMMA, _UNBOUNDED, "γ", "plot-tokens"),
-    TheoryPlot(curves.speed_curves, "Speed-up", "α", "speed-up", _BY_GAMMA, _GAMMAS, "γ", "plot-speed"),
-    TheoryPlot(
-        curves.gamma_curves,
-        "Speed-up by draft length",
-        "γ",
-        "speed-up",
-        _BY_FORMULA,
-        (curves.THEOREM_SERIES,),
-        " ",
-        "plot-gamma",
-    ),
-    TheoryPlot(curves.best_gamma_curves, "Best draft length", "α", "γ", _BY_COST, _COSTS, "c", "plot-best"),
-    TheoryPlot(curves.operation_curves, "Operations per token", "α", "× baseline", _BY_GAMMA, _GAMMAS, "γ", "plot-ops"),
-    TheoryPlot(
-        curves.share_curves,
-        "α and accepted / drafted",
-        "γ",
-        "share",
-        _BY_FORMULA,
-        (curves.SHARE_SERIES,),
-        " ",
-        "plot-share",
-    ),
+    TheoryPlot(curves.token_curves, "plot-tokens", "Tokens per target pass", "α", "tokens", _BY_GAMMA, _UNBOUNDED, "γ"),
+    TheoryPlot(curves.speed_curves, "plot-speed", "Speed-up", "α", "speed-up", _BY_GAMMA, _GAMMAS, "γ"),
+    TheoryPlot(curves.gamma_curves, "plot-gamma", "Speed-up by draft length", "γ", "speed-up", _BY_FORMULA, _THEOREM),
+    TheoryPlot(curves.best_gamma_curves, "plot-best", "Best draft length", "α", "γ", _BY_COST, _COSTS, "c"),
+    TheoryPlot(curves.operation_curves, "plot-ops", "Operations per token", "α", "× baseline", _BY_GAMMA, _GAMMAS, "γ"),
+    TheoryPlot(curves.share_curves, "plot-share", "α and accepted / drafted", "γ", "share", _BY_FORMULA, _SHARE),
 )
 
 
@@ -227,7 +199,12 @@ def theory_tab(latest_run: Callable[[str], Run | None], tab: gr.Tab) -> None:
 
     def draw(request: gr.Request, *values: Any) -> Any:
         settings = curves.parse_settings(values)
-        return gr.skip() if settings is None else _values(settings, *measured(request), plots)
+        if settings is None:
+            return gr.skip()
+        run, text = measured(request)
+        drawn_curves = (spec.curves(settings, run) for spec in THEORY_PLOTS)
+        tables = (gamma_table(settings, run), guide_table(run), leviathan_table_1(run), leviathan_table_2(run))
+        return [text, curves.describe_settings(settings), *map(plot_value, plots, drawn_curves), *tables]
 
     def set_to_run(request: gr.Request) -> Any:
         run, text = measured(request)
@@ -244,20 +221,6 @@ def theory_tab(latest_run: Callable[[str], Run | None], tab: gr.Tab) -> None:
     set_sliders.click(set_to_run, None, sliders, **hidden).then(draw, sliders, drawn, **unprocessed)
 
 
-def _values(
-    settings: curves.TheorySettings, run: TheoryPoint | None, run_text: str, plots: list[gr.LinePlot]
-) -> list[Any]:
-    return [
-        run_text,
-        curves.describe_settings(settings),
-        *(plot_value(plot, spec.curves(settings, run)) for plot, spec in zip(plots, THEORY_PLOTS, strict=True)),
-        gamma_table(settings, run),
-        guide_table(run),
-        leviathan_table_1(run),
-        leviathan_table_2(run),
-    ]
-
-
 def _plots() -> list[gr.LinePlot]:
     plots = []
     for first in range(0, len(THEORY_PLOTS), 2):
@@ -267,21 +230,10 @@ def _plots() -> list[gr.LinePlot]:
 
 
 def _sliders() -> list[gr.Slider]:
-    defaults, sliders = curves.TheorySettings(), []
-    names = list(curves.SLIDER_BOUNDS)
-    for row in (names[:3], names[3:]):
+    defaults, sliders = astuple(TheorySettings()), []
+    for first in range(0, len(SLIDERS), 3):
         with gr.Row():
-            for name in row:
-                minimum, maximum, step = curves.SLIDER_BOUNDS[name]
-                sliders.append(
-                    gr.Slider(
-                        minimum,
-                        maximum,
-                        getattr(defaults, name),
-                        step=step,
-                        label=_LABELS[name],
-                        min_width=240,
-                        elem_id=f"theory-{name.replace('_', '-')}",
-                    )
-                )
+            for i, (name, (label, low, high, step)) in list(enumerate(SLIDERS.items()))[first : first + 3]:
+                about = {"label": label, "min_width": 240, "elem_id": f"theory-{name.replace('_', '-')}"}
+                sliders.append(gr.Slider(low, high, defaults[i], step=step, **about))
     return sliders
