@@ -64,7 +64,7 @@ class HostLimits:
         else:
             for name in filter(None, recipe.models):
                 self._check_model(name)
-        for name, highest in self._bounds().items():
+        for name, highest in self.bounds().items():
             value, methods = getattr(recipe, name), methods_with(Recipe.OPTIONS[name])
             if value is not None and value > highest and recipe.method in methods:
                 raise UserError(f"{name} may be {highest:,} at most here, not {value:,}")
@@ -79,13 +79,11 @@ class HostLimits:
 
     def fit(self, recipe: Recipe) -> Recipe:
         """Return the nearest recipe within the limits: the default of the page."""
-        bounds = self._bounds()
+        bounds = self.bounds()
         return replace(recipe, **{name: high for name, high in bounds.items() if (getattr(recipe, name) or 0) > high})
 
-    def highest(self, name: str) -> int | None:
-        return self._bounds().get(name)
-
-    def _bounds(self) -> dict[str, int]:
+    def bounds(self) -> dict[str, int]:
+        """Return the largest values of limited options by name."""
         limits = {name: getattr(self, option.limit) for name, option in Recipe.OPTIONS.items() if option.limit}
         return {name: limit for name, limit in limits.items() if limit is not None}
 

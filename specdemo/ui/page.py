@@ -30,7 +30,6 @@ from specdemo.ui.frames import Run
 from specdemo.ui.labels import describe_preflight
 from specdemo.ui.lane import EXTRA, describe_kept_lanes, lanes_of, plan_of
 from specdemo.ui.limits import HostLimits
-from specdemo.ui.run_store import Archive
 from specdemo.ui.service import Engine, Health, Service
 from specdemo.ui.settings import OFF, Settings, from_link, kept_recipes, recipe_of, recipe_settings, restored
 from specdemo.ui.streams import Sockets, played, reason
@@ -144,7 +143,7 @@ def _layout(service: Service, usual: Recipe, device: str, examples: dict[str, An
         buttons,
         kept_lanes=gr.Markdown(elem_id="kept-lanes"),
         estimate=gr.Markdown(elem_id="estimate"),
-        cockpit=cockpit(Archive(service.runs).answers),
+        cockpit=cockpit(service.runs.queries),
         about=build_tabs(service, controls, usual, device),
         saved=gr.BrowserState(storage_key="specdemo-settings", secret="specdemo"),
         kept=gr.BrowserState(storage_key="specdemo-lanes", secret="specdemo"),

@@ -13,11 +13,15 @@ from specdemo.models.zoo import ASSETS
 from specdemo.ui import step_views
 from specdemo.ui.frames import Run, read_traces
 from specdemo.ui.lane import Lane
-from specdemo.ui.svg_export import as_svg
+
+RECORDED = ASSETS / "traces"
 
 
 class RunStore:
-    """Store of the most recently used runs, and always of the newest."""
+    """Store of the most recently used runs, and always of the newest.
+
+    Arguments of queries are lists, as the browser sends them.
+    """
 
     def __init__(self, capacity: int = 64, max_characters: int = 256_000_000) -> None:
         self._capacity, self._max_characters = capacity, max_characters
@@ -67,25 +71,15 @@ class RunStore:
     def __len__(self) -> int:
         return len(self._runs)
 
-
-RECORDED = ASSETS / "traces"
-
-
-class Archive:
-    """Queries about `runs`. Arguments are lists, as the browser sends them."""
-
-    def __init__(self, runs: RunStore) -> None:
-        self._runs = runs
-
     @property
-    def answers(self) -> list[Callable[[Any], str | None]]:
+    def queries(self) -> list[Callable[[Any], str | None]]:
         lanes = [self.trace, self.csv, self.svg, self.round, self.figures]
         return [*lanes, self.trace_since, self.import_trace, self.recorded, self.stop_run]
 
     def trace_since(self, query: Any) -> str | None:
         """Return the frame after `[run id, number of records received]`."""
         run_id, count = query if isinstance(query, list) and len(query) == 2 else (None, 0)
-        run = self._runs.get(run_id)
+        run = self.get(run_id)
         return run.frame(count) if run and isinstance(count, int) and count >= 0 else None
 
     def trace(self, query: Any) -> str | None:
@@ -103,7 +97,7 @@ class Archive:
     def svg(self, query: Any) -> str | None:
         """Return the SVG export of `[run id, lane]`."""
         lane = self._begun(query)
-        return as_svg(lane) if lane else None
+        return step_views.as_svg(lane) if lane else None
 
     def round(self, query: Any) -> str | None:
         """Return a step in detail, as JSON: `[run id, lane, number]`."""
@@ -124,7 +118,7 @@ class Archive:
             run = read_traces(text)
         except UserError as error:
             return _json({"refused": str(error)})
-        self._runs.keep(run)
+        self.keep(run)
         return run.frame(0)
 
     def recorded(self, name: Any) -> str | None:
@@ -136,12 +130,12 @@ class Archive:
 
     def stop_run(self, run_id: Any) -> None:
         """Stop a run. Its frames continue until the end, so no tokens are lost."""
-        if run := self._runs.get(run_id):
+        if run := self.get(run_id):
             run.stop()
 
     def _run_and_lane(self, query: Any) -> tuple[Run | None, str]:
         run_id, lane = query if isinstance(query, list) and len(query) == 2 else (None, "")
-        return self._runs.get(run_id), lane if isinstance(lane, str) else ""
+        return self.get(run_id), lane if isinstance(lane, str) else ""
 
     def _begun(self, query: Any) -> Lane | None:
         run, name = self._run_and_lane(query)

@@ -146,6 +146,7 @@ SLIDERS = {  # label, minimum, maximum, step
     "o": ("o: overhead (steps)", 0, 2, 0.01),
     "c_hat": ("ĉ: draft operations", 0, 2, 0.01),
 }
+_NO_RULE_OF_THUMB = "The rule of thumb √(1/c − 1) is undefined at c = 0."
 _MAX_GAMMA = 64
 _ALPHAS = [i / 50 for i in range(51)]
 
@@ -276,7 +277,7 @@ def describe_settings(settings: TheorySettings) -> str:
         f"Operations per token: **{operations(alpha, gamma, settings.c_hat):.2f}×** the baseline (Theorem 3.11).",
         f"Best γ: **{_gamma_text(best)}** with v and o ({settings.modelled_speedup(best):.2f}×), "
         f"{_gamma_text(theorem_best)} by Theorem 3.8 ({walltime_improvement(alpha, theorem_best, c):.2f}×). "
-        + _rule_of_thumb(c),
+        + (f"The rule of thumb √(1/c − 1) = {thumb_gamma(c):.1f} ignores α." if c else _NO_RULE_OF_THUMB),
     ]
     if can_improve(alpha, c):
         lines.append(
@@ -290,9 +291,3 @@ def describe_settings(settings: TheorySettings) -> str:
 
 def _gamma_text(gamma: int) -> str:
     return "0, the baseline" if not gamma else f"{gamma} or more" if gamma == _MAX_GAMMA else str(gamma)
-
-
-def _rule_of_thumb(c: float) -> str:
-    if not c:
-        return "The rule of thumb √(1/c − 1) is undefined at c = 0."
-    return f"The rule of thumb √(1/c − 1) = {thumb_gamma(c):.1f} ignores α."

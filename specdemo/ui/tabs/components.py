@@ -1,4 +1,4 @@
-"""Components shared by tabs: plots of rows (x, y, series), and the panel of a measurement."""
+"""Parts shared by tabs: plots of rows (x, y, series), and measurements of recipes on prompts."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ import html
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import gradio as gr
 
+from specdemo.bench import BenchProgress, BenchRow, as_json, disturbed, report, slower, table
 from specdemo.core.errors import UserError
+from specdemo.prompts import Prompt
+from specdemo.recipe import Recipe
 from specdemo.ui.api import address_of
+from specdemo.ui.frames import Run
 from specdemo.ui.service import Service
 from specdemo.ui.streams import drain, reason
-from specdemo.ui.sweep import Sweep, SweepResult
 from specdemo.worker import WorkerBusy
 
 
@@ -55,6 +59,95 @@ progress::-webkit-progress-bar { background: var(--line) }
 progress::-webkit-progress-value { background: var(--ink) }
 progress::-moz-progress-bar { background: var(--ink) }
 p { margin: 4px 0 }"""
+
+
+ASSUMED = 100.0  # tokens per second before the visitor's first run
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Recipes x prompts; the first recipe is AR decoding."""
+
+    recipes: tuple[Recipe, ...]
+    prompts: tuple[Prompt, ...]
+
+    @property
+    def runs(self) -> int:
+        return len(self.recipes) * len(self.prompts)
+
+    @property
+    def tokens(self) -> int:
+        return self.runs * self.recipes[0].max_tokens
+
+    def describe(self, latest: Run | None) -> str:
+        """Describe the size, and estimate the time from the slowest lane of the visitor's latest run."""
+        speeds = [lane.metrics.tokens_per_second for lane in latest.lanes.values()] if latest else []
+        measured = min(filter(None, speeds), default=None)
+        basis = (
+            f"the {measured:.0f} tokens per second of your latest run"
+            if measured
+            else f"an assumed {ASSUMED:.0f} tokens per second"
+        )
+        return (
+            f"{len(self.recipes)} recipes × {len(self.prompts)} prompts = {self.runs} runs of at most "
+            f"{self.recipes[0].max_tokens} tokens, about {duration(self.tokens / (measured or ASSUMED))} at {basis}"
+        )
+
+
+def duration(seconds: float) -> str:
+    return f"{max(seconds, 1):.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
+
+
+@dataclass
+class SweepResult:
+    sweep: Sweep
+    records: list[dict[str, Any]] = field(default_factory=list)
+    turn: BenchProgress | None = None
+
+    def absorb(self, item: BenchProgress | dict[str, Any]) -> None:
+        if isinstance(item, BenchProgress):
+            self.turn = item
+        else:
+            self.records.append(item)
+
+    @property
+    def timing(self) -> bool:
+        return self.turn is not None and self.turn.number > 0
+
+    def progress(self, seconds: float, ahead: int = 0) -> str:
+        """Return bar and text; `seconds` since the first timed run, jobs `ahead` in the queue."""
+        if self.turn is None:
+            return _bar(0, self.sweep.runs, f"queued: {ahead} ahead" if ahead else "waiting for the device")
+        over, words = max(self.turn.number - 1, 0), str(self.turn)
+        if over:
+            words += f" · about {duration(seconds / over * (self.sweep.runs - over))} to go"
+        return _bar(over, self.sweep.runs, words)
+
+    def ending(self, error: str = "") -> str:
+        done, total = len(self.records), len(self.sweep.prompts)
+        if done == total and not error:
+            words = f"done: {self.sweep.runs} runs on {done} prompts"
+        else:
+            part = f"partial, {done} of {total} prompts are measured" if done else "nothing is measured"
+            words = f"failed: {error}; {part}" if error else f"stopped: {part}"
+        return _bar(done, total, words, ' role="status"')  # announced by screen readers
+
+    def rows(self) -> list[BenchRow]:
+        return table(self.sweep.recipes, self.records)
+
+    def notes(self, rows: Sequence[BenchRow]) -> str:
+        lines = slower(rows) or ["no recipe was slower than AR decoding on any prompt"]
+        if count := disturbed(self.records):
+            lines.append(f"other runs interrupted {count} of these, so their figures may be inaccurate")
+        return "\n".join(f"- {line}" for line in lines)
+
+    def files(self, rows: Sequence[BenchRow]) -> tuple[str, str]:
+        return report(self.sweep.recipes, len(self.sweep.prompts), self.records, rows), as_json(rows) + "\n"
+
+
+def _bar(over: int, total: int, words: str, attributes: str = "") -> str:
+    progress = f'<progress value="{over}" max="{total}" aria-label="how much is measured"></progress>'
+    return f"{progress}<p{attributes}>{html.escape(words)}</p>"
 
 
 class MeasurementPanel:

@@ -31,8 +31,7 @@ from specdemo.ui.link_charts import (
 from specdemo.ui.run_store import RunStore
 from specdemo.ui.service import Service
 from specdemo.ui.settings import recipe_of
-from specdemo.ui.sweep import Sweep, SweepResult
-from specdemo.ui.tabs.components import UNPROCESSED, MeasurementPanel, line_plot, plot_value
+from specdemo.ui.tabs.components import UNPROCESSED, MeasurementPanel, Sweep, SweepResult, line_plot, plot_value
 
 MODE_TABLE_HEAD = (
     "mode", "TTFT p50 / p95 ms", "total p50 / p95 s", "tokens/s", "speed-up", "KV MB", "up kB", "down kB",

@@ -35,8 +35,8 @@ from specdemo.ui.link_charts import (
     timeline_svg,
 )
 from specdemo.ui.settings import cloud_of, from_link, recipe_of, restored
-from specdemo.ui.sweep import SweepResult
 from specdemo.ui.tabs import edge as modes
+from specdemo.ui.tabs.components import SweepResult
 from specdemo.worker import Stream, Worker, interruptible
 
 PATIENCE = 20.0
