@@ -16,6 +16,8 @@ from specdemo.preflight import Preflight
 from specdemo.ui.lane import ALONE, PLAIN, SPEC, Lane, mode, title
 
 NOTHING = "–"
+SLOW_LINK = "The link takes most of each step: try a longer draft, or let the cloud decode alone."
+NEAR_TIE = 0.05  # nats between the two most probable tokens: the range of bfloat16 rounding
 CHANGED = "This rule changes the target's distribution with these settings."
 
 
@@ -127,10 +129,6 @@ def _size(n: float | None) -> str:
     return f"{n:.2f} GB"
 
 
-SLOW_LINK = "The link takes most of each step: try a longer draft, or let the cloud decode alone."
-NEAR_TIE = 0.05  # nats between the two most probable tokens: the range of bfloat16 rounding
-
-
 def verdict(lanes: Mapping[str, Lane]) -> str:
     """Return the speed-up and its causes; empty without a comparison.
 
@@ -181,8 +179,7 @@ def _speculation(lane: Lane, spec: Metrics, baseline: Metrics, ratio: float, spe
 
 def _prediction(lane: Lane, draft: float, verify: float, host: float) -> str:
     """Theorem 3.8 (2211.17192), and the cost model with measured verification and host costs."""
-    spec = lane.metrics
-    alpha = lane.alpha
+    spec, alpha = lane.metrics, lane.alpha
     if alpha is None or draft_shape(lane.recipe["method"]) == "forest":  # the theorem is about chains
         return ""
     drafted = spec.drafted / spec.decode_steps
@@ -235,17 +232,19 @@ def _difference(lane: Lane, baseline: Lane) -> dict[str, str]:
     tokens, expected = lane.tokens, baseline.tokens
     pairs = enumerate(zip(tokens, expected, strict=False))
     first = next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(expected)))
-    badge = f"differs at token {first + 1}"
-    where = f"The texts differ from token {first + 1} on"
+    where, near_tie = f"The texts differ from token {first + 1} on", True
     top = _top_tokens_at(baseline.steps, first) or _top_tokens_at(lane.steps, first)
     if len(top) > 1:
         (a, p), (b, q) = top[:2]
         where += f", where the target gave {a!r} {p:.4f} and {b!r} {q:.4f}"
-        if lane.recipe.get("temperature") == 0 and math.log(p / q) > NEAR_TIE:
-            return {"badge": badge, "tone": "bad", "why": f"{where}: this is an error, not a near-tie."}
-    if lane.bit_equal and not mode(lane.recipe):
-        return {"badge": badge, "tone": "bad", "why": f"{where}: this is an error, since logits are bit-equal here."}
-    return {"badge": badge, "tone": "even", "why": f"{where}: rounding decided a near-tie."}
+        near_tie = lane.recipe.get("temperature") != 0 or math.log(p / q) <= NEAR_TIE
+    if not near_tie:
+        tone, cause = "bad", "this is an error, not a near-tie"
+    elif lane.bit_equal and not mode(lane.recipe):
+        tone, cause = "bad", "this is an error, since logits are bit-equal here"
+    else:
+        tone, cause = "even", "rounding decided a near-tie"
+    return {"badge": f"differs at token {first + 1}", "tone": tone, "why": f"{where}: {cause}."}
 
 
 def _top_tokens_at(steps: tuple[StepEvent, ...], position: int) -> list[tuple[str, float]]:

@@ -31,6 +31,11 @@ _LINK_FACTS = (  # name in the trace, label, scale, digits
     ("hard_ratio", "hard", 1, 2),
 )
 COMPLETE = 1e-4  # unrecorded mass of a distribution that counts as 0
+WIDTH = 96  # characters of a line
+LINE, CHAR, SIZE, EDGE = 22, 8.0, 13, 16  # pixels
+MAX_LINES = 2_000
+LEGEND = (Outcome.ACCEPTED, Outcome.REJECTED, Outcome.IGNORED, Outcome.CORRECTION, Outcome.BONUS)
+Piece = tuple[int, int, int, Outcome | None, str]  # line, column, width in columns, outcome (None: prompt), text
 
 
 def step_picture(lane: Lane, i: int) -> dict[str, Any] | None:
@@ -222,13 +227,6 @@ def what_if(lane: Lane) -> tuple[dict[str, Any] | None, str]:
         "gamma": lane.recipe["gamma"] if lane.recipe.get("policy", "fixed") == "fixed" else None,
         "measured": lane.metrics.tokens_per_second,
     }, ""
-
-
-WIDTH = 96  # characters of a line
-LINE, CHAR, SIZE, EDGE = 22, 8.0, 13, 16  # pixels
-MAX_LINES = 2_000
-LEGEND = (Outcome.ACCEPTED, Outcome.REJECTED, Outcome.IGNORED, Outcome.CORRECTION, Outcome.BONUS)
-Piece = tuple[int, int, int, Outcome | None, str]  # line, column, width in columns, outcome (None: prompt), text
 
 
 def as_svg(lane: Lane) -> str:

@@ -27,6 +27,25 @@ from specdemo.ui.frames import Run
 from specdemo.ui.labels import lane_speedup as measured_speedup
 from specdemo.ui.lane import PLAIN, SPEC, Lane
 
+SLIDER_SERIES, SLIDER_DOT, RUN_SERIES, BASELINE_SERIES = "sliders", "slider dot", "this run", "baseline"
+THEOREM_SERIES, SHARE_SERIES = "Theorem 3.8", "accepted / drafted"
+CURVE_GAMMAS = (1, 3, 10)
+CURVE_COSTS = (0.01, 0.05, 0.2)
+UNBOUNDED_SERIES = "∞"
+SLIDERS = {  # label, minimum, maximum, step
+    "alpha": ("α: acceptance rate", 0, 1, 0.01),
+    "c": ("c: draft token (steps)", 0, 2, 0.01),
+    "gamma": ("γ: draft length (tokens)", 1, 16, 1),
+    "v": ("v: verification (steps)", 0.5, 5, 0.01),
+    "o": ("o: overhead (steps)", 0, 2, 0.01),
+    "c_hat": ("ĉ: draft operations", 0, 2, 0.01),
+}
+_NO_RULE_OF_THUMB = "The rule of thumb √(1/c − 1) is undefined at c = 0."
+_MAX_GAMMA = 64
+_ALPHAS = [i / 50 for i in range(51)]
+
+CurvePoint = tuple[float | None, float | None, str]
+
 
 @dataclass(frozen=True)
 class TheoryPoint:
@@ -131,26 +150,6 @@ def point_words(point: TheoryPoint) -> str:
     if not point.chains:
         sentences.append("The drafts were trees, and γ counts their nodes: the curves for chains do not apply exactly.")
     return " ".join(sentences)
-
-
-SLIDER_SERIES, SLIDER_DOT, RUN_SERIES, BASELINE_SERIES = "sliders", "slider dot", "this run", "baseline"
-THEOREM_SERIES, SHARE_SERIES = "Theorem 3.8", "accepted / drafted"
-CURVE_GAMMAS = (1, 3, 10)
-CURVE_COSTS = (0.01, 0.05, 0.2)
-UNBOUNDED_SERIES = "∞"
-SLIDERS = {  # label, minimum, maximum, step
-    "alpha": ("α: acceptance rate", 0, 1, 0.01),
-    "c": ("c: draft token (steps)", 0, 2, 0.01),
-    "gamma": ("γ: draft length (tokens)", 1, 16, 1),
-    "v": ("v: verification (steps)", 0.5, 5, 0.01),
-    "o": ("o: overhead (steps)", 0, 2, 0.01),
-    "c_hat": ("ĉ: draft operations", 0, 2, 0.01),
-}
-_NO_RULE_OF_THUMB = "The rule of thumb √(1/c − 1) is undefined at c = 0."
-_MAX_GAMMA = 64
-_ALPHAS = [i / 50 for i in range(51)]
-
-CurvePoint = tuple[float | None, float | None, str]
 
 
 @dataclass(frozen=True)

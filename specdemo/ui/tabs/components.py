@@ -22,6 +22,16 @@ from specdemo.ui.service import Service
 from specdemo.ui.streams import drain, reason
 from specdemo.worker import WorkerBusy
 
+Rows = TypeVar("Rows")
+
+UNPROCESSED: dict[str, Any] = {"preprocess": False, "show_progress": "hidden", "api_visibility": "private"}
+_PROGRESS_CSS = """progress { width: 100%; height: 8px; border-radius: 4px; overflow: hidden; background: var(--line) }
+progress::-webkit-progress-bar { background: var(--line) }
+progress::-webkit-progress-value { background: var(--ink) }
+progress::-moz-progress-bar { background: var(--ink) }
+p { margin: 4px 0 }"""
+ASSUMED = 100.0  # tokens per second before the visitor's first run
+
 
 def line_plot(
     title: str, x: str, y: str, colours: dict[str, str], legend: Sequence[str], elem_id: str, legend_title: str = " "
@@ -49,19 +59,6 @@ def plot_value(plot: gr.LinePlot | gr.BarPlot, rows: Sequence[tuple[Any, Any, st
         "datatypes": {"x": "nominal" if mark == "bar" else "quantitative", "y": "quantitative", "part": "nominal"},
         "mark": mark,
     }
-
-
-Rows = TypeVar("Rows")
-
-UNPROCESSED: dict[str, Any] = {"preprocess": False, "show_progress": "hidden", "api_visibility": "private"}
-_PROGRESS_CSS = """progress { width: 100%; height: 8px; border-radius: 4px; overflow: hidden; background: var(--line) }
-progress::-webkit-progress-bar { background: var(--line) }
-progress::-webkit-progress-value { background: var(--ink) }
-progress::-moz-progress-bar { background: var(--ink) }
-p { margin: 4px 0 }"""
-
-
-ASSUMED = 100.0  # tokens per second before the visitor's first run
 
 
 @dataclass(frozen=True)

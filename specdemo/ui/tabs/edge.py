@@ -38,6 +38,27 @@ MODE_TABLE_HEAD = (
     "cloud calls", "exact",
 )  # fmt: skip
 MOST_PROMPTS = 12
+_TIMELINE_STEPS = 12
+_INTRO = """The edge device runs the drafter; the cloud runs the target. They exchange token ids. Choose a mode under
+*Edge and cloud*, then press *Run*."""
+_LOCAL_CLOUD = """Without a service address, a cloud process starts on this machine. The emulated link sets its delay
+and bandwidth."""
+_TIMELINE_CSS = """.timeline { overflow-x: auto; }
+svg { width: 100%; min-width: 720px; display: block; }
+text { fill: var(--ink); font-size: 12px; font-family: var(--font); }
+.tick, .caption { fill: var(--quiet); font-size: 11px; }
+line { stroke: var(--line); }
+rect { stroke: var(--paper); stroke-width: 0.5; } rect:hover { stroke: var(--ink); stroke-width: 1.5; }
+.draft { --of: var(--accepted-ink); } .idle { --of: var(--line); }
+.up { --of: var(--link-up); } .way { --of: var(--link-delay); } .verify { --of: var(--link-verify); }
+.down { --of: var(--link-down); } .wait { --of: var(--link-wait); }
+rect { fill: var(--of); }
+.key { display: flex; flex-wrap: wrap; gap: 4px 16px; padding: 0; margin: 6px 0 0; list-style: none; font-size: 13px; }
+.key li::before { content: ""; display: inline-block; width: 10px; height: 10px; margin-right: 6px; }
+.key li::before { background: var(--of); }"""
+_SERIES = {CURVE: "var(--curve-set)", RUN: "var(--dot-run)", BEST: "var(--dot-set)"}
+# Replace the first input by the id of the displayed run, which may be imported.
+_SHOWN_RUN_JS = """(...values) => [document.querySelector("[data-run]")?.dataset.run ?? "", ...values.slice(1)]"""
 
 
 def modes_sweep(settings: Mapping[str, Any], device: str, count: Any, max_tokens: Any) -> Sweep:
@@ -81,29 +102,6 @@ def _mode_row(recipe: Recipe, runs: Sequence[Mapping[str, Any]], totals: Sequenc
 
 def _quantile(values: Sequence[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
-
-
-_TIMELINE_STEPS = 12
-_INTRO = """The edge device runs the drafter; the cloud runs the target. They exchange token ids. Choose a mode under
-*Edge and cloud*, then press *Run*."""
-_LOCAL_CLOUD = """Without a service address, a cloud process starts on this machine. The emulated link sets its delay
-and bandwidth."""
-_TIMELINE_CSS = """.timeline { overflow-x: auto; }
-svg { width: 100%; min-width: 720px; display: block; }
-text { fill: var(--ink); font-size: 12px; font-family: var(--font); }
-.tick, .caption { fill: var(--quiet); font-size: 11px; }
-line { stroke: var(--line); }
-rect { stroke: var(--paper); stroke-width: 0.5; } rect:hover { stroke: var(--ink); stroke-width: 1.5; }
-.draft { --of: var(--accepted-ink); } .idle { --of: var(--line); }
-.up { --of: var(--link-up); } .way { --of: var(--link-delay); } .verify { --of: var(--link-verify); }
-.down { --of: var(--link-down); } .wait { --of: var(--link-wait); }
-rect { fill: var(--of); }
-.key { display: flex; flex-wrap: wrap; gap: 4px 16px; padding: 0; margin: 6px 0 0; list-style: none; font-size: 13px; }
-.key li::before { content: ""; display: inline-block; width: 10px; height: 10px; margin-right: 6px; }
-.key li::before { background: var(--of); }"""
-_SERIES = {CURVE: "var(--curve-set)", RUN: "var(--dot-run)", BEST: "var(--dot-set)"}
-# Replace the first input by the id of the displayed run, which may be imported.
-_SHOWN_RUN_JS = """(...values) => [document.querySelector("[data-run]")?.dataset.run ?? "", ...values.slice(1)]"""
 
 
 def edge_tab(service: Service, controls: Mapping[str, gr.components.Component], device: str, tab: gr.Tab) -> None:

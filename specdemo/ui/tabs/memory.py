@@ -29,6 +29,12 @@ NOTES = {
     "pairs": "Planned from the configurations, without loading weights. The sum includes the working memory of a pass. "
     "For pairs that are not downloaded, only the sum is available.",
 }
+_TABLE_CSS = """div { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13px; }
+th, td { padding: 6px 0 6px 16px; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
+th:first-child { padding-left: 0; text-align: left; font-weight: 500; min-width: 10em; white-space: normal; }
+thead th { color: var(--quiet); font-weight: 500; }
+p { color: var(--quiet); font-size: 13px; max-width: 80ch; margin: 8px 0 4px; }"""
 
 
 def of_run(run: Run | None) -> str:
@@ -129,14 +135,6 @@ def _table(name: str, head: Sequence[str], rows: Sequence[Sequence[str]], note: 
 
 def _mb(n: float | None) -> str:
     return NOTHING if n is None else f"{n / 1e6:,.1f}"
-
-
-_TABLE_CSS = """div { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13px; }
-th, td { padding: 6px 0 6px 16px; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
-th:first-child { padding-left: 0; text-align: left; font-weight: 500; min-width: 10em; white-space: normal; }
-thead th { color: var(--quiet); font-weight: 500; }
-p { color: var(--quiet); font-size: 13px; max-width: 80ch; margin: 8px 0 4px; }"""
 
 
 def memory_tab(service: Service, device: str, tab: gr.Tab) -> None:

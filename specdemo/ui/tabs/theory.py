@@ -49,6 +49,21 @@ _LEVIATHAN_2 = (
 
 _GUIDE_COST = 0.1
 _GUIDE = ((2, 0.8), (4, 0.7), (6, 0.6), (8, 0.5))  # gamma and accepted / drafted, assumed by the practice guide
+_INTRO = """Speed depends on the acceptance rate α and the cost of steps. Costs are relative to a baseline step: c per
+draft token, v for verifying γ + 1 rows, o for overhead. ĉ: operations per draft token. Dots show the sliders and *this
+run*. *Leviathan et al. 2211.17192, Figures 2 to 4.*"""
+_SHADES = [f"var(--curve-{i})" for i in range(1, 5)]
+_COMMON = {
+    curves.RUN_SERIES: "var(--dot-run)",
+    curves.SLIDER_SERIES: "var(--curve-set)",
+    curves.SLIDER_DOT: "var(--dot-set)",
+    curves.BASELINE_SERIES: "var(--curve-baseline)",
+}
+_GAMMAS = tuple(map(str, curves.CURVE_GAMMAS))
+_COSTS = tuple(map(str, curves.CURVE_COSTS))
+_BY_GAMMA = _COMMON | dict(zip([*_GAMMAS, curves.UNBOUNDED_SERIES], _SHADES, strict=True))
+_BY_COST = _COMMON | dict(zip(_COSTS, _SHADES, strict=False))
+_BY_FORMULA = _COMMON | {curves.THEOREM_SERIES: _SHADES[1], curves.SHARE_SERIES: _SHADES[1]}
 
 
 def gamma_table(settings: TheorySettings, run: TheoryPoint | None) -> str:
@@ -128,23 +143,6 @@ def guide_table(run: TheoryPoint | None) -> str:
 
 def _run_label(value: object) -> str:
     return f"**this run**, {value:.2f}" if isinstance(value, float) else f"**this run**, {value}"
-
-
-_INTRO = """Speed depends on the acceptance rate α and the cost of steps. Costs are relative to a baseline step: c per
-draft token, v for verifying γ + 1 rows, o for overhead. ĉ: operations per draft token. Dots show the sliders and *this
-run*. *Leviathan et al. 2211.17192, Figures 2 to 4.*"""
-_SHADES = [f"var(--curve-{i})" for i in range(1, 5)]
-_COMMON = {
-    curves.RUN_SERIES: "var(--dot-run)",
-    curves.SLIDER_SERIES: "var(--curve-set)",
-    curves.SLIDER_DOT: "var(--dot-set)",
-    curves.BASELINE_SERIES: "var(--curve-baseline)",
-}
-_GAMMAS = tuple(map(str, curves.CURVE_GAMMAS))
-_COSTS = tuple(map(str, curves.CURVE_COSTS))
-_BY_GAMMA = _COMMON | dict(zip([*_GAMMAS, curves.UNBOUNDED_SERIES], _SHADES, strict=True))
-_BY_COST = _COMMON | dict(zip(_COSTS, _SHADES, strict=False))
-_BY_FORMULA = _COMMON | {curves.THEOREM_SERIES: _SHADES[1], curves.SHARE_SERIES: _SHADES[1]}
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,13 @@ TRIAL_TOKENS = 10_000
 EXAMPLE_ORDER = [f"{probs}({token})" for token in EXAMPLE_TOKENS for probs in "pq"]
 TRIAL_ORDER = [f"{token} {part}" for token in EXAMPLE_TOKENS for part in ("p", "drawn", "q")]
 _UNADJUSTED = "rejection, corrections drawn from p: lossy"
+_EXAMPLE_COLOURS = {part: f"var(--bar-{part})" for part in ("accepted", "correction", "rejected")}
+_TRIAL_COLOURS = {"p": "var(--curve-set)", "drawn": "var(--bar-correction)", "q": "var(--curve-2)"}
+_INTRO = """### Why the output follows the target's distribution
+Enter any p (target) and q (drafter) over four tokens."""
+_TRIAL_INTRO = """### Try a rule
+Draw 10,000 tokens from this p and q with any acceptance rule. With an exact rule the drawn tokens follow p for every
+q."""
 
 ProbabilityBar = tuple[str, float, str]  # label, height, part
 
@@ -125,15 +132,6 @@ def trial_bars(result: Trial, p: Sequence[float], q: Sequence[float]) -> list[Pr
         for token, *heights in zip(EXAMPLE_TOKENS, p, shares, q, strict=True)
         for part, height in zip(("p", "drawn", "q"), heights, strict=True)
     ]
-
-
-_EXAMPLE_COLOURS = {part: f"var(--bar-{part})" for part in ("accepted", "correction", "rejected")}
-_TRIAL_COLOURS = {"p": "var(--curve-set)", "drawn": "var(--bar-correction)", "q": "var(--curve-2)"}
-_INTRO = """### Why the output follows the target's distribution
-Enter any p (target) and q (drafter) over four tokens."""
-_TRIAL_INTRO = """### Try a rule
-Draw 10,000 tokens from this p and q with any acceptance rule. With an exact rule the drawn tokens follow p for every
-q."""
 
 
 def residual_example(tab: gr.Tab) -> None:
