@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from specdemo.bench.output import markdown_table
+from specdemo.bench.table import markdown_table
 from specdemo.core.events import StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.core.theory import expected_tokens, walltime_improvement

@@ -18,8 +18,8 @@ from specdemo.core.events import End, Event, Header, StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.models.zoo import PAIRS
 from specdemo.recipe import Recipe, methods_with
+from specdemo.remote.client import TOKEN
 from specdemo.remote.config import CloudConfig
-from specdemo.remote.remote_model import TOKEN
 from specdemo.worker import Stream
 
 PREFIX = "SPECDEMO_"
