@@ -1,9 +1,9 @@
-"""Planned and measured memory of models: table `memory` in docs/models.md.
+"""Planned and measured memory of models: tables `memory` and `memory-rounds` in docs/models.md.
 
-`OMP_NUM_THREADS=1 python -m benchmarks.memory --write`. Each case runs in a new process: a tiny model of the same
-form warms up the libraries, then the measured model is loaded and continues a long prompt. Measured is anonymous memory
-plus mapped weight files (on an accelerator: tensors); the page cache does not count. Models other than the bundled pair
-have random weights.
+`OMP_NUM_THREADS=1 python -m benchmarks.memory --write`, then with `--rounds 10`. Each case runs in a new process: a tiny
+model of the same form warms up the libraries, then the measured model is loaded and continues a long prompt. Measured
+is anonymous memory plus mapped weight files (on an accelerator: tensors); the page cache does not count. Models other
+than the bundled pair have random weights. With `--rounds` the bundled pair is loaded, run and unloaded repeatedly.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from specdemo.models.spec import QUANTIZATIONS, find_device
 from specdemo.models.zoo import PAIRS
 from specdemo.recipe import Recipe
 
+TABLES = {"memory": "docs/models.md", "memory-rounds": "docs/models.md"}
 SAMPLE_INTERVAL_S = 0.002  # of memory usage
 CLEAR_REFS, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")  # Linux: writing 5 resets the peak
 CONTEXT = 1024
@@ -52,6 +53,11 @@ COLUMNS = {
     "planned peak": "{planned_peak_mb:.1f} MB",
     "measured peak": "{measured_peak_mb:.1f} MB",
     "peak error": "{peak_error:+.0%}",
+}
+ROUND_COLUMNS = {
+    "after the first round": "{used_mb[0]:.1f} MB",
+    "after the last round": "{last_mb:.1f} MB",
+    "growth": "{growth_mb:.1f} MB",
 }
 
 
@@ -199,10 +205,13 @@ def peak_bytes(device: torch.device, files: bool = True) -> Iterator[list[int]]:
 def study(options: argparse.Namespace) -> None:
     """Measure each case in a new process and publish the table."""
     if options.rounds:
-        print("MB in use after each round:", end="", flush=True)
-        for used in repeated_loading(options.rounds, options.device, options.quantization):
-            print(f" {used / 1e6:.1f}", end="", flush=True)
-        print()
+        used_mb = [used / 1e6 for used in repeated_loading(options.rounds, options.device, options.quantization)]
+        publish(
+            options,
+            "memory-rounds",
+            ROUND_COLUMNS,
+            [{"used_mb": used_mb, "last_mb": used_mb[-1], "growth_mb": used_mb[-1] - used_mb[0]}],
+        )
         return
     if options.one:
         name, folder, quantization, warmup = options.one
@@ -231,7 +240,7 @@ def study(options: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and run the study."""
-    parser = study_parser(__file__, __doc__, "models.md")
+    parser = study_parser(__file__, __doc__, TABLES)
     names = [*BUNDLED, *SHAPES]
     parser.add_argument("--model", nargs="+", choices=names, default=names)
     parser.add_argument("--quantization", nargs="+", choices=QUANTIZATIONS, default=["none", "bf16", "int8", "nf4"])

@@ -44,6 +44,7 @@ from specdemo.preflight import (
 from specdemo.prompts import load_prompts
 from specdemo.recipe import METHODS, Recipe
 
+TABLES = {"policy_regret": "docs/policies.md"}
 COLUMNS = {
     "class": "{kind}",
     "recipe": "{lane}",
@@ -202,7 +203,7 @@ def study(options: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and run the study."""
-    parser = study_parser(__file__, __doc__, "policies.md", models=True)
+    parser = study_parser(__file__, __doc__, TABLES, models=True)
     parser.add_argument("--method", nargs="+", default=["draft", "self"], help="draft, self")
     parser.add_argument("--policy", nargs="+", default=["auto"], help="policies that need no logits")
     parser.add_argument("--temperature", nargs="+", type=float, default=[0.0, 1.0])
