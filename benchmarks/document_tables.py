@@ -239,7 +239,8 @@ def study(options: argparse.Namespace) -> None:
     for name in options.table:
         check_name("table", name, TABLES)
     for name in ("prompts", "max_tokens"):
-        at_least_one(name, getattr(options, name) or 1)
+        if getattr(options, name) is not None:
+            at_least_one(name, getattr(options, name))
     selected, command = set(options.table or TABLES), options.command
     for group in GROUPS:
         if selected & set(group.tables):

@@ -1,9 +1,10 @@
 """Planned and measured memory of models: tables `memory` and `memory-rounds` in docs/models.md.
 
-`OMP_NUM_THREADS=1 python -m benchmarks.memory --write`, then with `--rounds 10`. Each case runs in a new process: a tiny
-model of the same form warms up the libraries, then the measured model is loaded and continues a long prompt. Measured
-is anonymous memory plus mapped weight files (on an accelerator: tensors); the page cache does not count. Models other
-than the bundled pair have random weights. With `--rounds` the bundled pair is loaded, run and unloaded repeatedly.
+`OMP_NUM_THREADS=1 python -m benchmarks.memory --write`, then with `--rounds 10`. Each case runs in a new process: a
+tiny model of the same form warms up the libraries, then the measured model is loaded and continues a long prompt.
+Measured is anonymous memory plus mapped weight files (on an accelerator: tensors); the page cache does not count.
+Models other than the bundled pair have random weights. With `--rounds` the bundled pair is loaded, run and unloaded
+repeatedly.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12},
     "pythia-70m": _shape("gpt_neox", 50304, 512, 2048, 6, 8, tie_word_embeddings=False, **_LONG),
 }
+SMALLER = ("llama-30m", "llama-100m")  # measured on request
 WARMUP_SHAPE = _shape("qwen2", 4096, 64, 128, 2, 2, num_key_value_heads=1, tie_word_embeddings=True, **_LONG)
 
 
@@ -242,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and run the study."""
     parser = study_parser(__file__, __doc__, TABLES)
     names = [*BUNDLED, *SHAPES]
-    parser.add_argument("--model", nargs="+", choices=names, default=names)
+    parser.add_argument("--model", nargs="+", choices=names, default=[n for n in names if n not in SMALLER])
     parser.add_argument("--quantization", nargs="+", choices=QUANTIZATIONS, default=["none", "bf16", "int8", "nf4"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--one", nargs=4, metavar=("NAME", "FOLDER", "QUANTIZATION", "WARMUP"), help=argparse.SUPPRESS)

@@ -103,7 +103,7 @@ def study(options: argparse.Namespace) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and run the study."""
     parser = study_parser(__file__, __doc__, TABLES, models=True)
-    parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 6, 8])
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--context", nargs="+", type=int, default=[64, 512, 2040])
     parser.add_argument("--rounds", type=int, default=100, help="passes of each shape (default: %(default)s)")
     return run_study(study, parser, arguments)

@@ -48,15 +48,12 @@ TABLES = {"policy_regret": "docs/policies.md"}
 COLUMNS = {
     "class": "{kind}",
     "recipe": "{lane}",
-    "texts": "{texts}",
     "c": "{c:.2f}",
     "v(4)": "{v4:.2f}",
     "best fixed gamma": "{best_gamma}",
     "its speed-up": "{best:.2f}",
     "speed-up": "{speed:.2f}",
-    "over that gamma": "{ratio:.3f}",
-    "median text": "{median:.3f}",
-    "95 %": "{interval[0]:.2f}-{interval[1]:.2f}",
+    "median text": "{median:.3f} [{interval[0]:.2f}, {interval[1]:.2f}]",
 }
 
 
