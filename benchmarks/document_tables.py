@@ -57,7 +57,12 @@ COST_COLUMNS = {
     "MB": "{megabytes}",
     "bandwidth": "{bandwidth}",
 }
-POLICY_COLUMNS = {"recipe": "{lane}", **SPEEDUP, "over the best fixed gamma": "{over_fixed}", **ACCEPTANCE}
+POLICY_COLUMNS = {
+    "recipe": "{lane}",
+    **SPEEDUP,
+    "over the best fixed gamma": "{over_fixed}",
+    "tokens/pass": ACCEPTANCE["tokens/pass"],
+}
 README_COLUMNS = {"prompts": "{kind}, temperature {temperature}", "recipe": "`{method}`", **SPEEDUP}
 PEER_COLUMNS = {"ratio to AR": "{ratio}", "ratio to transformers": "{to_peer}"}
 TRANSFORMERS_COLUMNS = {"class": "{kind}", "lane": "{lane}", **SPEED, **PEER_COLUMNS, **SAME_TEXT, **FIRST_TOKEN}

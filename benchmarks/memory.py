@@ -46,13 +46,12 @@ PROMPT = "def f():\n"
 BUNDLED = {role: getattr(PAIRS["bundled"], role) for role in ("target", "drafter")}
 COLUMNS = {
     "model": "{model}",
-    "parameters": "{millions:.1f} M",
     "quantization": "{quantization}",
-    "planned": "{planned_mb:.1f} MB",
-    "measured": "{measured_mb:.1f} MB",
+    "planned MB": "{planned_mb:.1f}",
+    "measured MB": "{measured_mb:.1f}",
     "error": "{error:+.0%}",
-    "planned peak": "{planned_peak_mb:.1f} MB",
-    "measured peak": "{measured_peak_mb:.1f} MB",
+    "planned peak MB": "{planned_peak_mb:.1f}",
+    "measured peak MB": "{measured_peak_mb:.1f}",
     "peak error": "{peak_error:+.0%}",
 }
 ROUND_COLUMNS = {
@@ -116,7 +115,7 @@ class Case:
             "error": self.planned / self.measured - 1,
             "peak_error": self.planned_peak / self.measured_peak - 1,
         }
-        return {**asdict(self), "millions": self.parameters / 1e6, **megabytes, **errors}
+        return {**asdict(self), **megabytes, **errors}
 
 
 def measure(name: str, folder: str, quantization: str, device_name: str, warmup: str) -> Case:

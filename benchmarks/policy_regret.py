@@ -201,7 +201,7 @@ def study(options: argparse.Namespace) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and run the study."""
     parser = study_parser(__file__, __doc__, TABLES, models=True)
-    parser.add_argument("--method", nargs="+", default=["draft", "self"], help="draft, self")
+    parser.add_argument("--method", nargs="+", default=["draft"], help="draft, self")
     parser.add_argument("--policy", nargs="+", default=["auto"], help="policies that need no logits")
     parser.add_argument("--temperature", nargs="+", type=float, default=[0.0, 1.0])
     parser.add_argument("--kind", nargs="+", default=[], help="classes of prompts (default: all)")
