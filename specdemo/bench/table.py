@@ -123,7 +123,7 @@ def _row(
 ) -> BenchRow:
     runs = [record["runs"][index] for record in records]
     timed = _timed_pairs(records, index, base)
-    ratios = sorted((_speed(run) / _speed(ar), prompt) for run, ar, prompt in timed)
+    ratios = sorted((run_speed(run) / run_speed(ar), prompt) for run, ar, prompt in timed)
     compared = base not in (index, None)
     values = [ratio for ratio, _ in ratios] if compared else []
     reads = [run["bytes_read"] / run["wall_s"] / bandwidth for run, _, _ in timed if "bytes_read" in run and bandwidth]
@@ -131,7 +131,7 @@ def _row(
         kind=records[0]["kind"],
         lane=lane,
         prompts=len(records),
-        tokens_per_second=_median(_speed(run) for run in runs if run["tokens_per_second"]) or 0.0,
+        tokens_per_second=_median(run_speed(run) for run in runs if run["tokens_per_second"]) or 0.0,
         speedup=_median(values),
         interval=interval(values) if values else None,
         over_fixed=None,
@@ -161,7 +161,7 @@ def _median(values: Iterable[float | None]) -> float | None:
     return statistics.median(known) if known else None
 
 
-def _speed(run: RunFigures) -> float:
+def run_speed(run: RunFigures) -> float:
     """Return tokens per second of wall time after the prefill."""
     if "decode_tokens" in run:
         return run["decode_tokens"] / run["wall_s"]
@@ -186,14 +186,16 @@ def _over_fixed(recipes: Sequence[Recipe], index: int, records: Sequence[Record]
     timed = [record for record in records if all(record["runs"][i]["wall_s"] for i in (index, *fixed))]
 
     def median_speed(i: int, subset: Sequence[Record]) -> float:
-        return statistics.median(_speed(record["runs"][i]) for record in subset)
+        return statistics.median(run_speed(record["runs"][i]) for record in subset)
 
     ratios = []
     for name in dict.fromkeys(record["name"] for record in timed):
         others = [record for record in timed if record["name"] != name] or timed
         best = max(fixed, key=lambda i, others=others: median_speed(i, others))
         ratios += [
-            _speed(record["runs"][index]) / _speed(record["runs"][best]) for record in timed if record["name"] == name
+            run_speed(record["runs"][index]) / run_speed(record["runs"][best])
+            for record in timed
+            if record["name"] == name
         ]
     return (statistics.median(ratios), *interval(ratios)) if ratios else None
 
@@ -212,7 +214,7 @@ def _costs(run: RunFigures, ar: RunFigures, recipe: Recipe) -> dict[str, float |
     """Return cost terms of a run, in AR passes, and its speed-up relative to theory and cost model."""
     steps, ar_steps = run["steps"] - 1, ar["steps"] - 1
     unit = ar["verify_s"] / ar_steps
-    measured = _speed(run) / _speed(ar)
+    measured = run_speed(run) / run_speed(ar)
     c = run["draft_s"] / run["drafted"] / unit if run["drafted"] else None
     v, o = run["verify_s"] / steps / unit, run["host_s"] / steps / unit
     drafted = run["drafted"] / steps

@@ -12,7 +12,7 @@ from specdemo.core.options import Option
 from specdemo.recipe import Recipe
 from specdemo.remote.config import CloudConfig
 
-_MODELS = ["pair", *(name for name, option in Recipe.OPTIONS.items() if option.group == "Models and devices")]
+MODEL_OPTIONS = ["pair", *(name for name, option in Recipe.OPTIONS.items() if option.group == "Models and devices")]
 
 
 class Parser(argparse.ArgumentParser):
@@ -39,7 +39,7 @@ def parser() -> Parser:
 
 
 def add_model_options(command: argparse.ArgumentParser) -> None:
-    _add_options(command, (Recipe.OPTIONS[name] for name in _MODELS))
+    _add_options(command, (Recipe.OPTIONS[name] for name in MODEL_OPTIONS))
 
 
 def _add_options(command: argparse.ArgumentParser, options: Iterable[Option], **defaults: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from specdemo.cli.arguments import ARGUMENTS, Parser
+from specdemo.cli.arguments import ARGUMENTS, MODEL_OPTIONS, Parser
 from specdemo.core.options import Option
 from specdemo.drafters import METHODS
 from specdemo.recipe import Recipe, methods_with
@@ -36,11 +36,12 @@ def _methods() -> Iterator[str]:
 
 
 def _options() -> Iterator[str]:
+    drafting = tuple(name for name, method in METHODS.items() if method.drafts)
     yield from _head("option", "flag", "default", "values", "methods", "description")
     for table in (Recipe.OPTIONS, CloudConfig.OPTIONS):
         for name, option in table.items():
             methods = methods_with(option) if table is Recipe.OPTIONS else list(METHODS)
-            applicable = "all" if len(methods) == len(METHODS) else ", ".join(methods)
+            applicable = {tuple(METHODS): "all", drafting: "all that draft"}.get(tuple(methods), ", ".join(methods))
             badges = [badge for badge in ("lossy", "host") if getattr(option, badge)]
             about = option.help + (f" ({', '.join(badges)})" if badges else "")
             yield _row(f"`{name}`", f"`{option.flag}`", _default(option), _values(option), applicable, about)
@@ -63,9 +64,15 @@ def _flags(command: Parser) -> Iterator[str]:
     actions = [action for action in command.arguments if action.dest != "help"]
     shared = [action for action in actions if action.dest in table]
     defaults = {action.option_strings[0]: action.default for action in shared}
-    flags = (
-        f"`{flag}`" + (f" (default: {_words(value)})" if value is not None else "") for flag, value in defaults.items()
-    )
+    groups = {"models and devices": MODEL_OPTIONS, "edge and cloud": list(CloudConfig.OPTIONS)}
+    groups = {title: names for title, names in groups.items() if {*names} <= {action.dest for action in shared}}
+    grouped = {table[name].flag for names in groups.values() for name in names}
+    flags = [*(f"all of {title}" for title in groups)]
+    flags += [
+        f"`{flag}`" + (f" (default: {_words(value)})" if value is not None else "")
+        for flag, value in defaults.items()
+        if flag not in grouped
+    ]
     yield f"Options of a run: {'all' if len(shared) == len(table) else ', '.join(flags)}."
     yield ""
     yield from _head("argument", "description")
