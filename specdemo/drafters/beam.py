@@ -9,7 +9,7 @@ from specdemo.core.options import option, options
 from specdemo.drafters.method import BuildContext, Method
 
 if TYPE_CHECKING:
-    from specdemo.core.beam import BeamSearch
+    from specdemo.core.verifier import BeamSearch
 
 
 @options("Beam search")
@@ -39,7 +39,7 @@ class BeamOptions:
 
 
 def _verifier(context: BuildContext) -> BeamSearch:
-    from specdemo.core.beam import BeamSearch
+    from specdemo.core.verifier import BeamSearch
 
     target, chosen = context.scorer("target"), context.options
     return BeamSearch(

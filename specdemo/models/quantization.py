@@ -11,7 +11,7 @@ from transformers import BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 
 from specdemo.core.errors import UserError
-from specdemo.models.engines.encoder_decoder import auto_class
+from specdemo.models.engines.generic import auto_class
 from specdemo.models.llama_checkpoint import LlamaConfig, LlamaForCausalLM
 from specdemo.models.spec import QUANTIZATIONS, ModelSpec, main_device
 
