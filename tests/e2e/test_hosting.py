@@ -8,10 +8,6 @@ import contextvars
 import io
 import multiprocessing
 import os
-import re
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -439,24 +435,6 @@ settings, made = {{}}, []
 def create_window(title, url, **more): made.extend((title, url))
 def start(**more): {start}
 """
-
-
-def test_without_a_display_the_page_is_in_the_browser_and_says_so() -> None:
-    bare = {name: value for name, value in os.environ.items() if name not in ("DISPLAY", "WAYLAND_DISPLAY")}
-    with socket.socket() as door:  # a port that no other page of these tests would take
-        door.bind(("127.0.0.1", 0))
-        port = str(door.getsockname()[1])
-    command = [sys.executable, "-u", "app.py", "--window", "--no-browser", "--port", port]
-    with subprocess.Popen(command, cwd=ROOT, env=bare, stdout=-1, stderr=-1, text=True) as program:
-        try:
-            warning = program.stderr.readline()
-            ready = next(line for line in program.stdout if line.startswith("specdemo is ready"))
-            url = re.search(r"http://\S+", ready).group()
-            assert warning == "No window: no display is available. The page is available in the browser.\n"
-            assert httpx.get(f"{url}config").status_code == 200
-        finally:
-            program.terminate()
-        assert program.wait(PATIENCE) == 0
 
 
 def test_a_space_is_served_where_the_host_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,7 @@ def test_positive_results_are_correct(dtype: torch.dtype) -> None:
     assert found.pad == 1 and found.compared >= 24
     rng = random.Random(5)
     accepted = 0
-    for _ in range(12):
+    for _ in range(5):
         prompt = [rng.randrange(61) for _ in range(rng.randrange(1, 20))]
         length = CONTEXT - len(prompt)
 
