@@ -409,7 +409,7 @@ def tokens(**options: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("encoding", ["json", "msgpack"])
-def test_two_processes_give_the_text_of_one(process: list[Process], secret: None, encoding: str) -> None:
+def test_two_processes_give_the_local_text(process: list[Process], secret: None, encoding: str) -> None:
     cloud = CloudConfig(process[-1].url, encoding=encoding)
     coupled = {"temperature": 1.0, "top_p": 1.0, "rule": "coupled", "seed": 3}
     for settings in ({"temperature": 0.0}, coupled):
