@@ -29,8 +29,8 @@ from specdemo.core.errors import UserError
 from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
+from specdemo.remote.client import TOKEN
 from specdemo.remote.config import CloudConfig
-from specdemo.remote.remote_model import TOKEN
 
 CHECKS = (
     "not_a_server_error",

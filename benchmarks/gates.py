@@ -20,10 +20,10 @@ from benchmarks.runs import percentile
 from benchmarks.tables import publish, run_study, study_parser
 from specdemo.core.decode import Verifier, decode
 from specdemo.core.step import Draft, Step, Verdict
+from specdemo.models.engines.llama_weights import with_dropout
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
-from specdemo.models.model_variants import with_dropout
 from specdemo.pipeline import PASSES, build_pipeline
 from specdemo.prompts import Prompt, load_prompts
 from specdemo.recipe import Recipe

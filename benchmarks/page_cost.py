@@ -33,7 +33,7 @@ from benchmarks.pages import CODE, HOST, chromium, run, served, set_number, stat
 from benchmarks.tables import ROOT, publish, run_study, study_parser
 from specdemo.core.errors import UserError
 from specdemo.core.events import Event, Loading
-from specdemo.core.intervals import interval
+from specdemo.core.metrics import interval
 from specdemo.core.trace import to_json
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool

@@ -18,7 +18,7 @@ from benchmarks.tables import publish, run_study, study_parser
 from specdemo.cli.arguments import given
 from specdemo.cli.commands import at_least_one
 from specdemo.core.errors import UserError
-from specdemo.core.intervals import interval
+from specdemo.core.metrics import interval
 from specdemo.core.step import Draft
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.kv_cache import CachedModel

@@ -26,7 +26,7 @@ from specdemo.cli.arguments import given
 from specdemo.cli.commands import at_least_one
 from specdemo.core.decode import DraftBudget, DraftLengthPolicy, decode
 from specdemo.core.errors import UserError
-from specdemo.core.intervals import interval
+from specdemo.core.metrics import interval
 from specdemo.core.policies import CostModel, Fixed
 from specdemo.core.sampling import SamplingParams
 from specdemo.core.step import Draft, Step, Verdict

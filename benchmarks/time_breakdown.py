@@ -23,7 +23,7 @@ from specdemo.core.step import Step
 from specdemo.core.verifier import ModelVerifier
 from specdemo.generate import generate
 from specdemo.models.engines.llama import LlamaEngine
-from specdemo.models.engines.packed_linear import PackedLinear
+from specdemo.models.engines.llama_weights import PackedLinear
 from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe

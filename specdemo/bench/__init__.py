@@ -1,8 +1,7 @@
 """Paired benchmarks of recipes x prompts, alternating in a process."""
 
 from specdemo.bench.measure import BenchProgress, copy_bandwidth, grid, measure, recipe_label
-from specdemo.bench.output import Progress, markdown_table
-from specdemo.bench.table import BenchRow, as_json, disturbed, markdown, report, slower, table
+from specdemo.bench.table import BenchRow, Progress, as_json, disturbed, markdown, markdown_table, report, slower, table
 
 __all__ = [
     "BenchProgress",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from specdemo.core.beam import BeamSearch
 from specdemo.core.decode import EmptyDrafter
 from specdemo.core.options import option, options
+from specdemo.core.verifier import BeamSearch
 from specdemo.drafters.method import BuildContext, Method
 
 

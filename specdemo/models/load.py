@@ -17,13 +17,10 @@ from transformers.utils import logging
 
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
-from specdemo.models.batch_invariance import BatchInvariance, check_invariance
-from specdemo.models.engines.encoder_decoder import auto_class, has_encoder, opening
-from specdemo.models.engines.generic import refuse_recurrent
-from specdemo.models.engines.llama_weights import LlamaWeights, unsupported_reason
-from specdemo.models.engines.packed_linear import PackedLinear, pack
+from specdemo.models.engines.generic import auto_class, has_encoder, opening, refuse_recurrent
+from specdemo.models.engines.llama_weights import LlamaWeights, PackedLinear, pack, unsupported_reason
 from specdemo.models.hub import Hub
-from specdemo.models.kv_cache import CachedModel
+from specdemo.models.kv_cache import BatchInvariance, CachedModel, check_invariance
 from specdemo.models.memory import drop_mapped_files, free_bytes, given_back_at_once, on_large_pages, weight_bytes
 from specdemo.models.quantization import check_quantization, load_options, skeleton
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device

@@ -11,10 +11,9 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from specdemo.core.errors import UserError
-from specdemo.models.engines.encoder_decoder import has_encoder
+from specdemo.models.engines.generic import has_encoder
 from specdemo.models.engines.llama import KEY_BLOCK, PROMPT_CHUNK
-from specdemo.models.engines.llama_weights import unsupported_reason
-from specdemo.models.engines.packed_linear import can_pack
+from specdemo.models.engines.llama_weights import can_pack, unsupported_reason
 from specdemo.models.hub import Hub, TensorShapes
 from specdemo.models.load import configuration, head_apart
 from specdemo.models.memory import format_bytes, free_bytes
@@ -118,7 +117,7 @@ def missing_bytes(plans: Sequence[MemoryPlan]) -> dict[str, tuple[int, int]]:
     """Return (required, free) bytes of every device with too little memory for `plans`."""
     needed: dict[str, int] = {}
     for plan in plans:
-        device = _device_label(plan)
+        device = "all devices" if plan.spec.device == SPREAD else plan.spec.device
         needed[device] = needed.get(device, 0) + plan.total
     for device in needed:  # models are loaded one after another
         needed[device] += max((plan.peak - plan.total for plan in plans if plan.spec.device == device), default=0)
@@ -153,10 +152,6 @@ def smaller(spec: ModelSpec) -> Iterator[ModelSpec]:
     for name in _SMALLER_FORMATS[first:]:
         if not unavailable(name, main_device(spec)) and not (name == "bf16" and _DTYPE_BYTES[spec.dtype] == 2):
             yield replace(spec, quantization=name, dtype="auto").resolved()
-
-
-def _device_label(plan: MemoryPlan) -> str:
-    return "all devices" if plan.spec.device == SPREAD else plan.spec.device
 
 
 def _free(device: str) -> int:

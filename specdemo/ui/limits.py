@@ -14,8 +14,8 @@ from typing import Any
 from specdemo.core.errors import UserError, check_name
 from specdemo.models.zoo import PAIRS
 from specdemo.recipe import Recipe, methods_with
+from specdemo.remote.client import TOKEN
 from specdemo.remote.config import CloudConfig
-from specdemo.remote.remote_model import TOKEN
 
 PREFIX = "SPECDEMO_"
 MODEL_RULES = {

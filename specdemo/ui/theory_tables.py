@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from specdemo.bench.output import markdown_table
+from specdemo.bench.table import markdown_table
 from specdemo.core.theory import (
     accepted_share,
     alpha_of_share,

@@ -41,7 +41,7 @@ from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.model import ModelDrafter
 from specdemo.drafters.ngram import NGramDrafter
 from specdemo.drafters.suffix import SuffixDrafter
-from specdemo.models.engines.encoder_decoder import opening
+from specdemo.models.engines.generic import opening
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.memory_plan import plan_spec
 from specdemo.models.model_pool import ModelPool

@@ -31,7 +31,7 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.contexts import Contexts
-from specdemo.remote.http_client import HttpClient, NoResponse
+from specdemo.remote.link import HttpClient, NoResponse
 from specdemo.remote.protocol import CODECS, ServiceInfo, StreamRequest, VerifyConfig
 from specdemo.remote.server import RateLimiter, ServiceLimits, create_app
 from specdemo.worker import Worker
