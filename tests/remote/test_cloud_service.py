@@ -492,9 +492,9 @@ def _ignore_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell does for background jobs
 
 
-def endless_stream(url: str) -> tuple[HttpClient, Iterator[Any]]:
+def endless_stream(url: str, token: str | None = None) -> tuple[HttpClient, Iterator[Any]]:
     """Client and stream of a long text, after its first token."""
-    client = HttpClient(url)
+    client = HttpClient(url, token=token)
     info = client.call("GET", "/v1/target", None, ServiceInfo, 10)
     banned = [[token] for token in info.stop]
     request = StreamRequest(tokens=[1, 2], config=VerifyConfig(bad_words=banned), max_tokens=1 << 17)
@@ -531,9 +531,9 @@ def test_interrupt_ends_streams_and_the_process_with_exit_code_0() -> None:
         assert process.wait(15) == 0 and process.stderr.read() == ""
 
 
-def test_terminated_service_ends_streams_with_exit_code_0(process: list[Process], secret: None) -> None:
+def test_terminated_service_ends_streams_with_exit_code_0(process: list[Process]) -> None:
     """Last test of the shared service."""
-    client, stream = endless_stream(process[-1].url)
+    client, stream = endless_stream(process[-1].url, "secret")
     assert process[-1].end(signal.SIGTERM) == 0
     assert_ended(client, stream)
 
