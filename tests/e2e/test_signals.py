@@ -45,10 +45,15 @@ def test_the_page_ends_runs_with_a_trace_line_and_exits_0(number: signal.Signals
         port = server.getsockname()[1]
     with start("app.py", *window, "--no-browser", "--port", str(port)) as program:
         try:
+            printed = dict.fromkeys(["specdemo is ready", *(["No window"] if window else [])], "")
+            while not all(printed.values()):
+                line = program.stdout.readline()
+                assert line, printed
+                printed |= {prefix: line for prefix in printed if line.startswith(prefix)}
             if window:
-                warning = next(line for line in program.stdout if "window" in line.lower())
+                warning = printed["No window"]
                 assert warning == "No window: no display is available. The page is available in the browser.\n"
-            ready = next(line for line in program.stdout if line.startswith("specdemo is ready"))
+            ready = printed["specdemo is ready"]
             client = Client(re.search(r"http://\S+", ready).group(), verbose=False)
             job = client.submit(PROMPT, method="ar", max_tokens=2000, api_name="/generate")
             lines = iter(job)
