@@ -53,7 +53,7 @@ def test_tooltip_and_inspector_give_the_explanation_of_the_terminal(line: dict, 
         assert view["last"]["words"] == explain(event.step, None, recipe)
 
 
-def test_the_script_knows_every_placeholder_and_every_key_of_the_projection() -> None:
+def test_script_uses_every_placeholder_and_projection_key() -> None:
     placeholders = {name for reason in Reason for name in re.findall(r"\{(\w+)\}", reason.value)}
     known = re.search(r"const figures = \{(.*?)\};", SCRIPTS)[1]
     assert placeholders == {"p", "q", "ratio", "draw"} and all(

@@ -43,7 +43,7 @@ LAWS = {
 SEEN = REJECTION | LAWS | TEXTS | {"draft": [ord("b"), ord("c"), ord("d")], "draw": [0.1, 0.9, None]}
 
 
-def test_a_round_is_pictured_as_the_trace_has_it() -> None:
+def test_step_picture_equals_the_trace() -> None:
     found = rounds.step_picture(lane(PREFILL, SEEN), 1)
     assert found is not None
     assert (found["i"], found["rounds"], found["chain"], found["path"]) == (1, 2, True, [0])
@@ -67,7 +67,7 @@ def test_the_correction_comes_from_the_residual() -> None:
     assert plain["law"] == "p" and [bar[1] for bar in plain["bars"]] == [0.7, 0.2, 0.1]
 
 
-def test_what_was_not_recorded_is_not_made_up() -> None:
+def test_missing_records_are_not_shown() -> None:
     distributions = LAWS | {"drafted": [probs(b=0.25), probs(c=0.6), probs(d=1.0)]}  # the rest of q was not recorded
     found = rounds.step_picture(lane(PREFILL, SEEN | distributions), 1)
     assert ("a", 0.3, None) in found["nodes"][0]["bars"]
@@ -89,12 +89,12 @@ def test_what_was_not_recorded_is_not_made_up() -> None:
         ({}, {}, "Not tested: an earlier draft token was rejected."),
     ],
 )  # fmt: skip
-def test_the_verdict_is_given_in_words_with_its_numbers(change: dict, recipe: dict, words: str) -> None:
+def test_outcomes_are_explained_with_numbers(change: dict, recipe: dict, words: str) -> None:
     found = rounds.step_picture(lane(PREFILL, REJECTION | change, **recipe), 1)
     assert any(words in node["words"] for node in found["nodes"])
 
 
-def test_siblings_are_tested_against_what_elder_ones_left() -> None:
+def test_siblings_are_tested_against_the_residual() -> None:
     line = step(1, pieces=["b", "X"], draft=("a", "b"), accepted=(1,), tested=2) | {"parents": [-1, -1]}
     found = rounds.step_picture(lane(PREFILL, line), 1)
     assert not found["chain"] and "siblings' residual" in found["nodes"][1]["words"]
@@ -102,11 +102,11 @@ def test_siblings_are_tested_against_what_elder_ones_left() -> None:
 
 
 @pytest.mark.parametrize("i", [-1, 2, 10**9])
-def test_a_round_that_was_not_is_not_shown(i: int) -> None:
+def test_unknown_step_is_not_shown(i: int) -> None:
     assert rounds.step_picture(lane(PREFILL, SEEN), i) is None
 
 
-def test_the_table_counts_as_the_metrics_do() -> None:
+def test_table_equals_the_metrics() -> None:
     made = lane(PREFILL, REJECTION, ALL_KEPT, CUT)
     rows, m = rounds.step_table(made), made.metrics.as_dict()
     column = dict(zip(rounds.STEP_COLUMNS, zip(*rows, strict=True), strict=True))
@@ -123,12 +123,12 @@ def test_the_csv_is_the_table_and_no_formula() -> None:
     assert json.loads(rows[1][-1]) == "=1+1\n" and not rows[1][-1].startswith("=")
 
 
-def test_positions_are_those_of_the_metrics() -> None:
+def test_positions_equal_the_metrics() -> None:
     found = rounds.figures(lane(PREFILL, REJECTION, ALL_KEPT))
     assert found["positions"] == [[1.0, 2], [0.5, 2]]
 
 
-def test_what_if_needs_chains_that_were_tested() -> None:
+def test_what_if_requires_tested_chains() -> None:
     assert rounds.what_if(lane(PREFILL, REJECTION))[0]["rows"][0][:2] == [0, 1.0]
     for made, words in (
         (lane(PREFILL, step(1, pieces=["a"]), method="ar"), "did not draft"),
