@@ -174,6 +174,9 @@ class VerifyResponse(NetworkMessage):
     draws: list[float] | None = None  # of the tested nodes
     choices: list[list[Token]] = []  # of each row
     target_top: Annotated[list[TopTokensMessage] | None, _key("laws")] = None
+    bounds: list[float | None] | None = None  # of each node; with `top`, like the next two
+    ranks: list[Count] | None = None  # of each node
+    token_top: TopTokensMessage | None = None
     metrics: VerifyMetrics = VerifyMetrics()
 
     @property

@@ -56,7 +56,7 @@ def _speculation(lane: Lane, spec: Metrics, baseline: Metrics, ratio: float, spe
         outcome = "Speculation made no difference"
     words = [
         f"{outcome}: {speeds}",
-        f"A step gave {spec.tokens_per_target_pass:.2f} tokens and took {draft + verify + host:.2f} AR steps "
+        f"A step gave {spec.tokens_per_step:.2f} tokens and took {draft + verify + host:.2f} AR steps "
         f"(drafting {draft:.2f}, verifying {verify:.2f}, host {host:.2f}).",
         _prediction(lane, draft, verify, host),
     ]

@@ -15,6 +15,7 @@ from specdemo.ui.lane import PLAIN, SPEC
 from specdemo.ui.run_store import RunStore
 from specdemo.ui.summary import sameness, verdict
 
+RECIPE = {"rule": "rejection", "temperature": 1.0}
 LINES = (header(), PREFILL, REJECTION, ALL_KEPT)
 
 
@@ -32,19 +33,19 @@ def records_of(run: Run) -> list[dict]:
     ],
 )
 def test_every_token_has_its_kind_and_its_place(line: dict, shown: list) -> None:
-    assert [(kind, text) for kind, text, *_ in cells(step_event(line))] == shown
+    assert [(kind, text) for kind, text, *_ in cells(step_event(line), RECIPE)] == shown
 
 
 def test_kept_cells_spell_the_committed_text() -> None:
     for line in (PREFILL, REJECTION, ALL_KEPT, CUT):
-        kept = [text for kind, text, *_ in cells(step_event(line)) if kind not in ("rejected", "ignored")]
+        kept = [text for kind, text, *_ in cells(step_event(line), RECIPE) if kind not in ("rejected", "ignored")]
         assert "".join(kept) == line["text"] and len(kept) == len(line["tokens"])
 
 
 def test_in_a_forest_the_accepted_path_comes_first() -> None:
     line = step(1, pieces=["b", "d", "X"], draft=("a", "b", "c", "d"), accepted=(1, 3), tested=4)
     line |= {"parents": [-1, -1, 0, 1], "beta": [0.5, 0.5, None, 0.5], "kind": "bonus"}
-    assert [(kind, text) for kind, text, *_ in cells(step_event(line))] == [
+    assert [(kind, text) for kind, text, *_ in cells(step_event(line), RECIPE)] == [
         ("accepted", "b"),
         ("accepted", "d"),
         ("rejected", "a"),
@@ -75,8 +76,8 @@ def test_a_search_shows_what_is_settled_and_how_it_would_go_on() -> None:
 
 def test_a_point_mass_has_no_q() -> None:
     line = REJECTION | {"q": None}
-    assert [cell[4] for cell in cells(step_event(line))] == [None] * 4
-    assert [cell[4] for cell in cells(step_event(REJECTION))] == [0.25, 0.25, 0.25, None]
+    assert [cell[4] for cell in cells(step_event(line), RECIPE)[:3]] == [None] * 3
+    assert [cell[4] for cell in cells(step_event(REJECTION), RECIPE)[:3]] == [0.25] * 3
 
 
 def test_frames_from_any_index_join_to_all_records() -> None:
