@@ -183,11 +183,6 @@ def _reason_of_target_token(step: Step, recipe: Mapping[str, Any]) -> Reason:
     return Reason.RESIDUAL if step.draft.parents.count(last) == 1 else Reason.SIBLINGS_RESIDUAL
 
 
-def draft_prob(step: Step, node: int) -> float:
-    """Draft probability of a node; 1 for a point mass."""
-    return 1.0 if step.draft.token_probs is None else step.draft.token_probs[node]
-
-
 def figure(x: float | None) -> str:
     if x is None:
         return "–"

@@ -1,4 +1,4 @@
-"""Figures of a run, folded over its steps.
+"""Figures of a run, folded over its steps, and bootstrap intervals of measured ratios.
 
 Two acceptance rates: `acceptance_rate` is accepted / drafted over verified drafts and falls with gamma; `alpha` is
 accepted / tested and estimates Leviathan's E[beta]. `mean_beta` estimates the same with lower variance.
@@ -6,7 +6,9 @@ accepted / tested and estimates Leviathan's E[beta]. `mean_beta` estimates the s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import random
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import zip_longest
@@ -41,7 +43,7 @@ class Metrics:
         return reduce(cls.plus, steps, cls())
 
     def plus(self, step: Step) -> Metrics:
-        draft, verdict, first = step.draft, step.verdict, self.ttft_s is None
+        draft, verdict, notes, first = step.draft, step.verdict, step.verdict.notes, self.ttft_s is None
         outcomes = [step.outcome(node) for node in verdict.accepted]
         tested = {node: len(draft.path(node)) for node, beta in enumerate(verdict.beta) if beta is not None}
         accepted = [tested[node] for node in verdict.accepted if node in tested]
@@ -61,7 +63,7 @@ class Metrics:
             draft_s=self.draft_s + (0 if first else step.draft_s),
             verify_s=self.verify_s + (0 if first else step.verify_s),
             host_s=self.host_s + (0 if first else step.host_s),
-            remote=_summed(self.remote, verdict.notes) if verdict.notes else self.remote,
+            remote={name: self.remote.get(name, 0.0) + notes.get(name, 0.0) for name in {**self.remote, **notes}},
         )
 
     @property
@@ -105,8 +107,9 @@ class Metrics:
     def as_dict(self) -> dict[str, Any]:
         """Return the figures by name; None where a denominator is 0."""
         names = (
-            "tokens", "steps", "target_passes", "drafted", "tested", "accepted", "unverified", "acceptance_rate", "alpha",
-            "mean_beta", "tokens_per_step", "tokens_per_target_pass", "ttft_s", "decode_s", "tokens_per_second", "draft_s", "verify_s", "host_s",
+            "tokens", "steps", "target_passes", "drafted", "tested", "accepted", "unverified", "acceptance_rate",
+            "alpha", "mean_beta", "tokens_per_step", "tokens_per_target_pass", "ttft_s", "decode_s",
+            "tokens_per_second", "draft_s", "verify_s", "host_s",
         )  # fmt: skip
         return {
             **{name: getattr(self, name) for name in names},
@@ -133,5 +136,8 @@ def _counted(counts: tuple[int, ...], depths: list[int], length: int = 0) -> tup
     return tuple(a + b for a, b in zip_longest(counts, added, fillvalue=0))
 
 
-def _summed(sums: Mapping[str, float], notes: Mapping[str, float]) -> dict[str, float]:
-    return {name: sums.get(name, 0.0) + notes.get(name, 0.0) for name in {**sums, **notes}}
+def interval(ratios: Sequence[float], seed: int = 0, draws: int = 2000) -> tuple[float, float]:
+    """Return the 95 % bootstrap interval of the median of `ratios`."""
+    rng = random.Random(seed)
+    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(draws))
+    return medians[int(0.025 * draws)], medians[int(0.975 * draws)]

@@ -190,6 +190,11 @@ class Step:
         return not self.draft.tokens and self.verdict.token is None
 
     @property
+    def accepted(self) -> int:
+        """Number of draft tokens that the target accepted."""
+        return 0 if self.fallback else len(self.verdict.accepted)
+
+    @property
     def betas(self) -> list[float]:
         return [beta for beta in self.verdict.beta if beta is not None]
 

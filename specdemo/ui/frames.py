@@ -16,9 +16,8 @@ from specdemo.core.events import End, Event, Header, Loading, StepEvent
 from specdemo.core.explain import FATES, REASON_INDEX, Reason, decision_of, reason_of
 from specdemo.core.step import Outcome
 from specdemo.core.trace import ReadLimits, read
-from specdemo.ui.labels import guarantee, tiles
+from specdemo.ui.labels import guarantee, sameness, tiles, verdict
 from specdemo.ui.lane import LANES, PLAIN, SPEC, Lane, mode, title
-from specdemo.ui.summary import sameness, verdict
 
 ENDS = {"stop": ("done", "the text ended"), "length": ("done", "limit reached"), "cancelled": ("stopped", "")}
 LOST = "Connection to the cloud lost: the drafter continues alone."

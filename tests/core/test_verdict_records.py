@@ -1,4 +1,4 @@
-"""Recorded figures of a verdict decide its outcomes: bounds, ranks, residuals, and distributions for the same tokens."""
+"""Recorded figures of a verdict explain its outcomes: bounds, ranks, residuals, and distributions."""
 
 from __future__ import annotations
 

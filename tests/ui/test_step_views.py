@@ -86,7 +86,7 @@ def test_what_was_not_recorded_is_not_made_up() -> None:
         ({}, {"temperature": 0.0}, "Rejected: it is not the target's most probable token."),
         ({}, {"rule": "match"}, "Accepted: the target sampled the same token."),
         ({}, {"rule": "coupled"}, "Rejected: with the shared noise, the target sampled another token."),
-        ({"draw": [None] * 3, "bound": [0.09, 0.7, None]}, {"rule": "typical"}, "p = 0.500 reaches the rule's bound 0.090"),
+        ({"draw": [None] * 3, "bound": [0.09, 0.7, None]}, {"rule": "typical"}, "reaches the rule's bound 0.090"),
         ({}, {}, "Not tested: an earlier draft token was rejected."),
     ],
 )  # fmt: skip

@@ -1,14 +1,19 @@
-"""Engine for any attention-only `transformers` model: its forward pass over a preallocated KV cache."""
+"""Engines for attention-only `transformers` models: their forward pass over a preallocated KV cache."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
-from transformers import Cache, PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
 
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
+
+if TYPE_CHECKING:
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PretrainedConfig, PreTrainedModel
 
 
 def positions(rows: int, held: int, draft: Draft) -> list[int]:
@@ -32,13 +37,11 @@ def visible(rows: int, held: int, draft: Draft) -> Tensor:
     return seen
 
 
-class InPlaceCacheLayer(CacheLayerMixin):
+class InPlaceCacheLayer(DynamicLayer):
     """KV cache of one layer in a preallocated buffer; a rollback changes only its length.
 
     Stores all positions even for sliding windows, since a rollback may need them again.
     """
-
-    is_sliding = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,18 +82,12 @@ class InPlaceCacheLayer(CacheLayerMixin):
             self.values[:, :, length:end] = self.values[:, :, index]
         self.length = end
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
-
     def get_seq_length(self) -> int:
         return self.length
 
-    def get_max_length(self) -> int:
-        return -1
-
     @property
     def nbytes(self) -> int:
-        return sum(x[:, :, : self.length].numel() * x.element_size() for x in self.buffers)
+        return sum(x[:, :, : self.length].nbytes for x in self.buffers)
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:
@@ -104,14 +101,9 @@ def has_window(model: PreTrainedModel) -> bool:
     )
 
 
-def can_roll_back(kind: type[PreTrainedModel], config: PretrainedConfig) -> bool:
-    """True if all layers use attention: recurrent states cannot be rolled back."""
-    layers = getattr(config.get_text_config(), "layer_types", None) or ["full_attention"]
-    return not kind._is_stateful and set(layers) <= {"full_attention", "sliding_attention"}
-
-
 def refuse_recurrent(kind: type[PreTrainedModel], config: PretrainedConfig) -> None:
-    if not can_roll_back(kind, config):
+    layers = getattr(config.get_text_config(), "layer_types", None) or ["full_attention"]
+    if kind._is_stateful or not set(layers) <= {"full_attention", "sliding_attention"}:
         raise UserError(
             f"{kind.__name__} keeps a recurrent state that cannot take back a rejected token: "
             "choose a model with attention layers only"
@@ -119,11 +111,24 @@ def refuse_recurrent(kind: type[PreTrainedModel], config: PretrainedConfig) -> N
 
 
 class TransformersEngine:
+    """Engine for decoders."""
+
     def __init__(self, model: PreTrainedModel) -> None:
         refuse_recurrent(type(model), model.config)
         self._model, self._windowed = model, has_window(model)
-        self._layers = [InPlaceCacheLayer() for _ in range(model.config.get_text_config().num_hidden_layers)]
-        self._cache = Cache(layers=self._layers)
+        self._cache = Cache(layer_class_to_replicate=InPlaceCacheLayer)
+
+    def keep(self, length: int, slots: list[int]) -> None:
+        for layer in self._cache.layers:
+            layer.keep(length, slots)
+
+    @property
+    def kv_bytes(self) -> int:
+        return sum(layer.nbytes for layer in self._cache.layers)
+
+    @property
+    def reserved_bytes(self) -> int:
+        return sum(x.nbytes for layer in self._cache.layers for x in layer.buffers)
 
     def run(self, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
         """See `CacheEngine.run`. Raises `UserError` for forests on a model with a sliding window."""
@@ -146,14 +151,55 @@ class TransformersEngine:
             **extra,
         ).logits[0]
 
-    def keep(self, length: int, slots: list[int]) -> None:
-        for layer in self._layers:
-            layer.keep(length, slots)
+
+def has_encoder(config: PretrainedConfig) -> bool:
+    return bool(getattr(config, "is_encoder_decoder", False))
+
+
+def auto_class(config: PretrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForSeq2SeqLM]:
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    return AutoModelForSeq2SeqLM if has_encoder(config) else AutoModelForCausalLM
+
+
+def opening(model: PreTrainedModel) -> list[int]:
+    """Return the decoder start token and the forced first token, if any."""
+    settings = model.generation_config
+    start = settings.bos_token_id if settings.decoder_start_token_id is None else settings.decoder_start_token_id
+    if start is None:
+        raise UserError(
+            f"{type(model).__name__} does not declare which token its decoder starts from: choose another model"
+        )
+    return [start] if settings.forced_bos_token_id is None else [start, settings.forced_bos_token_id]
+
+
+class EncoderDecoderEngine(TransformersEngine):
+    """Engine for models such as T5 and BART (the models of 2211.17192).
+
+    Encoder output and cross-attention states are computed once; rollback affects only self-attention.
+    """
+
+    def __init__(self, model: PreTrainedModel, source: Sequence[int]) -> None:
+        super().__init__(model)
+        self._source, self._encoded = list(source), None
+        self._crossed = DynamicCache()
+        self._both = EncoderDecoderCache(self._cache, self._crossed)
+
+    def run(self, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
+        """See `CacheEngine.run`. Raises `UserError` for forests: these decoders compute positions internally."""
+        if not draft.is_chain:
+            raise UserError(f"{type(self._model).__name__} supports chains only: choose a method that drafts a chain")
+        device = self._model.device
+        if self._encoded is None:
+            self._encoded = self._model.get_encoder()(input_ids=torch.tensor([self._source], device=device))
+        logits = self._model(
+            encoder_outputs=self._encoded,
+            decoder_input_ids=torch.as_tensor(new, device=device)[None],
+            past_key_values=self._both,
+            use_cache=True,
+        ).logits[0]
+        return logits[-len(draft) - 1 :]
 
     @property
     def kv_bytes(self) -> int:
-        return sum(layer.nbytes for layer in self._layers)
-
-    @property
-    def reserved_bytes(self) -> int:
-        return sum(x.numel() * x.element_size() for layer in self._layers for x in layer.buffers)
+        return super().kv_bytes + sum(x.nbytes for layer in self._crossed.layers for x in (layer.keys, layer.values))
