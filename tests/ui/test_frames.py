@@ -14,6 +14,7 @@ from specdemo.ui.labels import lane_speedup, sameness, tiles, verdict
 from specdemo.ui.lane import PLAIN, SPEC
 from specdemo.ui.run_store import RunStore
 
+RECIPE = {"rule": "rejection", "temperature": 1.0}
 LINES = (header(), PREFILL, REJECTION, ALL_KEPT)
 
 
@@ -31,19 +32,19 @@ def records_of(run: Run) -> list[dict]:
     ],
 )
 def test_tokens_have_kinds_and_positions(line: dict, shown: list) -> None:
-    assert [(kind, text) for kind, text, *_ in cells(step_event(line))] == shown
+    assert [(kind, text) for kind, text, *_ in cells(step_event(line), RECIPE)] == shown
 
 
 def test_committed_cells_form_the_text() -> None:
     for line in (PREFILL, REJECTION, ALL_KEPT, CUT):
-        kept = [text for kind, text, *_ in cells(step_event(line)) if kind not in ("rejected", "ignored")]
+        kept = [text for kind, text, *_ in cells(step_event(line), RECIPE) if kind not in ("rejected", "ignored")]
         assert "".join(kept) == line["text"] and len(kept) == len(line["tokens"])
 
 
 def test_in_a_forest_the_accepted_path_comes_first() -> None:
     line = step(1, pieces=["b", "d", "X"], draft=("a", "b", "c", "d"), accepted=(1, 3), tested=4)
     line |= {"parents": [-1, -1, 0, 1], "beta": [0.5, 0.5, None, 0.5], "kind": "bonus"}
-    assert [(kind, text) for kind, text, *_ in cells(step_event(line))] == [
+    assert [(kind, text) for kind, text, *_ in cells(step_event(line), RECIPE)] == [
         ("accepted", "b"),
         ("accepted", "d"),
         ("rejected", "a"),
@@ -74,8 +75,8 @@ def test_beam_frames_show_committed_and_pending_tokens() -> None:
 
 def test_a_point_mass_has_no_q() -> None:
     line = REJECTION | {"q": None}
-    assert [cell[4] for cell in cells(step_event(line))] == [None] * 4
-    assert [cell[4] for cell in cells(step_event(REJECTION))] == [0.25, 0.25, 0.25, None]
+    assert [cell[4] for cell in cells(step_event(line), RECIPE)[:3]] == [None] * 3
+    assert [cell[4] for cell in cells(step_event(REJECTION), RECIPE)[:3]] == [0.25] * 3
 
 
 def test_frames_from_any_index_join_to_all_records() -> None:

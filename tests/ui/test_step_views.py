@@ -52,6 +52,7 @@ def test_step_picture_equals_the_trace() -> None:
         assert (node["p"], node["q"], node["draw"], node["beta"]) == (
             SEEN["p"][n], SEEN["q"][n], SEEN["draw"][n], SEEN["beta"][n],
         )  # fmt: skip
+        assert node["bound"] == (1.0 if SEEN["draw"][n] is not None else None)
     assert found["nodes"][0]["bars"] == [("a", 0.3, 0.75), ("b", 0.5, 0.25), ("c", 0.2, 0.0)]
     assert found["times"] == {"draft": 0.01, "verify": 0.02, "host": 0.0} and found["t"] == SEEN["t"]
     assert found["words"] == "Drafted 3, accepted 1, committed 2."
@@ -62,7 +63,7 @@ def test_the_correction_comes_from_the_residual() -> None:
     last = rounds.step_picture(lane(PREFILL, line), 1)["last"]
     assert last["law"] == "residual" and "residual" in last["words"]
     residual = {text: mass for text, mass, _ in last["bars"]}
-    assert residual == pytest.approx({"X": 0.3 / 0.4, "c": 0.0, "d": 0.1 / 0.4})
+    assert residual == pytest.approx({"X": 0.3 / 0.4, "d": 0.1 / 0.4})
     plain = rounds.step_picture(lane(PREFILL, line, rule="match"), 1)["last"]
     assert plain["law"] == "p" and [bar[1] for bar in plain["bars"]] == [0.7, 0.2, 0.1]
 
@@ -78,14 +79,14 @@ def test_missing_records_are_not_shown() -> None:
 @pytest.mark.parametrize(
     ("change", "recipe", "words"),
     [
-        ({"p": [0.1] * 3, "q": [0.5] * 3, "draw": [0.1, 0.62, None]}, {}, "the draw 0.620 is above p/q = 0.200."),
+        ({"p": [0.1] * 3, "q": [0.5] * 3, "draw": [0.1, 0.62, None]}, {}, "the draw 0.620 is not below p/q = 0.200."),
         ({"p": [0.4] * 3, "q": [0.5] * 3, "draw": [0.1, 0.62, None]}, {}, "the draw 0.100 is below p/q = 0.800."),
-        ({"p": [0.6] * 3, "q": [0.5] * 3}, {}, "Accepted for any draw: p/q = 1.200 is at least 1."),
-        ({"q": None, "p": [0.4] * 3, "draw": [0.1, 0.62, None]}, {}, "the draw 0.620 is above p/q = 0.400."),
+        ({"p": [0.6] * 3, "q": [0.5] * 3}, {}, "Accepted for any draw: p/q is at least 1."),
+        ({"q": None, "p": [0.4] * 3, "draw": [0.1, 0.62, None]}, {}, "the draw 0.620 is not below p/q = 0.400."),
         ({}, {"temperature": 0.0}, "Rejected: it is not the target's most probable token."),
         ({}, {"rule": "match"}, "Accepted: the target sampled the same token."),
         ({}, {"rule": "coupled"}, "Rejected: with the shared noise, the target sampled another token."),
-        ({"draw": [None] * 3}, {"rule": "typical"}, "Accepted by the rule without a random draw: p = 0.500"),
+        ({"draw": [None] * 3, "bound": [0.09, 0.7, None]}, {"rule": "typical"}, "reaches the rule's bound 0.090"),
         ({}, {}, "Not tested: an earlier draft token was rejected."),
     ],
 )  # fmt: skip
