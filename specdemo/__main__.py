@@ -2,10 +2,10 @@
 
 import sys
 
-from specdemo import limit_onednn_cache
+from specdemo import set_environment_defaults
 
 if __name__ == "__main__":
-    limit_onednn_cache()  # before torch is imported
+    set_environment_defaults()  # before torch is imported
     from specdemo.cli import main
 
     sys.exit(main())

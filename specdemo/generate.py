@@ -61,7 +61,9 @@ def generate(
     loaded = [pool.take(spec) if spec is not None else None for spec in specs]
     if running.cloud:
         yield Loading(f"connecting to the cloud at {running.cloud.remote}")
-        with closing(connect(running.cloud, running.target_spec, running.seed)) as remote:
+        with closing(connect(running.cloud, running.target_spec, running.seed, edge=loaded[0])) as remote:
+            if remote.lost:
+                yield Loading("no response from the cloud: the drafter decodes alone")
             yield from _run(recipe, running, prompt, pool, remote, loaded[0], stores, drafter)
     else:
         assert loaded[0] is not None
@@ -100,7 +102,7 @@ def _run(
             environment={**environment, "drafter_bytes": model.weight_bytes if model else None},
         )
         device, metrics, last, failure, exhausted = pipeline.device, Metrics(), None, None, False
-        steps = _steps(pipeline, target, tokens, min(running.max_tokens, room), start)
+        steps = _steps(pipeline, target, tokens, min(running.max_tokens, room), start, running.first_target)
         try:
             for event in steps:
                 metrics, last = event.metrics, event.step.tokens[-1] if event.step.tokens else last
@@ -138,7 +140,12 @@ def _memory_ran_out(kv_bytes: int, device: torch.device) -> str:
 
 
 def _steps(
-    pipeline: Pipeline, target: LoadedModel | RemoteModel, tokens: Sequence[int], max_tokens: int, start: float
+    pipeline: Pipeline,
+    target: LoadedModel | RemoteModel,
+    tokens: Sequence[int],
+    max_tokens: int,
+    start: float,
+    first_target: bool,
 ) -> Iterator[StepEvent]:
     metrics, stream, names = Metrics(), TextStream(target.tokenizer, tokens), TokenNames(target.tokenizer)
     sampler = memory.MemorySampler()
@@ -151,6 +158,7 @@ def _steps(
         stop=target.stop,
         clock=time.perf_counter,
         start=start,
+        first_target=first_target,
     )
     for step in steps:
         metrics = metrics.plus(step)

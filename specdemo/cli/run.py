@@ -12,12 +12,12 @@ from typing import TextIO
 
 from specdemo.cli.arguments import given
 from specdemo.core import trace
-from specdemo.core.errors import UserError
+from specdemo.core.errors import UserError, check_name
 from specdemo.core.events import End, Event, Header, Loading, StepEvent
 from specdemo.core.explain import STYLES, Decision, decision_of, explain, figure
 from specdemo.core.metrics import Metrics
 from specdemo.generate import generate
-from specdemo.recipe import Recipe
+from specdemo.recipe import PRESETS, Recipe, refuse_ineffective
 from specdemo.worker import handle_signals
 
 RESET = "\x1b[0m"
@@ -25,10 +25,23 @@ RESET = "\x1b[0m"
 
 def run(options: argparse.Namespace) -> int:
     """Return the exit code: 0, 1 for a failed run, 130 if interrupted. Raises `UserError` for invalid input."""
-    recipe = Recipe(**given(options))
+    recipe = recipe_of_flags(options)
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     with _open(options.trace) as file, handle_signals(signal.default_int_handler, signal.SIGTERM):
         return _show(generate(recipe, prompt), options, file)
+
+
+def recipe_of_flags(options: argparse.Namespace) -> Recipe:
+    """Return the recipe of preset and flags. Raises `UserError` for flags that have no effect."""
+    values = given(options)
+    if options.preset is not None:
+        check_name("preset", options.preset, PRESETS)
+        values = {**PRESETS[options.preset].values, **values}
+    recipe = Recipe(**values)
+    refuse_ineffective(recipe, given(options))
+    if recipe.ngram_keep:
+        raise UserError("ngram_keep has no effect in the terminal, which has no earlier runs: use the page")
+    return recipe
 
 
 def _open(path: Path | None) -> AbstractContextManager[TextIO | None]:

@@ -89,11 +89,13 @@ def decode(
     stop: Collection[int],
     clock: Callable[[], float],
     start: float | None = None,
+    first_target: bool = True,
 ) -> Iterator[Step]:
     """Continue `prompt` by up to `max_tokens` tokens, ending after the first token in `stop`; yield each step.
 
-    Step 0 has an empty draft (prefill), which separates time to first token from decoding speed. `start` is the clock
-    value at the request. The generator may be closed at any step. Time between steps is included in `t` only.
+    Step 0 has an empty draft (prefill), which separates time to first token from decoding speed, unless `first_target`
+    is False. `start` is the clock value at the request. The generator may be closed at any step. Time between steps is
+    included in `t` only.
     """
     tokens = list(prompt)
     end = len(tokens) + max_tokens
@@ -101,7 +103,7 @@ def decode(
     for i in count():
         began = clock()
         remaining = end - len(tokens) - 1  # the target adds one token
-        limit = min(policy.gamma, remaining) if i else 0
+        limit = min(policy.gamma, remaining) if i or not first_target else 0
         draft = drafter.propose(tokens, DraftBudget(limit, policy)) if limit else Draft()
         drafted = clock()
         verdict = verifier.verify(tokens, draft)

@@ -21,7 +21,7 @@ from specdemo.models.engines.llama_weights import LlamaWeights, PackedLinear, pa
 from specdemo.models.hub import Hub
 from specdemo.models.kv_cache import BatchInvariance, CachedModel, check_invariance
 from specdemo.models.llama_checkpoint import read_checkpoint
-from specdemo.models.memory import drop_mapped_files, free_bytes, given_back_at_once, on_large_pages, weight_bytes
+from specdemo.models.memory import drop_mapped_files, free_bytes, given_back_at_once, on_large_pages
 from specdemo.models.quantization import check_quantization, load_options, skeleton
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device
 from specdemo.worker import ReportProgress, TaskProgress, ignore_progress
@@ -96,16 +96,14 @@ def load(
     if reason:
         pack(model)
     drop_mapped_files(model)
-    if reason:
-        loaded = LoadedModel(spec, model, tokenizer, weight_bytes(model), f"transformers: {reason}")
-    else:
-        lean = LlamaWeights(model, consume=True)
-        loaded = LoadedModel(spec, lean, tokenizer, lean.weight_bytes, "lean")
-    del model
-    on_large_pages(module.packed for module in loaded.model.modules() if isinstance(module, PackedLinear))
+    engine = f"transformers: {reason}" if reason else "lean"
+    if not reason:
+        model = LlamaWeights(model, consume=True)
+    on_large_pages(module.packed for module in model.modules() if isinstance(module, PackedLinear))
+    cached = CachedModel(model)
     if warm:
-        CachedModel(loaded.model).score([0], Draft.chain((0,)))
-    return loaded
+        cached.score([0], Draft.chain((0,)))  # bitsandbytes converts weights in the first pass
+    return LoadedModel(spec, model, tokenizer, cached.weight_bytes, engine)
 
 
 def reference(
