@@ -171,6 +171,7 @@ class RunOptions:
         slider=(0, 16, 1),
         group="Recording",
         metavar="N",
+        applies="samples",
     )
     dtype: str = option(
         "auto",

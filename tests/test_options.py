@@ -137,7 +137,7 @@ def test_values_outside_the_range_are_refused(name: str) -> None:
         ({"skip_layers": ("a",)}, "skip_layers must be a list of whole numbers, not 'a'"),
         ({"bad_words": "word"}, "bad_words must be a list of names, not 'word'"),
         ({"gama": 3}, "unknown option 'gama': known are pair, "),
-        ({"gamma_min": 5, "gamma_max": 4}, "gamma_min 5 is above gamma_max 4"),
+        ({"policy": "egag", "gamma_min": 5, "gamma_max": 4}, "gamma_min 5 is above gamma_max 4"),
         ({"exit_layer": 1, "skip_layers": (2,)}, "either exit_layer or skip_layers"),
         ({"threshold": 0.5}, "rule rejection has no threshold"),
         ({"rule": "match", "skip_sample_adjustment": True}, "no sample adjustment to skip"),

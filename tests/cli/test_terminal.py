@@ -71,7 +71,7 @@ def test_steps_as_text(models: dict[str, str], capsys: pytest.CaptureFixture[str
     assert main(["run", PROMPT, *pair(models), "--steps", "--gamma", "4"]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"step 1  position \d+  gamma 4  drafted 4  accepted \d", shown)
-    assert re.search(r"Rejected: the draw 0\.\d+ is above p/q = 0\.\d+", shown) and "Not tested" in shown
+    assert re.search(r"Rejected: the draw 0\.\d+ is not below p/q = 0\.\d+", shown) and "Not tested" in shown
     assert re.search(r"q=\d\.\d+  p=\d\.\d+", shown) and "correction" in shown
 
 
@@ -116,11 +116,11 @@ BAD = {
     "bounds of fixed": ([PROMPT, "--gamma-min", "2"], "gamma_min has no effect with policy fixed"),
     "beta without egag": (
         [PROMPT, "--egag-ema-beta", "0"],
-        "egag_ema_beta has no effect with policy fixed: choose egag",
+        "with policy fixed: choose egag",
     ),
     "option of another method": (
         [PROMPT, "--tree-nodes", "5"],
-        "tree_nodes has no effect with method draft: choose tree",
+        "no effect with method draft: choose tree",
     ),
     "gamma of ar": ([PROMPT, "--method", "ar", "--gamma", "5"], "gamma has no effect with method ar: choose draft"),
     "store of one run": ([PROMPT, "--method", "nasd", "--ngram-keep"], "ngram_keep has no effect in the terminal"),
@@ -165,6 +165,35 @@ def test_names_and_models_that_do_not_fit(
     assert main(["run", PROMPT, "--target", target, "--drafter", stranger, "--universal", "--max-tokens", "9"]) == 0
     assert main(["preflight", "--target", target, "--drafter", stranger, "--universal", "--kind", "code"]) == 2
     assert "share a vocabulary" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_drafter_decodes_alone_if_no_cloud_responds(
+    models: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    unreachable = ["--remote", "http://127.0.0.1:1"]
+    assert main(["run", PROMPT, *pair(models), *unreachable]) == 2
+    assert "there is no service at http://127.0.0.1:1" in capsys.readouterr().err
+    assert main(["run", PROMPT, *pair(models), *unreachable, "--on-loss", "edge"]) == 0
+    shown = capsys.readouterr()
+    assert "the drafter decodes alone" in shown.err and "the drafter continues alone" in shown.out
+    assert "20 tokens" in shown.out and "LOSSY" in shown.out
+
+
+def test_a_preset_sets_several_options(models: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--preset", "sources", "--top-p", "0.8", "--json"]
+    assert main(["run", PROMPT, *pair(models), *arguments]) == 0
+    recipe = json.loads(capsys.readouterr().out.splitlines()[0])["recipe"]
+    shown = {name: recipe[name] for name in ("temperature", "top_p", "repetition_penalty", "gamma", "policy")}
+    assert shown == {"temperature": 1.0, "top_p": 0.8, "repetition_penalty": 1.1, "gamma": 6, "policy": "dynamic"}
+
+
+def test_a_banned_text_does_not_appear(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["run", "class TestStack(TestCase):\n    def test(self):\n", "--temperature", "0", "--max-tokens", "60"]
+    texts = []
+    for banned in ([], ["--bad-word", "self"]):
+        assert main([*arguments, *banned, "--json"]) == 0
+        texts.append("".join(json.loads(line).get("text", "") for line in capsys.readouterr().out.splitlines()))
+    assert "self" in texts[0] and "self" not in texts[1]
 
 
 def test_ctrl_c_ends_the_trace(

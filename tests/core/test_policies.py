@@ -198,7 +198,8 @@ def test_auto_uses_beta_for_chains_and_counts_for_trees() -> None:
 def test_bounds_come_from_the_recipe_or_the_policy() -> None:
     assert Recipe(policy="dynamic").gamma_bounds == (3, 12)
     assert Recipe(policy="egag", gamma_min=2, gamma_max=5).gamma_bounds == (2, 5)
-    assert Recipe(policy="egag", gamma=6).gamma_bounds == (1, 6) and Recipe(policy="svip", gamma=6).gamma_bounds == (
+    assert Recipe(policy="egag", gamma=6).gamma_bounds == (1, 6)
+    assert Recipe(policy="svip", gamma=6).gamma_bounds == (
         0,
         6,
     )
