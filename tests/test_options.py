@@ -17,7 +17,7 @@ from specdemo.cli.arguments import given, parser
 from specdemo.cli.reference import cli_reference
 from specdemo.core.errors import UserError
 from specdemo.core.options import Option
-from specdemo.recipe import Recipe, methods_with
+from specdemo.recipe import PRESETS, Recipe, methods_with
 from specdemo.remote.config import CloudConfig
 from specdemo.ui.limits import PUBLIC
 from specdemo.ui.page import build
@@ -189,6 +189,14 @@ def test_few_controls_are_visible_at_first(page: Any) -> None:
     assert 10 <= visible(page) <= 14
     basic = {name for name, option in OPTIONS.items() if option.basic}
     assert basic == {"pair", "method", "gamma", "temperature", "max_tokens"}
+
+
+def test_a_preset_button_sets_its_controls(page: Any) -> None:
+    events = [event for event in page.fns.values() if event.js and "0.9" in str(event.js) and len(event.outputs) == 6]
+    (applied,) = events
+    values = PRESETS["sources"].values
+    assert [output.elem_id for output in applied.outputs] == [OPTIONS[name].element for name in values]
+    assert applied.js == f"() => {json.dumps(list(values.values()))}"
 
 
 def test_visitors_of_a_public_page_cannot_change_the_host(page: Any) -> None:
