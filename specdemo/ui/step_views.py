@@ -71,6 +71,7 @@ def _node(lane: Lane, event: StepEvent, node: int, names: Mapping[int, str]) -> 
         "parent": step.draft.parents[node],
         "state": Outcome.ACCEPTED if outcome is Outcome.UNVERIFIED else outcome,
         **asdict(decision),
+        "point": decision.q is None,
         "beta": None if takes_most_probable(lane.recipe) else verdict.beta[node],
         "entropy_p": target.entropy if target else None,
         "entropy_q": drafter.entropy if drafter else None,
@@ -174,7 +175,7 @@ def _facts(step: Step) -> list[tuple[str, str]]:
 
 
 def _summary(step: Step) -> str:
-    if step.i == 0:
+    if step.i == 0 and not step.draft.tokens:
         return "Prefill: one pass over the prompt, which gives the first token."
     if step.searched:
         return f"Step of a beam search: all beams agree on {len(step.tokens)} tokens."
