@@ -304,7 +304,6 @@ class Recipe(*reversed(option_classes()), RunOptions):
 
     @property
     def gamma_bounds(self) -> tuple[int, int]:
-        """Return the shortest and the longest draft of the policy."""
         return self.draft_lengths.least, self.draft_lengths.most
 
     @property
@@ -387,10 +386,7 @@ def methods_with(declared: Option) -> list[str]:
 
 
 def refuse_ineffective(chosen: Recipe, given: Mapping[str, Any]) -> None:
-    """Raise `UserError` if an explicitly given option has no effect with the method or policy of the recipe.
-
-    Models and sampling parameters may be given for any method, since commands for several methods share them.
-    """
+    """Raise `UserError` if a given option has no effect; models and sampling parameters are exempt."""
     for name, declared in Recipe.OPTIONS.items():
         if name not in given or declared.group == "Models and devices" or declared.applies == "samples":
             continue
@@ -403,8 +399,6 @@ def refuse_ineffective(chosen: Recipe, given: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Preset:
-    """Values of several options under a name."""
-
     title: str
     values: Mapping[str, Any]
 

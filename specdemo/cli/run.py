@@ -32,7 +32,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def recipe_of_flags(options: argparse.Namespace) -> Recipe:
-    """Return the recipe of preset and flags. Raises `UserError` for flags that have no effect."""
     values = given(options)
     if options.preset is not None:
         check_name("preset", options.preset, PRESETS)

@@ -1,4 +1,4 @@
-"""Exclude texts in every tokenisation: the tokens that would complete a banned text after the preceding tokens."""
+"""Exclude texts in every tokenisation."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from collections.abc import Sequence
 
 
 class BannedText:
-    """Banned texts for a vocabulary, given as the bytes of each token (empty for special tokens).
-
-    Matching bytes instead of tokens also covers characters that several tokens form.
-    """
+    """Texts banned in a vocabulary, given as the bytes of each token."""
 
     def __init__(self, texts: Sequence[str], pieces: Sequence[bytes]) -> None:
         words = [text.encode() for text in texts]
@@ -18,7 +15,7 @@ class BannedText:
         self._order = sorted(range(len(pieces)), key=pieces.__getitem__)
         self._sorted = [pieces[token] for token in self._order]
         self._always = {token for token, piece in enumerate(pieces) if any(word in piece for word in words)}
-        self._completing: dict[bytes, set[int]] = {}  # beginning of a text -> tokens that start with its rest
+        self._completing: dict[bytes, set[int]] = {}  # beginning -> tokens
         for word in words:
             for split in range(1, len(word)):
                 tokens = self._starting_with(word[split:])
@@ -36,7 +33,6 @@ class BannedText:
         return banned
 
     def _tail(self, path: Sequence[int]) -> bytes:
-        """Return at least as many of the last bytes as a beginning has."""
         needed, last = self._lengths[-1] if self._lengths else 0, []
         for token in reversed(path):
             if needed <= 0:

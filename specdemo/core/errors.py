@@ -14,7 +14,7 @@ def check_name(kind: str, name: str, names: Collection[str]) -> None:
 
 
 def check_unicode(kind: str, text: str) -> None:
-    """Raise `UserError` if `text` has no UTF-8 encoding, as with half of a surrogate pair."""
+    """Raise `UserError` if `text` contains a lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,7 +1,7 @@
 """Draft-length policies.
 
-Policies are queried before tokens are sampled, so they never bias the output. Without logits (None), policies based on
-them allow their maximum length.
+Policies are queried before tokens are sampled, so they never bias the output. Without logits they allow their
+maximum.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PolicyDefaults:
     """Policy without notes that drafts `gamma` tokens."""
 
     needs_logits = False
-    gamma: int  # longest draft of the next step
+    gamma: int
 
     @property
     def notes(self) -> dict[str, float]:
@@ -66,7 +66,7 @@ class Auto(PolicyDefaults):
 
     max_gamma: int
     costs: CostModel = field(default_factory=CostModel)
-    start: int | None = None  # gamma of the first draft; None: the optimum of the initial estimates
+    start: int | None = None  # first gamma; None: by estimates
     min_gamma: int = 0
     prior_acceptance: float = 0.7
     prior_weight: float = 12.0  # in tests
@@ -235,8 +235,6 @@ class StoppingPolicy(PolicyDefaults):
 
 @dataclass
 class ThresholdPolicy(StoppingPolicy):
-    """Draft while `test(logits)`."""
-
     gamma: int
     test: Callable[[Any], bool]
     min_gamma: int = 0
@@ -311,7 +309,7 @@ def _largest_prob(logits: Any) -> float:
 
 @dataclass(frozen=True)
 class DraftLengths:
-    """Longest draft of the first step, bounds of all drafts, and the weight of past entropy in EGAG."""
+    """Longest first draft, bounds of all drafts, and EGAG's weight."""
 
     gamma: int
     least: int
@@ -323,17 +321,17 @@ class DraftLengths:
 class Policy:
     """Registry entry of a policy: title, factory, default bounds.
 
-    Gamma is the longest draft of the first step, and of all steps unless `most` or the user sets another limit.
+    Gamma is the longest draft of the first step.
     """
 
     title: str
     make: Callable[[DraftLengths, CostModel], Any]
-    bounded: bool = True  # False: always gamma tokens
+    bounded: bool = True
     least: int = 0
     most: int | None = None  # None: gamma
 
     def lengths(self, gamma: int, least: int | None, most: int | None, beta: float = 0.5) -> DraftLengths:
-        """Return the draft lengths for given values; default bounds include gamma and the given bound."""
+        """Return the draft lengths; default bounds include gamma."""
         if not self.bounded:
             return DraftLengths(gamma, gamma, gamma)
         highest = max(self.most or 0, gamma, least or 0) if most is None else most

@@ -28,8 +28,8 @@ class SamplingParams:
     top_k: int = 0  # 0: all
     top_p: float = 1.0
     repetition_penalty: float = 1.0
-    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed, as in transformers
-    banned: BannedText | None = None  # texts that must not be completed in any tokenisation
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences, as in transformers
+    banned: BannedText | None = None
 
     @property
     def needs_paths(self) -> bool:
@@ -42,7 +42,7 @@ class SamplingParams:
         """Apply repetition penalty and bad words; return float32 logits `[rows, vocab]`.
 
         `paths[r]` contains all tokens before row r, used only if `needs_paths`. Raise `UserError` if the largest logit
-        of a row is not finite, before or after processing.
+        of a row is not finite.
         """
         logits = logits.float()
         self.refuse_broken(logits.amax(-1).tolist())
@@ -94,9 +94,9 @@ class SamplingParams:
         return logits
 
     def refuse_broken(self, largest: Sequence[float]) -> None:
-        """Raise `UserError` if the largest logit of any row is not finite, or not after division by the temperature."""
+        """Raise `UserError` unless largest logits are finite, also after division by the temperature."""
         limit = _LARGEST * min(1.0, self.temperature or 1.0)
-        if not all(abs(logit) <= limit for logit in largest):  # also false for NaN
+        if not all(abs(logit) <= limit for logit in largest):
             raise UserError("the model returned NaN or infinite logits: try dtype float32, or another checkpoint")
 
 

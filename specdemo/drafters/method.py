@@ -77,7 +77,7 @@ class Method:
     shape: Shape = "chain"
     drafts: bool = True
     exact: bool = True  # False for methods that do not sample from the target's distribution under any rule
-    samples: bool = True  # False: temperature, top-p, seed and top have no effect
+    samples: bool = True  # uses temperature, top-p, seed and top
     sampled: bool = False  # drafts are sampled above temperature 0, otherwise point masses
     second_model: bool = False
     local_target: bool = False
@@ -91,7 +91,6 @@ class Method:
 
     @property
     def uses_policy(self) -> bool:
-        """Return True if the policy of the recipe chooses the draft length."""
         return self.drafts and self.policy is None
 
     @property

@@ -57,8 +57,8 @@ class NGramDrafter:
 
     Contexts have up to n - 1 tokens; with `levels` "multi" shorter contexts are a fallback. `filler_top_k` above 1 adds
     the target's top-k tokens at each committed position with lower weight; 1 is NAPD. Pass `store` to reuse counts;
-    `source` is additional text, for example an encoder's input. An unknown context ends the draft, or with
-    `random_below` proposes a random token below this number, independent of the target's noise: a point mass.
+    `source` is additional text, for example an encoder's input. With `random_below`, unknown
+    contexts propose random tokens.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class NGramDrafter:
         for offset, row in zip(range(len(step.tokens)), rows, strict=False):
             position = start + offset
             before = tokens[max(0, position - self._longest) : position]
-            choices = step.verdict.choices[row] if step.verdict.choices else ()  # empty without a target pass
+            choices = step.verdict.choices[row] if step.verdict.choices else ()
             for rank, token in reversed(list(enumerate(choices[: self._filler_top_k]))):
                 if token != tokens[position]:
                     self.store.add(before, token, seen=0.0, filler=1.0 / (rank + 1))

@@ -102,7 +102,7 @@ def load(
     on_large_pages(module.packed for module in model.modules() if isinstance(module, PackedLinear))
     cached = CachedModel(model)
     if warm:
-        cached.score([0], Draft.chain((0,)))  # bitsandbytes converts weights in the first pass
+        cached.score([0], Draft.chain((0,)))  # may convert weights
     return LoadedModel(spec, model, tokenizer, cached.weight_bytes, engine)
 
 

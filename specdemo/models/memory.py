@@ -76,10 +76,9 @@ def weight_bytes(model: torch.nn.Module) -> int:
 
 
 def _scales(model: torch.nn.Module) -> Iterator[Tensor]:
-    """Yield the tensors of bitsandbytes that are neither parameters nor buffers."""
     for module in model.modules():
         states = [getattr(getattr(module, "weight", None), "quant_state", None), getattr(module, "state", None)]
-        states += [getattr(state, "state2", None) for state in states]  # of quantized scales
+        states += [getattr(state, "state2", None) for state in states]
         for state in states:
             if hasattr(state, "absmax") or hasattr(state, "SCB"):
                 yield from (value for value in vars(state).values() if isinstance(value, Tensor))

@@ -109,7 +109,7 @@ class TokenNames:
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
-    """Return the bytes that each token adds to a text, empty for special tokens."""
+    """Return the bytes of each token, empty for special tokens."""
     names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
     byte_level, special = "ByteLevel" in repr(decoder), set(tokenizer.all_special_ids)
@@ -130,7 +130,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
 
 
 def _byte_characters() -> dict[str, int]:
-    """Return the byte of each character of byte-level vocabularies (GPT-2): printable ones stand for themselves."""
+    """Return the byte of each character of byte-level vocabularies (GPT-2)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -90,7 +90,7 @@ class RemoteVerifier:
         self._context_id, self._epoch, self._step = context_id or uuid.uuid4().hex, 0, -1
         self._cloud_tokens: list[int] = []
         self._late: tuple[Future[tuple[VerifyResponse, dict[str, float]]], int] | None = None  # with text length
-        self._alone, self._announce_loss = alone, alone  # no connection from the start
+        self._alone, self._announce_loss = alone, alone
         self._closed = False
         self._sender = ThreadPoolExecutor(1, "cloud")  # requests may outlive deadlines
 
@@ -243,7 +243,7 @@ class RemoteVerifier:
         verified, unverified = self._cloud_tokens[length:], list(tokens[length:])
         same = common_prefix(verified, unverified)
         notes["confirmed"] = float(same)
-        # Later tokens followed the overruled one, so the cloud has not verified them in their own context.
+        # The cloud has not verified later tokens in their context.
         notes["overruled"] = float(same < min(len(verified), len(unverified)))
         if same < len(unverified) or same == len(verified):
             return None
@@ -327,7 +327,7 @@ class RemoteModel:
     info: ServiceInfo
     tokenizer: Any
     cloud: CloudConfig
-    lost: bool = False  # no service responded: the drafter decodes alone
+    lost: bool = False
 
     encoder = False  # unsupported by the service
 
@@ -368,7 +368,7 @@ def connect(
 ) -> RemoteModel:
     """Connect to the service; raise `UserError` if it is unreachable or has another tokenizer.
 
-    With `edge`, a model that may continue alone, an unreachable service is reported as lost instead.
+    With `edge`, an unreachable service is lost.
     """
     link = LinkEmulation(
         cloud.rtt_ms / 1000, cloud.jitter_ms / 1000, cloud.loss, cloud.up_mbit * 1e6, cloud.down_mbit * 1e6, seed
@@ -400,7 +400,6 @@ def connect(
 
 
 def _info_without_service(target: ModelSpec, tokenizer: Any, edge: LoadedModel) -> ServiceInfo:
-    """Describe the target as far as the edge can: vocabulary and stop tokens of the tokenizer and the edge's model."""
     return ServiceInfo(
         name=Path(target.name).name,
         vocab_size=max(edge.vocab_size, len(tokenizer)),

@@ -71,7 +71,6 @@ def sidebar(usual: Recipe, limits: HostLimits, unload: Callable[[], Awaitable[st
 
 
 def _preset_buttons() -> list[tuple[gr.Button, Mapping[str, Any]]]:
-    """Build a button per preset; return each with the settings that it applies."""
     return [
         (gr.Button(f"Apply preset {name}", size="sm", elem_id=f"preset-{name}"), preset.values)
         for name, preset in PRESETS.items()
