@@ -16,11 +16,21 @@ from transformers import PreTrainedModel
 
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft, common_prefix
+from specdemo.models.cache_check import cache_support
 from specdemo.models.engines.encoder_decoder import EncoderDecoderEngine, has_encoder, opening
 from specdemo.models.engines.generic import TransformersEngine
 from specdemo.models.engines.llama import borrow_engine, return_engine
 from specdemo.models.engines.llama_weights import LlamaWeights
+from specdemo.models.engines.uncached import UncachedEngine
 from specdemo.models.memory import weight_bytes
+
+
+def _engine(model: PreTrainedModel, source: Sequence[int], uncached: bool) -> CacheEngine:
+    if has_encoder(model.config):
+        source = source or opening(model)
+        return UncachedEngine(model, source) if uncached else EncoderDecoderEngine(model, source)
+    return UncachedEngine(model, ()) if uncached else TransformersEngine(model)
+
 
 _NO_LOGITS = torch.empty(0, 0)
 
@@ -63,10 +73,11 @@ class CachedModel:
             )
         if isinstance(model, LlamaWeights):
             self._engine: CacheEngine = borrow_engine(model)
-        elif has_encoder(model.config):
-            self._engine = EncoderDecoderEngine(model, source or opening(model))
+            self._chains_only = ""
         else:
-            self._engine = TransformersEngine(model)
+            support = cache_support(model)
+            self._chains_only = support.forests
+            self._engine = _engine(model, source, bool(support.uncached))
         self._pad = pad
         self._held: list[int] = []
         self._draft = Draft()
@@ -78,6 +89,11 @@ class CachedModel:
 
         Row 0 follows `tokens`, row i + 1 follows node i. Raises `UserError` for an unsupported draft shape.
         """
+        if self._chains_only and not draft.is_chain:
+            raise UserError(
+                f"{type(self.model).__name__} supports chains only, because it {self._chains_only}: choose a method "
+                "that drafts a chain"
+            )
         if not tokens:
             raise UserError("the prompt is empty: give a prompt of at least one token")
         held, known = self._keep(tokens, draft)

@@ -54,9 +54,7 @@ class EncoderDecoderEngine:
         self._cache = EncoderDecoderCache(self._self_attention, self._cross_attention)
 
     def run(self, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
-        """See `CacheEngine.run`. Raises `UserError` for forests: these decoders compute positions internally."""
-        if not draft.is_chain:
-            raise UserError(f"{type(self._model).__name__} supports chains only: choose a method that drafts a chain")
+        """See `CacheEngine.run`; `draft` is a chain, because these decoders compute positions internally."""
         device = self._model.device
         if self._encoded is None:
             self._encoded = self._model.get_encoder()(input_ids=torch.tensor([self._source], device=device))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import Cache, PretrainedConfig, PreTrainedModel
@@ -105,55 +108,57 @@ def has_window(model: PreTrainedModel) -> bool:
 
 
 def can_roll_back(kind: type[PreTrainedModel], config: PretrainedConfig) -> bool:
-    """True if all layers use attention: recurrent states cannot be rolled back."""
-    layers = getattr(config.get_text_config(), "layer_types", None) or ["full_attention"]
-    return not kind._is_stateful and set(layers) <= {"full_attention", "sliding_attention"}
+    """True if all layers store keys and values only: other states cannot be rolled back."""
+    return not kind._is_stateful and not _other_layers(config)
 
 
 def refuse_recurrent(kind: type[PreTrainedModel], config: PretrainedConfig) -> None:
     if not can_roll_back(kind, config):
+        others = f" ({', '.join(_other_layers(config))})" if _other_layers(config) else ""
         raise UserError(
-            f"{kind.__name__} keeps a recurrent state that cannot take back a rejected token: "
-            "choose a model with attention layers only"
+            f"{kind.__name__} keeps a state{others} that cannot take back a rejected token: choose a model with "
+            "ordinary attention layers only"
         )
+
+
+def _other_layers(config: PretrainedConfig) -> list[str]:
+    layers = getattr(config.get_text_config(), "layer_types", None) or ()
+    return sorted({*layers} - {"full_attention", "sliding_attention", "chunked_attention"})
 
 
 class TransformersEngine:
     def __init__(self, model: PreTrainedModel) -> None:
         refuse_recurrent(type(model), model.config)
-        self._model, self._windowed = model, has_window(model)
-        self._layers = [InPlaceCacheLayer() for _ in range(model.config.get_text_config().num_hidden_layers)]
-        self._cache = Cache(layers=self._layers)
+        self._model = model
+        self._cache = Cache(layer_class_to_replicate=InPlaceCacheLayer)  # some models have several caches per layer
+        self._selects_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def run(self, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
-        """See `CacheEngine.run`. Raises `UserError` for forests on a model with a sliding window."""
-        if self._windowed and not draft.is_chain:
-            raise UserError(
-                f"{type(self._model).__name__} has a sliding window, which supports chains only: choose a method "
-                "that drafts a chain"
-            )
+        """See `CacheEngine.run`. Forests are exact only where `cache_support` reports no limit."""
         device, dtype = self._model.device, self._model.dtype
-        extra = {}
+        extra: dict[str, Any] = {"logits_to_keep": len(draft) + 1} if self._selects_rows else {}
         if not draft.is_chain:
             mask = torch.zeros(len(new), held + len(new), dtype=dtype)
             mask.masked_fill_(~visible(len(new), held, draft), torch.finfo(dtype).min)
             position_ids = torch.tensor([positions(len(new), held, draft)], device=device)
-            extra = {"attention_mask": mask[None, None].to(device), "position_ids": position_ids}
-        return self._model(
-            input_ids=torch.as_tensor(new, device=device)[None],
-            past_key_values=self._cache,
-            logits_to_keep=len(draft) + 1,
-            **extra,
+            extra |= {"attention_mask": mask[None, None].to(device), "position_ids": position_ids}
+        logits = self._model(
+            input_ids=torch.as_tensor(new, device=device)[None], past_key_values=self._cache, use_cache=True, **extra
         ).logits[0]
+        return logits[-len(draft) - 1 :]
+
+    @property
+    def layers(self) -> list[InPlaceCacheLayer]:
+        return self._cache.layers
 
     def keep(self, length: int, slots: list[int]) -> None:
-        for layer in self._layers:
+        for layer in self.layers:
             layer.keep(length, slots)
 
     @property
     def kv_bytes(self) -> int:
-        return sum(layer.nbytes for layer in self._layers)
+        return sum(layer.nbytes for layer in self.layers)
 
     @property
     def reserved_bytes(self) -> int:
-        return sum(x.numel() * x.element_size() for layer in self._layers for x in layer.buffers)
+        return sum(x.numel() * x.element_size() for layer in self.layers for x in layer.buffers)

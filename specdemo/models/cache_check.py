@@ -1,0 +1,180 @@
+"""Test of an architecture: passes with a KV cache must give the logits of passes without one.
+
+Lists of model names cannot be complete, so each class and configuration is tested once per process, on a small random
+model of the same structure: float32 on the CPU separates errors from rounding, and the time does not depend on the
+size of the weights.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from specdemo.core.errors import UserError
+from specdemo.core.step import Draft
+from specdemo.models.engines.encoder_decoder import EncoderDecoderEngine, has_encoder
+from specdemo.models.engines.generic import TransformersEngine, has_window, refuse_recurrent
+from specdemo.models.engines.uncached import FullPass, full_pass
+from specdemo.models.small_twin import reduced, small_twin
+
+_SOURCE = [5, 7, 9, 11, 13, 6]
+_TEXT, _PREFIX, _CACHED = 26, 18, 12  # tokens of the compared passes
+_BRANCHES = Draft((1, 2, 3, 4), (-1, -1, 0, 1))  # tokens are replaced
+_CHAIN_ONLY = "computes positions from the number of cached tokens"
+
+
+@dataclass(frozen=True)
+class CacheSupport:
+    """Limits of an architecture as reasons; empty where there is no limit."""
+
+    refusal: str = ""  # sentence for the user
+    uncached: str = ""  # passes with a KV cache are not exact
+    forests: str = ""  # passes over several continuations are not exact; continues the name of the class
+
+
+_RESULTS: dict[tuple[type[PreTrainedModel], str], CacheSupport] = {}
+
+
+def cache_support(model: PreTrainedModel) -> CacheSupport:
+    """Return the tested limits of a model that runs in `transformers`. Raises `UserError` if it cannot be used."""
+    return _supported(type(model), model.config, model)
+
+
+def refuse_architecture(kind: type[PreTrainedModel], config: PretrainedConfig) -> None:
+    """Raise `UserError` for an unusable architecture before its weights are available."""
+    _supported(kind, config, None)
+
+
+def _supported(kind: type[PreTrainedModel], config: PretrainedConfig, model: PreTrainedModel | None) -> CacheSupport:
+    refuse_recurrent(kind, config)
+    try:
+        small: PretrainedConfig | None = reduced(kind, config)
+        key = kind, f"{small.to_json_string()} {config._attn_implementation}"
+    except Exception:  # a configuration with unusual settings
+        small, key = None, (kind, config.to_json_string())
+    if key not in _RESULTS:
+        subject = _usable_twin(kind, small) or model
+        if subject is None:
+            return CacheSupport()
+        _RESULTS[key] = check_cache(subject)
+    if refusal := _RESULTS[key].refusal:
+        raise UserError(refusal)
+    return _RESULTS[key]
+
+
+def _usable_twin(kind: type[PreTrainedModel], small: PretrainedConfig | None) -> PreTrainedModel | None:
+    """Return a small model that runs, if the reduced configuration is consistent."""
+    try:
+        twin = None if small is None else small_twin(kind, small)
+        if twin is not None:
+            full_pass(twin, _SOURCE)(torch.tensor([[3, 4]]))
+    except Exception:  # sizes that depend on each other in unknown ways: the model itself is tested
+        return None
+    return twin
+
+
+@torch.inference_mode()
+def check_cache(model: PreTrainedModel) -> CacheSupport:
+    """Compare passes of `model` itself: later tokens, rollback, rows and forests."""
+    name, full = type(model).__name__, full_pass(model, _SOURCE)
+    comparison = _Comparison(model, full)
+    try:
+        causal = comparison.causal()
+    except Exception as error:
+        return CacheSupport(f"{name} cannot process text alone ({_first_line(error)}): choose a text generation model")
+    if not causal:
+        return CacheSupport(
+            f"{name} computes the logits of a token from later tokens, so it is not a causal language model: choose a "
+            "text generation model"
+        )
+    if problem := _problem(comparison.chains):
+        return CacheSupport(uncached=problem, forests="runs without a KV cache")
+    if has_encoder(model.config) or "position_ids" not in inspect.signature(model.forward).parameters:
+        reason = _CHAIN_ONLY
+    elif has_window(model):
+        reason = "has a sliding window"
+    else:
+        problem = _problem(comparison.forests)
+        reason = problem and "does not follow the mask and positions of several continuations"
+    return CacheSupport(forests=reason)
+
+
+def _problem(test: Callable[[], bool]) -> str:
+    try:
+        return "" if test() else "its logits differ from those of full passes"
+    except Exception as error:
+        return f"its passes fail ({_first_line(error)})"
+
+
+def _first_line(error: Exception) -> str:
+    lines = (line.strip() for line in str(error).splitlines())
+    return next(filter(None, lines), type(error).__name__).rstrip(".")
+
+
+class _Comparison:
+    """Passes of an engine beside full passes over the same paths."""
+
+    def __init__(self, model: PreTrainedModel, full: FullPass) -> None:
+        self._model, self._full = model, full
+        vocab = model.config.get_text_config(decoder=True).vocab_size
+        ids = range(3, min(vocab, 90)) if vocab > 8 else range(vocab)  # special tokens are mostly the first or last
+        generator = torch.Generator().manual_seed(1)
+        picks = torch.randint(len(ids), (2 * _TEXT,), generator=generator).tolist()
+        tokens = [ids[i] for i in picks]
+        self._text, self._others = tokens[:_TEXT], tokens[_TEXT:]
+        # Half of the digits: rounding gives 1e-5 of the spread in float32, wrong masks or positions at least 4e-3,
+        # mostly more than 0.2.
+        self._tolerance = torch.finfo(model.dtype).eps ** 0.5
+
+    def causal(self) -> bool:
+        rows = self._rows(self._text)[:_PREFIX]
+        return self._equal(self._rows(self._text[:_PREFIX]), rows)
+
+    def chains(self) -> bool:
+        """Prefill, draft, roll back to its middle, draft again, add a token."""
+        engine, text, start = self._engine(), self._text, _CACHED
+        rejected = self._others[:2]
+        drafted = [*text[: start + 2], *rejected]
+        expected, other = self._rows(text), self._rows(drafted)
+        compared = [(engine.run(text[:start], 0, Draft()), expected[start - 1 : start])]
+        rows = engine.run(drafted[start:], start, Draft.chain(tuple(drafted[start + 1 :])))
+        compared.append((rows, other[start:]))
+        engine.keep(start + 2, [])
+        rows = engine.run(text[start + 2 : -1], start + 2, Draft.chain(tuple(text[start + 3 : -1])))
+        compared.append((rows, expected[start + 2 : -1]))
+        compared.append((engine.run(text[-1:], _TEXT - 1, Draft()), expected[-1:]))
+        return all(self._equal(rows, full) for rows, full in compared)
+
+    def forests(self) -> bool:
+        """Two branches in one pass, then a text that continues the second."""
+        engine, text, start = self._engine(), self._text[:_CACHED], _CACHED
+        draft = Draft(tuple(self._others[:4]), _BRANCHES.parents)
+        a, b, c, d = draft.tokens
+        first, second = self._rows([*text, a, c]), self._rows([*text, b, d, *self._others[4:6]])
+        engine.run(text[:-1], 0, Draft())
+        rows = engine.run([text[-1], *draft.tokens], start - 1, draft)
+        expected = torch.stack([first[start - 1], first[start], second[start], first[start + 1], second[start + 1]])
+        engine.keep(start, [start + 1, start + 3])
+        after = engine.run(self._others[4:6], start + 2, Draft.chain((self._others[5],)))
+        return self._equal(rows, expected) and self._equal(after, second[-2:])
+
+    def _engine(self) -> TransformersEngine | EncoderDecoderEngine:
+        encoder = has_encoder(self._model.config)
+        return EncoderDecoderEngine(self._model, _SOURCE) if encoder else TransformersEngine(self._model)
+
+    def _rows(self, tokens: list[int]) -> Tensor:
+        return self._full(torch.tensor([tokens], device=self._model.device))
+
+    def _equal(self, rows: Tensor, expected: Tensor) -> bool:
+        """Compare finite logits relative to their spread; masked ids have infinite ones."""
+        if rows.shape != expected.shape:
+            return False
+        rows, expected = rows.float(), expected.float()
+        known = expected.isfinite()
+        spread = expected[known].std(correction=0) if known.any() else torch.tensor(0.0)
+        return bool(((rows - expected)[known].abs() <= self._tolerance * spread).all())

@@ -1,0 +1,127 @@
+"""Small random model with the class and structure of a configuration, to test an architecture in milliseconds."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+_MOST_PARAMETERS = 20_000_000  # a larger model means that a size was not recognised
+_VOCABULARY = 96
+_SIZES = (  # pattern of a setting's name and its largest value, None: unchanged; the first match counts
+    (r"_ids?$|_index$", _VOCABULARY - 1),
+    (r"type_vocab|segment|^seed$|^(vision|audio|keep)_|chunk_size_feed_forward", None),
+    (r"vocab", _VOCABULARY),
+    (r"shared_layers", 2),
+    (r"rotary_dim$|nope_head_dim", 8),
+    (r"v_head_dim", 12),  # unlike the keys
+    (r"qk_head_dim", 24),  # nope_head_dim + rope_head_dim
+    (r"(head_dim|d_head|d_kv|dim_head|head_size|kv_channels)$", 16),
+    (r"heads?(_per_layer)?$", 4),
+    (r"top_?k_group|n_group|expert_group", 2),
+    (r"top_?k|per_tok|moe_k$", 2),
+    (r"(?<!shared_)experts?$|expert_num$", 4),
+    (r"rank$", 16),
+    (r"window|chunk|local_", 8),  # shorter than the compared texts
+    (r"position|length|seq_len|n_ctx", 128),
+    (r"first_k_dense|num_dense_layers", 1),
+)
+_WIDE, _NARROW = 256, 64  # other settings from the first value on are widths, reduced to the second
+_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
+_ENCODER_DEPTHS = ("encoder_layers", "num_encoder_layers")
+_UNRELATED = {"dtype": None, "architectures": None, "_name_or_path": ""}
+
+
+def reduced(kind: type[PreTrainedModel], config: PretrainedConfig) -> PretrainedConfig:
+    """Return a copy of `config` with small widths and two layers of each sort."""
+    if not isinstance(config, kind.config_class):  # such as a text model inside a multimodal one
+        config = config.get_text_config(decoder=True)
+    small = copy.deepcopy(config)
+    for part in _parts(small):
+        _reduce(part)
+    for name, value in _UNRELATED.items():
+        setattr(small, name, value)
+    if hasattr(small, "quantization_config"):
+        del small.quantization_config
+    return small
+
+
+def small_twin(kind: type[PreTrainedModel], small: PretrainedConfig) -> PreTrainedModel:
+    """Build a random float32 model on the CPU from a reduced configuration. Raises what its class raises."""
+    attention = small._attn_implementation if small._attn_implementation in ("eager", "sdpa") else None
+    with torch.device("meta"):
+        count = sum(weight.numel() for weight in kind._from_config(small).parameters())
+    if count > _MOST_PARAMETERS:
+        raise ValueError(f"the reduced model has {count:,} parameters")
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        model = kind._from_config(small, dtype=torch.float32, attn_implementation=attention)
+        with torch.no_grad():
+            for weight in model.parameters():
+                if weight.ndim > 1:  # default weights give flat attention, which hides wrong masks
+                    weight.normal_(0, 1.5 / weight.shape[-1] ** 0.5)
+    return model.eval().requires_grad_(False)
+
+
+def _parts(config: PretrainedConfig) -> list[PretrainedConfig]:
+    inner = [value for value in vars(config).values() if isinstance(value, PretrainedConfig)]
+    return [config, *(part for child in inner for part in _parts(child))]
+
+
+def _reduce(config: PretrainedConfig) -> None:
+    settings = dict(vars(config))
+    depth = next((settings[name] for name in _DEPTHS if settings.get(name)), 0)
+    per_layer = [value for value in settings.values() if isinstance(value, (list, tuple)) and len(value) == depth]
+    kept = _kept_layers(depth, per_layer)
+    shrink = 16 / (getattr(config, "head_dim", None) or 16)
+    for name, value in settings.items():
+        if name in _DEPTHS:
+            small: Any = len(kept)
+        elif name in _ENCODER_DEPTHS:
+            small = min(value, 2)
+        elif any(value is listed for listed in per_layer):
+            small = type(value)(_smaller(name, value[i]) for i in kept)
+        elif name.startswith("rope_") and isinstance(value, dict):
+            small = _smaller_rotation(value, shrink)
+        else:
+            small = _smaller(name, value)
+        if small != value:
+            setattr(config, name, small)
+
+
+def _kept_layers(depth: int, per_layer: list[Any]) -> list[int]:
+    """Return the first and the last layer of each sort; layers that share keys and values are the last ones."""
+    sorts: dict[str, list[int]] = {}
+    for i in range(depth):
+        sorts.setdefault(str([listed[i] for listed in per_layer]), []).append(i)
+    kept = {i for layers in list(sorts.values())[:4] for i in (layers[0], layers[-1])}
+    return sorted({*kept, 0, depth - 1} if depth else kept)
+
+
+def _smaller(name: str, value: Any) -> Any:
+    if isinstance(value, list):
+        return [_smaller(name, item) for item in value]
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        return value
+    for pattern, size in _SIZES:
+        if re.search(pattern, name):
+            return value if size is None else min(value, size)
+    return _NARROW if value >= _WIDE else value
+
+
+def _smaller_rotation(settings: dict[str, Any], shrink: float) -> dict[str, Any]:
+    """Reduce lists with a value per pair of channels."""
+    small: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            small[name] = _smaller_rotation(value, shrink)
+        elif isinstance(value, list) and name.endswith("section"):
+            small[name] = [max(1, round(item * shrink)) for item in value]
+        elif isinstance(value, list):
+            small[name] = value[: max(1, round(len(value) * shrink))]
+        else:
+            small[name] = value
+    return small
