@@ -73,10 +73,10 @@ class CachedModel:
             )
         if isinstance(model, LlamaWeights):
             self._engine: CacheEngine = borrow_engine(model)
-            self._chains_only = ""
+            self.chains_only = ""  # or the reason why forests are not exact
         else:
             support = cache_support(model)
-            self._chains_only = support.forests
+            self.chains_only = support.forests
             self._engine = _engine(model, source, bool(support.uncached))
         self._pad = pad
         self._held: list[int] = []
@@ -89,9 +89,9 @@ class CachedModel:
 
         Row 0 follows `tokens`, row i + 1 follows node i. Raises `UserError` for an unsupported draft shape.
         """
-        if self._chains_only and not draft.is_chain:
+        if self.chains_only and not draft.is_chain:
             raise UserError(
-                f"{type(self.model).__name__} supports chains only, because it {self._chains_only}: choose a method "
+                f"{type(self.model).__name__} supports chains only, because it {self.chains_only}: choose a method "
                 "that drafts a chain"
             )
         if not tokens:

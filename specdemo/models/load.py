@@ -18,6 +18,7 @@ from transformers.utils import logging
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
 from specdemo.models.batch_invariance import BatchInvariance, check_invariance
+from specdemo.models.cache_check import cache_support
 from specdemo.models.engines.encoder_decoder import auto_class, has_encoder, opening
 from specdemo.models.engines.generic import refuse_recurrent
 from specdemo.models.engines.llama_weights import LlamaWeights, unsupported_reason
@@ -94,7 +95,8 @@ def load(
         pack(model)
     drop_mapped_files(model)
     if reason:
-        loaded = LoadedModel(spec, model, tokenizer, weight_bytes(model), f"transformers: {reason}")
+        note = cache_support(model).note
+        loaded = LoadedModel(spec, model, tokenizer, weight_bytes(model), f"transformers: {reason}{note}")
     else:
         lean = LlamaWeights(model, consume=True)
         loaded = LoadedModel(spec, lean, tokenizer, lean.weight_bytes, "lean")

@@ -20,6 +20,7 @@ _SIZES = (  # pattern of a setting's name and its largest value, None: unchanged
     (r"v_head_dim", 12),  # unlike the keys
     (r"qk_head_dim", 24),  # nope_head_dim + rope_head_dim
     (r"(head_dim|d_head|d_kv|dim_head|head_size|kv_channels)$", 16),
+    (r"(kv|key_value)_heads$", 2),
     (r"heads?(_per_layer)?$", 4),
     (r"top_?k_group|n_group|expert_group", 2),
     (r"top_?k|per_tok|moe_k$", 2),
@@ -72,11 +73,13 @@ def _parts(config: PretrainedConfig) -> list[PretrainedConfig]:
 
 
 def _reduce(config: PretrainedConfig) -> None:
+    varied = config.__dict__.pop("_heterogeneity_spec", None)
+    overrides = varied.per_layer_overrides if varied else {}  # settings by layer
     settings = dict(vars(config))
     depth = next((settings[name] for name in _DEPTHS if settings.get(name)), 0)
     per_layer = [value for value in settings.values() if isinstance(value, (list, tuple)) and len(value) == depth]
-    kept = _kept_layers(depth, per_layer)
-    shrink = 16 / (getattr(config, "head_dim", None) or 16)
+    kept = _kept_layers([str([overrides.get(i), *(listed[i] for listed in per_layer)]) for i in range(depth)])
+    shrink = 16 / (settings.get("head_dim") or 16)
     for name, value in settings.items():
         if name in _DEPTHS:
             small: Any = len(kept)
@@ -84,21 +87,35 @@ def _reduce(config: PretrainedConfig) -> None:
             small = min(value, 2)
         elif any(value is listed for listed in per_layer):
             small = type(value)(_smaller(name, value[i]) for i in kept)
+        elif name.endswith("key_value_heads") and value == settings.get("num_attention_heads"):
+            small = _smaller("num_attention_heads", value)
         elif name.startswith("rope_") and isinstance(value, dict):
             small = _smaller_rotation(value, shrink)
         else:
             small = _smaller(name, value)
-        if small != value:
+        if small is not value:
             setattr(config, name, small)
+    if varied:
+        config.per_layer_config = {
+            i: {name: _smaller_than(settings.get(name), name, value) for name, value in overrides[layer].items()}
+            for i, layer in enumerate(kept)
+            if layer in overrides
+        }
 
 
-def _kept_layers(depth: int, per_layer: list[Any]) -> list[int]:
+def _kept_layers(sorts: list[str]) -> list[int]:
     """Return the first and the last layer of each sort; layers that share keys and values are the last ones."""
-    sorts: dict[str, list[int]] = {}
-    for i in range(depth):
-        sorts.setdefault(str([listed[i] for listed in per_layer]), []).append(i)
-    kept = {i for layers in list(sorts.values())[:4] for i in (layers[0], layers[-1])}
-    return sorted({*kept, 0, depth - 1} if depth else kept)
+    first, last = {sort: i for i, sort in reversed([*enumerate(sorts)])}, {sort: i for i, sort in enumerate(sorts)}
+    kept = {i for sort in [*dict.fromkeys(sorts)][:4] for i in (first[sort], last[sort])}
+    return sorted({*kept, 0, len(sorts) - 1} if sorts else kept)
+
+
+def _smaller_than(usual: Any, name: str, value: Any) -> Any:
+    """Reduce a setting of one layer and keep it above or below the setting of the others."""
+    small = _smaller(name, value)
+    if not isinstance(value, int) or not isinstance(usual, int) or small != _smaller(name, usual):
+        return small
+    return 2 * small if value > usual else max(1, small // 2)
 
 
 def _smaller(name: str, value: Any) -> Any:

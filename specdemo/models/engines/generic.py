@@ -122,7 +122,7 @@ def refuse_recurrent(kind: type[PreTrainedModel], config: PretrainedConfig) -> N
 
 
 def _other_layers(config: PretrainedConfig) -> list[str]:
-    layers = getattr(config.get_text_config(), "layer_types", None) or ()
+    layers = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
     return sorted({*layers} - {"full_attention", "sliding_attention", "chunked_attention"})
 
 

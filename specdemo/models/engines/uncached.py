@@ -17,14 +17,15 @@ FullPass = Callable[[Tensor], Tensor]  # token ids [1, n] to logits [n, vocab]
 
 def full_pass(model: PreTrainedModel, source: Sequence[int]) -> FullPass:
     """Return a pass without a KV cache; an encoder processes `source` once."""
-    encoded: list[Any] = []
+    inputs: dict[str, Any] = {}
 
     def run(ids: Tensor) -> Tensor:
         if not has_encoder(model.config):
             return model(input_ids=ids, use_cache=False).logits[0]
-        if not encoded:
-            encoded.append(model.get_encoder()(input_ids=torch.tensor([list(source)], device=ids.device)))
-        return model(encoder_outputs=encoded[0], decoder_input_ids=ids, use_cache=False).logits[0]
+        if not inputs:  # FSMT masks later tokens only if `input_ids` is given
+            inputs["input_ids"] = torch.tensor([list(source)], device=ids.device)
+            inputs["encoder_outputs"] = model.get_encoder()(input_ids=inputs["input_ids"])
+        return model(decoder_input_ids=ids, use_cache=False, **inputs).logits[0]
 
     return run
 
