@@ -82,7 +82,8 @@ def load_options(spec: ModelSpec) -> dict[str, Any]:
     if quantization.bits is None:
         return {}
     if quantization.bits == 8:
-        return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
+        # A threshold selects outlier columns over all rows of a pass, so a row would depend on the drafts next to it.
+        return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)}
     return {
         "quantization_config": BitsAndBytesConfig(
             load_in_4bit=True,

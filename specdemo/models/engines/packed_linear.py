@@ -15,10 +15,15 @@ from torch import Tensor, nn
 def can_pack(weight: Tensor) -> bool:
     return (
         weight.device.type == "cpu"
-        and weight.dtype in (torch.float32, torch.bfloat16)
+        and (weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and _bfloat16_is_supported()))
         and torch.backends.mkldnn.is_available()
         and platform.machine().lower() in ("x86_64", "amd64")
     )
+
+
+def _bfloat16_is_supported() -> bool:
+    """Return False for CPUs without AVX-512 or AVX-NE-CONVERT, where oneDNN refuses to pack bfloat16 weights."""
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 class PackedLinear(nn.Module):
