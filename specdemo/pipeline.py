@@ -177,12 +177,12 @@ def build_pipeline(
     return Pipeline(verifier, proposer, policy, (*local, *caches), context_length)
 
 
-def _refuse_forests(method: str, caches: Sequence[CachedModel | None]) -> None:
-    for cache in caches:
-        if cache is not None and cache.chains_only:
+def _refuse_forests(method: str, models: Sequence[CachedModel | None]) -> None:
+    for cached in models:
+        if cached is not None and cached.chains_only:
             raise UserError(
-                f"method {method} verifies several continuations in one pass, and {type(cache.model).__name__} "
-                f"{cache.chains_only}: choose method draft, nasd, suffix or ar"
+                f"method {method} verifies several continuations in one pass, and {type(cached.model).__name__} "
+                f"{cached.chains_only}: choose method draft, nasd, suffix or ar"
             )
 
 
