@@ -1,0 +1,210 @@
+"""Passes that the language models of `transformers` support: table `architectures` in docs/models.md.
+
+Every causal class and every encoder-decoder runs as a small random model of its default configuration in a process of
+its own. `specdemo.models.cache_check` determines the limits. Then random drafts are scored through the engine in use,
+with rollbacks, and each row is compared with a pass without a KV cache. The exit code is 1 after a wrong row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import queue
+import random
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.context import ForkContext, ForkProcess
+from typing import Any
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
+from transformers.utils import logging
+
+from benchmarks.tables import ROOT, hardware, replace_table, run_study, study_parser
+from specdemo.cli.commands import at_least_one
+from specdemo.core.errors import UserError
+from specdemo.core.step import Draft
+from specdemo.models.cache_check import cache_support
+from specdemo.models.engines.encoder_decoder import has_encoder
+from specdemo.models.engines.generic import refuse_recurrent
+from specdemo.models.engines.uncached import full_pass
+from specdemo.models.kv_cache import CachedModel
+from specdemo.models.small_twin import reduced, small_twin
+
+SOURCE = [5, 7, 9, 11]
+STEPS = 6
+TOLERANCE = 2e-3  # of the spread of the logits
+RESULTS = ("all methods", "chains only", "chains without KV cache", "refused", "not tested", "WRONG")
+ATTENTION = {"head_dim": 64}
+SETTINGS: dict[str, dict[str, Any]] = {  # without a usable default
+    "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "topk_method": "greedy"},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "hunyuan_v1_dense": ATTENTION,
+    "hunyuan_v1_moe": ATTENTION,
+    "lfm2_moe": {"layer_types": ["full_attention"] * 32},
+    "ministral": ATTENTION,
+    "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
+    "xmod": {"default_language": "en_XX"},
+}
+
+
+def classes(kinds: Sequence[str]) -> Iterator[tuple[str, type[PreTrainedModel], PretrainedConfig]]:
+    """Yield name, class and default configuration of the model types `kinds`; without any, of all."""
+    for auto, names in (
+        (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+        (AutoModelForSeq2SeqLM, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
+    ):
+        for kind in names:
+            if kinds and kind not in kinds:
+                continue
+            try:
+                config = CONFIG_MAPPING[kind](**SETTINGS.get(kind, {}))
+            except Exception:  # its defaults contradict each other
+                continue
+            if has_encoder(config) == (auto is AutoModelForSeq2SeqLM) or auto is AutoModelForCausalLM:
+                yield kind, auto._model_mapping[type(config)], config
+
+
+def examine(kind: type[PreTrainedModel], config: PretrainedConfig) -> tuple[str, str]:
+    """Return result and reason for a class."""
+    try:
+        refuse_recurrent(kind, config)
+    except UserError as error:
+        return "refused", _cause(kind, error)
+    try:
+        model = small_twin(kind, reduced(kind, config))
+        full_pass(model, SOURCE)(torch.tensor([[3, 4]]))
+    except Exception as error:
+        return "not tested", f"{type(error).__name__}: {error}".splitlines()[0]
+    try:
+        support = cache_support(model)
+    except UserError as error:
+        return "refused", _cause(kind, error)
+    if not exact(model, forests=not support.forests):
+        return "WRONG", ""
+    if support.uncached:
+        return "chains without KV cache", support.uncached
+    return ("chains only", support.forests) if support.forests else ("all methods", "")
+
+
+def _cause(kind: type[PreTrainedModel], error: UserError) -> str:
+    return re.sub(r" \(.*\)", "", str(error).partition(":")[0].removeprefix(kind.__name__)).strip()
+
+
+@torch.inference_mode()
+def exact(model: PreTrainedModel, forests: bool) -> bool:
+    """Compare rows of random drafts with passes over their paths, while random nodes are accepted."""
+    encoder, rng = has_encoder(model.config), random.Random(0)
+    cached, full = CachedModel(model, source=SOURCE if encoder else ()), full_pass(model, SOURCE)
+    tokens = [rng.randrange(3, 90) for _ in range(7)]
+    for _ in range(STEPS):
+        size = rng.randrange(1, 6)
+        parents = tuple(rng.randrange(-1, i) if forests else i - 1 for i in range(size))
+        draft = Draft(tuple(rng.randrange(3, 90) for _ in range(size)), parents)
+        rows = cached.score(tokens, draft)
+        paths = [[*tokens, *(draft.tokens[i] for i in draft.path(node))] for node in range(-1, size)]
+        expected = torch.stack([full(torch.tensor([path]))[-1] for path in paths])
+        if not (rows - expected).abs().max() <= TOLERANCE * expected.std():
+            return False
+        tokens = [*paths[rng.randrange(size + 1)], rng.randrange(3, 90)]
+    return True
+
+
+def results(kinds: Sequence[str], processes: int, limit: float) -> dict[str, tuple[str, str]]:
+    """Return result and reason by class name, in the order of completion."""
+    context, found = multiprocessing.get_context("fork"), {}
+    waiting = [
+        task
+        for _, kind, config in classes(kinds)
+        for task in ((kind.__name__, kind, config), *_as_decoder(kind, config))
+    ]
+    waiting = list({task[0]: task for task in waiting}.values())
+    running: list[tuple[str, ForkProcess, Any]] = []
+    while waiting or running:
+        while waiting and len(running) < processes:
+            running.append(_start(context, *waiting.pop(0)))
+        name, process, answers = running.pop(0)
+        try:
+            found[name] = answers.get(timeout=limit)
+        except queue.Empty:
+            found[name] = "not tested", f"no result within {limit:g} s"
+            process.kill()
+        process.join()
+        print(name, *found[name], sep=" | ", file=sys.stderr, flush=True)
+    return found
+
+
+def _as_decoder(
+    kind: type[PreTrainedModel], config: PretrainedConfig
+) -> list[tuple[str, type[PreTrainedModel], PretrainedConfig]]:
+    """Return the variant of an encoder that is configured as a decoder."""
+    if getattr(config, "is_decoder", True) or has_encoder(config):
+        return []
+    return [
+        (
+            f"{kind.__name__} (is_decoder)",
+            kind,
+            type(config)(**{**SETTINGS.get(config.model_type, {}), "is_decoder": True}),
+        )
+    ]
+
+
+def _start(
+    context: ForkContext, name: str, kind: type[PreTrainedModel], config: PretrainedConfig
+) -> tuple[str, ForkProcess, Any]:
+    answers = context.Queue()
+    process = context.Process(target=lambda: answers.put(examine(kind, config)))
+    process.start()
+    return name, process, answers
+
+
+def grouped(found: dict[str, tuple[str, str]]) -> list[dict[str, Any]]:
+    """Return a record per result and reason with the names of its classes."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, (result, reason) in sorted(found.items()):
+        key = (result, "no small model of the default configuration runs" if result == "not tested" else reason)
+        groups.setdefault(key, []).append(re.sub(r"(ForCausalLM|ForConditionalGeneration|LMHeadModel)", "", name))
+    order = sorted(groups, key=lambda key: (RESULTS.index(key[0]), -len(groups[key])))
+    return [
+        {"result": key[0], "reason": key[1], "count": len(groups[key]), "names": ", ".join(groups[key])}
+        for key in order
+    ]
+
+
+def markdown(groups: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table without padding, because the lists of names differ much in length."""
+    rows = ["| supported | reason | classes | names |", "|---|---|---|---|"]
+    return "\n".join([*rows, *("| {result} | {reason} | {count} | {names} |".format(**group) for group in groups)])
+
+
+def study(options: argparse.Namespace) -> int:
+    """Examine all classes and publish the table. Return 1 after a wrong row."""
+    at_least_one("processes", options.processes)
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    found = results(options.kinds, options.processes, options.limit)
+    table = markdown(grouped(found))
+    print(table)
+    if options.write:
+        command = f"`{options.command}` (transformers {transformers.__version__}, {hardware()}):"
+        replace_table(ROOT / "docs" / options.document, "architectures", f"{command}\n\n{table}")
+    return int("WRONG" in {result for result, _ in found.values()})
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and run the study."""
+    parser = study_parser(__file__, __doc__, "models.md")
+    parser.add_argument("kinds", nargs="*", metavar="TYPE", help="model types, such as gpt2 (default: all)")
+    parser.add_argument("--processes", type=int, default=2, help="processes at a time (default: 2)")
+    parser.add_argument("--limit", type=int, default=60, help="seconds per class (default: 60)")
+    return run_study(study, parser, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
