@@ -125,8 +125,8 @@ def _query_width(layer: PretrainedConfig) -> int:
 
 def _kv_width(layer: PretrainedConfig) -> int:
     """Return the values that a layer caches per position."""
-    if getattr(layer, "kv_lora_rank", None):  # compressed keys and values are cached in full
-        return layer.num_attention_heads * (layer.qk_nope_head_dim + layer.qk_rope_head_dim + layer.v_head_dim)
+    if getattr(layer, "kv_lora_rank", None):  # compressed keys and values, and rotated keys for all heads
+        return layer.kv_lora_rank + layer.qk_rope_head_dim
     kv_heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
     return kv_heads * (_head_dim(layer) + (getattr(layer, "v_head_dim", None) or _head_dim(layer)))
 

@@ -25,7 +25,7 @@ _SIZES = (  # pattern of a setting's name and its largest value, None: unchanged
     (r"top_?k_group|n_group|expert_group", 2),
     (r"top_?k|per_tok|moe_k$", 2),
     (r"(?<!shared_)experts?$|expert_num$", 4),
-    (r"rank$", 16),
+    (r"rank$", 24),  # unlike rotated keys
     (r"window|chunk|local_", 8),  # shorter than the compared texts
     (r"position|length|seq_len|n_ctx", 128),
     (r"first_k_dense|num_dense_layers", 1),
