@@ -13,12 +13,11 @@ import queue
 import random
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.context import ForkContext, ForkProcess
 from typing import Any
 
 import torch
-import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -26,14 +25,12 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import logging
 
-from benchmarks.tables import ROOT, hardware, replace_table, run_study, study_parser
+from benchmarks.tables import publish, run_study, study_parser
 from specdemo.cli.commands import at_least_one
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
 from specdemo.models.cache_check import cache_support
-from specdemo.models.engines.encoder_decoder import has_encoder
-from specdemo.models.engines.generic import refuse_recurrent
-from specdemo.models.engines.uncached import full_pass
+from specdemo.models.engines.generic import full_pass, has_encoder, refuse_recurrent
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.small_twin import reduced, small_twin
 
@@ -169,18 +166,12 @@ def grouped(found: dict[str, tuple[str, str]]) -> list[dict[str, Any]]:
     groups: dict[tuple[str, str], list[str]] = {}
     for name, (result, reason) in sorted(found.items()):
         key = (result, "no small model of the default configuration runs" if result == "not tested" else reason)
-        groups.setdefault(key, []).append(re.sub(r"(ForCausalLM|ForConditionalGeneration|LMHeadModel)", "", name))
+        groups.setdefault(key, []).append(re.sub(r"ForCausalLM|LMHeadModel", "", name))
     order = sorted(groups, key=lambda key: (RESULTS.index(key[0]), -len(groups[key])))
     return [
         {"result": key[0], "reason": key[1], "count": len(groups[key]), "names": ", ".join(groups[key])}
         for key in order
     ]
-
-
-def markdown(groups: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table without padding, because the lists of names differ much in length."""
-    rows = ["| supported | reason | classes | names |", "|---|---|---|---|"]
-    return "\n".join([*rows, *("| {result} | {reason} | {count} | {names} |".format(**group) for group in groups)])
 
 
 def study(options: argparse.Namespace) -> int:
@@ -189,17 +180,14 @@ def study(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     found = results(options.kinds, options.processes, options.limit)
-    table = markdown(grouped(found))
-    print(table)
-    if options.write:
-        command = f"`{options.command}` (transformers {transformers.__version__}, {hardware()}):"
-        replace_table(ROOT / "docs" / options.document, "architectures", f"{command}\n\n{table}")
+    columns = {"supported": "{result}", "reason": "{reason}", "classes": "{count}", "names": "{names}"}
+    publish(options, "architectures", columns, grouped(found))
     return int("WRONG" in {result for result, _ in found.values()})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and run the study."""
-    parser = study_parser(__file__, __doc__, "models.md")
+    parser = study_parser(__file__, __doc__, {"architectures": "docs/models.md"})
     parser.add_argument("kinds", nargs="*", metavar="TYPE", help="model types, such as gpt2 (default: all)")
     parser.add_argument("--processes", type=int, default=2, help="processes at a time (default: 2)")
     parser.add_argument("--limit", type=int, default=60, help="seconds per class (default: 60)")

@@ -25,6 +25,7 @@ from specdemo.drafters.suffix import SuffixDrafter
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
 
+TABLES = {"drafting_cost": "docs/performance.md"}
 SIZES = (1_000, 10_000, 100_000)
 NEW_TOKENS = 1_000  # timed
 READ_ONLY = DraftBudget(0, Fixed(1))  # update without drafting
@@ -110,7 +111,7 @@ def study(options: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and run the study."""
-    return run_study(study, study_parser(__file__, __doc__, "performance.md"), arguments)
+    return run_study(study, study_parser(__file__, __doc__, TABLES), arguments)
 
 
 if __name__ == "__main__":

@@ -29,9 +29,10 @@ from specdemo.core.errors import UserError
 from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
+from specdemo.remote.client import TOKEN
 from specdemo.remote.config import CloudConfig
-from specdemo.remote.remote_model import TOKEN
 
+TABLES = {"fuzz": "docs/edge-cloud.md"}
 CHECKS = (
     "not_a_server_error",
     "status_code_conformance",
@@ -131,7 +132,7 @@ def _reproduces_ar_text(recipe: Recipe, pool: ModelPool) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and run the study."""
-    parser = study_parser(__file__, __doc__, "edge-cloud.md")
+    parser = study_parser(__file__, __doc__, TABLES)
     parser.add_argument("--fuzzer", default="st", help="program of Schemathesis (default: %(default)s)")
     parser.add_argument("--seconds", type=int, default=240)
     parser.add_argument("--seed", type=int, default=0)

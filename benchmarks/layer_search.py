@@ -22,11 +22,10 @@ from specdemo.cli.arguments import given
 from specdemo.cli.commands import at_least_one
 from specdemo.core.errors import UserError
 from specdemo.core.theory import best_gamma, walltime_improvement
-from specdemo.models.engines.llama_weights import LlamaWeights
+from specdemo.models.engines.llama_weights import LlamaWeights, layer_count, with_layers
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
-from specdemo.models.model_variants import layer_count, with_layers
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 

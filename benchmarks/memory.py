@@ -1,9 +1,10 @@
-"""Planned and measured memory of models: table `memory` in docs/models.md.
+"""Planned and measured memory of models: tables `memory` and `memory-rounds` in docs/models.md.
 
-`OMP_NUM_THREADS=1 python -m benchmarks.memory --write`. Each case runs in a new process: a tiny model of the same
-form warms up the libraries, then the measured model is loaded and continues a long prompt. Measured is anonymous memory
-plus mapped weight files (on an accelerator: tensors); the page cache does not count. Models other than the bundled pair
-have random weights.
+`OMP_NUM_THREADS=1 python -m benchmarks.memory --write`, then with `--rounds 10`. Each case runs in a new process: a
+tiny model of the same form warms up the libraries, then the measured model is loaded and continues a long prompt.
+Measured is anonymous memory plus mapped weight files (on an accelerator: tensors); the page cache does not count.
+Models other than the bundled pair have random weights. With `--rounds` the bundled pair is loaded, run and unloaded
+repeatedly.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from specdemo.models.spec import QUANTIZATIONS, find_device
 from specdemo.models.zoo import PAIRS
 from specdemo.recipe import Recipe
 
+TABLES = {"memory": "docs/models.md", "memory-rounds": "docs/models.md"}
 SAMPLE_INTERVAL_S = 0.002  # of memory usage
 CLEAR_REFS, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")  # Linux: writing 5 resets the peak
 CONTEXT = 1024
@@ -44,14 +46,18 @@ PROMPT = "def f():\n"
 BUNDLED = {role: getattr(PAIRS["bundled"], role) for role in ("target", "drafter")}
 COLUMNS = {
     "model": "{model}",
-    "parameters": "{millions:.1f} M",
     "quantization": "{quantization}",
-    "planned": "{planned_mb:.1f} MB",
-    "measured": "{measured_mb:.1f} MB",
+    "planned MB": "{planned_mb:.1f}",
+    "measured MB": "{measured_mb:.1f}",
     "error": "{error:+.0%}",
-    "planned peak": "{planned_peak_mb:.1f} MB",
-    "measured peak": "{measured_peak_mb:.1f} MB",
+    "planned peak MB": "{planned_peak_mb:.1f}",
+    "measured peak MB": "{measured_peak_mb:.1f}",
     "peak error": "{peak_error:+.0%}",
+}
+ROUND_COLUMNS = {
+    "after the first round": "{used_mb[0]:.1f} MB",
+    "after the last round": "{last_mb:.1f} MB",
+    "growth": "{growth_mb:.1f} MB",
 }
 
 
@@ -77,6 +83,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12},
     "pythia-70m": _shape("gpt_neox", 50304, 512, 2048, 6, 8, tie_word_embeddings=False, **_LONG),
 }
+SMALLER = ("llama-30m", "llama-100m")  # measured on request
 WARMUP_SHAPE = _shape("qwen2", 4096, 64, 128, 2, 2, num_key_value_heads=1, tie_word_embeddings=True, **_LONG)
 
 
@@ -108,7 +115,7 @@ class Case:
             "error": self.planned / self.measured - 1,
             "peak_error": self.planned_peak / self.measured_peak - 1,
         }
-        return {**asdict(self), "millions": self.parameters / 1e6, **megabytes, **errors}
+        return {**asdict(self), **megabytes, **errors}
 
 
 def measure(name: str, folder: str, quantization: str, device_name: str, warmup: str) -> Case:
@@ -199,10 +206,13 @@ def peak_bytes(device: torch.device, files: bool = True) -> Iterator[list[int]]:
 def study(options: argparse.Namespace) -> None:
     """Measure each case in a new process and publish the table."""
     if options.rounds:
-        print("MB in use after each round:", end="", flush=True)
-        for used in repeated_loading(options.rounds, options.device, options.quantization):
-            print(f" {used / 1e6:.1f}", end="", flush=True)
-        print()
+        used_mb = [used / 1e6 for used in repeated_loading(options.rounds, options.device, options.quantization)]
+        publish(
+            options,
+            "memory-rounds",
+            ROUND_COLUMNS,
+            [{"used_mb": used_mb, "last_mb": used_mb[-1], "growth_mb": used_mb[-1] - used_mb[0]}],
+        )
         return
     if options.one:
         name, folder, quantization, warmup = options.one
@@ -231,9 +241,9 @@ def study(options: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and run the study."""
-    parser = study_parser(__file__, __doc__, "models.md")
+    parser = study_parser(__file__, __doc__, TABLES)
     names = [*BUNDLED, *SHAPES]
-    parser.add_argument("--model", nargs="+", choices=names, default=names)
+    parser.add_argument("--model", nargs="+", choices=names, default=[n for n in names if n not in SMALLER])
     parser.add_argument("--quantization", nargs="+", choices=QUANTIZATIONS, default=["none", "bf16", "int8", "nf4"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--one", nargs=4, metavar=("NAME", "FOLDER", "QUANTIZATION", "WARMUP"), help=argparse.SUPPRESS)

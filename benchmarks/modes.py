@@ -1,6 +1,6 @@
 """Edge only, cloud only and speculative decoding: table `modes` in docs/edge-cloud.md.
 
-`OMP_NUM_THREADS=1 python -m benchmarks.modes --prompts 6 --max-tokens 64 --write`. Every mode decodes the same prompts
+`OMP_NUM_THREADS=1 python -m benchmarks.modes --write`. Every mode decodes the same prompts
 in a new process, to separate the memory peaks; the cloud is another process. The speed-up is the ratio of the median
 total times, relative to `cloud_only` (practice guide, section 9).
 """
@@ -20,6 +20,7 @@ from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 from specdemo.remote.config import MODES, CloudConfig
 
+TABLES = {"modes": "docs/edge-cloud.md"}
 COLUMNS = {
     "mode": "{mode}",
     "TTFT p50 / p95 ms": "{ttft_ms[0]:.0f} / {ttft_ms[1]:.0f}",
@@ -83,12 +84,12 @@ def study(options: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and run the study."""
-    parser = study_parser(__file__, __doc__, "edge-cloud.md")
+    parser = study_parser(__file__, __doc__, TABLES)
     parser.add_argument("--rtt-ms", type=float, default=30.0)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--gamma", type=int, default=4)
-    parser.add_argument("--prompts", type=int, default=12)
-    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--prompts", type=int, default=6)
+    parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--only", nargs=2, metavar=("MODE", "URL"), help=argparse.SUPPRESS)
     return run_study(study, parser, arguments)
 

@@ -33,13 +33,14 @@ from benchmarks.pages import CODE, HOST, chromium, run, served, set_number, stat
 from benchmarks.tables import ROOT, publish, run_study, study_parser
 from specdemo.core.errors import UserError
 from specdemo.core.events import Event, Loading
-from specdemo.core.intervals import interval
+from specdemo.core.metrics import interval
 from specdemo.core.trace import to_json
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
 from specdemo.ui.service import leave_a_core
 
+TABLES = dict.fromkeys(("page_cost", "page_cost-remote", "page_cost-cpu", "page_cost-startup"), "docs/page.md")
 TIMEOUT_S = 600.0
 POLL_S = 0.02
 BASELINE = "terminal, threads of the page"
@@ -352,7 +353,7 @@ def study(options: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and run the study."""
-    parser = study_parser(__file__, __doc__, "page.md")
+    parser = study_parser(__file__, __doc__, TABLES)
     parser.add_argument("--rounds", type=int, default=8, help="pairs of runs (default: 8)")
     parser.add_argument("--tokens", type=int, default=256, help="tokens per run (default: 256)")
     parser.add_argument("--root", action="store_true", help="keep the raised priority of a browser run by root")

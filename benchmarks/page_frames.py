@@ -27,17 +27,18 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import ASSETS
 from specdemo.recipe import Recipe
 
+TABLES = {"page_frames": "docs/page.md"}
 TRACE = sorted((ASSETS / "traces").glob("*.jsonl"))[0]
 COLUMNS = {
-    "run": "{run}",
-    "frames": "{frames}",
+    "": "{run}",
+    "frames": "{frames:.0f}",
     "p50 ms": "{p50_ms:.1f}",
     "p95 ms": "{p95_ms:.1f}",
     "longest ms": "{longest_ms:.1f}",
     "latency p95 ms": "{latency_p95_ms:.1f}",
     "longest latency ms": "{longest_latency_ms:.1f}",
     "heap MB": "{heap_mb:.1f}",
-    "spans": "{spans}",
+    "spans": "{spans:.0f}",
 }
 WATCH = """() => {
     window.gaps = [];
@@ -109,6 +110,13 @@ def measure(page: Page, devtools: Any, player: TracePlayer) -> dict[str, Any]:
     }
 
 
+def summary(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return first run, last run and the largest value of each figure, to show growth and outliers."""
+    largest = {name: max(figures[name] for figures in runs) for name in runs[0]}
+    rows = {"first run": runs[0], "last run": runs[-1], f"largest of {len(runs)} runs": largest}
+    return [{"run": name, **figures} for name, figures in rows.items()]
+
+
 def study(options: argparse.Namespace) -> None:
     """Measure several runs in a tab and publish the table."""
     player, records, progress = TracePlayer(options.tokens, options.rate), [], Progress()
@@ -121,15 +129,15 @@ def study(options: argparse.Namespace) -> None:
         page.locator("#compare input").check()
         page.locator("#prompt textarea").fill("x")
         for i in range(1, options.runs + 1):
-            records.append({"run": i, **measure(page, devtools, player)})
+            records.append(measure(page, devtools, player))
             progress.show(f"{i} of {options.runs} runs")
     progress.over()
-    publish(options, "page_frames", COLUMNS, records)
+    publish(options, "page_frames", COLUMNS, summary(records))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and run the study."""
-    parser = study_parser(__file__, __doc__, "page.md")
+    parser = study_parser(__file__, __doc__, TABLES)
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=2048, help="tokens per lane (default: 2048)")
     parser.add_argument("--rate", type=float, default=200.0, help="tokens per second of each lane (default: 200)")

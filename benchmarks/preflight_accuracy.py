@@ -1,6 +1,6 @@
 """Speed-ups estimated by preflight and measured afterwards: table `preflight_accuracy` in docs/preflight.md.
 
-`python -m benchmarks.preflight_accuracy --temperature 0 1 --prompts 40 --write`. The recorded texts of the bundled
+`python -m benchmarks.preflight_accuracy --prompts 40 --write`. The recorded texts of the bundled
 target, read by preflight, share no prompt with the measured runs.
 """
 
@@ -25,14 +25,13 @@ from specdemo.preflight import Estimate, Preflight, preflight, texts_for
 from specdemo.prompts import CONTINUATION_FILE, RECORDED_TEMPERATURES, load_prompts
 from specdemo.recipe import Recipe
 
+TABLES = {"preflight_accuracy": "docs/preflight.md"}
 CONTINUATION_TOKENS = 136
 COLUMNS = {
     "class": "{kind}",
     "recipe": "{lane}",
-    "predicted": "{estimate[speedup]:.2f}",
-    "predicted, 95 %": "{estimate[low]:.2f}-{estimate[high]:.2f}",
-    "measured": "{measured:.2f}",
-    "measured, 95 %": "{measured_interval[0]:.2f}-{measured_interval[1]:.2f}",
+    "predicted": "{estimate[speedup]:.2f} [{estimate[low]:.2f}, {estimate[high]:.2f}]",
+    "measured": "{measured:.2f} [{measured_interval[0]:.2f}, {measured_interval[1]:.2f}]",
     "predicted / measured": "{ratio:.2f}",
     "tokens/pass": "{estimate[tokens_per_pass]:.2f}, {measured_tokens_per_pass:.2f}",
     "step cost": "{estimated_cost:.2f}, {measured_cost:.2f}",
@@ -118,11 +117,11 @@ def study(options: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and run the study."""
-    parser = study_parser(__file__, __doc__, "preflight.md", models=True)
+    parser = study_parser(__file__, __doc__, TABLES, models=True)
     methods = "draft, self, nasd, suffix, lookup"
     parser.add_argument("--method", nargs="+", default=["draft", "nasd", "self"], help=methods)
     parser.add_argument("--gamma", type=int, default=3)
-    parser.add_argument("--temperature", nargs="+", type=float, default=[0.0])
+    parser.add_argument("--temperature", nargs="+", type=float, default=[0.0, 1.0])
     parser.add_argument("--kind", nargs="+", default=[], help="classes of prompts (default: all)")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--repeat", type=int, default=1, metavar="N", help="runs per prompt, with different seeds")

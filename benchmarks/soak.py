@@ -22,6 +22,7 @@ from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 from specdemo.remote.config import CloudConfig
 
+TABLES = {"soak": "docs/edge-cloud.md"}
 COLUMNS = {
     "texts": "{texts}",
     "different from AR decoding": "{wrong}",
@@ -95,7 +96,7 @@ def study(options: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and run the study."""
-    parser = study_parser(__file__, __doc__, "edge-cloud.md")
+    parser = study_parser(__file__, __doc__, TABLES)
     parser.add_argument("--edges", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--max-tokens", type=int, default=48)

@@ -1,4 +1,4 @@
-"""Command line of the studies, and the tables they print and write into docs/."""
+"""Command line of the studies, and the tables they print and write into the documents."""
 
 from __future__ import annotations
 
@@ -24,17 +24,20 @@ from specdemo.core.errors import UserError
 ROOT = Path(__file__).parents[1]
 
 
-def study_parser(script: str, description: str | None, document: str = "", models: bool = False) -> Parser:
+def study_parser(
+    script: str, description: str | None, tables: Mapping[str, str] | None = None, models: bool = False
+) -> Parser:
     """Return a parser for the module `script` (its `__file__`) with the first paragraph of its docstring as help.
 
-    `document` is the file in docs/ that contains its tables; it adds the option `--write`. `models` adds the options
-    that select and load models.
+    `tables` maps the names of its tables to documents, relative to the checkout; it adds the option `--write`. `models`
+    adds the options that select and load models.
     """
     path = Path(script)
     parser = Parser(prog=f"python -m {path.parent.name}.{path.stem}", description=(description or "").split("\n\n")[0])
-    parser.set_defaults(document=document, write=False)
-    if document:
-        parser.add_argument("--write", action="store_true", help=f"replace the tables in docs/{document}")
+    parser.set_defaults(tables=tables or {}, write=False)
+    if tables:
+        documents = ", ".join(dict.fromkeys(tables.values()))
+        parser.add_argument("--write", action="store_true", help=f"replace the tables in {documents}")
     if models:
         add_model_options(parser)
     return parser
@@ -55,7 +58,7 @@ def run_study(
 def publish(
     options: argparse.Namespace, name: str, columns: Mapping[str, str], records: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Print `records` as a table and as a JSON line; with `--write` replace the table `name` in docs/.
+    """Print `records` as a table and as a JSON line; with `--write` replace the table `name` in its document.
 
     `columns` maps headings to templates for `str.format`, filled from a record.
     """
@@ -63,7 +66,8 @@ def publish(
     print(table, flush=True)
     print(json.dumps({name: list(records)}))
     if options.write:
-        replace_table(ROOT / "docs" / options.document, name, f"`{options.command}` ({hardware()}):\n\n{table}")
+        compact = re.sub(r"-{4,}", "---", re.sub(" {2,}", " ", table))
+        replace_table(ROOT / options.tables[name], name, f"`{options.command}` ({hardware()}):\n\n{compact}")
 
 
 def replace_table(document: Path, name: str, content: str) -> None:

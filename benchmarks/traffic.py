@@ -19,6 +19,7 @@ from specdemo.prompts import Prompt, load_prompts
 from specdemo.recipe import Recipe
 from specdemo.remote.config import ENCODINGS, CloudConfig
 
+TABLES = {"traffic": "docs/edge-cloud.md"}
 KINDS: dict[str, tuple[dict[str, Any], str, int]] = {  # settings, encoding of rows, bytes of q per draft token
     "point masses (T=0)": ({"temperature": 0.0}, "float32", 0),
     "coupled": ({"temperature": 1.0, "rule": "coupled"}, "float32", 0),
@@ -73,7 +74,7 @@ def study(options: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and run the study."""
-    parser = study_parser(__file__, __doc__, "edge-cloud.md")
+    parser = study_parser(__file__, __doc__, TABLES)
     parser.add_argument("--prompts", type=int, default=2)
     parser.add_argument("--max-tokens", type=int, default=64)
     return run_study(study, parser, arguments)

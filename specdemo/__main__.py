@@ -6,6 +6,6 @@ from specdemo import limit_onednn_cache
 
 if __name__ == "__main__":
     limit_onednn_cache()  # before torch is imported
-    from specdemo.cli.main import main
+    from specdemo.cli import main
 
     sys.exit(main())

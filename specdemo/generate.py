@@ -17,7 +17,6 @@ from specdemo.core.decode import Drafter, decode
 from specdemo.core.errors import UserError
 from specdemo.core.events import End, Event, Header, Loading, MemoryUse, StepEvent
 from specdemo.core.metrics import Metrics
-from specdemo.core.step import Step
 from specdemo.models import memory
 from specdemo.models.load import LoadedModel
 from specdemo.models.loaded_pair import LoadedPair
@@ -26,7 +25,7 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.models.tokenizer import ChatMessage, TextStream, TokenNames, render_prompt
 from specdemo.pipeline import Pipeline, Stores, build_pipeline
 from specdemo.recipe import METHODS, Recipe
-from specdemo.remote.remote_model import RemoteModel, connect
+from specdemo.remote.client import RemoteModel, connect
 
 CHARACTERS_PER_TOKEN = 3  # rough
 
@@ -117,12 +116,8 @@ def _run(
         if failure is not None:
             yield End("error", failure, metrics)
             return
-        reason = "stop" if last in target.stop else "length"
-        yield End(reason, None, metrics, _peak_memory(device, kv_bytes))
-
-
-def _peak_memory(device: torch.device, kv_bytes: int) -> MemoryUse:
-    return MemoryUse(memory.peak_process_bytes(), memory.peak_device_bytes(device), kv_bytes)
+        peak = MemoryUse(memory.peak_process_bytes(), memory.peak_device_bytes(device), kv_bytes)
+        yield End("stop" if last in target.stop else "length", None, metrics, peak)
 
 
 def _room(pipeline: Pipeline, tokens: Sequence[int]) -> int:
@@ -169,16 +164,11 @@ def _steps(
             step,
             tuple(pieces),
             tuple(draft_texts),
-            names.fresh(_top_tokens(step)),
+            names.fresh(token for top in (*verdict.target_top, *verdict.draft_top) for token, _ in top.top),
             "".join(pending),
             MemoryUse(sampler.process_bytes(), memory.device_bytes(pipeline.device), pipeline.kv_bytes),
             metrics,
         )
-
-
-def _top_tokens(step: Step) -> Iterator[int]:
-    for top in (*step.verdict.target_top, *step.verdict.draft_top):
-        yield from (token for token, _ in top.top)
 
 
 @cache

@@ -7,7 +7,7 @@ import sysconfig
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,16 @@ from specdemo.core.policies import POLICIES, CostModel
 from specdemo.core.rules import RULES, rejection
 from specdemo.core.sampling import Noise, SamplingParams, SharedNoise
 from specdemo.core.step import Draft
-from specdemo.core.verifier import ModelVerifier
+from specdemo.core.verifier import ModelVerifier, configured_rule
 from specdemo.drafters import METHODS
 from specdemo.drafters.model import fitted
+from specdemo.models.engines.llama_weights import layer_count, with_dropout, with_layers
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
-from specdemo.models.model_variants import layer_count, with_dropout, with_layers
-from specdemo.models.vocabulary_bridge import Bridge
+from specdemo.models.tokenizer import Bridge
 from specdemo.models.zoo import check_pair
 from specdemo.recipe import Recipe, refuse_with_encoder
+from specdemo.remote.client import RemoteModel, remote_verifier
 from specdemo.remote.gates import (
     AlwaysVerify,
     ClosableVerifier,
@@ -38,7 +39,6 @@ from specdemo.remote.gates import (
     mc_dropout,
 )
 from specdemo.remote.protocol import VerifyConfig
-from specdemo.remote.remote_model import RemoteModel, remote_verifier
 
 PASSES = 4  # of the drafter with dropout, for gate `variance`
 _CONTEXT_TOKENS = 8  # decoded before a draft, for rules about words
@@ -55,11 +55,7 @@ class Pipeline:
     policy: DraftLengthPolicy
     caches: tuple[CachedModel, ...]
     context: int  # longest text, in tokens, that every model supports
-    on_close: Callable[[], None] | None = None
-
-    def close(self) -> None:
-        if self.on_close is not None:
-            self.on_close()
+    close: Callable[[], None] = lambda: None
 
     @property
     def device(self) -> torch.device:
@@ -207,16 +203,11 @@ def _cost_model(context: ModelContext) -> CostModel:
 
 
 def _verifier(context: ModelContext) -> ModelVerifier:
-    recipe, rule = context.recipe, RULES[context.recipe.rule]
-    apply = rule.apply
-    if recipe.skip_sample_adjustment:
-        apply = partial(apply, adjust=False)
-    if rule.threshold is not None:
-        apply = partial(apply, threshold=rule.threshold if recipe.threshold is None else recipe.threshold)
+    recipe = context.recipe
     return ModelVerifier(
         context.scorer("target").score,
         context.sampling,
-        apply,
+        configured_rule(recipe.rule, adjust=not recipe.skip_sample_adjustment, threshold=recipe.threshold),
         accept=context.noise("accept", shared=False),
         correct=context.noise("correct"),
         candidates=METHODS[recipe.method].candidates(recipe),
@@ -233,7 +224,6 @@ def build_remote_verifier(
 ) -> tuple[ClosableVerifier, DraftLengthPolicy]:
     """Return the remote verifier, gated if the recipe has gates, and the policy that records for the gate."""
     cloud, candidates = target.cloud, METHODS[recipe.method].candidates(recipe)
-    rule = RULES[recipe.rule]
     settings = VerifyConfig(
         temp=float(sampling.temperature),
         top_k=sampling.top_k,
@@ -242,7 +232,7 @@ def build_remote_verifier(
         bad_words=[list(word) for word in sampling.bad_words],
         seed=recipe.seed,
         rule=recipe.rule,
-        threshold=rule.threshold if recipe.threshold is None else recipe.threshold,
+        threshold=RULES[recipe.rule].threshold if recipe.threshold is None else recipe.threshold,
         adjust=not recipe.skip_sample_adjustment,
     )
     edge = None

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from specdemo.core.decode import DraftBudget
 from specdemo.core.errors import UserError
-from specdemo.core.intervals import interval
+from specdemo.core.metrics import interval
 from specdemo.core.policies import Fixed
 from specdemo.core.sampling import SamplingParams
 from specdemo.core.step import Draft

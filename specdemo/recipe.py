@@ -8,7 +8,6 @@ from specdemo.core.errors import UserError
 from specdemo.core.options import Option, option, options
 from specdemo.core.policies import POLICIES
 from specdemo.core.rules import RULES
-from specdemo.core.sampling import SamplingParams
 from specdemo.drafters import METHODS, option_classes
 from specdemo.models.spec import DTYPES, QUANTIZATIONS, ModelSpec
 from specdemo.models.zoo import MODELS, PAIRS, REVISIONS
@@ -308,6 +307,8 @@ class Recipe(*reversed(option_classes()), RunOptions):
     @property
     def exact(self) -> bool:
         """Return True if the text follows the target's distribution."""
+        from specdemo.core.sampling import SamplingParams
+
         method, rule = METHODS[self.method], RULES[self.rule]
         if self.cloud is not None:
             sampled = method.sampled and self.temperature > 0 and rule.adjusts

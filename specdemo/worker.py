@@ -92,10 +92,6 @@ class Stream(Generic[T]):
         """Block until the job ends. Return False after `timeout` seconds."""
         return self._done.wait(timeout)
 
-    def _notify(self) -> None:
-        if self._on_change is not None:
-            self._on_change()
-
 
 class Worker:
     """Device thread with at most `at_once` open and `waiting` queued jobs."""
@@ -155,7 +151,8 @@ class Worker:
             if ended:
                 stream._job = stream._steps = stream._context = None  # free memory before `done` is visible
                 stream._done.set()
-            stream._notify()
+            if stream._on_change is not None:
+                stream._on_change()
 
     def _next(self) -> Stream | None:
         """Block until a job can be advanced. Return None once the worker is closed and all jobs have ended."""

@@ -1,17 +1,19 @@
-"""Documents: links and anchors resolve, measured tables are marked, the README stays short."""
+"""Documents: links and anchors resolve, a study writes every measured table, the documents stay short."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from benchmarks.document_tables import README_ROWS
+from benchmarks.registry import RUNS, TableRun
+
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "assets/pair/README.md", *sorted(ROOT.glob("docs/*.md"))]
-COMMANDS = {"bench", "prove"}  # subcommands of specdemo that print a table for the docs
-STUDIES = {path.stem for folder in ("benchmarks", "training") for path in (ROOT / folder).glob("*.py")} | COMMANDS
 
 
 def without_code(text: str) -> str:
@@ -71,10 +73,23 @@ def test_broken_links_and_markers_are_found() -> None:
     assert unmarked("<!-- end: a --><!-- begin: b -->") == ["a is not open", "b is not closed"]
 
 
-def test_every_marked_table_names_its_study_and_is_unique() -> None:
-    names = [name for path in DOCUMENTS for name in re.findall(r"<!-- begin: (\S+) -->", path.read_text("utf-8"))]
-    assert names and len(names) == len(set(names))
-    assert {name.partition("-")[0] for name in names} <= STUDIES
+def table_names(path: Path) -> list[str]:
+    """Return the names of the measured tables of a document."""
+    return re.findall(r"<!-- begin: (\S+) -->", path.read_text("utf-8"))
+
+
+def test_every_measured_table_has_a_registered_command() -> None:
+    names = [name for path in DOCUMENTS for name in table_names(path)]
+    registered = [name for run in RUNS for name in run.tables]
+    assert len(names) == len(set(names)) and sorted(names) == sorted(registered)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.tables[0])
+def test_the_study_of_a_command_declares_its_tables(run: TableRun) -> None:
+    """The module exists, declares every table, and the table is in the declared document."""
+    declared = import_module(run.module).TABLES
+    assert set(run.tables) <= set(declared) and "--write" in run.command.split()
+    assert all(name in table_names(ROOT / document) for name, document in declared.items())
 
 
 def test_every_study_in_a_command_exists() -> None:
@@ -87,19 +102,23 @@ def test_the_readme_fits_one_screen() -> None:
     assert len((ROOT / "README.md").read_bytes()) <= 7_000
 
 
+def test_the_documents_stay_short() -> None:
+    assert sum(len(path.read_bytes()) for path in ROOT.glob("docs/*.md")) <= 85_000
+
+
+def table_rows(path: Path, name: str) -> list[list[str]]:
+    """Return the cells of a measured table by row, headings first."""
+    table = path.read_text("utf-8").partition(f"begin: {name} -->")[2].partition("<!-- end")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:1] == "|"]
+    return [rows[0], *rows[2:]]
+
+
 def test_the_figures_of_the_readme_are_those_of_the_bench_table() -> None:
-    bench = (ROOT / "docs/performance.md").read_text("utf-8").partition("begin: bench -->")[2].partition("<!-- end")[0]
-    measured = {
-        (kind, method, temperature): (speedup, interval)
-        for kind, method, temperature, speedup, interval in re.findall(
-            r"^\| (\w+) +\| (\w+)[^|]* T=(\d) +\| \d+ +\| ([\d.]+) +\| ([\d.-]+) +\|", bench, re.MULTILINE
-        )
-    }
-    rows = re.findall(
-        r"^\| (\w+), temperature (\d) \| `(\w+)`[^|]*\| ([\d.]+) \| ([\d.-]+) \|",
-        (ROOT / "README.md").read_text("utf-8"),
-        re.MULTILINE,
-    )
-    assert len(rows) == 4
-    for kind, temperature, method, *figures in rows:
-        assert measured[kind, method, temperature] == tuple(figures)
+    head, *rows = table_rows(ROOT / "docs/performance.md", "bench-classes")
+    measured = {(kind, row[0]): row[column] for row in rows for column, kind in enumerate(head) if column}
+    figures = table_rows(ROOT / "README.md", "bench-readme")[1:]
+    assert len(figures) == len(README_ROWS)
+    for (kind, method, temperature), row in zip(README_ROWS, figures, strict=True):
+        prompts, recipe, speedup, interval = row
+        assert (prompts, recipe) == (f"{kind}, temperature {temperature}", f"`{method}`")
+        assert measured[kind, f"{method} gamma=3 T={temperature}"] == f"{speedup} [{interval.replace('-', ', ')}]"

@@ -21,8 +21,8 @@ from fakes.enumeration import (
 )
 from fakes.tiny_models import Explorer, committed, run
 
+from specdemo.cli import main
 from specdemo.cli.arguments import given, parser
-from specdemo.cli.main import main
 from specdemo.cli.reference import cli_reference
 from specdemo.core.decode import DraftBudget
 from specdemo.core.errors import UserError

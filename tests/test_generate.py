@@ -107,7 +107,7 @@ def test_closing_releases_the_pipeline(target: str, kind: type, monkeypatch: pyt
     def watched(*args: Any) -> Any:
         pipeline = build_pipeline(*args)
         opened.append(pipeline)
-        return replace(pipeline, on_close=lambda: closed.append(pipeline))
+        return replace(pipeline, close=lambda: closed.append(pipeline))
 
     monkeypatch.setattr(import_module("specdemo.generate"), "build_pipeline", watched)
     recipe = Recipe(target=target, method="lookup", max_tokens=4, device="cpu")

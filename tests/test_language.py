@@ -48,7 +48,6 @@ FROZEN = frozenset({"law", "laws", "unjudged"})
 
 MAY_REPEAT = frozenset({"main", "build", "METHOD"})  # METHOD: the registry entry of each drafter
 MOST_LINES = 50
-LONG_FUNCTIONS = {"specdemo/ui/theme.py: theme"}  # single call with the table of colours
 
 WORD = re.compile(r"[a-z]+(?:'[a-z]+)?")
 CODE = re.compile(r"`[^`]*`|\S*[_/(]\S*")
@@ -196,15 +195,15 @@ def repeated_names(paths: Iterable[Path]) -> list[str]:
 
 
 def long_functions(paths: Iterable[Path]) -> list[str]:
-    """Return functions with more than `MOST_LINES` lines, except `LONG_FUNCTIONS`."""
+    """Return functions with more than `MOST_LINES` lines."""
     problems = []
     for path in files(paths):
         if path.suffix == ".py":
             for node in ast.walk(parsed(path)):
                 if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                    lines, name = node.end_lineno - node.lineno + 1, f"{name_of(path)}: {node.name}"
-                    if lines > MOST_LINES and name not in LONG_FUNCTIONS:
-                        problems.append(f"{name} has {lines} lines")
+                    lines = node.end_lineno - node.lineno + 1
+                    if lines > MOST_LINES:
+                        problems.append(f"{name_of(path)}: {node.name} has {lines} lines")
     return problems
 
 

@@ -36,8 +36,8 @@ PACKAGES = {
     "fastapi": ("specdemo/remote/",),
     "starlette": (
         "specdemo/remote/",
-        "specdemo/ui/health.py",
-        "specdemo/ui/websocket.py",
+        "specdemo/ui/service.py",
+        "specdemo/ui/streams.py",
         "specdemo/ui/theme.py",
     ),
     "uvicorn": ("specdemo/remote/",),

@@ -13,12 +13,20 @@ import pytest
 import specdemo
 
 ROOT = Path(__file__).parents[1]
-LIGHT = ("specdemo", "specdemo.models.spec", "specdemo.models.zoo")
+LIGHT = ("specdemo", "specdemo.models.spec", "specdemo.models.zoo", "specdemo.recipe", "specdemo.cli")
+HEAVY = {"torch", "transformers", "gradio", "bitsandbytes", "accelerate", "huggingface_hub", "numpy"}
 
 
 def in_new_process(code: str) -> str:
     command = [sys.executable, "-c", code]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120).stdout.strip()
+
+
+def test_the_bundled_pair_loads_no_modelling_files() -> None:
+    code = "import sys\nfrom specdemo import Recipe, generate\n*_, end = generate(Recipe(max_tokens=2), 'def f')\n"
+    slow = {"torch._dynamo", "transformers.modeling_utils", "accelerate", "gradio", "bitsandbytes"}
+    code += f"print(end.reason, sorted({slow!r} & set(sys.modules)))"
+    assert in_new_process(code) == "length []"
 
 
 def test_every_exported_name_exists() -> None:
@@ -35,9 +43,13 @@ def test_generate_is_the_function_although_a_submodule_has_its_name() -> None:
 
 @pytest.mark.parametrize("module", LIGHT)
 def test_light_modules_import_no_framework(module: str) -> None:
-    heavy = {"torch", "transformers", "gradio", "accelerate", "huggingface_hub", "numpy"}
-    code = f"import sys, {module}\nprint(sorted({heavy!r} & set(sys.modules)))"
-    assert in_new_process(code) == "[]"
+    assert in_new_process(f"import sys, {module}\nprint(sorted({HEAVY!r} & set(sys.modules)))") == "[]"
+
+
+def test_help_loads_no_framework() -> None:
+    code = "import sys\nfrom specdemo.cli.arguments import parser\nparser().format_help()\n"
+    code += "Recipe = __import__('specdemo').Recipe\nRecipe(temperature=0)\n"
+    assert in_new_process(f"{code}print(sorted({HEAVY!r} & set(sys.modules)))") == "[]"
 
 
 def test_importing_sets_no_environment_variable_but_programs_limit_the_kernel_cache() -> None:

@@ -12,7 +12,7 @@ import pytest
 from fakes.tiny_models import byte_level_tokenizer, save_model
 
 from benchmarks import preflight_accuracy
-from specdemo.cli.main import main
+from specdemo.cli import main
 from specdemo.core.errors import UserError
 from specdemo.core.sampling import SamplingParams
 from specdemo.core.theory import expected_tokens

@@ -41,6 +41,7 @@ class Preset:
     drafter_schedule: Schedule
     curve: tuple[Shape, ...]  # candidate drafters
     curve_schedule: Schedule
+    card_prompts: int = 24
 
 
 ORIGINAL_SHARE = 0.2  # of the unpolished weights
@@ -79,6 +80,7 @@ PRESETS = {
         drafter_schedule=Schedule(steps=4, tokens=1024, long=512, warmup=2, save_every=2),
         curve=(Shape(1, 64, 64, 1, 1), Shape(2, 64, 64, 1, 1)),
         curve_schedule=Schedule(steps=2, tokens=1024, long=512, warmup=2, save_every=2),
+        card_prompts=1,
     ),
 }
 
@@ -181,7 +183,8 @@ class Training:
 
     def card(self) -> None:
         """Write the model card."""
-        print(card.write(self._options.out, self._text, f"python -m training --preset {self._options.preset}"))
+        recipe = f"python -m training --preset {self._options.preset}"
+        print(card.write(self._options.out, self._text, recipe, self._preset.card_prompts))
 
 
 def main() -> None:

@@ -78,9 +78,9 @@ def loops(folder: Path, texts: Sequence[str], pool: ModelPool) -> int:
     return count
 
 
-def write(folder: Path, corpus: Corpus, recipe: str) -> str:
-    """Measure the pair in `folder` and write its README.md; `recipe` is the training command."""
-    texts = prompts(corpus, 24)
+def write(folder: Path, corpus: Corpus, recipe: str, count: int) -> str:
+    """Measure the pair in `folder` on `count` prompts and write its README.md; `recipe` is the training command."""
+    texts = prompts(corpus, count)
     pool = ModelPool()
     rows = agreements(folder, texts, pool)
     looping = loops(folder, texts, pool)

@@ -1,8 +1,18 @@
 """Paired benchmarks of recipes x prompts, alternating in a process."""
 
 from specdemo.bench.measure import BenchProgress, copy_bandwidth, grid, measure, recipe_label
-from specdemo.bench.output import Progress, markdown_table
-from specdemo.bench.table import BenchRow, as_json, disturbed, markdown, report, slower, table
+from specdemo.bench.table import (
+    BenchRow,
+    Progress,
+    as_json,
+    disturbed,
+    markdown,
+    markdown_table,
+    report,
+    run_speed,
+    slower,
+    table,
+)
 
 __all__ = [
     "BenchProgress",
@@ -17,6 +27,7 @@ __all__ = [
     "measure",
     "recipe_label",
     "report",
+    "run_speed",
     "slower",
     "table",
 ]

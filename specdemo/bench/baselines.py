@@ -11,7 +11,7 @@ from transformers import set_seed
 from transformers.generation.streamers import BaseStreamer
 
 from specdemo.core.errors import UserError
-from specdemo.models.engines.encoder_decoder import has_encoder
+from specdemo.models.engines.generic import has_encoder
 from specdemo.models.load import reference
 from specdemo.models.spec import ModelSpec
 

@@ -1,19 +1,57 @@
-"""Summarise benchmark records as a table, JSON line or report."""
+"""Summarise benchmark records as a table, JSON line or report; progress line of long measurements."""
 
 from __future__ import annotations
 
 import json
 import statistics
+import sys
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from specdemo.bench.baselines import BASELINES
 from specdemo.bench.measure import recipe_label
-from specdemo.bench.output import markdown_table
-from specdemo.core.intervals import interval
+from specdemo.core.metrics import interval
 from specdemo.core.theory import speedup, walltime_improvement
 from specdemo.recipe import Recipe
+
+NON_TTY_INTERVAL_S = 30.0  # between two progress lines if standard error is not a terminal
+
+
+def markdown_table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    cells = [[str(cell) for cell in row] for row in (head, *rows)]
+    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+    lines.insert(1, " | ".join("-" * width for width in widths))
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+class Progress:
+    """Progress on standard error: a line updated in place on a terminal, few lines in a file or pipe."""
+
+    def __init__(self) -> None:
+        self._shown, self._due = "", 0.0
+
+    def show(self, text: str) -> None:
+        if sys.stderr.isatty():
+            if text != self._shown:
+                _write(f"\r\x1b[K{text}")
+            self._shown = text
+        elif time.monotonic() >= self._due:
+            _write(f"{text}\n")
+            self._due = time.monotonic() + NON_TTY_INTERVAL_S
+
+    def over(self) -> None:
+        if self._shown:
+            _write("\r\x1b[K")
+        self._shown = ""
+
+
+def _write(text: str) -> None:
+    sys.stderr.write(text)
+    sys.stderr.flush()
+
 
 Record = dict[str, Any]  # yielded by `bench.measure`
 RunFigures = dict[str, Any]
@@ -85,7 +123,7 @@ def _row(
 ) -> BenchRow:
     runs = [record["runs"][index] for record in records]
     timed = _timed_pairs(records, index, base)
-    ratios = sorted((_speed(run) / _speed(ar), prompt) for run, ar, prompt in timed)
+    ratios = sorted((run_speed(run) / run_speed(ar), prompt) for run, ar, prompt in timed)
     compared = base not in (index, None)
     values = [ratio for ratio, _ in ratios] if compared else []
     reads = [run["bytes_read"] / run["wall_s"] / bandwidth for run, _, _ in timed if "bytes_read" in run and bandwidth]
@@ -93,7 +131,7 @@ def _row(
         kind=records[0]["kind"],
         lane=lane,
         prompts=len(records),
-        tokens_per_second=_median(_speed(run) for run in runs if run["tokens_per_second"]) or 0.0,
+        tokens_per_second=_median(run_speed(run) for run in runs if run["tokens_per_second"]) or 0.0,
         speedup=_median(values),
         interval=interval(values) if values else None,
         over_fixed=None,
@@ -123,7 +161,7 @@ def _median(values: Iterable[float | None]) -> float | None:
     return statistics.median(known) if known else None
 
 
-def _speed(run: RunFigures) -> float:
+def run_speed(run: RunFigures) -> float:
     """Return tokens per second of wall time after the prefill."""
     if "decode_tokens" in run:
         return run["decode_tokens"] / run["wall_s"]
@@ -148,14 +186,16 @@ def _over_fixed(recipes: Sequence[Recipe], index: int, records: Sequence[Record]
     timed = [record for record in records if all(record["runs"][i]["wall_s"] for i in (index, *fixed))]
 
     def median_speed(i: int, subset: Sequence[Record]) -> float:
-        return statistics.median(_speed(record["runs"][i]) for record in subset)
+        return statistics.median(run_speed(record["runs"][i]) for record in subset)
 
     ratios = []
     for name in dict.fromkeys(record["name"] for record in timed):
         others = [record for record in timed if record["name"] != name] or timed
         best = max(fixed, key=lambda i, others=others: median_speed(i, others))
         ratios += [
-            _speed(record["runs"][index]) / _speed(record["runs"][best]) for record in timed if record["name"] == name
+            run_speed(record["runs"][index]) / run_speed(record["runs"][best])
+            for record in timed
+            if record["name"] == name
         ]
     return (statistics.median(ratios), *interval(ratios)) if ratios else None
 
@@ -174,7 +214,7 @@ def _costs(run: RunFigures, ar: RunFigures, recipe: Recipe) -> dict[str, float |
     """Return cost terms of a run, in AR passes, and its speed-up relative to theory and cost model."""
     steps, ar_steps = run["steps"] - 1, ar["steps"] - 1
     unit = ar["verify_s"] / ar_steps
-    measured = _speed(run) / _speed(ar)
+    measured = run_speed(run) / run_speed(ar)
     c = run["draft_s"] / run["drafted"] / unit if run["drafted"] else None
     v, o = run["verify_s"] / steps / unit, run["host_s"] / steps / unit
     drafted = run["drafted"] / steps

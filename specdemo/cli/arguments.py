@@ -12,11 +12,19 @@ from specdemo.core.options import Option
 from specdemo.recipe import Recipe
 from specdemo.remote.config import CloudConfig
 
-_MODELS = ["pair", *(name for name, option in Recipe.OPTIONS.items() if option.group == "Models and devices")]
+MODEL_OPTIONS = ["pair", *(name for name, option in Recipe.OPTIONS.items() if option.group == "Models and devices")]
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser that reports errors in a single line, with exit code 2."""
+    """Parser that reports errors in a single line, with exit code 2, and lists its `arguments`."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.arguments: list[argparse.Action] = []
+        super().__init__(*args, **options)
+
+    def add_argument(self, *args: Any, **options: Any) -> argparse.Action:
+        self.arguments.append(super().add_argument(*args, **options))
+        return self.arguments[-1]
 
     def error(self, message: str) -> None:  # type: ignore[override]
         self.exit(2, f"specdemo: {message}\n")
@@ -25,16 +33,13 @@ class Parser(argparse.ArgumentParser):
 def parser() -> Parser:
     top = Parser(prog="specdemo", description="Visualise, measure and verify speculative decoding.")
     commands = top.add_subparsers(dest="command", required=True, parser_class=Parser)
-    _run(commands.add_parser("run", help="continue a prompt and show accepted, rejected and corrected tokens"))
-    _bench(commands.add_parser("bench", help="measure recipes against autoregressive decoding, paired and alternating"))
-    _prove(commands.add_parser("prove", help="compare the text with autoregressive decoding, token by token"))
-    _preflight(commands.add_parser("preflight", help="estimate the speed-up of a pair without generating text"))
-    _serve(commands.add_parser("serve", help="offer the target as a service that verifies drafts of other machines"))
+    for name, (title, add_arguments) in ARGUMENTS.items():
+        add_arguments(commands.add_parser(name, help=title))
     return top
 
 
 def add_model_options(command: argparse.ArgumentParser) -> None:
-    _add_options(command, (Recipe.OPTIONS[name] for name in _MODELS))
+    _add_options(command, (Recipe.OPTIONS[name] for name in MODEL_OPTIONS))
 
 
 def _add_options(command: argparse.ArgumentParser, options: Iterable[Option], **defaults: Any) -> None:
@@ -69,17 +74,21 @@ def _options(*names: str) -> list[Option]:
     return [Recipe.OPTIONS[name] for name in names]
 
 
-def _run(command: argparse.ArgumentParser) -> None:
+def _run(command: Parser) -> None:
     command.add_argument("prompt", help="text to continue; - for standard input")
     _add_options(command, Recipe.OPTIONS.values())
     _add_options(command, CloudConfig.OPTIONS.values())
     output = command.add_mutually_exclusive_group()
-    output.add_argument("--json", action="store_true", help="write the trace to standard output, without other text")
-    output.add_argument("--steps", action="store_true", help="explain each step instead of showing the text")
+    command.arguments += [
+        output.add_argument(
+            "--json", action="store_true", help="write the trace to standard output, without other text"
+        ),
+        output.add_argument("--steps", action="store_true", help="explain each step instead of showing the text"),
+    ]
     command.add_argument("--trace", type=Path, metavar="FILE", help="also write the trace to a file")
 
 
-def _bench(command: argparse.ArgumentParser) -> None:
+def _bench(command: Parser) -> None:
     add_model_options(command)
     varied = {"method": ["draft", "nasd"], "gamma": [2, 3, 4], "policy": ["fixed"], "temperature": [0.0]}
     _add_options(command, _options(*varied, "rule", "max_tokens"), **varied, max_tokens=128)
@@ -91,20 +100,20 @@ def _bench(command: argparse.ArgumentParser) -> None:
     add("--output", type=Path, metavar="FILE", help="also write a report in Markdown")
 
 
-def _prove(command: argparse.ArgumentParser) -> None:
+def _prove(command: Parser) -> None:
     add_model_options(command)
     varied = {"method": ["draft", "nasd"], "gamma": [1, 3, 5, 7], "temperature": [0.0, 0.7, 1.3]}
     _add_options(command, _options(*varied, "max_tokens"), **varied, max_tokens=64)
     command.add_argument("--prompts", type=int, default=20, help="number of prompts")
 
 
-def _preflight(command: argparse.ArgumentParser) -> None:
+def _preflight(command: Parser) -> None:
     add_model_options(command)
     _add_options(command, _options("method", "exit_layer", "skip_layers", "temperature"), temperature=0.0)
     command.add_argument("--kind", nargs="+", default=[], help="classes of prompts (default: all)")
 
 
-def _serve(command: argparse.ArgumentParser) -> None:
+def _serve(command: Parser) -> None:
     add_model_options(command)
     add = command.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
@@ -118,6 +127,15 @@ def _serve(command: argparse.ArgumentParser) -> None:
     add("--rate", type=float, default=0, help="requests per second and address; 0: unlimited")
     add("--body-mb", type=float, default=4, help="largest request, MB")
     add("--until-stdin-ends", action="store_true", help="stop when standard input closes")
+
+
+ARGUMENTS = {  # command -> title, function that adds its arguments
+    "run": ("continue a prompt and show accepted, rejected and corrected tokens", _run),
+    "bench": ("measure recipes against autoregressive decoding, paired and alternating", _bench),
+    "prove": ("compare the text with autoregressive decoding, token by token", _prove),
+    "preflight": ("estimate the speed-up of a pair without generating text", _preflight),
+    "serve": ("offer the target as a service that verifies drafts of other machines", _serve),
+}
 
 
 def given(options: argparse.Namespace) -> dict[str, Any]:

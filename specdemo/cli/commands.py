@@ -18,7 +18,7 @@ from specdemo.models.spec import find_device
 from specdemo.preflight import preflight, texts_for
 from specdemo.prompts import load_prompts
 from specdemo.recipe import METHODS, Recipe
-from specdemo.remote.remote_model import TOKEN
+from specdemo.remote.client import TOKEN
 from specdemo.remote.serve import bind, listen, serve_model
 from specdemo.remote.server import ServiceLimits
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 
-from specdemo.cli.arguments import parser
+from specdemo.cli.arguments import ARGUMENTS, MODEL_OPTIONS, Parser
 from specdemo.core.options import Option
 from specdemo.drafters import METHODS
 from specdemo.recipe import Recipe, methods_with
@@ -20,11 +19,10 @@ A lossy option changes the distribution of the text. A host option cannot be cha
 
 def cli_reference() -> str:
     lines = [_INTRODUCTION, "", "## Methods", "", *_methods(), "", "## Options of a run", "", *_options()]
-    top = parser()
-    commands = next(action for action in top._actions if isinstance(action, argparse._SubParsersAction))
-    titles = {choice.dest: choice.help for choice in commands._choices_actions}
-    for name, command in commands.choices.items():
-        lines += ["", f"## `specdemo {name}`", "", f"{titles[name].capitalize()}.", "", *_flags(command)]
+    for name, (title, add_arguments) in ARGUMENTS.items():
+        command = Parser()
+        add_arguments(command)
+        lines += ["", f"## `specdemo {name}`", "", f"{title.capitalize()}.", "", *_flags(command)]
     return "\n".join(lines) + "\n"
 
 
@@ -38,11 +36,12 @@ def _methods() -> Iterator[str]:
 
 
 def _options() -> Iterator[str]:
+    drafting = tuple(name for name, method in METHODS.items() if method.drafts)
     yield from _head("option", "flag", "default", "values", "methods", "description")
     for table in (Recipe.OPTIONS, CloudConfig.OPTIONS):
         for name, option in table.items():
             methods = methods_with(option) if table is Recipe.OPTIONS else list(METHODS)
-            applicable = "all" if len(methods) == len(METHODS) else ", ".join(methods)
+            applicable = {tuple(METHODS): "all", drafting: "all that draft"}.get(tuple(methods), ", ".join(methods))
             badges = [badge for badge in ("lossy", "host") if getattr(option, badge)]
             about = option.help + (f" ({', '.join(badges)})" if badges else "")
             yield _row(f"`{name}`", f"`{option.flag}`", _default(option), _values(option), applicable, about)
@@ -59,15 +58,21 @@ def _values(option: Option) -> str:
     return option.range or {bool: "on, off", int: "whole number", float: "number"}.get(option.type, "text")
 
 
-def _flags(command: argparse.ArgumentParser) -> Iterator[str]:
+def _flags(command: Parser) -> Iterator[str]:
     """Yield the arguments of a command: the flags of options by name, the others with a description."""
     table = {**Recipe.OPTIONS, **CloudConfig.OPTIONS}
-    actions = [action for action in command._actions if action.dest != "help"]
+    actions = [action for action in command.arguments if action.dest != "help"]
     shared = [action for action in actions if action.dest in table]
     defaults = {action.option_strings[0]: action.default for action in shared}
-    flags = (
-        f"`{flag}`" + (f" (default: {_words(value)})" if value is not None else "") for flag, value in defaults.items()
-    )
+    groups = {"models and devices": MODEL_OPTIONS, "edge and cloud": list(CloudConfig.OPTIONS)}
+    groups = {title: names for title, names in groups.items() if {*names} <= {action.dest for action in shared}}
+    grouped = {table[name].flag for names in groups.values() for name in names}
+    flags = [*(f"all of {title}" for title in groups)]
+    flags += [
+        f"`{flag}`" + (f" (default: {_words(value)})" if value is not None else "")
+        for flag, value in defaults.items()
+        if flag not in grouped
+    ]
     yield f"Options of a run: {'all' if len(shared) == len(table) else ', '.join(flags)}."
     yield ""
     yield from _head("argument", "description")

@@ -1,4 +1,4 @@
-"""The `run` command: show a run, and write its trace."""
+"""The `run` command: show a run as its trace, its text in colour or its steps in words, and write its trace."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import TextIO
 
 from specdemo.cli.arguments import given
-from specdemo.cli.rendering import Coloured, Json, LoadingLine, Steps
 from specdemo.core import trace
 from specdemo.core.errors import UserError
 from specdemo.core.events import End, Event, Header, Loading, StepEvent
+from specdemo.core.explain import STYLES, draft_prob, explain, figure
 from specdemo.core.metrics import Metrics
+from specdemo.core.step import Step
 from specdemo.generate import generate
 from specdemo.recipe import Recipe
 from specdemo.worker import handle_signals
+
+RESET = "\x1b[0m"
 
 
 def run(options: argparse.Namespace) -> int:
@@ -64,3 +67,97 @@ def _show(events: Iterator[Event], options: argparse.Namespace, file: TextIO | N
         print(f"specdemo: the run failed: {event.error}", file=sys.stderr)
         return 1
     return 0
+
+
+class Json:
+    """Prints the trace."""
+
+    def show(self, event: Event) -> None:
+        print(trace.write(event), end="", flush=True)
+
+
+class Coloured:
+    """Prints the text in the colours of its outcomes, then a summary."""
+
+    def show(self, event: Event) -> None:
+        match event:
+            case Header():
+                self._exact = event.exact
+                print(event.prompt, end="\n" if event.encoder else "", flush=True)
+            case StepEvent():
+                print("".join(_spans(event)), end="", flush=True)
+            case End():
+                print(f"\n\n{summary(event.metrics)}  {'exact' if self._exact else 'LOSSY'}  end: {event.reason}")
+
+
+class Steps:
+    """Prints each step: its position, every draft token with q, p and its outcome, and the target's token."""
+
+    def show(self, event: Event) -> None:
+        match event:
+            case Header():
+                self._recipe = event.recipe
+                self._position = 0 if event.encoder else len(event.prompt_tokens)
+            case StepEvent():
+                print("\n".join(self._lines(event)), flush=True)
+                self._position += len(event.step.tokens)
+            case End():
+                print(f"\n{summary(event.metrics)}  end: {event.reason}")
+
+    def _lines(self, event: StepEvent) -> Iterator[str]:
+        step, verdict = event.step, event.step.verdict
+        yield (
+            f"--- step {step.i}  position {self._position}  gamma {step.gamma}  "
+            f"drafted {len(step.draft)}  accepted {len(verdict.accepted)} ---"
+        )
+        for node, text in enumerate(event.draft_texts):
+            yield f"  {text!r:>16}  {_test(step, node)}  {explain(step, node, self._recipe)}"
+        if step.searched:
+            yield f"  committed {event.text!r}  best beam continues {event.pending_text!r}"
+        if verdict.token is not None:
+            yield f"  {event.pieces[-1]!r:>16}  {step.kind}: {explain(step, None, self._recipe)}"
+
+
+class LoadingLine:
+    """Prints loading progress: a line that is overwritten in a terminal, or a line per item."""
+
+    def __init__(self) -> None:
+        self._shown = ""
+
+    def show(self, event: Loading | None = None) -> None:
+        live = sys.stderr.isatty()
+        text = event.text if event else ""
+        if live and (text or self._shown):
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+        elif text and text.partition(",")[0] != self._shown.partition(",")[0]:
+            print(f"{text} ...", file=sys.stderr)
+        self._shown = text
+
+
+def _spans(event: StepEvent) -> Iterator[str]:
+    if event.step.verdict.notes.get("lost"):
+        yield "[connection to the cloud lost: the drafter continues alone]"
+    for shown in event.shown():
+        style = STYLES[shown.outcome].ansi
+        text = shown.text if shown.outcome.committed else shown.text.replace("\n", "\u23ce")
+        yield f"{style}{text}{RESET}" if style else text
+
+
+def _test(step: Step, node: int) -> str:
+    p, q = step.verdict.p[node], draft_prob(step, node)
+    bound = None if p is None else min(1.0, p / q) if q else 0.0
+    return f"q={figure(q)}  p={figure(p)}  min(1,p/q)={figure(bound)}"
+
+
+def summary(metrics: Metrics) -> str:
+    """Return the figures as a line; a dash where a denominator is 0."""
+
+    def number(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    return (
+        f"{metrics.tokens} tokens  {number(metrics.tokens_per_second, '.1f')} tokens/s  "
+        f"accepted {metrics.accepted}/{metrics.drafted} drafted ({number(metrics.acceptance_rate, '.0%')})  "
+        f"alpha {number(metrics.mean_beta, '.2f')}  {number(metrics.tokens_per_target_pass, '.2f')} tokens/pass  "
+        f"first token {number(metrics.ttft_s, '.3f')} s"
+    )

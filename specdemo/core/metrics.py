@@ -1,4 +1,4 @@
-"""Figures of a run, folded over its steps.
+"""Figures of a run, folded over its steps, and bootstrap intervals of measured ratios.
 
 Two acceptance rates: `acceptance_rate` is accepted / drafted and falls with gamma; `alpha` is accepted / tested and
 estimates Leviathan's E[beta]. `mean_beta` estimates the same with lower variance.
@@ -6,7 +6,9 @@ estimates Leviathan's E[beta]. `mean_beta` estimates the same with lower varianc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import random
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import zip_longest
@@ -39,7 +41,7 @@ class Metrics:
         return reduce(cls.plus, steps, cls())
 
     def plus(self, step: Step) -> Metrics:
-        draft, verdict, first = step.draft, step.verdict, self.ttft_s is None
+        draft, verdict, notes, first = step.draft, step.verdict, step.verdict.notes, self.ttft_s is None
         outcomes = [step.outcome(node) for node in verdict.accepted]
         tested = {node: len(draft.path(node)) for node, beta in enumerate(verdict.beta) if beta is not None}
         accepted = [tested[node] for node in verdict.accepted if node in tested]
@@ -57,7 +59,7 @@ class Metrics:
             draft_s=self.draft_s + (0 if first else step.draft_s),
             verify_s=self.verify_s + (0 if first else step.verify_s),
             host_s=self.host_s + (0 if first else step.host_s),
-            remote=_summed(self.remote, verdict.notes) if verdict.notes else self.remote,
+            remote={name: self.remote.get(name, 0.0) + notes.get(name, 0.0) for name in {**self.remote, **notes}},
         )
 
     @property
@@ -125,5 +127,8 @@ def _counted(counts: tuple[int, ...], depths: list[int], length: int = 0) -> tup
     return tuple(a + b for a, b in zip_longest(counts, added, fillvalue=0))
 
 
-def _summed(sums: Mapping[str, float], notes: Mapping[str, float]) -> dict[str, float]:
-    return {name: sums.get(name, 0.0) + notes.get(name, 0.0) for name in {**sums, **notes}}
+def interval(ratios: Sequence[float], seed: int = 0, draws: int = 2000) -> tuple[float, float]:
+    """Return the 95 % bootstrap interval of the median of `ratios`."""
+    rng = random.Random(seed)
+    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(draws))
+    return medians[int(0.025 * draws)], medians[int(0.975 * draws)]

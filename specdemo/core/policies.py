@@ -37,8 +37,25 @@ class CostModel:
         return low + (high - low) * (rows - a) / (b - a)
 
 
+class PolicyDefaults:
+    """Policy without notes that drafts `gamma` tokens."""
+
+    needs_logits = False
+    gamma: int
+
+    @property
+    def notes(self) -> dict[str, float]:
+        return {}
+
+    def may_extend(self, n: int, logits: Any) -> bool:
+        return n < self.gamma
+
+    def observe(self, step: Step) -> None:
+        pass
+
+
 @dataclass
-class Auto:
+class Auto(PolicyDefaults):
     """Maximise expected tokens per second, from acceptance per position and times measured during the run.
 
     A draft of k tokens yields 1 + a_1 + a_1 a_2 + ... tokens (a_i: acceptance at position i) and costs k draft tokens
@@ -46,8 +63,6 @@ class Auto:
     and is shrunk towards the mean over positions, which is shrunk towards `prior_acceptance`. If drafting does not pay,
     gamma is 0, with retries at intervals.
     """
-
-    needs_logits = False
 
     max_gamma: int
     costs: CostModel = field(default_factory=CostModel)
@@ -69,9 +84,6 @@ class Auto:
     @property
     def notes(self) -> dict[str, float]:
         return {"auto_a1": self._acceptances()[0], "auto_c": self._c}
-
-    def may_extend(self, n: int, logits: Any) -> bool:
-        return n < self.gamma
 
     def observe(self, step: Step) -> None:
         if step.i == 0:
@@ -127,25 +139,11 @@ def _acceptance(step: Step, position: int) -> float:
     return float(position < len(verdict.accepted))
 
 
-class PolicyDefaults:
-    needs_logits = False
-
-    @property
-    def notes(self) -> dict[str, float]:
-        return {}
-
-    def observe(self, step: Step) -> None:
-        pass
-
-
 @dataclass
 class Fixed(PolicyDefaults):
     """Constant gamma (Leviathan et al. 2211.17192, Algorithm 1)."""
 
     gamma: int
-
-    def may_extend(self, n: int, logits: Any) -> bool:
-        return n < self.gamma
 
 
 @dataclass
@@ -155,9 +153,6 @@ class Dynamic(PolicyDefaults):
     gamma: int
     min_gamma: int
     max_gamma: int
-
-    def may_extend(self, n: int, logits: Any) -> bool:
-        return n < self.gamma
 
     def observe(self, step: Step) -> None:
         if step.draft.tokens:
@@ -172,9 +167,6 @@ class Heuristic(PolicyDefaults):
 
     gamma: int
     max_gamma: int
-
-    def may_extend(self, n: int, logits: Any) -> bool:
-        return n < self.gamma
 
     def observe(self, step: Step) -> None:
         if step.draft.tokens:

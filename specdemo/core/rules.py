@@ -5,16 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-import torch
-from torch import Tensor
-
-from specdemo.core.sampling import PointMass, SamplingParams
 from specdemo.core.step import Draft, Verdict
 
-Probs = Tensor | PointMass  # `[vocab]`
-ProbRows = Tensor | Sequence[PointMass]  # `[rows, vocab]`
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specdemo.core.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class PointMass:
+    """One-hot distribution, stored as its token."""
+
+    token: int
+
+
+Probs: TypeAlias = "Tensor | PointMass"  # `[vocab]`
+ProbRows: TypeAlias = "Tensor | Sequence[PointMass]"  # `[rows, vocab]`
 
 
 class AcceptanceTest(Protocol):
@@ -168,6 +177,8 @@ def _argmax(row: Probs) -> int:
 
 
 def _entropy(row: Probs) -> float:
+    import torch
+
     return 0.0 if isinstance(row, PointMass) else float(torch.special.entr(row).sum())
 
 
@@ -177,9 +188,11 @@ def _sample(row: Probs, sampler: TokenSampler, position: int) -> int:
 
 def _node_probs(draft: Draft, p: ProbRows) -> list[float]:
     """Target probability of each draft token, `[n]`."""
+    import torch
+
     if not draft.tokens:
         return []
-    if not isinstance(p, Tensor):
+    if isinstance(p[0], PointMass):
         return [_prob(p[parent + 1], token) for token, parent in zip(draft.tokens, draft.parents, strict=True)]
     width = p.shape[1]
     offsets = [(parent + 1) * width + token for token, parent in zip(draft.tokens, draft.parents, strict=True)]
@@ -191,11 +204,13 @@ def _overlaps(draft: Draft, p: ProbRows, node_probs: list[float]) -> list[float]
 
     If draft distributions are incomplete, use min(1, p / q) of the token, an unbiased estimate of beta.
     """
+    import torch
+
     if draft.probs is None:
         return node_probs
-    if not isinstance(draft.probs, Tensor):
+    if not isinstance(draft.probs, torch.Tensor):
         return [min(1.0, p / q) if q > 0 else 0.0 for p, q in zip(node_probs, draft.token_probs or (), strict=True)]
-    if not isinstance(p, Tensor):
+    if isinstance(p[0], PointMass):
         return [float(q[p[parent + 1].token]) for q, parent in zip(draft.probs, draft.parents, strict=True)]
     rows = p[: len(draft)] if draft.is_chain else p[torch.tensor(draft.parents, device=p.device) + 1]
     return torch.minimum(rows, draft.probs).sum(-1).tolist()

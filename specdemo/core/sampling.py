@@ -19,13 +19,6 @@ from specdemo.core.step import TopTokens
 _TOP_P_WIDTH = 256  # initial number of candidates for top-p
 
 
-@dataclass(frozen=True, slots=True)
-class PointMass:
-    """One-hot distribution, stored as its token."""
-
-    token: int
-
-
 @dataclass(frozen=True)
 class SamplingParams:
     """Applied in the order of transformers: repetition penalty, bad words, temperature, top-k, top-p."""

@@ -6,7 +6,6 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from torch import Tensor
 from specdemo.core.rules import RULES
 from specdemo.core.sampling import Noise, SharedNoise
 from specdemo.core.step import Draft, Step
+from specdemo.core.verifier import configured_rule
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,7 @@ def trial(rule: str, p: Tensor, q: Tensor, gamma: int, count: int, seed: int, *,
     `rule` is a key of `RULES`. `adjust=False` samples corrections from p if the rule supports it.
     """
     entry = RULES[rule]
-    options = {} if entry.threshold is None else {"threshold": entry.threshold}
-    apply = partial(entry.apply, **options, **({} if adjust or not entry.adjusts else {"adjust": False}))
+    apply = configured_rule(rule, adjust=adjust or not entry.adjusts)
     accept = Noise(seed, "accept")
     shared = SharedNoise(seed)
     draw, correct = (shared, shared) if entry.shares_noise else (Noise(seed, "draft"), Noise(seed, "correct"))

@@ -20,6 +20,7 @@ from specdemo.core.metrics import Metrics
 from specdemo.core.step import Draft, Step, TopTokens, Verdict
 
 MAX_STEPS = 20_000
+_STEP_NUMBERS = ("gamma", "draft_s", "verify_s", "host_s", "t")  # fields of `Step`, named like their keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +88,7 @@ def _step_to_json(event: StepEvent) -> dict[str, Any]:
         "choices": [list(row) for row in verdict.choices],
         "draw": list(verdict.draw),
         "beta": list(verdict.beta),
-        "gamma": step.gamma,
-        "draft_s": step.draft_s,
-        "verify_s": step.verify_s,
-        "host_s": step.host_s,
-        "t": step.t,
+        **{name: getattr(step, name) for name in _STEP_NUMBERS},
         "policy": dict(step.policy),
         **({"remote": dict(verdict.notes)} if verdict.notes else {}),
         **searched,
@@ -182,11 +179,7 @@ def step_from_json(value: Mapping[str, Any]) -> Step:
             draft_top=_tops_from_json(value.get("drafted")),
             notes=dict(value.get("remote") or {}),
         ),
-        gamma=value["gamma"],
-        draft_s=value["draft_s"],
-        verify_s=value["verify_s"],
-        host_s=value["host_s"],
-        t=value["t"],
+        **{name: value[name] for name in _STEP_NUMBERS},
         policy=dict(value.get("policy", {})),
     )
 

@@ -1,16 +1,27 @@
-"""Verification by a local model; beam search has a verifier in `core/beam.py`."""
+"""Verifiers for a local target: acceptance rules, and beam search."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from specdemo.core.rules import AcceptanceTest, ProbRows, TokenSampler
-from specdemo.core.sampling import PointMass, SamplingParams, top_tokens
+from specdemo.core.rules import RULES, AcceptanceTest, PointMass, ProbRows, TokenSampler
+from specdemo.core.sampling import SamplingParams, top_tokens
 from specdemo.core.step import Draft, Verdict
+
+
+def configured_rule(name: str, *, adjust: bool = True, threshold: float | None = None) -> Callable[..., Verdict]:
+    """Return the function of an acceptance rule with its options; `threshold` None: the rule's default."""
+    rule = RULES[name]
+    options: dict[str, Any] = {} if adjust else {"adjust": False}
+    if rule.threshold is not None:
+        options["threshold"] = rule.threshold if threshold is None else threshold
+    return partial(rule.apply, **options)
 
 
 class ModelVerifier:
@@ -57,3 +68,113 @@ class ModelVerifier:
             target_top=top_tokens(p if isinstance(p, Tensor) else logits.softmax(-1), self._top),
             draft_top=top_tokens(draft.probs, self._top) if isinstance(draft.probs, Tensor) else (),
         )
+
+
+@dataclass(frozen=True)
+class Beam:
+    """Tokens after the prompt and their summed log-probabilities, after the length penalty if finished."""
+
+    tokens: tuple[int, ...]
+    score: float
+
+
+class BeamSearch:
+    """Search for a probable text instead of sampling, following transformers; one instance per prompt.
+
+    The beams after the last committed token form a forest, so a target pass with a single KV cache scores all of them.
+    A token is committed when all beams and finished hypotheses share it.
+
+    Finished hypotheses are ranked by log p(text) / length ** `length_penalty`. The search ends when no running beam can
+    beat the worst of `num_beams` finished hypotheses at the current length, or at `max_tokens` or `context` tokens.
+    Candidates are limited to the `top_k` best tokens per beam (0: all) and exclude `stop` before `min_length` tokens.
+    Penalty and bad words of `sampling` apply, temperature does not.
+    """
+
+    def __init__(
+        self,
+        score: Callable[[Sequence[int], Draft], Tensor],
+        sampling: SamplingParams,
+        stop: Collection[int],
+        *,
+        max_tokens: int,
+        context: int,
+        num_beams: int = 4,
+        length_penalty: float = 1.0,
+        top_k: int = 0,
+        min_length: int = 0,
+    ) -> None:
+        self._score, self._sampling, self._stop = score, sampling, frozenset(stop)
+        self._max_tokens, self._context = max_tokens, context
+        self._num_beams, self._length_penalty = num_beams, length_penalty
+        self._top_k, self._min_length = top_k, min_length
+        self._prompt_length: int | None = None
+        self._running = [Beam((), 0.0)]
+        self._finished: list[Beam] = []  # best first
+
+    def verify(self, tokens: Sequence[int], draft: Draft) -> Verdict:
+        """Extend every beam by a token and commit the common prefix; `draft` must be empty."""
+        if self._prompt_length is None:
+            self._prompt_length = len(tokens)
+        committed = len(tokens) - self._prompt_length
+        if self._extend_beams(tokens, committed):
+            return Verdict((), None, committed=self._finished[0].tokens[committed:])
+        alive = [beam.tokens[committed:] for beam in (*self._running, *self._finished)]
+        columns = zip(*alive, strict=False)
+        common = next((i for i, column in enumerate(columns) if len(set(column)) > 1), min(map(len, alive)))
+        return Verdict((), None, committed=alive[0][:common], pending=alive[0][common:])
+
+    def _extend_beams(self, tokens: Sequence[int], committed: int) -> bool:
+        assert self._prompt_length is not None
+        length = len(self._running[0].tokens) + 1
+        candidates = self._candidates(self._log_probs(tokens, committed, length))
+        at_limit = length >= min(self._max_tokens, self._context - self._prompt_length)
+        ended = [at_limit or beam.tokens[-1] in self._stop for beam in candidates]
+        penalty = length**self._length_penalty
+        self._finished += [
+            Beam(beam.tokens, beam.score / penalty)
+            for beam, end in zip(candidates[: self._num_beams], ended, strict=False)
+            if end
+        ]
+        self._finished = sorted(self._finished, key=lambda beam: -beam.score)[: self._num_beams]
+        self._running = [beam for beam, end in zip(candidates, ended, strict=True) if not end][: self._num_beams]
+        if not self._running:
+            return True
+        full = len(self._finished) == self._num_beams
+        return full and self._running[0].score / penalty <= self._finished[-1].score
+
+    def _log_probs(self, tokens: Sequence[int], committed: int, length: int) -> Tensor:
+        """Log-probabilities of the next token, `[beams, vocab]`; excluded tokens have -inf."""
+        forest, leaves = self._forest(committed)
+        logits = self._score(tokens, forest)[torch.tensor(leaves) + 1]
+        paths = [[*tokens, *beam.tokens[committed:]] for beam in self._running]
+        log_probs = self._sampling.process_logits(logits.float().log_softmax(-1), paths)
+        if length <= self._min_length:
+            stop = torch.tensor(sorted(self._stop), device=log_probs.device)
+            log_probs = log_probs.index_fill(-1, stop, -torch.inf)
+        if 0 < self._top_k < log_probs.shape[-1]:
+            log_probs = log_probs.masked_fill(log_probs < log_probs.topk(self._top_k).values[:, -1:], -torch.inf)
+        return log_probs
+
+    def _candidates(self, log_probs: Tensor) -> list[Beam]:
+        """Best extensions: at least `num_beams` remain if every stop token ends every beam."""
+        scores = log_probs.new_tensor([beam.score for beam in self._running])
+        sums = (log_probs + scores[:, None]).flatten()
+        best = sums.topk(min(len(sums), max(2, 1 + len(self._stop)) * self._num_beams))
+        vocab = log_probs.shape[-1]
+        return [
+            Beam((*self._running[index // vocab].tokens, index % vocab), score)
+            for score, index in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+            if score > -torch.inf
+        ]
+
+    def _forest(self, committed: int) -> tuple[Draft, list[int]]:
+        """Running beams after `committed` tokens as a forest in level order, and each beam's last node.
+
+        Only the last level is new, so a model that caches nodes processes a node per beam.
+        """
+        nodes: dict[tuple[int, int], int] = {}  # (parent, token) -> node
+        leaves = [-1] * len(self._running)
+        for i in range(committed, len(self._running[0].tokens)):
+            for b, beam in enumerate(self._running):
+                leaves[b] = nodes.setdefault((leaves[b], beam.tokens[i]), len(nodes))
+        return Draft(tuple(token for _, token in nodes), tuple(parent for parent, _ in nodes)), leaves

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from specdemo.core.beam import BeamSearch
+from typing import TYPE_CHECKING
+
 from specdemo.core.decode import EmptyDrafter
 from specdemo.core.options import option, options
 from specdemo.drafters.method import BuildContext, Method
+
+if TYPE_CHECKING:
+    from specdemo.core.verifier import BeamSearch
 
 
 @options("Beam search")
@@ -35,6 +39,8 @@ class BeamOptions:
 
 
 def _verifier(context: BuildContext) -> BeamSearch:
+    from specdemo.core.verifier import BeamSearch
+
     target, chosen = context.scorer("target"), context.options
     return BeamSearch(
         target.score,

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from specdemo.core.decode import Drafter, DraftLengthPolicy, Verifier
 from specdemo.core.options import option, options
-from specdemo.core.sampling import SamplingParams
 from specdemo.core.step import Draft
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specdemo.core.sampling import SamplingParams
 
 Shape = Literal["chain", "forest"]
 

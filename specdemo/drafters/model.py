@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from specdemo.core.decode import DraftBudget
-from specdemo.core.sampling import SamplingParams, refuse_broken
 from specdemo.core.step import Draft, Step
 from specdemo.drafters.method import BuildContext, Method
 from specdemo.drafters.universal import UniversalDrafter
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specdemo.core.sampling import SamplingParams
 
 
 class ModelDrafter:
@@ -39,6 +40,8 @@ class ModelDrafter:
         self._extend = extend
 
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
+        import torch
+
         if not readable(tokens, self._own_size, self._vocab_size):
             return Draft()
         if self._extend and budget.unconditional and not self._sampling.needs_paths:
@@ -64,6 +67,10 @@ class ModelDrafter:
         return Draft.chain(new, tuple(torch.stack(q).tolist()), torch.stack(distributions))
 
     def _propose_fixed(self, tokens: Sequence[int], count: int) -> Draft:
+        import torch
+
+        from specdemo.core.sampling import refuse_broken
+
         largest, distributions = [], []
 
         def pick(logits: Tensor, i: int) -> Tensor:
@@ -94,6 +101,8 @@ def readable(tokens: Sequence[int], own_size: int, vocab_size: int) -> bool:
 
 def fitted(logits: Tensor, vocab_size: int) -> Tensor:
     """Truncate logits to `[rows, vocab_size]`, or pad them with -inf."""
+    import torch
+
     missing = vocab_size - logits.shape[-1]
     if missing <= 0:
         return logits[:, :vocab_size]

@@ -7,19 +7,20 @@ Siblings are sampled without replacement, and their number is fixed before sampl
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from specdemo.core.decode import DraftBudget
 from specdemo.core.errors import UserError
 from specdemo.core.options import option, options
 from specdemo.core.rules import without
-from specdemo.core.sampling import SamplingParams
 from specdemo.core.step import Draft, Step
 from specdemo.drafters.method import BuildContext, Method
 from specdemo.drafters.model import fitted, readable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specdemo.core.sampling import SamplingParams
 
 
 class TreeDrafter:
@@ -72,6 +73,8 @@ class TreeDrafter:
 
     def _with_children(self, draft: Draft, node: int, row: Tensor, position: int) -> Draft:
         """Return `draft` with the children of `node` added; `row` are processed logits `[1, vocab]`."""
+        import torch
+
         count = min(self._width, self._nodes - len(draft))
         if self._sampling.temperature == 0:
             children = row[0].topk(count).indices.tolist()

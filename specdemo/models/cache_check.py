@@ -10,17 +10,26 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
 
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
-from specdemo.models.engines.encoder_decoder import EncoderDecoderEngine, has_encoder
-from specdemo.models.engines.generic import TransformersEngine, has_window, refuse_recurrent
-from specdemo.models.engines.uncached import FullPass, full_pass
+from specdemo.models.engines.generic import (
+    EncoderDecoderEngine,
+    FullPass,
+    TransformersEngine,
+    full_pass,
+    has_encoder,
+    has_window,
+    refuse_recurrent,
+)
 from specdemo.models.small_twin import reduced, small_twin
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 _SOURCE = [5, 7, 9, 11, 13, 6]
 _TEXT, _PREFIX, _CACHED = 26, 18, 12  # tokens of the compared passes
@@ -173,7 +182,7 @@ class _Comparison:
         after = engine.run(self._others[4:6], start + 2, Draft.chain((self._others[5],)))
         return self._equal(rows, expected) and self._equal(after, second[-2:])
 
-    def _engine(self) -> TransformersEngine | EncoderDecoderEngine:
+    def _engine(self) -> TransformersEngine:
         encoder = has_encoder(self._model.config)
         return EncoderDecoderEngine(self._model, _SOURCE) if encoder else TransformersEngine(self._model)
 

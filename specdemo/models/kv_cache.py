@@ -1,4 +1,4 @@
-"""A language model with a KV cache that follows the given token list.
+"""A language model with a KV cache that follows the given token list, and the batch invariance of its passes.
 
 Callers always pass all tokens. `CachedModel` compares them with the cached tokens, feeds the difference and decides
 every rollback, so rejected drafts and new chat turns need no special handling.
@@ -6,31 +6,32 @@ every rollback, so rejected drafts and new chat turns need no special handling.
 
 from __future__ import annotations
 
+import random
 import sys
+import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft, common_prefix
 from specdemo.models.cache_check import cache_support
-from specdemo.models.engines.encoder_decoder import EncoderDecoderEngine, has_encoder, opening
-from specdemo.models.engines.generic import TransformersEngine
-from specdemo.models.engines.llama import borrow_engine, return_engine
+from specdemo.models.engines.generic import (
+    EncoderDecoderEngine,
+    TransformersEngine,
+    UncachedEngine,
+    has_encoder,
+    opening,
+)
+from specdemo.models.engines.llama import LlamaEngine
 from specdemo.models.engines.llama_weights import LlamaWeights
-from specdemo.models.engines.uncached import UncachedEngine
 from specdemo.models.memory import weight_bytes
 
-
-def _engine(model: PreTrainedModel, source: Sequence[int], uncached: bool) -> CacheEngine:
-    if has_encoder(model.config):
-        source = source or opening(model)
-        return UncachedEngine(model, source) if uncached else EncoderDecoderEngine(model, source)
-    return UncachedEngine(model, ()) if uncached else TransformersEngine(model)
-
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _NO_LOGITS = torch.empty(0, 0)
 
@@ -54,10 +55,17 @@ class CacheEngine(Protocol):
     def reserved_bytes(self) -> int: ...
 
 
+def _engine(model: PreTrainedModel, source: Sequence[int], uncached: bool) -> CacheEngine:
+    if has_encoder(model.config):
+        source = source or opening(model)
+        return UncachedEngine(model, source) if uncached else EncoderDecoderEngine(model, source)
+    return UncachedEngine(model, ()) if uncached else TransformersEngine(model)
+
+
 class CachedModel:
     """Function from tokens and a draft to logits, with the KV cache of one request.
 
-    Instances share `model`. Passes are padded to `pad` rows, see `batch_invariance`. An encoder-decoder encodes
+    Instances share `model`. Passes are padded to `pad` rows, see `BatchInvariance`. An encoder-decoder encodes
     `source`; tokens are then decoder tokens. Raises `UserError` if `source` exceeds the context.
     """
 
@@ -71,13 +79,12 @@ class CachedModel:
                 f"the prompt has {len(source):,} tokens and the encoder reads {self.context:,}: shorten it by at least "
                 f"{len(source) - self.context:,}"
             )
+        self.chains_only = ""  # or the reason why forests are not exact
         if isinstance(model, LlamaWeights):
-            self._engine: CacheEngine = borrow_engine(model)
-            self.chains_only = ""  # or the reason why forests are not exact
+            self._engine: CacheEngine = model.idle.pop() if model.idle else LlamaEngine(model)
         else:
             support = cache_support(model)
-            self.chains_only = support.forests
-            self._engine = _engine(model, source, bool(support.uncached))
+            self.chains_only, self._engine = support.forests, _engine(model, source, bool(support.uncached))
         self._pad = pad
         self._held: list[int] = []
         self._draft = Draft()
@@ -133,8 +140,10 @@ class CachedModel:
             raise
 
     def __del__(self) -> None:
-        if isinstance(getattr(self, "model", None), LlamaWeights):
-            return_engine(self.model, self._engine)
+        model = getattr(self, "model", None)
+        if isinstance(model, LlamaWeights) and not model.idle:  # one idle engine suffices for sequential requests
+            self._engine.clear()
+            model.idle.append(self._engine)
 
     @property
     def kv_bytes(self) -> int:
@@ -188,3 +197,87 @@ class CachedModel:
         slots += [shared + node for node in cached[1:]]
         self._engine.keep(shared, slots)
         return shared + len(slots), self._logits[torch.tensor(cached, device=self._logits.device) + 1]
+
+
+MEASURED_ROWS = (1, 2, 5, 8)
+_DRAFT_LENGTHS = (1, 2, 4, 7)
+NO_COST = 1.05  # relative cost up to which padding is accepted
+_START = 50  # compared rows cross a boundary of attention key counts
+
+
+@dataclass(frozen=True)
+class BatchInvariance:
+    """Batch invariance on the local machine, measured by `check_invariance`.
+
+    If each row has the same bits in every pass, greedy speculative text equals AR greedy text; otherwise near-ties may
+    resolve differently. `cost[n]` is v(n), the cost of a pass over n rows in AR steps.
+    """
+
+    equal: bool
+    pad: int  # rows to which each target pass is padded; 1: no padding
+    compared: int
+    cost: dict[int, float]
+
+
+def check_invariance(model: LlamaWeights | torch.nn.Module, budget_s: float = 0.5) -> BatchInvariance:
+    """Compare and measure for about `budget_s`, longer only if a dozen passes take longer."""
+    cost = _cost(CachedModel(model), budget_s / 2)
+    equal, compared = _compare(model, 1, budget_s / 2)
+    pad = MEASURED_ROWS[-1]
+    if not equal and cost[pad] <= NO_COST:
+        equal, compared = _compare(model, pad, budget_s / 2)
+        return BatchInvariance(equal, pad if equal else 1, compared, cost)
+    return BatchInvariance(equal, 1, compared, cost)
+
+
+def _tokens(cached: CachedModel, count: int) -> list[int]:
+    rng = random.Random(0)
+    return [rng.randrange(cached.vocab_size) for _ in range(min(count, cached.context))]
+
+
+def _cost(cached: CachedModel, budget_s: float) -> dict[int, float]:
+    tokens = _tokens(cached, _START + MEASURED_ROWS[-1])
+    text = tokens[: -MEASURED_ROWS[-1]]
+    began = time.perf_counter()
+    seconds: dict[int, list[float]] = {n: [] for n in MEASURED_ROWS}
+    while len(seconds[1]) < 2 or (len(seconds[1]) < 15 and time.perf_counter() - began < budget_s):
+        for n in MEASURED_ROWS:
+            cached.score(text[:-1], Draft())  # leaves the last token to be fed
+            start = time.perf_counter()
+            cached.score(text, Draft.chain(tuple(tokens[len(text) : len(text) + n - 1])))[0, 0].item()  # synchronises
+            seconds[n].append(time.perf_counter() - start)
+    single = min(seconds[1])
+    return {n: round(min(values) / single, 3) for n, values in seconds.items()}
+
+
+def _compare(model: LlamaWeights | torch.nn.Module, pad: int, budget_s: float) -> tuple[bool, int]:
+    """Compare rows of drafts with AR rows; return (all equal, rows compared)."""
+    sequential = CachedModel(model, pad)
+    tokens = _tokens(sequential, _START + 24)[: sequential.context - MEASURED_ROWS[-1]]  # leaves space for padding
+    start = min(_START, len(tokens) // 2)
+    sequential.score(tokens[:start], Draft())
+    began, rows = time.perf_counter(), []
+    for end in range(start + 1, len(tokens) + 1):
+        rows.append(sequential.score(tokens[:end], Draft())[0])
+        if len(rows) >= 4 and time.perf_counter() - began > budget_s / 2:
+            break
+    del tokens[start + len(rows) :]
+    compared = 0
+    for length in _DRAFT_LENGTHS:
+        drafted = _draft_rows(CachedModel(model, pad), tokens, start, length)
+        compared += len(drafted)
+        if not all(torch.equal(row, rows[i]) for i, row in drafted):
+            return False, compared
+    return True, compared
+
+
+def _draft_rows(cached: CachedModel, tokens: Sequence[int], start: int, length: int) -> list[tuple[int, torch.Tensor]]:
+    cached.score(tokens[:start], Draft())
+    indexed = []
+    end = start + 1
+    while end <= len(tokens):
+        draft = tuple(tokens[end : end + length])
+        rows = cached.score(tokens[:end], Draft.chain(draft))
+        indexed += [(end - 1 - start + i, row) for i, row in enumerate(rows)]
+        end += len(draft) + 1
+    return indexed

@@ -7,28 +7,28 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import infer_auto_device_map
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig
 from transformers.utils import logging
 
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
-from specdemo.models.batch_invariance import BatchInvariance, check_invariance
 from specdemo.models.cache_check import cache_support
-from specdemo.models.engines.encoder_decoder import auto_class, has_encoder, opening
-from specdemo.models.engines.generic import refuse_recurrent
-from specdemo.models.engines.llama_weights import LlamaWeights, unsupported_reason
-from specdemo.models.engines.packed_linear import PackedLinear, pack
+from specdemo.models.engines.generic import auto_class, has_encoder, opening, refuse_recurrent
+from specdemo.models.engines.llama_weights import LlamaWeights, PackedLinear, pack, unsupported_reason
 from specdemo.models.hub import Hub
-from specdemo.models.kv_cache import CachedModel
+from specdemo.models.kv_cache import BatchInvariance, CachedModel, check_invariance
+from specdemo.models.llama_checkpoint import read_checkpoint
 from specdemo.models.memory import drop_mapped_files, free_bytes, given_back_at_once, on_large_pages, weight_bytes
 from specdemo.models.quantization import check_quantization, load_options, skeleton
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device
 from specdemo.worker import ReportProgress, TaskProgress, ignore_progress
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _RESERVE = 0.1  # share of each device for KV cache and activations
 
@@ -88,8 +88,11 @@ def load(
 
     `warm`: run one pass, so that later timings exclude first-call costs.
     """
+    hub = hub or Hub()
     with given_back_at_once():
-        model, tokenizer = reference(spec, hub, report)
+        with _weight_errors(spec):
+            checkpoint = read_checkpoint(spec.resolved(), hub, report)
+        model, tokenizer = checkpoint or reference(spec, hub, report)
     reason = unsupported_reason(model)
     if reason:
         pack(model)
@@ -110,12 +113,14 @@ def load(
 def reference(
     spec: ModelSpec, hub: Hub | None = None, report: ReportProgress = ignore_progress
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    from transformers import AutoTokenizer
+
     hub, spec = hub or Hub(), spec.resolved()
     config = configuration(spec, hub, report)
     folder = hub.weights(spec.name, spec.revision, report)
     logging.disable_progress_bar()
     try:
-        with _report_weights(spec.title, report):
+        with _weight_errors(spec), _report_weights(spec.title, report):
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             model = auto_class(config).from_pretrained(
                 folder,
@@ -125,14 +130,16 @@ def reference(
                 **place(spec, config),
                 **load_options(spec),
             )
-    except SafetensorError as error:
-        raise UserError(f"the weights of {spec.name} are damaged ({error}): download them again") from error
+    except UserError:
+        raise
     except (OSError, ValueError, ImportError) as error:
         raise UserError(f"{spec.name} cannot be loaded: {_first_line(error, folder, spec.name)}") from error
     return model.eval().requires_grad_(False), tokenizer
 
 
 def read_tokenizer(spec: ModelSpec, hub: Hub | None = None) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
     hub = hub or Hub()
     configuration(spec.resolved(), hub)
     folder = hub.settings(spec.name, spec.revision)
@@ -145,6 +152,8 @@ def read_tokenizer(spec: ModelSpec, hub: Hub | None = None) -> PreTrainedTokeniz
 
 def configuration(spec: ModelSpec, hub: Hub, report: ReportProgress = ignore_progress) -> PretrainedConfig:
     """Load the configuration of a resolved spec. Raises `UserError` for unsupported models before large downloads."""
+    from transformers import AutoConfig
+
     folder = hub.settings(spec.name, spec.revision, report)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -185,6 +194,8 @@ def place(spec: ModelSpec, config: PretrainedConfig) -> dict[str, Any]:
 
 def spread(spec: ModelSpec, config: PretrainedConfig, room: dict[str | int, int]) -> dict[str, str | int]:
     """Return the device of each module, filling the devices in order of `room` (bytes) with complete layers."""
+    from accelerate import infer_auto_device_map
+
     model = skeleton(config).to(getattr(torch, spec.dtype))
     model.tie_weights()
     dtypes = None
@@ -199,6 +210,14 @@ def spread(spec: ModelSpec, config: PretrainedConfig, room: dict[str | int, int]
             f"{spec.name} does not fit all devices together: choose a smaller model, or quantise it to 4 bits"
         )
     return devices
+
+
+@contextmanager
+def _weight_errors(spec: ModelSpec) -> Iterator[None]:
+    try:
+        yield
+    except SafetensorError as error:
+        raise UserError(f"the weights of {spec.name} are damaged ({error}): download them again") from error
 
 
 @contextmanager

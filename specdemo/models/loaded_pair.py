@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import Any, TypeVar
-
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from specdemo.core.errors import UserError, check_name
 from specdemo.core.step import Draft
@@ -18,6 +16,9 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import DTYPES, QUANTIZATIONS, ModelSpec
 from specdemo.models.zoo import PAIRS, REVISIONS
 from specdemo.worker import ReportProgress, ignore_progress
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _RecipeT = TypeVar("_RecipeT")  # specdemo.recipe imports this package
 
@@ -106,6 +107,8 @@ def _in_memory_pair(
     tokenizer: PreTrainedTokenizerBase | None,
     drafter_tokenizer: PreTrainedTokenizerBase | None,
 ) -> LoadedPair:
+    from transformers import PreTrainedModel
+
     pool, settings = ModelPool(), {}
     for role, model in (("target", target), ("drafter", drafter)):
         if model is None:

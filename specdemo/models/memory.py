@@ -14,8 +14,6 @@ import psutil
 import torch
 from torch import Tensor
 
-from specdemo.models.engines.packed_linear import PackedLinear
-
 
 def format_bytes(count: float) -> str:
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -73,7 +71,7 @@ def memory_limit(device: torch.device) -> tuple[int, int]:
 def weight_bytes(model: torch.nn.Module) -> int:
     """Return the stored bytes of parameters and buffers; tied tensors count once."""
     tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}
-    packed = (module.nbytes for module in model.modules() if isinstance(module, PackedLinear))
+    packed = (getattr(module, "nbytes", 0) for module in model.modules())  # see `PackedLinear`
     return sum(t.numel() * t.element_size() for t in tensors.values()) + sum(packed)
 
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
 
 from specdemo.core.errors import UserError
 from specdemo.models.cache_check import refuse_architecture
-from specdemo.models.engines.encoder_decoder import has_encoder
+from specdemo.models.engines.generic import has_encoder
 from specdemo.models.engines.llama import KEY_BLOCK, PROMPT_CHUNK
-from specdemo.models.engines.llama_weights import unsupported_reason
-from specdemo.models.engines.packed_linear import can_pack
+from specdemo.models.engines.llama_weights import can_pack, unsupported_reason
 from specdemo.models.hub import Hub, TensorShapes
+from specdemo.models.llama_checkpoint import read_config
 from specdemo.models.load import configuration, head_apart
 from specdemo.models.memory import format_bytes, free_bytes
 from specdemo.models.quantization import (
@@ -29,6 +29,9 @@ from specdemo.models.quantization import (
 )
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, main_device
 from specdemo.worker import ReportProgress, ignore_progress
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _STORED_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}  # other dtypes: 1
@@ -76,7 +79,7 @@ def plan_spec(
 ) -> MemoryPlan:
     """Estimate the memory of a resolved spec with a KV cache of `context` tokens. Raises `UserError`."""
     hub = hub or Hub()
-    config = configuration(spec, hub, report)
+    config = read_config(spec, hub, report) or configuration(spec, hub, report)
     shapes = hub.shapes(spec.name, spec.revision) if stored_quantised(config) else None
     return plan_config(spec, config, context, shapes, head_apart(spec, hub))
 
@@ -144,7 +147,7 @@ def missing_bytes(plans: Sequence[MemoryPlan]) -> dict[str, tuple[int, int]]:
     """Return (required, free) bytes of every device with too little memory for `plans`."""
     needed: dict[str, int] = {}
     for plan in plans:
-        device = _device_label(plan)
+        device = "all devices" if plan.spec.device == SPREAD else plan.spec.device
         needed[device] = needed.get(device, 0) + plan.total
     for device in needed:  # models are loaded one after another
         needed[device] += max((plan.peak - plan.total for plan in plans if plan.spec.device == device), default=0)
@@ -179,10 +182,6 @@ def smaller(spec: ModelSpec) -> Iterator[ModelSpec]:
     for name in _SMALLER_FORMATS[first:]:
         if not unavailable(name, main_device(spec)) and not (name == "bf16" and _DTYPE_BYTES[spec.dtype] == 2):
             yield replace(spec, quantization=name, dtype="auto").resolved()
-
-
-def _device_label(plan: MemoryPlan) -> str:
-    return "all devices" if plan.spec.device == SPREAD else plan.spec.device
 
 
 def _free(device: str) -> int:

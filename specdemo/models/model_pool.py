@@ -109,14 +109,13 @@ class ModelPool:
 
     def _load(self, spec: ModelSpec) -> Generator[TaskProgress, None, LoadedModel]:
         loading = BackgroundTask(partial(load, spec, self._hub, warm=self._warm), parked=True)
+        out = False
         try:
             yield from loading.progress()
         except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
+            out = is_out_of_memory(error)
+            if not out:
                 raise
-            out = True
-        else:
-            out = False
         if out:  # after the handler, whose traceback references tensors
             del loading
             release_memory()

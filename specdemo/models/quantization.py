@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 
 from specdemo.core.errors import UserError
-from specdemo.models.engines.encoder_decoder import auto_class
+from specdemo.models.engines.generic import auto_class
+from specdemo.models.llama_checkpoint import LlamaConfig, LlamaForCausalLM
 from specdemo.models.spec import QUANTIZATIONS, ModelSpec, main_device
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 BLOCK_SIZE = 64  # weights per scale in 4-bit formats
 
@@ -38,7 +42,10 @@ def stored_quantised(config: PretrainedConfig) -> str | None:
 def skeleton(config: PretrainedConfig, apart: bool = False) -> PreTrainedModel:
     """Build the model on the meta device. `apart`: see `head_apart`."""
     with torch.device("meta"):
-        model = auto_class(config).from_config(config, trust_remote_code=False)
+        if isinstance(config, LlamaConfig):
+            model = LlamaForCausalLM(config)
+        else:
+            model = auto_class(config).from_config(config, trust_remote_code=False)
     if apart and (head := model.get_output_embeddings()) is not None:
         head.weight = nn.Parameter(torch.empty_like(head.weight))
     return model

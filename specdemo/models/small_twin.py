@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _MOST_PARAMETERS = 20_000_000  # a larger model means that a size was not recognised
 _VOCABULARY = 96

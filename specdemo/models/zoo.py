@@ -20,11 +20,11 @@ class HubModel:
 
     name: str
     revision: str  # tested commit
-    licence: str
     parameters: int
-    stored: int  # bytes per weight in the files
     kind: str  # model_type
     shape: dict[str, Any]
+    licence: str = "Apache-2.0"
+    stored: int = 2  # bytes per weight in the files
     chat: bool = False
     gated: bool = False  # licence to be accepted on the hub
     untied: int = 0  # stored copy of tied embeddings
@@ -52,28 +52,49 @@ def _shape(
 
 def _smol(size: str, revision: str, parameters: int, *shape: int) -> HubModel:
     tied = _shape(*shape, 49152, 8192, tie_word_embeddings=True)
-    return HubModel(f"HuggingFaceTB/SmolLM2-{size}", revision, "Apache-2.0", parameters, 2, "llama", tied)
+    return HubModel(f"HuggingFaceTB/SmolLM2-{size}", revision, parameters, "llama", tied)
 
 
-def _qwen(name: str, revision: str, parameters: int, shape: dict[str, Any]) -> HubModel:
-    return HubModel(f"Qwen/{name}", revision, "Apache-2.0", parameters, 2, "qwen2", shape, chat=True)
+def _qwen(
+    name: str, revision: str, parameters: int, shape: dict[str, Any], kind: str = "qwen2", untied: int = 0
+) -> HubModel:
+    return HubModel(f"Qwen/{name}", revision, parameters, kind, shape, chat=True, untied=untied)
+
+
+def _llama(name: str, revision: str, parameters: int, shape: dict[str, Any]) -> HubModel:
+    licence = f"Llama {name.partition('-')[0]} Community"
+    return HubModel(f"meta-llama/Llama-{name}", revision, parameters, "llama", shape, licence, gated=True)
+
+
+def _gemma(size: str, revision: str, parameters: int, *shape: int) -> HubModel:
+    windowed = _shape(*shape, 256000, 8192, head_dim=256, sliding_window=4096, tie_word_embeddings=True)
+    return HubModel(f"google/gemma-2-{size}", revision, parameters, "gemma2", windowed, "Gemma", 4, gated=True)
 
 
 def _pythia(size: str, revision: str, parameters: int, *shape: int) -> HubModel:
     layers, hidden, heads, inner = shape
     untied = _shape(layers, hidden, heads, heads, inner, 50304, 2048, tie_word_embeddings=False)
-    return HubModel(f"EleutherAI/pythia-{size}", revision, "Apache-2.0", parameters, 2, "gpt_neox", untied)
+    return HubModel(f"EleutherAI/pythia-{size}", revision, parameters, "gpt_neox", untied)
+
+
+def _gpt2(name: str, revision: str, parameters: int, layers: int, hidden: int, heads: int) -> HubModel:
+    shape = {"n_layer": layers, "n_embd": hidden, "n_head": heads}
+    return HubModel(f"openai-community/{name}", revision, parameters, "gpt2", shape, "MIT", 4)
 
 
 def _flan(size: str, revision: str, parameters: int, layers: int, hidden: int, heads: int, inner: int) -> HubModel:
     shape = {"num_layers": layers, "num_decoder_layers": layers, "d_model": hidden, "num_heads": heads, "d_ff": inner}
     more = {"d_kv": 64, "vocab_size": 32128, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
-    return HubModel(f"google/flan-t5-{size}", revision, "Apache-2.0", parameters, 4, "t5", shape | more, encoder=True)
+    return HubModel(f"google/flan-t5-{size}", revision, parameters, "t5", shape | more, stored=4, encoder=True)
 
 
 _QWEN_05 = _shape(24, 896, 14, 2, 4864, 151936, 32768, tie_word_embeddings=True)
 _QWEN_15 = _shape(28, 1536, 12, 2, 8960, 151936, 32768, tie_word_embeddings=True)
 _QWEN_7 = _shape(28, 3584, 28, 4, 18944, 152064, 32768, tie_word_embeddings=False)
+_QWEN3_06 = _shape(28, 1024, 16, 8, 3072, 151936, 40960, head_dim=128, tie_word_embeddings=True)
+_QWEN3_8 = _shape(36, 4096, 32, 8, 12288, 151936, 40960, head_dim=128, tie_word_embeddings=False)
+_LLAMA_1 = _shape(16, 2048, 32, 8, 8192, 128256, 131072, head_dim=64, tie_word_embeddings=True)
+_LLAMA_8 = _shape(32, 4096, 32, 8, 14336, 128256, 131072, tie_word_embeddings=False)
 
 MODELS = {
     model.name: model
@@ -87,91 +108,20 @@ MODELS = {
         _qwen("Qwen2.5-Coder-0.5B-Instruct", "ea3f2471cf1b1f0db85067f1ef93848e38e88c25", 494_032_768, _QWEN_05),
         _qwen("Qwen2.5-Coder-1.5B-Instruct", "2e1fd397ee46e1388853d2af2c993145b0f1098a", 1_543_714_304, _QWEN_15),
         _qwen("Qwen2.5-Coder-7B-Instruct", "c03e6d358207e414f1eca0bb1891e29f1db0e242", 7_615_616_512, _QWEN_7),
-        HubModel(
-            "Qwen/Qwen3-0.6B",
-            "c1899de289a04d12100db370d81485cdf75e47ca",
-            "Apache-2.0",
-            596_049_920,
-            2,
-            "qwen3",
-            _shape(28, 1024, 16, 8, 3072, 151936, 40960, head_dim=128, tie_word_embeddings=True),
-            chat=True,
-            untied=151936 * 1024,
-        ),
-        HubModel(
-            "Qwen/Qwen3-8B",
-            "b968826d9c46dd6066d109eabc6255188de91218",
-            "Apache-2.0",
-            8_190_735_360,
-            2,
-            "qwen3",
-            _shape(36, 4096, 32, 8, 12288, 151936, 40960, head_dim=128, tie_word_embeddings=False),
-            chat=True,
-        ),
-        HubModel(
-            "meta-llama/Llama-3.2-1B",
-            "4e20de362430cd3b72f300e6b0f18e50e7166e08",
-            "Llama 3.2 Community",
-            1_235_814_400,
-            2,
-            "llama",
-            _shape(16, 2048, 32, 8, 8192, 128256, 131072, head_dim=64, tie_word_embeddings=True),
-            gated=True,
-        ),
-        HubModel(
-            "meta-llama/Llama-3.1-8B",
-            "d04e592bb4f6aa9cfee91e2e20afa771667e1d4b",
-            "Llama 3.1 Community",
-            8_030_261_248,
-            2,
-            "llama",
-            _shape(32, 4096, 32, 8, 14336, 128256, 131072, tie_word_embeddings=False),
-            gated=True,
-        ),
-        HubModel(
-            "google/gemma-2-2b",
-            "c5ebcd40d208330abc697524c919956e692655cf",
-            "Gemma",
-            2_614_341_888,
-            4,
-            "gemma2",
-            _shape(26, 2304, 8, 4, 9216, 256000, 8192, head_dim=256, sliding_window=4096, tie_word_embeddings=True),
-            gated=True,
-        ),
-        HubModel(
-            "google/gemma-2-9b",
-            "33c193028431c2fde6c6e51f29e6f17b60cbfac6",
-            "Gemma",
-            9_241_705_984,
-            4,
-            "gemma2",
-            _shape(42, 3584, 16, 8, 14336, 256000, 8192, head_dim=256, sliding_window=4096, tie_word_embeddings=True),
-            gated=True,
-        ),
+        _qwen("Qwen3-0.6B", "c1899de289a04d12100db370d81485cdf75e47ca", 596_049_920, _QWEN3_06, "qwen3", 151936 * 1024),
+        _qwen("Qwen3-8B", "b968826d9c46dd6066d109eabc6255188de91218", 8_190_735_360, _QWEN3_8, "qwen3"),
+        _llama("3.2-1B", "4e20de362430cd3b72f300e6b0f18e50e7166e08", 1_235_814_400, _LLAMA_1),
+        _llama("3.1-8B", "d04e592bb4f6aa9cfee91e2e20afa771667e1d4b", 8_030_261_248, _LLAMA_8),
+        _gemma("2b", "c5ebcd40d208330abc697524c919956e692655cf", 2_614_341_888, 26, 2304, 8, 4, 9216),
+        _gemma("9b", "33c193028431c2fde6c6e51f29e6f17b60cbfac6", 9_241_705_984, 42, 3584, 16, 8, 14336),
         _flan("small", "0fc9ddf78a1e988dac52e2dac162b0ede4fd74ab", 76_961_152, 8, 512, 6, 1024),
         _flan("large", "0613663d0d48ea86ba8cb3d7a44f0f65dc596a2a", 783_150_080, 24, 1024, 16, 2816),
         _flan("xl", "7d6315df2c2fb742f0f5b556879d730926ca9001", 2_849_757_184, 24, 2048, 32, 5120),
         _pythia("70m", "a39f36b100fe8a5377810d56c3f4789b9c53ac42", 70_426_624, 6, 512, 8, 2048),
         _pythia("160m", "50f5173d932e8e61f858120bcb800b97af589f46", 162_322_944, 12, 768, 12, 3072),
         _pythia("2.8b", "2a259cdd96a4beb1cdf467512e3904197345f6a9", 2_775_208_960, 32, 2560, 32, 10240),
-        HubModel(
-            "openai-community/gpt2",
-            "607a30d783dfa663caf39e06633721c8d4cfcd7e",
-            "MIT",
-            124_439_808,
-            4,
-            "gpt2",
-            {"n_layer": 12, "n_embd": 768, "n_head": 12},
-        ),
-        HubModel(
-            "openai-community/gpt2-xl",
-            "15ea56dee5df4983c59b2538573817e1667135e2",
-            "MIT",
-            1_557_611_200,
-            4,
-            "gpt2",
-            {"n_layer": 48, "n_embd": 1600, "n_head": 25},
-        ),
+        _gpt2("gpt2", "607a30d783dfa663caf39e06633721c8d4cfcd7e", 124_439_808, 12, 768, 12),
+        _gpt2("gpt2-xl", "15ea56dee5df4983c59b2538573817e1667135e2", 1_557_611_200, 48, 1600, 25),
     )
 }
 
@@ -201,15 +151,6 @@ class Pair:
     def gated(self) -> bool:
         return any(MODELS[name].gated for name in (self.target, self.drafter) if name in MODELS)
 
-    @property
-    def licences(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(MODELS[name].licence for name in (self.target, self.drafter) if name in MODELS))
-
-
-def _pair(title: str, target: str, drafter: str, gamma: int) -> Pair:
-    assert target in MODELS and drafter in MODELS
-    return Pair(title, target, drafter, gamma)
-
 
 PAIRS = {
     "bundled": Pair(
@@ -218,24 +159,24 @@ PAIRS = {
         str(ASSETS / "pair" / "drafter"),
         gamma=3,
     ),
-    "smollm2-360m": _pair("SmolLM2 360M, 135M", "HuggingFaceTB/SmolLM2-360M", "HuggingFaceTB/SmolLM2-135M", 2),
-    "smollm2-1.7b": _pair("SmolLM2 1.7B, 135M", "HuggingFaceTB/SmolLM2-1.7B", "HuggingFaceTB/SmolLM2-135M", 3),
-    "qwen2.5-1.5b": _pair("Qwen2.5 1.5B, 0.5B", "Qwen/Qwen2.5-1.5B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct", 3),
-    "qwen2.5-7b": _pair("Qwen2.5 7B, 0.5B", "Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct", 4),
-    "qwen2.5-coder-1.5b": _pair(
+    "smollm2-360m": Pair("SmolLM2 360M, 135M", "HuggingFaceTB/SmolLM2-360M", "HuggingFaceTB/SmolLM2-135M", 2),
+    "smollm2-1.7b": Pair("SmolLM2 1.7B, 135M", "HuggingFaceTB/SmolLM2-1.7B", "HuggingFaceTB/SmolLM2-135M", 3),
+    "qwen2.5-1.5b": Pair("Qwen2.5 1.5B, 0.5B", "Qwen/Qwen2.5-1.5B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct", 3),
+    "qwen2.5-7b": Pair("Qwen2.5 7B, 0.5B", "Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct", 4),
+    "qwen2.5-coder-1.5b": Pair(
         "Qwen2.5 Coder 1.5B, 0.5B", "Qwen/Qwen2.5-Coder-1.5B-Instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct", 3
     ),
-    "qwen2.5-coder-7b": _pair(
+    "qwen2.5-coder-7b": Pair(
         "Qwen2.5 Coder 7B, 0.5B", "Qwen/Qwen2.5-Coder-7B-Instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct", 5
     ),
-    "qwen3-8b": _pair("Qwen3 8B, 0.6B", "Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B", 4),
-    "llama-3.1-8b": _pair("Llama 3.1 8B, 3.2 1B", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.2-1B", 4),
-    "gemma-2-9b": _pair("Gemma 2 9B, 2B", "google/gemma-2-9b", "google/gemma-2-2b", 3),
-    "flan-t5-large": _pair("Flan-T5 Large, Small (with encoders)", "google/flan-t5-large", "google/flan-t5-small", 4),
-    "flan-t5-xl": _pair("Flan-T5 XL, Small (with encoders)", "google/flan-t5-xl", "google/flan-t5-small", 5),
-    "pythia-2.8b": _pair("Pythia 2.8B, 160M", "EleutherAI/pythia-2.8b", "EleutherAI/pythia-160m", 4),
-    "pythia-2.8b-70m": _pair("Pythia 2.8B, 70M", "EleutherAI/pythia-2.8b", "EleutherAI/pythia-70m", 4),
-    "gpt2-xl": _pair("GPT-2 XL, GPT-2", "openai-community/gpt2-xl", "openai-community/gpt2", 4),
+    "qwen3-8b": Pair("Qwen3 8B, 0.6B", "Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B", 4),
+    "llama-3.1-8b": Pair("Llama 3.1 8B, 3.2 1B", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.2-1B", 4),
+    "gemma-2-9b": Pair("Gemma 2 9B, 2B", "google/gemma-2-9b", "google/gemma-2-2b", 3),
+    "flan-t5-large": Pair("Flan-T5 Large, Small (with encoders)", "google/flan-t5-large", "google/flan-t5-small", 4),
+    "flan-t5-xl": Pair("Flan-T5 XL, Small (with encoders)", "google/flan-t5-xl", "google/flan-t5-small", 5),
+    "pythia-2.8b": Pair("Pythia 2.8B, 160M", "EleutherAI/pythia-2.8b", "EleutherAI/pythia-160m", 4),
+    "pythia-2.8b-70m": Pair("Pythia 2.8B, 70M", "EleutherAI/pythia-2.8b", "EleutherAI/pythia-70m", 4),
+    "gpt2-xl": Pair("GPT-2 XL, GPT-2", "openai-community/gpt2-xl", "openai-community/gpt2", 4),
 }
 REVISIONS = {name: model.revision for name, model in MODELS.items()}  # default revision of each model
 

@@ -1,18 +1,19 @@
-"""Remote verification and streaming at the edge, with fallback verdicts.
+"""Remote target at the edge: connection, verification and streaming, with fallback verdicts.
 
 Only new tokens are sent. A request without a response is repeated under its step number.
 """
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Literal
+from functools import cached_property, partial
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -21,16 +22,23 @@ from specdemo.core.errors import UserError
 from specdemo.core.rules import RULES
 from specdemo.core.sampling import top_tokens
 from specdemo.core.step import Draft, Verdict, common_prefix
-from specdemo.remote.cloud_verifier import check_response, verdict_from_response
-from specdemo.remote.http_client import ContextGone, HttpClient, NoResponse, RequestSuperseded, ServiceBusy
+from specdemo.models.load import read_tokenizer
+from specdemo.models.spec import ModelSpec
+from specdemo.models.zoo import fingerprint
+from specdemo.remote.config import ENCODINGS, CloudConfig
+from specdemo.remote.gates import first_path, provisional_verdict, unverified_verdict, verdict_from_tokens
+from specdemo.remote.link import ContextGone, HttpClient, LinkEmulation, NoResponse, RequestSuperseded, ServiceBusy
 from specdemo.remote.protocol import (
     DeleteResponse,
     DraftRow,
+    ServiceInfo,
     StreamRequest,
     VerifyConfig,
     VerifyRequest,
     VerifyResponse,
+    check_response,
     digest,
+    verdict_from_response,
 )
 from specdemo.worker import Stopped, interruptible
 
@@ -49,12 +57,6 @@ class Deadlines:
     deadline_s: float = 0.4
     lost_s: float = 30.0
     strict: bool = True
-
-
-@dataclass(frozen=True)
-class _LateResponse:
-    response: Future[tuple[VerifyResponse, dict[str, float]]]
-    length: int  # tokens before the step
 
 
 class RemoteVerifier:
@@ -83,7 +85,7 @@ class RemoteVerifier:
         self._clock, self._sleep = clock, sleep
         self._context_id, self._epoch, self._step = context_id or uuid.uuid4().hex, 0, -1
         self._cloud_tokens: list[int] = []
-        self._late: _LateResponse | None = None
+        self._late: tuple[Future[tuple[VerifyResponse, dict[str, float]]], int] | None = None  # with text length
         self._alone = self._closed = False
         self._sender = ThreadPoolExecutor(1, "cloud")  # requests may outlive deadlines
 
@@ -135,7 +137,7 @@ class RemoteVerifier:
             try:
                 response, measured = future.result(self._deadlines.deadline_s)
             except FutureTimeout:
-                self._late = _LateResponse(future, len(tokens))
+                self._late = future, len(tokens)
                 return provisional_verdict(draft, notes)
         probs = draft.probs if self._top and isinstance(draft.probs, Tensor) else None
         draft_top = () if probs is None else top_tokens(probs, self._top)
@@ -212,18 +214,18 @@ class RemoteVerifier:
 
     def _resolve_late(self, tokens: Sequence[int], draft: Draft, notes: dict[str, float]) -> Verdict | None:
         """Compare a late response with the provisional tokens and apply it to `draft`."""
-        late = self._late
-        assert late is not None
+        assert self._late is not None
+        late, length = self._late
         if draft.tokens:
             try:
-                _, measured = late.response.result(self._deadlines.deadline_s)
+                _, measured = late.result(self._deadlines.deadline_s)
             except FutureTimeout:
                 return provisional_verdict(draft, notes)
         else:
-            _, measured = interruptible(late.response.result)
+            _, measured = interruptible(late.result)
         self._late = None
         notes.update(measured)
-        verified, unverified = self._cloud_tokens[late.length :], list(tokens[late.length :])
+        verified, unverified = self._cloud_tokens[length:], list(tokens[length:])
         same = common_prefix(verified, unverified)
         notes["confirmed"] = float(same)
         notes["overruled"] = float(len(unverified) - same if same < min(len(verified), len(unverified)) else 0)
@@ -298,35 +300,81 @@ def _raise_if_lost(failure: NoResponse, url: str, elapsed: float, deadlines: Dea
         ) from failure
 
 
-# --- fallback verdicts ----------------------------------------------
+TOKEN = "SPECDEMO_TOKEN"  # environment variable; command lines are public
 
 
-def unverified_verdict(draft: Draft, accepted: tuple[int, ...], notes: Mapping[str, float]) -> Verdict:
-    """Commit draft tokens without the target."""
-    unknown = (None,) * len(draft)
-    return Verdict(accepted, None, unknown, unknown, unknown, notes=dict(notes))
+@dataclass(frozen=True)
+class RemoteModel:
+    """Remote target: tokenizer, description and connection."""
+
+    http: HttpClient
+    info: ServiceInfo
+    tokenizer: Any
+    cloud: CloudConfig
+
+    encoder = False  # unsupported by the service
+
+    @cached_property
+    def stop(self) -> frozenset[int]:
+        return frozenset(self.info.stop)
+
+    @property
+    def bit_equal(self) -> bool:
+        return self.info.bit_equal
+
+    @property
+    def vocab_size(self) -> int:
+        return self.info.vocab_size
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        info = self.info
+        return {
+            "device": f"{info.device} at {self.cloud.remote}",
+            "dtype": info.dtype,
+            "threads": info.threads,
+            "engine": info.engine,
+            "target_bytes": info.weight_bytes,
+        }
+
+    def close(self) -> None:
+        self.http.close()
 
 
-def provisional_verdict(draft: Draft, notes: Mapping[str, float]) -> Verdict:
-    """Commit the first draft token (practice guide, section 8)."""
-    return unverified_verdict(draft, (0,), {**notes, "provisional": 1.0})
-
-
-def first_path(draft: Draft) -> tuple[int, ...]:
-    children, path, node = draft.children(), [], -1
-    while node in children:
-        node = children[node][0]
-        path.append(node)
-    return tuple(path)
-
-
-def verdict_from_tokens(draft: Draft, tokens: Sequence[int], notes: Mapping[str, float]) -> Verdict:
-    """Accept the path of `draft` that matches the target's `tokens`, plus a token."""
-    children, path, node = draft.children(), [], -1
-    for token in tokens[:-1]:
-        child = next((child for child in children.get(node, ()) if draft.tokens[child] == token), None)
-        if child is None:
+def connect(
+    cloud: CloudConfig, target: ModelSpec, seed: int, clock: Callable[[], float] = time.monotonic
+) -> RemoteModel:
+    """Connect to the service; raise `UserError` if it is unreachable or has another tokenizer."""
+    link = LinkEmulation(
+        cloud.rtt_ms / 1000, cloud.jitter_ms / 1000, cloud.loss, cloud.up_mbit * 1e6, cloud.down_mbit * 1e6, seed
+    )
+    if not cloud.remote:
+        raise UserError("the service address is missing: set it to http://host:port")
+    tokenizer = read_tokenizer(target)
+    http = HttpClient(cloud.remote, content_type=ENCODINGS[cloud.encoding], token=os.environ.get(TOKEN), link=link)
+    start, timeout = clock(), max(1.0, cloud.deadline_ms / 1000)
+    while True:
+        try:
+            info = interruptible(lambda: http.call("GET", "/v1/target", None, ServiceInfo, timeout))
             break
-        node = child
-        path.append(child)
-    return replace(unverified_verdict(draft, tuple(path), notes), token=tokens[len(path)])
+        except NoResponse as failure:
+            if clock() - start > min(3.0, cloud.lost_after_s) or not cloud.loss:
+                raise ConnectionLost(
+                    f"there is no service at {cloud.remote} ({failure}): start one with serve"
+                ) from failure
+    if info.tokenizer != fingerprint(tokenizer):
+        raise UserError(
+            f"the service's target {info.name} and {target.title} have different tokenizers: use the same target at "
+            "both ends"
+        )
+    return RemoteModel(http, info, tokenizer, cloud)
+
+
+def remote_verifier(
+    model: RemoteModel, config: VerifyConfig, *, max_tokens: int, edge: Verifier | None, **display: int
+) -> RemoteVerifier | StreamingVerifier:
+    cloud = model.cloud
+    deadlines = Deadlines(cloud.deadline_ms / 1000, cloud.lost_after_s, not cloud.provisional)
+    if cloud.mode == "cloud_only":
+        return StreamingVerifier(model.http, config, max_tokens, deadlines)
+    return RemoteVerifier(model.http, config, rows=cloud.q_rows, deadlines=deadlines, edge=edge, **display)

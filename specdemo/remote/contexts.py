@@ -1,6 +1,7 @@
-"""Server-side contexts: text and KV cache per edge, used in the worker's thread.
+"""Server-side verification: contexts with text and KV cache per edge, used in the worker's thread.
 
-After an eviction the edge sends its complete text again.
+After an eviction the edge sends its complete text again. Noise is keyed by token position, so repeated requests get the
+same response, even after a restart.
 """
 
 from __future__ import annotations
@@ -9,22 +10,140 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from specdemo.core.errors import UserError
-from specdemo.core.step import Draft
-from specdemo.remote.cloud_verifier import (
-    NoiseSources,
-    build_verifier,
-    check_token_ids,
-    draft_from_request,
-    position_noise,
-    verify_request,
+from specdemo.core.errors import UserError, check_name
+from specdemo.core.rules import RULES
+from specdemo.core.sampling import Noise, SharedNoise
+from specdemo.core.step import Draft, RowNeeded, Verdict
+from specdemo.core.verifier import ModelVerifier, configured_rule
+from specdemo.models.kv_cache import CachedModel
+from specdemo.remote.protocol import (
+    StreamRequest,
+    TopTokensMessage,
+    VerifyConfig,
+    VerifyMetrics,
+    VerifyRequest,
+    VerifyResponse,
+    acceptance_prob,
+    digest,
 )
-from specdemo.remote.protocol import StreamRequest, VerifyConfig, VerifyRequest, VerifyResponse, digest
+
+Score = Callable[[Sequence[int], Draft], Tensor]
+NoiseSources = Callable[[VerifyConfig, int], tuple[Any, Any]]  # config, position -> acceptance noise, token noise
+
+
+def position_noise(config: VerifyConfig, position: int) -> tuple[Any, Any]:
+    """Return acceptance and token noise of the step at `position`."""
+    accept = Noise(config.seed, f"accept/{position}")
+    if RULES[config.rule].shares_noise:
+        return accept, SharedNoise(config.seed)
+    return accept, Noise(config.seed, f"correct/{position}")
+
+
+class SentRows(dict[int, Tensor]):
+    """Received draft distributions by node; missing rows raise `RowNeeded`."""
+
+    def __missing__(self, node: int) -> Tensor:
+        raise RowNeeded(node)
+
+
+class ScalarRows:
+    """Rows with only the drafted token's probability (practice guide, 3.1); exact for point masses."""
+
+    def __init__(self, draft: Draft, vocab_size: int, device: torch.device) -> None:
+        self._draft, self._vocab_size, self._device = draft, vocab_size, device
+
+    def __getitem__(self, node: int) -> Tensor:
+        row = torch.zeros(self._vocab_size, device=self._device)
+        row[self._draft.tokens[node]] = (self._draft.token_probs or ())[node]
+        return row
+
+
+def check_token_ids(tokens: Sequence[int], vocab_size: int) -> None:
+    if max(tokens, default=0) >= vocab_size:
+        raise UserError(f"a token is not among the model's {vocab_size:,} ids: use the tokenizer of the target")
+
+
+def draft_from_request(request: VerifyRequest, vocab_size: int, device: torch.device) -> Draft:
+    n = len(request.draft_tokens)
+    if request.k != n:
+        raise UserError(f"k is {request.k} and {n} tokens were drafted: send k tokens")
+    lists = {"parents": request.parents, "q_token_probs": request.token_probs, "hard_mask": request.hard_mask}
+    for name, values in lists.items():
+        if values is not None and len(values) != n:
+            raise UserError(f"{name} has {len(values)} entries for {n} draft tokens: send {n} entries")
+    check_token_ids([*request.draft_tokens, *request.tokens], vocab_size)
+    parents = request.parents if request.parents is not None else list(range(-1, n - 1))
+    if any(parent >= node for node, parent in enumerate(parents)):
+        raise UserError("a node's parent must precede it: order the draft from the root")
+    q = None if request.token_probs is None else tuple(request.token_probs)
+    draft = Draft(tuple(request.draft_tokens), tuple(parents), q)
+    if q is None:
+        return draft
+    if request.rows is None:
+        return Draft(draft.tokens, draft.parents, q, ScalarRows(draft, vocab_size, device))
+    if any(row.node >= n for row in request.rows):
+        raise UserError(f"a row belongs to no node of the {n} draft tokens: send rows of the draft")
+    rows = {row.node: row.probs(vocab_size).to(device) for row in request.rows}
+    return Draft(draft.tokens, draft.parents, q, SentRows(rows))
+
+
+def build_verifier(
+    config: VerifyConfig, score: Score, position: int, sources: NoiseSources = position_noise, **display: int
+) -> ModelVerifier:
+    check_name("rule", config.rule, RULES)
+    if not (config.adjust or RULES[config.rule].adjusts):
+        raise UserError(f"rule {config.rule} has no sample adjustment to skip: choose rule rejection")
+    rule = configured_rule(config.rule, adjust=config.adjust, threshold=config.threshold)
+    return ModelVerifier(score, config.sampling, rule, *sources(config, position), **display)
+
+
+def verify_request(
+    request: VerifyRequest,
+    tokens: Sequence[int],
+    draft: Draft,
+    config: VerifyConfig,
+    score: Score,
+    sources: NoiseSources = position_noise,
+) -> VerifyResponse:
+    verifier = build_verifier(config, score, len(tokens), sources, candidates=request.candidates, top=request.top)
+    try:
+        verdict = verifier.verify(tokens, draft)
+    except RowNeeded as missing:
+        return VerifyResponse(epoch=request.epoch, step=request.step, accepted_len=0, wanted_row=missing.node)
+    return _response(request, draft, verdict)
+
+
+def _response(request: VerifyRequest, draft: Draft, verdict: Verdict) -> VerifyResponse:
+    tested = [node for node, beta in enumerate(verdict.beta) if beta is not None]
+    draws = [draw for node in tested if (draw := verdict.draw[node]) is not None]
+    alphas = [acceptance_prob(verdict.p[node], draft, node) for node in tested]
+    last = verdict.accepted[-1] if verdict.accepted else -1
+    rejected = last in draft.parents
+    return VerifyResponse(
+        epoch=request.epoch,
+        step=request.step,
+        accepted_len=len(verdict.accepted),
+        correction=verdict.token if rejected else None,
+        bonus=None if rejected else verdict.token,
+        accepted=None if request.parents is None else list(verdict.accepted),
+        tested=None if request.parents is None else tested,
+        p=list(verdict.p),
+        draws=draws if draws and len(draws) == len(tested) else None,
+        choices=[list(row) for row in verdict.choices],
+        target_top=[TopTokensMessage.of(top) for top in verdict.target_top] or None,
+        metrics=VerifyMetrics(
+            alpha_mean=sum(alphas) / len(alphas) if alphas else None,
+            la_over_k=len(verdict.accepted) / request.k if request.k else None,
+        ),
+    )
+
+
+# --- contexts ------------------------------------------------------------------------------------------------------
 
 
 class UnknownContext(UserError):
@@ -35,23 +154,13 @@ class StaleRequest(UserError):
     """Request of an earlier epoch or step."""
 
 
-class ScoringCache(Protocol):
-    """Model with a KV cache, such as `CachedModel`."""
-
-    def score(self, tokens: Sequence[int], draft: Draft) -> Tensor:
-        """Raw logits `[len(draft) + 1, vocab]`."""
-
-    @property
-    def reserved_bytes(self) -> int: ...
-
-
 @dataclass
 class EdgeContext:
     """Text of an edge, and its last request with response."""
 
     epoch: int
     config: VerifyConfig
-    cache: ScoringCache
+    cache: CachedModel
     tokens: list[int]
     last_used: float
     request: VerifyRequest | None = None
@@ -68,7 +177,7 @@ class Contexts:
 
     def __init__(
         self,
-        make_cache: Callable[[], ScoringCache],
+        make_cache: Callable[[], CachedModel],
         *,
         vocab_size: int,
         context: int,

@@ -1,4 +1,4 @@
-"""Gates: verify only uncertain drafts (practice guide, section 4); lossy."""
+"""Gates: verify only uncertain drafts (practice guide, section 4); verdicts without the target. Both are lossy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from specdemo.core.decode import DraftLengthPolicy
 from specdemo.core.step import Draft, Step, Verdict
-from specdemo.remote.client import unverified_verdict
 
 Variance = Callable[[Sequence[int], Draft], list[float]]
 _WORD = re.compile(r"[^\W\d_]+")
@@ -144,3 +143,34 @@ class GatedVerifier:
 
     def close(self) -> None:
         self._inner.close()
+
+
+def unverified_verdict(draft: Draft, accepted: tuple[int, ...], notes: Mapping[str, float]) -> Verdict:
+    """Commit draft tokens without the target."""
+    unknown = (None,) * len(draft)
+    return Verdict(accepted, None, unknown, unknown, unknown, notes=dict(notes))
+
+
+def provisional_verdict(draft: Draft, notes: Mapping[str, float]) -> Verdict:
+    """Commit the first draft token (practice guide, section 8)."""
+    return unverified_verdict(draft, (0,), {**notes, "provisional": 1.0})
+
+
+def first_path(draft: Draft) -> tuple[int, ...]:
+    children, path, node = draft.children(), [], -1
+    while node in children:
+        node = children[node][0]
+        path.append(node)
+    return tuple(path)
+
+
+def verdict_from_tokens(draft: Draft, tokens: Sequence[int], notes: Mapping[str, float]) -> Verdict:
+    """Accept the path of `draft` that matches the target's `tokens`, plus a token."""
+    children, path, node = draft.children(), [], -1
+    for token in tokens[:-1]:
+        child = next((child for child in children.get(node, ()) if draft.tokens[child] == token), None)
+        if child is None:
+            break
+        node = child
+        path.append(child)
+    return replace(unverified_verdict(draft, tuple(path), notes), token=tokens[len(path)])

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from specdemo.core.errors import UserError
 from specdemo.core.sampling import SamplingParams
-from specdemo.core.step import TopTokens
+from specdemo.core.step import Draft, TopTokens, Verdict
 from specdemo.remote.config import COLDEST
 
 MAX_DRAFT = 256  # tokens
@@ -245,10 +245,6 @@ def _expand(kind: int, data: bytes) -> Any:
     return np.frombuffer(data, "<f4").tolist()
 
 
-def _to_msgpack(message: NetworkMessage) -> bytes:
-    return msgpack.packb(_compact(message.model_dump(exclude_defaults=True, by_alias=True)))
-
-
 def _from_msgpack(kind: type[MessageT], body: bytes) -> MessageT:
     try:
         value = msgpack.unpackb(body, ext_hook=_expand, use_list=True, raw=False)
@@ -277,5 +273,56 @@ CODECS: Mapping[str, Codec] = {
         lambda message: message.model_dump_json(exclude_defaults=True, by_alias=True).encode(),
         lambda kind, body: kind.model_validate_json(body, by_alias=True, by_name=False),
     ),
-    "application/msgpack": Codec(_to_msgpack, _from_msgpack),
+    "application/msgpack": Codec(
+        lambda message: msgpack.packb(_compact(message.model_dump(exclude_defaults=True, by_alias=True))),
+        _from_msgpack,
+    ),
 }
+
+
+# --- responses and verdicts ----------------------------------------------------------------------------------------
+
+
+def check_response(response: VerifyResponse, draft: Draft) -> None:
+    """Raise `UserError` if the response does not belong to `draft`."""
+    nodes = response.accepted_nodes
+    if (
+        len(response.p) != len(draft)
+        or len(response.choices) != len(draft) + 1
+        or any(
+            node >= len(draft) or draft.parents[node] != parent
+            for parent, node in zip([-1, *nodes], nodes, strict=False)
+        )
+        or any(node >= len(draft) for node in response.tested or ())
+        or (response.tested is not None and len(response.draws or response.tested) != len(response.tested))
+        or response.token is None
+    ):
+        raise UserError("the cloud's response does not fit the draft: use the same version at both ends")
+
+
+def verdict_from_response(response: VerifyResponse, draft: Draft, draft_top: tuple = ()) -> Verdict:
+    """Convert a response to a verdict; beta is min(1, p / q), with mean sum min(p, q) over q."""
+    accepted = tuple(response.accepted_nodes)
+    tested = response.tested
+    if tested is None:
+        tested = list(range(min(response.accepted_len + 1, len(draft)))) if response.accepted is None else []
+    draws: list[float | None] = [None] * len(draft)
+    betas: list[float | None] = [None] * len(draft)
+    for i, node in enumerate(tested):
+        betas[node] = acceptance_prob(response.p[node], draft, node)
+        draws[node] = response.draws[i] if response.draws else None
+    return Verdict(
+        accepted,
+        response.token,
+        tuple(response.p),
+        tuple(draws),
+        tuple(betas),
+        tuple(map(tuple, response.choices)),
+        target_top=tuple(top.decoded() for top in response.target_top or ()),
+        draft_top=draft_top,
+    )
+
+
+def acceptance_prob(p: float, draft: Draft, node: int) -> float:
+    q = 1.0 if draft.token_probs is None else draft.token_probs[node]
+    return min(1.0, p / q) if q else 0.0

@@ -23,7 +23,7 @@ from specdemo.models.zoo import fingerprint
 from specdemo.remote.contexts import Contexts
 from specdemo.remote.protocol import ServiceInfo
 from specdemo.remote.server import ServiceLimits, create_app
-from specdemo.worker import Worker
+from specdemo.worker import Worker, handle_signals
 
 _KEEP_ALIVE_S = 75
 _SHUTDOWN_TIMEOUT_S = 5
@@ -99,12 +99,8 @@ class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Handle signals, even if ignored before, as in shell background jobs."""
-        previous = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
+        with handle_signals(self.handle_exit, signal.SIGINT, signal.SIGTERM):
             yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
 
 
 def listen(

@@ -13,7 +13,6 @@ from specdemo.core import trace
 from specdemo.core.errors import UserError
 from specdemo.core.events import End, Loading, StepEvent
 from specdemo.core.metrics import Metrics
-from specdemo.core.options import Option
 from specdemo.recipe import Recipe
 from specdemo.ui.lane import SPEC
 from specdemo.ui.service import Service
@@ -78,7 +77,9 @@ def api_defaults(usual: Recipe) -> dict[str, Any]:
 
 def _with_parameters(function: Callable, defaults: dict[str, Any]) -> Callable:
     """Replace `*values` in the signature by a typed parameter per option, for the description of the API."""
-    types = {name: _type(option) for name, option in OPTIONS.items()}
+    types = {
+        name: (list[str] if option.choices else str) if option.many else option.type for name, option in OPTIONS.items()
+    }
     fixed = [one for one in inspect.signature(function).parameters.values() if one.kind is not one.VAR_POSITIONAL]
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     named = [inspect.Parameter(name, kind, default=value, annotation=types[name]) for name, value in defaults.items()]
@@ -88,9 +89,3 @@ def _with_parameters(function: Callable, defaults: dict[str, Any]) -> Callable:
         **types,
     }
     return function
-
-
-def _type(option: Option) -> Any:
-    if option.many:
-        return list[str] if option.choices else str
-    return option.type

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import nullcontext
+from itertools import groupby, islice
 from typing import Any
 
 import gradio as gr
@@ -101,17 +103,11 @@ class _Factory:
         self._device = find_device(usual.device)
 
     def controls(self, options: Iterable[Option]) -> None:
-        numbers: list[Option] = []
-        for option in [*options, None]:
-            if option is not None and _is_number_field(option):
-                numbers.append(option)
-            if numbers and (option is None or not _is_number_field(option) or len(numbers) == _NUMBERS_PER_ROW):
-                with gr.Row():
-                    for number in numbers:
-                        self._build(number)
-                numbers = []
-            if option is not None and not _is_number_field(option):
-                self._build(option)
+        for numbers, group in groupby(options, _is_number_field):
+            while row := list(islice(group, _NUMBERS_PER_ROW)):
+                with gr.Row() if numbers else nullcontext():
+                    for option in row:
+                        self._build(option)
 
     def _build(self, option: Option) -> None:
         owner = self._usual if option.name in Recipe.OPTIONS else None
@@ -132,7 +128,7 @@ class _Factory:
             return gr.Checkbox(info=_sentence(option), **about)
         if option.slider:
             low, high, step = option.slider
-            limit = self._limits.highest(option.name)
+            limit = self._limits.bounds().get(option.name)
             return gr.Slider(low, high if limit is None else min(high, limit), step=step, **about)
         if _is_number_field(option):
             return gr.Number(step=option.step, precision=0 if option.type is int else None, min_width=110, **about)

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specdemo.core.events import End, Event, Header, Loading, StepEvent
-from specdemo.core.explain import FATES, REASON_INDEX, Reason, draft_prob, reason_of
+from specdemo.core.explain import FATES, REASON_INDEX, Reason, reason_of
 from specdemo.core.step import Outcome
 from specdemo.core.trace import ReadLimits, read
-from specdemo.ui.labels import guarantee, tiles
+from specdemo.ui.labels import guarantee, sameness, tiles, verdict
 from specdemo.ui.lane import LANES, PLAIN, SPEC, Lane, mode, title
-from specdemo.ui.summary import sameness, verdict
 
 ENDS = {"stop": ("done", "the text ended"), "length": ("done", "limit reached"), "cancelled": ("stopped", "")}
 LOST = "Connection to the cloud lost: the drafter continues alone."
@@ -28,20 +27,14 @@ Cell = list  # [kind, text, token id, p, q, draw]: positional, since a page has 
 
 def cells(event: StepEvent) -> list[Cell]:
     """Return the tokens of a step in reading order. Unverified tokens have the kind `accepted`."""
-    return [_cell(event, shown.outcome, shown.text, shown.token, shown.node) for shown in event.shown()]
-
-
-def _cell(event: StepEvent, outcome: Outcome, text: str, token: int, node: int | None) -> Cell:
-    kind = Outcome.ACCEPTED if outcome is Outcome.UNVERIFIED else outcome
-    if node is None:
-        return [kind, text, token, None, None, None]
-    step = event.step
-    q = None if step.draft.token_probs is None else draft_prob(step, node)
-    return [kind, text, token, _short(step.verdict.p[node]), _short(q), _short(step.verdict.draw[node])]
-
-
-def _short(x: float | None) -> float | None:
-    return None if x is None else float(f"{x:.4g}")
+    verdict, rows = event.step.verdict, []
+    for shown in event.shown():
+        kind = Outcome.ACCEPTED if shown.outcome is Outcome.UNVERIFIED else shown.outcome
+        numbers: list[float | None] = [None] * 3
+        if shown.node is not None:
+            numbers = [xs and xs[shown.node] for xs in (verdict.p, event.step.draft.token_probs, verdict.draw)]
+        rows.append([kind, shown.text, shown.token, *(x if x is None else float(f"{x:.4g}") for x in numbers)])
+    return rows
 
 
 def _record_of_step(name: str, event: StepEvent, recipe: Any) -> dict[str, Any]:

@@ -1,14 +1,23 @@
-"""Texts about lanes: guarantee, tiles, preflight."""
+"""Texts about lanes: guarantee, tiles, preflight, and the summary of a comparison."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from specdemo.bench.table import markdown_table
+from specdemo.core.events import StepEvent
+from specdemo.core.metrics import Metrics
+from specdemo.core.theory import expected_tokens, walltime_improvement
+from specdemo.core.theory import speedup as cost_model
+from specdemo.drafters import draft_shape
 from specdemo.preflight import Preflight
-from specdemo.ui.lane import PLAIN, SPEC, Lane
+from specdemo.ui.lane import ALONE, PLAIN, SPEC, Lane, mode, title
 
 NOTHING = "–"
+SLOW_LINK = "The link takes most of each step: try a longer draft, or let the cloud decode alone."
+NEAR_TIE = 0.05  # nats between the two most probable tokens: the range of bfloat16 rounding
 CHANGED = "This rule changes the target's distribution with these settings."
 
 
@@ -75,22 +84,25 @@ def lane_speedup(lanes: Mapping[str, Lane], name: str = SPEC) -> float | None:
 
 def describe_preflight(estimate: Preflight) -> str:
     rows = [
-        f"| {row.gamma} | {row.tokens_per_pass:.2f} | {row.speedup:.2f}× | {row.low:.2f}–{row.high:.2f} |"
+        (row.gamma, row.tokens_per_pass, f"{row.speedup:.2f}×", f"{row.low:.2f}–{row.high:.2f}")
         for row in estimate.estimates
     ]
     last = max(estimate.v)
-    return "\n".join(
-        [
-            f"**Preflight of {estimate.recipe.method}:** {estimate.advice}. α is {estimate.alpha:.2f}. "
-            f"A draft token costs {estimate.c:.2f} AR steps, a pass over {last} rows {estimate.v[last]:.2f}. "
-            f"Weights take {_size(estimate.weight_bytes)}, keys and values {_size(estimate.kv_bytes)} "
-            "per 1,000 tokens. Nothing was generated.",
-            "",
-            "| γ | tokens per pass | expected speed-up | 95 % |",
-            "|---|---|---|---|",
-            *rows,
-        ]
+    return (
+        f"**Preflight of {estimate.recipe.method}:** {estimate.advice}. α is {estimate.alpha:.2f}. "
+        f"A draft token costs {estimate.c:.2f} AR steps, a pass over {last} rows {estimate.v[last]:.2f}. "
+        f"Weights take {_size(estimate.weight_bytes)}, keys and values {_size(estimate.kv_bytes)} per 1,000 tokens. "
+        f"Nothing was generated.\n\n{figures_table(('γ', 'tokens per pass', 'expected speed-up', '95 %'), rows)}"
     )
+
+
+def figures_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Format rows in Markdown: two digits, halves rounded up as in the papers, dash for None."""
+
+    def cell(value: object) -> object:
+        return number(value + 1e-9, 2) if isinstance(value, float) else NOTHING if value is None else value
+
+    return markdown_table(head, [[cell(value) for value in row] for row in rows])
 
 
 def number(x: float | None, digits: int) -> str:
@@ -115,3 +127,137 @@ def _size(n: float | None) -> str:
             return f"{n:.0f} {unit}"
         n /= 1000
     return f"{n:.2f} GB"
+
+
+def verdict(lanes: Mapping[str, Lane]) -> str:
+    """Return the speed-up and its causes; empty without a comparison.
+
+    Times are in AR steps, so speed-up = tokens per step / AR steps per step.
+    """
+    ratio = lane_speedup(lanes)
+    if ratio is None:
+        return ""
+    lane, spec, baseline = lanes[SPEC], lanes[SPEC].metrics, lanes[PLAIN].metrics
+    speeds = f"{spec.tokens_per_second:.1f} against {baseline.tokens_per_second:.1f} tokens per second."
+    if lane.recipe["method"] == "beam":
+        words = [
+            f"The search ran at {ratio:.2f}× the speed of AR decoding: {speeds}",
+            "Its aim is a probable text, not speed.",
+        ]
+    elif mode(lane.recipe) in ALONE:
+        words = [f"{title(lane.recipe).capitalize()}, at {ratio:.2f}× the speed of AR decoding here: {speeds}"]
+    else:
+        words = _speculation(lane, spec, baseline, ratio, speeds)
+    words += [
+        f"{title(other.recipe)} ran at {value:.2f}× the speed of AR decoding."
+        for name, other in lanes.items()
+        if name not in (SPEC, PLAIN) and (value := lane_speedup(lanes, name)) is not None
+    ]
+    return " ".join(filter(None, words))
+
+
+def _speculation(lane: Lane, spec: Metrics, baseline: Metrics, ratio: float, speeds: str) -> list[str]:
+    steps, ar_step = spec.decode_steps, baseline.decode_s / max(baseline.decode_steps, 1)
+    draft, verify, host = (seconds / steps / ar_step for seconds in (spec.draft_s, spec.verify_s, spec.host_s))
+    if ratio > 1.02:
+        outcome = f"Speculation was {ratio:.2f}× as fast"
+    elif ratio < 0.98:
+        outcome = f"Speculation lost: {ratio:.2f}× the speed of AR decoding"
+    else:
+        outcome = "Speculation made no difference"
+    words = [
+        f"{outcome}: {speeds}",
+        f"A step gave {spec.tokens_per_target_pass:.2f} tokens and took {draft + verify + host:.2f} AR steps "
+        f"(drafting {draft:.2f}, verifying {verify:.2f}, host {host:.2f}).",
+        _prediction(lane, draft, verify, host),
+    ]
+    if ratio < 0.98:
+        link_s = spec.remote.get("rtt_s", 0.0)
+        words.append(SLOW_LINK if link_s > spec.verify_s / 2 else _advice(spec, draft, verify, host))
+    return words
+
+
+def _prediction(lane: Lane, draft: float, verify: float, host: float) -> str:
+    """Theorem 3.8 (2211.17192), and the cost model with measured verification and host costs."""
+    spec, alpha = lane.metrics, lane.alpha
+    if alpha is None or draft_shape(lane.recipe["method"]) == "forest":  # the theorem is about chains
+        return ""
+    drafted = spec.drafted / spec.decode_steps
+    c = draft / drafted
+    theorem = walltime_improvement(alpha, drafted, c)
+    model = cost_model(expected_tokens(alpha, drafted), drafted, c, verify, host)
+    return (
+        f"With α {alpha:.2f}, {drafted:.1f} draft tokens per step and c {c:.2f}, Theorem 3.8 predicts {theorem:.2f}×. "
+        f"With the measured costs of verification and host it is {model:.2f}×."
+    )
+
+
+def _advice(spec: Metrics, draft: float, verify: float, host: float) -> str:
+    if not spec.drafted:
+        return "Nothing was drafted: the drafter did not find a matching context."
+    if (spec.acceptance_rate or 0.0) < 0.5:
+        return f"Only {percent(spec.acceptance_rate)} of the draft tokens were accepted: try a shorter draft."
+    if draft >= max(verify, host):
+        return "The drafter is too expensive for this target: try a shorter draft, a smaller drafter, or NASD."
+    if verify > 1.3:
+        return "Verifying several tokens is expensive on this device: try a shorter draft."
+    return "The steps cost more than they gained: try a shorter draft or a larger target."
+
+
+def sameness(lanes: Mapping[str, Lane]) -> dict[str, str] | None:
+    """Compare texts that must be equal (exact, greedy or coupled): return badge, tone (good, even, bad) and cause."""
+    baseline = lanes.get(PLAIN)
+    if baseline is None or not (baseline.ended and baseline.begun):
+        return None
+    for name, lane in lanes.items():
+        if name == PLAIN or not lane.ended or not lane.exact or lane.recipe.get("method") == "beam":
+            continue
+        if not lane.metrics.steps or not _must_agree(lane.recipe, baseline.recipe):
+            continue
+        if lane.tokens != baseline.tokens:
+            return _difference(lane, baseline)
+        same = f"all {len(lane.tokens)} tokens equal AR decoding"
+        return {"badge": "identical text", "tone": "good", "why": f"The texts are the same: {same}."}
+    return None
+
+
+def _must_agree(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    shared = ("pair", "target", "temperature", "top_k", "top_p", "seed", "max_tokens", "quantization", "dtype")
+    if any(a.get(name) != b.get(name) for name in shared):
+        return False
+    return a.get("temperature") == 0 or a.get("rule") == b.get("rule") == "coupled"
+
+
+def _difference(lane: Lane, baseline: Lane) -> dict[str, str]:
+    tokens, expected = lane.tokens, baseline.tokens
+    pairs = enumerate(zip(tokens, expected, strict=False))
+    first = next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(expected)))
+    where, near_tie = f"The texts differ from token {first + 1} on", True
+    top = _top_tokens_at(baseline.steps, first) or _top_tokens_at(lane.steps, first)
+    if len(top) > 1:
+        (a, p), (b, q) = top[:2]
+        where += f", where the target gave {a!r} {p:.4f} and {b!r} {q:.4f}"
+        near_tie = lane.recipe.get("temperature") != 0 or math.log(p / q) <= NEAR_TIE
+    if not near_tie:
+        tone, cause = "bad", "this is an error, not a near-tie"
+    elif lane.bit_equal and not mode(lane.recipe):
+        tone, cause = "bad", "this is an error, since logits are bit-equal here"
+    else:
+        tone, cause = "even", "rounding decided a near-tie"
+    return {"badge": f"differs at token {first + 1}", "tone": tone, "why": f"{where}: {cause}."}
+
+
+def _top_tokens_at(steps: tuple[StepEvent, ...], position: int) -> list[tuple[str, float]]:
+    start = 0
+    names: dict[int, str] = {}
+    for event in steps:
+        names.update(event.token_texts)
+        offset = position - start
+        if offset < len(event.step.tokens):
+            top, accepted = event.step.verdict.target_top, event.step.verdict.accepted
+            if not top or offset > len(accepted):
+                return []
+            row = accepted[offset - 1] + 1 if offset else 0
+            return [(names.get(token, f"id {token}"), p) for token, p in top[row].top]
+        start += len(event.step.tokens)
+    return []

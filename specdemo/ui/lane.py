@@ -73,6 +73,16 @@ class Lane:
         return sum(filter(None, map(self.environment.get, ("target_bytes", "drafter_bytes")))) or None
 
     @property
+    def alpha(self) -> float | None:
+        """Acceptance rate of tested tokens; the mean of sum min(p, q), of lower variance, if the rule uses it."""
+        return self.metrics.alpha if self.counted else self.metrics.mean_beta
+
+    @property
+    def counted(self) -> bool:
+        """True for rules that accept with another probability than min(1, p / q)."""
+        return self.recipe.get("rule", "rejection") != "rejection"
+
+    @property
     def text(self) -> str:
         return "".join(self.lines)
 

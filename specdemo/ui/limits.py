@@ -5,24 +5,25 @@ The service applies them to page and API. The defaults, for private use, are wid
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from specdemo.core.errors import UserError, check_name
+from specdemo.core.events import End, Event, Header, StepEvent
+from specdemo.core.metrics import Metrics
 from specdemo.models.zoo import PAIRS
 from specdemo.recipe import Recipe, methods_with
+from specdemo.remote.client import TOKEN
 from specdemo.remote.config import CloudConfig
-from specdemo.remote.remote_model import TOKEN
+from specdemo.worker import Stream
 
 PREFIX = "SPECDEMO_"
-MODEL_RULES = {
-    "any": "Hugging Face ids and local directories too",
-    "hub": "Hugging Face ids too, no directories",
-    "listed": "the offered pairs only",
-}
+MODEL_RULES = ("any", "hub", "listed")  # local directories too; Hugging Face ids too; the offered pairs only
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 
 
@@ -63,7 +64,7 @@ class HostLimits:
         else:
             for name in filter(None, recipe.models):
                 self._check_model(name)
-        for name, highest in self._bounds().items():
+        for name, highest in self.bounds().items():
             value, methods = getattr(recipe, name), methods_with(Recipe.OPTIONS[name])
             if value is not None and value > highest and recipe.method in methods:
                 raise UserError(f"{name} may be {highest:,} at most here, not {value:,}")
@@ -78,13 +79,11 @@ class HostLimits:
 
     def fit(self, recipe: Recipe) -> Recipe:
         """Return the nearest recipe within the limits: the default of the page."""
-        bounds = self._bounds()
+        bounds = self.bounds()
         return replace(recipe, **{name: high for name, high in bounds.items() if (getattr(recipe, name) or 0) > high})
 
-    def highest(self, name: str) -> int | None:
-        return self._bounds().get(name)
-
-    def _bounds(self) -> dict[str, int]:
+    def bounds(self) -> dict[str, int]:
+        """Return the largest values of limited options by name."""
         limits = {name: getattr(self, option.limit) for name, option in Recipe.OPTIONS.items() if option.limit}
         return {name: limit for name, limit in limits.items() if limit is not None}
 
@@ -150,16 +149,84 @@ def read_limits(environment: Mapping[str, str]) -> HostLimits:
         raise UserError(f"{PREFIX}PUBLIC must be 0 or 1, not {public!r}")
     values: dict[str, Any] = {}
     for name, text in texts.items():
-        if name == "pairs":
-            values[name] = tuple(dict.fromkeys(text.replace(",", " ").split()))
-        elif name == "models":
+        if name == "models":
             values[name] = text
-        elif name == "remote":
-            values[name] = None if text == "any" else tuple(text.replace(",", " ").split())
-        elif text == "none":
+        elif (name, text) == ("remote", "any") or (text == "none" and name not in ("pairs", "remote")):
             values[name] = None
+        elif name in ("pairs", "remote"):
+            values[name] = tuple(dict.fromkeys(text.replace(",", " ").split()))
         elif text.isdecimal() and 0 < int(text) < 1 << 31:
             values[name] = int(text)
         else:
             raise UserError(f"{names[name]} must be a whole number from 1, or none, not {text!r}")
     return replace(PUBLIC if public == "1" else HostLimits(), **values)
+
+
+class TimeBudget:
+    """Decoding seconds of a request, shared by its lanes, from the first header on."""
+
+    def __init__(self, seconds: int | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds, self._clock = seconds, clock
+        self._deadline: float | None = None
+
+    def spend(self, events: Generator[Event]) -> Iterator[Event]:
+        """Pass the events on; when the time is over, close them and yield an `End`."""
+        if self._seconds is None:
+            yield from events
+            return
+        metrics = Metrics()
+        for event in events:
+            yield event
+            if not isinstance(event, (Header, StepEvent)):
+                continue
+            if self._deadline is None:
+                self._deadline = self._clock() + self._seconds
+            if isinstance(event, StepEvent):
+                metrics = event.metrics
+            if self._clock() >= self._deadline:
+                events.close()
+                yield End("cancelled", f"the time limit of {self._seconds} seconds per run is reached", metrics)
+
+
+class Visitors:
+    """Runs of the last minute by visitor: an IPv4 address, or an IPv6 /64 network."""
+
+    def __init__(self, limits: HostLimits, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limits, self._clock = limits, clock
+        self._runs: dict[str, list[tuple[float, Stream]]] = {}
+
+    def admit(self, address: str) -> None:
+        now, limits = self._clock(), self._limits
+        self._forget(now)
+        runs = self._runs.get(_household(address), ())
+        active = sum(not run.done for _, run in runs)
+        if limits.at_once is not None and active >= limits.at_once:
+            count = "1 run" if active == 1 else f"{active} runs"
+            raise UserError(f"you already have {count} in progress: stop one, or wait until it ends")
+        recent = [start for start, _ in runs if start > now - 60]
+        if limits.per_minute is not None and len(recent) >= limits.per_minute:
+            wait = recent[-limits.per_minute] + 60 - now
+            raise UserError(f"this host allows {limits.per_minute} runs per minute: try again in {wait:.0f} s")
+
+    def entered(self, address: str, run: Stream) -> None:
+        self._runs.setdefault(_household(address), []).append((self._clock(), run))
+
+    def _forget(self, now: float) -> None:
+        recent = {
+            visitor: [(start, run) for start, run in runs if start > now - 60 or not run.done]
+            for visitor, runs in self._runs.items()
+        }
+        self._runs = {visitor: runs for visitor, runs in recent.items() if runs}
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+
+def _household(address: str) -> str:
+    try:
+        ip = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if ip.version == 6 and ip.ipv4_mapped is None:
+        return str(ipaddress.ip_network((ip, 64), strict=False))
+    return str(ip if ip.version == 4 else ip.ipv4_mapped)

@@ -27,18 +27,14 @@ from specdemo.ui.api import address_of, endpoints
 from specdemo.ui.cockpit import cockpit, script
 from specdemo.ui.controls import Controls, examples_row, sidebar
 from specdemo.ui.frames import Run
-from specdemo.ui.health import Health
 from specdemo.ui.labels import describe_preflight
 from specdemo.ui.lane import EXTRA, describe_kept_lanes, lanes_of, plan_of
 from specdemo.ui.limits import HostLimits
-from specdemo.ui.live_updates import played
-from specdemo.ui.run_queries import Archive
-from specdemo.ui.service import Engine, Service
+from specdemo.ui.service import Engine, Health, Service
 from specdemo.ui.settings import OFF, Settings, from_link, kept_recipes, recipe_of, recipe_settings, restored
-from specdemo.ui.streams import reason
+from specdemo.ui.streams import Sockets, played, reason
 from specdemo.ui.tabs import build_tabs
 from specdemo.ui.theme import launch_options
-from specdemo.ui.websocket import Sockets
 from specdemo.worker import Worker, WorkerBusy, WorkerGroup
 
 __all__ = ["build", "launch_options"]
@@ -147,7 +143,7 @@ def _layout(service: Service, usual: Recipe, device: str, examples: dict[str, An
         buttons,
         kept_lanes=gr.Markdown(elem_id="kept-lanes"),
         estimate=gr.Markdown(elem_id="estimate"),
-        cockpit=cockpit(Archive(service.runs).answers),
+        cockpit=cockpit(service.runs.queries),
         about=build_tabs(service, controls, usual, device),
         saved=gr.BrowserState(storage_key="specdemo-settings", secret="specdemo"),
         kept=gr.BrowserState(storage_key="specdemo-lanes", secret="specdemo"),

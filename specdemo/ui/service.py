@@ -1,7 +1,8 @@
-"""Service of the page: the decoding worker, the models, and all runs."""
+"""Service of the page: the decoding worker, the models, all runs, and the health check."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
 import time
@@ -12,6 +13,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from specdemo.bench import BenchProgress, measure
 from specdemo.core.errors import UserError
@@ -25,19 +29,19 @@ from specdemo.prompts import Prompt
 from specdemo.recipe import Recipe
 from specdemo.remote.local_service import LocalServices, cores_but_one
 from specdemo.ui.frames import Run
-from specdemo.ui.limits import HostLimits
+from specdemo.ui.limits import HostLimits, TimeBudget, Visitors
 from specdemo.ui.run_store import RunStore
-from specdemo.ui.streams import drain, reason
-from specdemo.ui.visitors import TimeBudget, Visitors
-from specdemo.worker import Stream, Worker, WorkerGroup
+from specdemo.ui.streams import LaneEvents, drain, reason
+from specdemo.worker import Stream, Worker, WorkerBusy, WorkerGroup
 
 REMEMBERED = 256  # visitors with stored n-grams and conversations
-PROBE = "def"
-T = TypeVar("T")
 PROMPTS_PER_KIND = 3  # of a preflight
+PROBE = "def"
+LATELY_S = 600  # an idle machine decodes two tokens per ten minutes
+PATIENCE_S = 20
+T = TypeVar("T")
 
 Engine = Callable[[Recipe, str, ModelPool, Stores], Generator[Event]]
-LaneEvents = Stream[tuple[str, Event]]
 
 
 class Service:
@@ -74,7 +78,7 @@ class Service:
         text = "".join(message["content"] for message in talk) if chat else prompt
         granted = [(lane, self.limits.grant(recipe, text)) for lane, recipe in jobs]
         keep = any(recipe.ngram_keep or recipe.chat for _, recipe in granted)
-        stores = self._stores_of(visitor) if keep else {}
+        stores = _remembered(self._stores, visitor, {}) if keep and visitor else {}
         budget = TimeBudget(self.limits.max_seconds)
 
         def events() -> Iterator[tuple[str, Event]]:
@@ -192,11 +196,8 @@ class Service:
         lane = run.lanes[run.plan[0]]
         if lane.recipe.get("chat") and run.phase[0] == "done":
             answer = "".join(event.text for event in lane.steps)
-            talk = self.talks.setdefault(visitor, [])
+            talk = _remembered(self.talks, visitor, [])
             talk += [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-            self.talks.move_to_end(visitor)
-            while len(self.talks) > REMEMBERED:
-                self.talks.popitem(last=False)
 
     def leave(self, visitor: str) -> None:
         self.runs.leave(visitor)
@@ -217,14 +218,13 @@ class Service:
                 self.last_token = time.monotonic()
             yield event
 
-    def _stores_of(self, visitor: str) -> Stores:
-        if not visitor:
-            return {}
-        stores = self._stores.setdefault(visitor, {})
-        self._stores.move_to_end(visitor)
-        while len(self._stores) > REMEMBERED:
-            self._stores.popitem(last=False)
-        return stores
+
+def _remembered(table: OrderedDict[str, T], visitor: str, new: T) -> T:
+    value = table.setdefault(visitor, new)
+    table.move_to_end(visitor)
+    while len(table) > REMEMBERED:
+        table.popitem(last=False)
+    return value
 
 
 async def _only_item(stream: Stream[T]) -> T:
@@ -238,3 +238,48 @@ async def _only_item(stream: Stream[T]) -> T:
 def leave_a_core() -> None:
     """Reserve a core for a browser on the same machine. With remote visitors use all cores: docs/page.md."""
     torch.set_num_threads(min(torch.get_num_threads(), cores_but_one()))
+
+
+class Health:
+    """Reports the service's last token; if it is old, starts a probe run shared by all requests."""
+
+    def __init__(
+        self, service: Service, recipe: Recipe, lately_s: float = LATELY_S, patience_s: float = PATIENCE_S
+    ) -> None:
+        self._service, self._recipe = service, recipe
+        self._lately, self._patience = lately_s, patience_s
+        self._probe: Stream | None = None
+
+    @property
+    def age_s(self) -> float | None:
+        """Seconds since the last token; None before the first."""
+        last = self._service.last_token
+        return None if last is None else time.monotonic() - last
+
+    @property
+    def fresh(self) -> bool:
+        return self.age_s is not None and self.age_s <= self._lately
+
+    async def look(self) -> tuple[bool, str]:
+        if self.fresh:
+            return True, f"a token was produced {self.age_s:.0f} s ago"
+        try:
+            if self._probe is None or self._probe.done:
+                self._probe = self._service.probe(self._recipe)
+        except WorkerBusy as error:
+            return False, f"no recent token, and {error}"
+        await asyncio.to_thread(self._probe.wait, self._patience)
+        if self.fresh:
+            return True, "the page was idle, and a probe produced a token"
+        if self._probe.error:
+            return False, reason(self._probe.error)
+        return False, f"no token within {self._patience:g} s: the device is loading models or does not respond"
+
+    def routes(self) -> list[Route]:
+        """Return the route `GET /health`: 200 or 503, with the reason."""
+
+        async def answer(_: Request) -> JSONResponse:
+            alive, why = await self.look()
+            return JSONResponse({"alive": alive, "why": why}, 200 if alive else 503)
+
+        return [Route("/health", answer)]

@@ -36,17 +36,12 @@ def setting_of(option: Option, value: Any) -> Any:
 
 def from_link(query: Mapping[str, str], defaults: Settings) -> Settings:
     """Return the settings of a link's query, with the types of `defaults`; unknown names are ignored."""
-    settings = {}
+    settings: Settings = {}
     for name, text in query.items():
-        if name not in defaults:
-            continue
-        if isinstance(defaults[name], str):
+        if name in defaults:
             settings[name] = text
-            continue
-        try:
-            settings[name] = json.loads(text)
-        except (ValueError, RecursionError):
-            settings[name] = text  # rejected by `restored`
+            with suppress(ValueError, RecursionError):  # rejected by `restored`
+                settings[name] = text if isinstance(defaults[name], str) else json.loads(text)
     return settings
 
 
@@ -121,31 +116,24 @@ def _values(table: Mapping[str, Option], settings: Mapping[str, Any]) -> dict[st
         if name not in settings:
             continue
         value = settings[name]
-        if isinstance(value, str) and option.item_type is str and len(value) > _limit(option):
-            kind = "text" if option.many else "name"
-            raise UserError(f"{name} must be a {kind} of at most {_limit(option)} characters, not {len(value):,}")
+        kind, limit = ("text", 10 * _NAME_CHARACTERS) if option.many else ("name", _NAME_CHARACTERS)
+        if isinstance(value, str) and option.item_type is str and len(value) > limit:
+            raise UserError(f"{name} must be a {kind} of at most {limit} characters, not {len(value):,}")
         if value in (None, 0, "") and value is not False and (option.default is None or name == "device"):
             continue
         values[name] = _converted(option, value)
     return values
 
 
-def _limit(option: Option) -> int:
-    return 10 * _NAME_CHARACTERS if option.many else _NAME_CHARACTERS
-
-
 def _converted(option: Option, value: Any) -> Any:
     if option.many:
         if isinstance(value, str) and option.choices is None:
-            return _numbers(option.name, value) if option.item_type is int else _lines(value)
+            lines = filter(None, map(str.strip, value.splitlines()))
+            return _numbers(option.name, value) if option.item_type is int else tuple(lines)
         return tuple(value) if isinstance(value, list) else value
     if option.type is int and isinstance(value, float) and value.is_integer():
         return int(value)
     return value.strip() if isinstance(value, str) else value
-
-
-def _lines(text: str) -> tuple[str, ...]:
-    return tuple(filter(None, (line.strip() for line in text.splitlines())))
 
 
 def _numbers(name: str, text: str) -> tuple[int, ...]:

@@ -1,27 +1,41 @@
-"""Data of the step inspector, the table of steps and the charts, as plain JSON values."""
+"""Views of a lane: data of the step inspector, the table of steps and the charts; CSV and SVG export."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+from xml.sax.saxutils import escape
 
 from specdemo.core.events import StepEvent
-from specdemo.core.explain import Reason, draft_prob, explain, reason_of
+from specdemo.core.explain import STYLES, Reason, draft_prob, explain, reason_of
 from specdemo.core.policies import CostModel
 from specdemo.core.simulate import other_gammas
 from specdemo.core.step import Outcome, Step, TopTokens
 from specdemo.drafters import METHODS
-from specdemo.ui.lane import Lane
-from specdemo.ui.link_metrics import link_facts
+from specdemo.ui.lane import Lane, title
+from specdemo.ui.theme import LIGHT
 
 Bars = list[tuple[str, float | None, float | None]]  # token text, p, q; masses may be unrecorded
 TopList = Iterable[tuple[int, float]]
 
 MAX_WHAT_IF = 8  # draft tokens
+_LINK_FACTS = (  # name in the trace, label, scale, digits
+    ("cloud_s", "cloud, ms", 1000, 1),
+    ("rtt_s", "link, ms", 1000, 1),
+    ("bytes_up", "bytes up", 1, 0),
+    ("bytes_down", "bytes down", 1, 0),
+    ("hard_ratio", "hard", 1, 2),
+)
 COMPLETE = 1e-4  # unrecorded mass of a distribution that counts as 0
+WIDTH = 96  # characters of a line
+LINE, CHAR, SIZE, EDGE = 22, 8.0, 13, 16  # pixels
+MAX_LINES = 2_000
+LEGEND = (Outcome.ACCEPTED, Outcome.REJECTED, Outcome.IGNORED, Outcome.CORRECTION, Outcome.BONUS)
+Piece = tuple[int, int, int, Outcome | None, str]  # line, column, width in columns, outcome (None: prompt), text
 
 
 def step_picture(lane: Lane, i: int) -> dict[str, Any] | None:
@@ -124,7 +138,9 @@ def _target_bars(step: Step, names: Mapping[int, str], residual: bool) -> Bars:
 
 def _facts(step: Step) -> list[tuple[str, str]]:
     notes = [(name.replace("_", " "), f"{value:.3g}") for name, value in step.policy.items()]
-    return [("γ allowed", str(step.gamma)), *notes, *link_facts(step)]
+    link = step.verdict.notes
+    facts = [(label, f"{link[name] * scale:,.{digits}f}") for name, label, scale, digits in _LINK_FACTS if name in link]
+    return [("γ allowed", str(step.gamma)), *notes, *facts]
 
 
 def _summary(step: Step) -> str:
@@ -211,3 +227,93 @@ def what_if(lane: Lane) -> tuple[dict[str, Any] | None, str]:
         "gamma": lane.recipe["gamma"] if lane.recipe.get("policy", "fixed") == "fixed" else None,
         "measured": lane.metrics.tokens_per_second,
     }, ""
+
+
+def as_svg(lane: Lane) -> str:
+    pieces = list(_layout(_tokens(lane)))
+    lines = max((line for line, *_ in pieces), default=0) + 1
+    width, height = 2 * EDGE + WIDTH * CHAR, 2 * EDGE + (lines + 2) * LINE
+    m = lane.metrics
+    rate = "" if m.tokens_per_second is None else f", {m.tokens_per_second:.1f} tokens per second"
+    share = "" if m.acceptance_rate is None else f", {m.acceptance_rate:.0%} of the draft tokens accepted"
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" role="img" '
+        f'viewBox="0 0 {width:g} {height:g}" font-family="ui-monospace, Menlo, Consolas, monospace" '
+        f'font-size="{SIZE}">',
+        f"<title>{escape(title(lane.recipe))}{rate}{share}</title>",
+        f'<rect width="{width:g}" height="{height:g}" fill="#ffffff"/>',
+    ]
+    for line, column, columns, outcome, text in pieces:
+        parts += _draw(EDGE + column * CHAR, EDGE + line * LINE, columns * CHAR, outcome, text)
+    x, y = float(EDGE), height - EDGE - LINE
+    for outcome in LEGEND:
+        label = STYLES[outcome].label
+        parts += _draw(x, y, len(label) * CHAR, outcome, label)
+        x += (len(label) + 2) * CHAR
+    parts.append(
+        f'<text x="{width - EDGE:g}" y="{y + 15:g}" text-anchor="end" fill="{LIGHT["quiet"]}">'
+        f"{escape(title(lane.recipe))}{rate}</text>"
+    )
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def colours_of(outcome: Outcome | None) -> tuple[str, str]:
+    """Background (may be empty) and ink of a token; None: the prompt."""
+    if outcome is None:
+        return "", LIGHT["quiet"]
+    name = "unseen" if outcome is Outcome.UNVERIFIED else outcome.value
+    return LIGHT.get(name, ""), LIGHT.get(f"{name}-ink", LIGHT["ink"])
+
+
+def _draw(x: float, y: float, width: float, outcome: Outcome | None, text: str) -> Iterator[str]:
+    background, ink = colours_of(outcome)
+    style = STYLES[outcome or Outcome.PLAIN]
+    if background:
+        yield f'<rect x="{x:g}" y="{y:g}" width="{width - 1:g}" height="{LINE - 3}" rx="3" fill="{background}"/>'
+    decoration = f' text-decoration="{style.decoration}"' if style.decoration else ""
+    decoration += ' font-style="italic"' if style.italic else ""
+    if text.strip():
+        yield (
+            f'<text x="{x:g}" y="{y + 14:g}" textLength="{width:g}" lengthAdjust="spacingAndGlyphs" '
+            f'fill="{ink}"{decoration} xml:space="preserve">{escape(_printable(text))}</text>'
+        )
+
+
+def _printable(text: str) -> str:
+    """Replace control characters, which are invalid in XML."""
+    return "".join(c if unicodedata.category(c)[0] != "C" else "\ufffd" for c in text)
+
+
+def _tokens(lane: Lane) -> Iterator[tuple[Outcome | None, str]]:
+    if lane.header is not None:
+        yield None, lane.header.prompt
+    for event in lane.steps:
+        for shown in event.shown():
+            yield shown.outcome, shown.text if shown.outcome.committed else shown.text.replace("\n", "⏎")
+
+
+def _layout(tokens: Iterator[tuple[Outcome | None, str]]) -> Iterator[Piece]:
+    line = column = 0
+    for outcome, text in tokens:
+        for i, part in enumerate(text.expandtabs(4).split("\n")):
+            if i:
+                line, column = line + 1, 0
+            while part and line < MAX_LINES:
+                count, columns = _fitting(part, WIDTH - column)
+                if not count:
+                    line, column = line + 1, 0
+                    continue
+                yield line, column, columns, outcome, part[:count]
+                column += columns
+                part = part[count:]
+
+
+def _fitting(text: str, room: int) -> tuple[int, int]:
+    """Return how many characters of `text` fit, and their width in columns: wide characters take two."""
+    width = 0
+    for n, character in enumerate(text):
+        step = 2 if unicodedata.east_asian_width(character) in "WF" else 0 if unicodedata.combining(character) else 1
+        if width + step > room:
+            return n, width
+        width += step
+    return len(text), width

@@ -1,4 +1,4 @@
-"""Curves and texts of the Theory tab.
+"""A run in the terms of the closed forms, and the curves and texts of the Theory tab.
 
 A curve is a list of points (x, y, series). A point of None appears only in the legend.
 """
@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from specdemo.core.errors import UserError
+from specdemo.core.step import Step
 from specdemo.core.theory import (
     accepted_share,
     best_gamma,
@@ -20,25 +23,133 @@ from specdemo.core.theory import (
     thumb_gamma,
     walltime_improvement,
 )
-from specdemo.ui.theory_point import TheoryPoint
+from specdemo.ui.frames import Run
+from specdemo.ui.labels import lane_speedup as measured_speedup
+from specdemo.ui.lane import PLAIN, SPEC, Lane
 
 SLIDER_SERIES, SLIDER_DOT, RUN_SERIES, BASELINE_SERIES = "sliders", "slider dot", "this run", "baseline"
 THEOREM_SERIES, SHARE_SERIES = "Theorem 3.8", "accepted / drafted"
 CURVE_GAMMAS = (1, 3, 10)
 CURVE_COSTS = (0.01, 0.05, 0.2)
 UNBOUNDED_SERIES = "∞"
-SLIDER_BOUNDS = {  # minimum, maximum, step
-    "alpha": (0, 1, 0.01),
-    "c": (0, 2, 0.01),
-    "gamma": (1, 16, 1),
-    "v": (0.5, 5, 0.01),
-    "o": (0, 2, 0.01),
-    "c_hat": (0, 2, 0.01),
+SLIDERS = {  # label, minimum, maximum, step
+    "alpha": ("α: acceptance rate", 0, 1, 0.01),
+    "c": ("c: draft token (steps)", 0, 2, 0.01),
+    "gamma": ("γ: draft length (tokens)", 1, 16, 1),
+    "v": ("v: verification (steps)", 0.5, 5, 0.01),
+    "o": ("o: overhead (steps)", 0, 2, 0.01),
+    "c_hat": ("ĉ: draft operations", 0, 2, 0.01),
 }
+_NO_RULE_OF_THUMB = "The rule of thumb √(1/c − 1) is undefined at c = 0."
 _MAX_GAMMA = 64
 _ALPHAS = [i / 50 for i in range(51)]
 
 CurvePoint = tuple[float | None, float | None, str]
+
+
+@dataclass(frozen=True)
+class TheoryPoint:
+    """Measured coefficients. Costs are in AR steps, if an AR baseline was measured."""
+
+    method: str
+    temperature: float
+    alpha: float  # acceptance probability of a tested token
+    counted: bool  # alpha is accepted / tested (otherwise the mean of sum min(p, q), with lower variance)
+    share: float  # accepted / drafted
+    gamma: float  # mean draft tokens per step
+    tokens: float  # per target pass
+    chains: bool  # all drafts were chains, as the closed forms assume
+    c: float | None
+    v: float | None
+    o: float | None
+    speedup: float | None
+    c_hat: float | None  # operations of a draft token / of a target token; if known
+    operations: float | None  # per token, relative to AR decoding
+
+    @property
+    def theorem(self) -> float | None:
+        return None if self.c is None else walltime_improvement(self.alpha, self.gamma, self.c)
+
+    @property
+    def model(self) -> float | None:
+        if self.c is None or self.v is None or self.o is None:
+            return None
+        return speedup(expected_tokens(self.alpha, self.gamma), self.gamma, self.c, self.v, self.o)
+
+
+def point_of(run: Run | None) -> TheoryPoint:
+    """Return the point of a finished run. Raises `UserError` without draft tokens."""
+    if run is None:
+        raise UserError("No run available: press Run, and its point appears on every curve")
+    if not run.over:
+        raise UserError("A run is in progress: return when it has ended")
+    lane = run.lanes.get(SPEC)
+    if lane is None:
+        raise UserError("The last run was AR decoding: choose another method to get a point on these curves")
+    m = lane.metrics
+    tokens = m.tokens_per_target_pass
+    if lane.alpha is None or m.acceptance_rate is None or not tokens:
+        raise UserError("The last run tested no draft tokens: choose a method or prompt that drafts")
+    gamma = m.drafted / m.decode_steps
+    c = v = o = None
+    baseline = run.lanes.get(PLAIN)
+    if baseline and baseline.ended and baseline.metrics.decode_steps and baseline.metrics.decode_s:
+        ar_step = baseline.metrics.decode_s / baseline.metrics.decode_steps
+        c = m.draft_s / m.drafted / ar_step
+        v, o = (seconds / m.decode_steps / ar_step for seconds in (m.verify_s, m.host_s))
+    steps = [event.step for event in lane.steps]
+    c_hat = _draft_operations(lane, steps)
+    return TheoryPoint(
+        method=lane.recipe["method"],
+        temperature=lane.recipe["temperature"],
+        alpha=lane.alpha,
+        counted=lane.counted,
+        share=m.acceptance_rate,
+        gamma=gamma,
+        tokens=tokens,
+        chains=all(step.draft.is_chain for step in steps),
+        c=c,
+        v=v,
+        o=o,
+        speedup=measured_speedup(run.lanes),
+        c_hat=c_hat,
+        operations=None if c_hat is None else (1 + gamma * (1 + c_hat)) / tokens,
+    )
+
+
+def _draft_operations(lane: Lane, steps: list[Step]) -> float | None:
+    """Ratio of the weights read per token, if both models have the same format; point masses are free."""
+    sampled = sum(len(step.draft.token_probs or ()) for step in steps)
+    if not sampled:
+        return 0.0
+    small, large = lane.environment.get("drafter_bytes"), lane.environment.get("target_bytes")
+    if not small or not large or lane.recipe.get("quantization") != lane.recipe.get("drafter_quantization"):
+        return None
+    return small / large * sampled / sum(len(step.draft) for step in steps)
+
+
+def point_words(point: TheoryPoint) -> str:
+    source = "accepted / tested under its rule" if point.counted else "the mean of Σ min(p, q) over all tests"
+    sentences = [
+        f"**This run** ({point.method}): α = {point.alpha:.3f}, {source}; accepted / drafted = {point.share:.3f}; "
+        f"γ = {point.gamma:.2f} draft tokens per step.",
+        f"A pass gave **{point.tokens:.2f}** tokens; theory predicts {expected_tokens(point.alpha, point.gamma):.2f}.",
+    ]
+    if point.c is None:
+        sentences.append("Without an AR baseline c, v, o and the speed-up are unknown: tick *Compare* and run again.")
+    else:
+        sentences.append(
+            f"In AR steps, a draft token took c = {point.c:.3f}, a verification pass v = {point.v:.2f}, and the host "
+            f"o = {point.o:.2f} per step."
+        )
+    if point.speedup is not None:
+        sentences.append(
+            f"The run was **{point.speedup:.2f}×** as fast as AR decoding. Theorem 3.8 predicts {point.theorem:.2f}×, "
+            f"with v and o {point.model:.2f}×."
+        )
+    if not point.chains:
+        sentences.append("The drafts were trees, and γ counts their nodes: the curves for chains do not apply exactly.")
+    return " ".join(sentences)
 
 
 @dataclass(frozen=True)
@@ -69,17 +180,17 @@ class TheorySettings:
 
 def parse_settings(values: Sequence[Any]) -> TheorySettings | None:
     """Validate raw slider values; return None for incomplete numbers."""
-    for value, (minimum, maximum, _) in zip(values, SLIDER_BOUNDS.values(), strict=True):
+    for value, (_, minimum, maximum, _) in zip(values, SLIDERS.values(), strict=True):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not minimum <= value <= maximum:
             return None
-    settings = dict(zip(SLIDER_BOUNDS, values, strict=True))
+    settings = dict(zip(SLIDERS, values, strict=True))
     return TheorySettings(**settings | {"gamma": round(settings["gamma"])})
 
 
 def settings_from_run(run: TheoryPoint) -> TheorySettings:
     """Clamp a run's measurements to the sliders; use the default for missing measurements."""
     clamped = {}
-    for name, (minimum, maximum, step) in SLIDER_BOUNDS.items():
+    for name, (_, minimum, maximum, step) in SLIDERS.items():
         measured = getattr(run, name)
         if measured is not None:
             value = min(maximum, max(minimum, measured))
@@ -108,19 +219,15 @@ def speed_curves(settings: TheorySettings, run: TheoryPoint | None) -> list[Curv
 
 def operation_curves(settings: TheorySettings, run: TheoryPoint | None) -> list[CurvePoint]:
     """Operations per token over alpha (2211.17192, Figure 4)."""
-
-    def factor(alpha: float, gamma: float) -> float:
-        return operations(alpha, gamma, settings.c_hat)
-
+    factor = partial(operations, c=settings.c_hat)
     return [*_over_alpha(factor), *_slider_curve(settings, factor, run, run and run.operations)]
 
 
 def best_gamma_curves(settings: TheorySettings, run: TheoryPoint | None, longest: int = 20) -> list[CurvePoint]:
     """Best gamma over alpha: Theorem 3.8 for `CURVE_COSTS`, cost model for the sliders (2211.17192, Figure 3)."""
+    modelled = partial(best_gamma, c=settings.c, longest=longest, v=settings.verify_cost, o=settings.o)
     rows = [(alpha, best_gamma(alpha, c, longest), str(c)) for c in CURVE_COSTS for alpha in _ALPHAS]
-    for alpha in _ALPHAS:
-        gamma = best_gamma(alpha, settings.c, longest, settings.verify_cost, settings.o)
-        rows.append((alpha, gamma, SLIDER_SERIES))
+    rows += [(alpha, modelled(alpha), SLIDER_SERIES) for alpha in _ALPHAS]
     rows.append((settings.alpha, min(settings.gamma, longest), SLIDER_DOT))
     return [*rows, _run_dot(run and run.alpha, run and min(run.gamma, longest))]
 
@@ -169,7 +276,7 @@ def describe_settings(settings: TheorySettings) -> str:
         f"Operations per token: **{operations(alpha, gamma, settings.c_hat):.2f}×** the baseline (Theorem 3.11).",
         f"Best γ: **{_gamma_text(best)}** with v and o ({settings.modelled_speedup(best):.2f}×), "
         f"{_gamma_text(theorem_best)} by Theorem 3.8 ({walltime_improvement(alpha, theorem_best, c):.2f}×). "
-        + _rule_of_thumb(c),
+        + (f"The rule of thumb √(1/c − 1) = {thumb_gamma(c):.1f} ignores α." if c else _NO_RULE_OF_THUMB),
     ]
     if can_improve(alpha, c):
         lines.append(
@@ -183,9 +290,3 @@ def describe_settings(settings: TheorySettings) -> str:
 
 def _gamma_text(gamma: int) -> str:
     return "0, the baseline" if not gamma else f"{gamma} or more" if gamma == _MAX_GAMMA else str(gamma)
-
-
-def _rule_of_thumb(c: float) -> str:
-    if not c:
-        return "The rule of thumb √(1/c − 1) is undefined at c = 0."
-    return f"The rule of thumb √(1/c − 1) = {thumb_gamma(c):.1f} ignores α."

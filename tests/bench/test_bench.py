@@ -14,7 +14,7 @@ from fakes.tiny_models import byte_level_tokenizer, save_model
 
 from specdemo import bench
 from specdemo.bench.baselines import BASELINES
-from specdemo.cli.main import main
+from specdemo.cli import main
 from specdemo.core.errors import UserError
 from specdemo.core.events import End, Event, Header, Loading, MemoryUse, StepEvent
 from specdemo.core.metrics import Metrics

@@ -6,7 +6,7 @@ import pytest
 from fakes.tiny_models import byte_level_tokenizer, save_model
 
 from specdemo.bench.equality import EqualityResult, equality_table, prompt_prefixes, prove
-from specdemo.cli.main import main
+from specdemo.cli import main
 from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import Prompt, load_prompts
 from specdemo.recipe import Recipe

@@ -80,7 +80,7 @@ def test_the_command_prints_a_row_per_class_or_an_error(tmp_path: Path, capsys: 
     settings = ["--temperature", "1", "--kind", "prose", "--max-tokens", "24", "--runs", "2"]
     assert main([*command, "self", *settings]) == 0
     head, _, row, line = capsys.readouterr().out.splitlines()
-    assert "best fixed gamma" in head and row.startswith("| prose | self auto T=1 | 20 ")
+    assert "best fixed gamma" in head and row.startswith("| prose | self auto T=1 | ")
     (record,) = json.loads(line)["policy_regret"]
     assert record["ratio"] == pytest.approx(record["speed"] / record["best"]) and 0 <= record["best_gamma"] <= 8
     assert main([*command, "nasd", *settings]) == 2

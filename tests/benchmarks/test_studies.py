@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fakes.tiny_models import byte_level_tokenizer, save_model
 
-from benchmarks import drafting_cost, gates, layer_search, time_breakdown
+from benchmarks import drafting_cost, gates, layer_search, memory, page_frames, time_breakdown
 from benchmarks.link import LinkRuns, gamma_for
 from benchmarks.runs import StepTotals, percentile
 from specdemo.core.step import Draft
@@ -140,3 +140,22 @@ def test_a_model_with_one_layer_is_too_shallow(tmp_path: Path, capsys: pytest.Ca
     shallow = str(save_model(tmp_path / "shallow", byte_level_tokenizer(), num_hidden_layers=1))
     assert layer_search.main(["--target", shallow, "--device", "cpu"]) == 2
     assert "too few layers" in capsys.readouterr().err
+
+
+def test_runs_of_the_page_are_summarised_by_growth_and_outliers() -> None:
+    runs = [
+        {"longest_ms": 17.0, "heap_mb": 5.0},
+        {"longest_ms": 40.0, "heap_mb": 5.5},
+        {"longest_ms": 18.0, "heap_mb": 5.2},
+    ]
+    first, last, largest = page_frames.summary(runs)
+    assert (first["heap_mb"], last["heap_mb"], largest["run"]) == (5.0, 5.2, "largest of 3 runs")
+    assert (largest["longest_ms"], largest["heap_mb"]) == (40.0, 5.5)
+
+
+def test_repeated_loading_reports_the_growth(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(memory, "repeated_loading", lambda *settings: [5_000_000, 9_000_000, 6_500_000])
+    assert memory.main(["--rounds", "3"]) == 0
+    assert "| 5.0 MB | 6.5 MB | 1.5 MB |" in " ".join(capsys.readouterr().out.split())

@@ -11,7 +11,7 @@ import pytest
 from fakes.tiny_models import byte_level_tokenizer, save_model, sentencepiece_tokenizer
 
 from benchmarks import pass_cost
-from specdemo.cli.main import main
+from specdemo.cli import main
 from specdemo.core.events import StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.core.trace import step_from_json

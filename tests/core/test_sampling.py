@@ -19,8 +19,8 @@ from transformers import (
 )
 
 from specdemo.core.errors import UserError
-from specdemo.core.rules import RULES
-from specdemo.core.sampling import Noise, PointMass, SamplingParams, SharedNoise
+from specdemo.core.rules import RULES, PointMass
+from specdemo.core.sampling import Noise, SamplingParams, SharedNoise
 from specdemo.core.step import Draft
 
 VOCAB = 50

@@ -19,10 +19,9 @@ from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft
 from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.model import ModelDrafter
-from specdemo.models.engines.llama_weights import LlamaWeights
+from specdemo.models.engines.llama_weights import LlamaWeights, with_layers
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_pool import ModelPool
-from specdemo.models.model_variants import with_layers
 from specdemo.recipe import METHODS, POLICIES, Recipe
 
 GREEDY, NOISE = SamplingParams(temperature=0), Noise(0, "unused when greedy")

@@ -25,7 +25,7 @@ from specdemo.core.step import Draft
 from specdemo.drafters.suffix import SuffixDrafter
 from specdemo.drafters.universal import UniversalDrafter
 from specdemo.models.model_pool import ModelPool
-from specdemo.models.vocabulary_bridge import TAIL, Bridge
+from specdemo.models.tokenizer import TAIL, Bridge
 from specdemo.models.zoo import PAIRS
 from specdemo.recipe import Recipe
 from specdemo.ui.settings import recipe_of

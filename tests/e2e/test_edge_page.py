@@ -32,10 +32,10 @@ from e2e.page_fixtures import (
 from specdemo.core.trace import read
 from specdemo.remote.config import MODES
 from specdemo.remote.local_service import ServiceProcess
-from specdemo.ui import edge_cloud_modes as modes
-from specdemo.ui import link_metrics as edge
+from specdemo.ui import link_charts as edge
 from specdemo.ui.limits import PUBLIC
 from specdemo.ui.page import build, launch_options
+from specdemo.ui.tabs import edge as modes
 
 LOOKS = """tokens => tokens.map((token) => {
     const look = getComputedStyle(token);

@@ -37,11 +37,10 @@ from specdemo.models.zoo import ASSETS
 from specdemo.recipe import Recipe
 from specdemo.ui import desktop_window as window
 from specdemo.ui import zero_gpu as zero
-from specdemo.ui.health import LATELY_S, Health
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.page import build, launch_options
 from specdemo.ui.run_store import RunStore
-from specdemo.ui.service import REMEMBERED, Service
+from specdemo.ui.service import LATELY_S, REMEMBERED, Health, Service
 from specdemo.ui.streams import LONGEST_REASON, drain, reason
 from specdemo.ui.theme import SESSION_CAPACITY
 from specdemo.worker import Worker, WorkerBusy, WorkerGroup

@@ -23,9 +23,8 @@ from specdemo.core.metrics import Metrics
 from specdemo.core.trace import from_json
 from specdemo.models.zoo import PAIRS
 from specdemo.recipe import POLICIES, Recipe
-from specdemo.ui.limits import PUBLIC, HostLimits, read_limits
+from specdemo.ui.limits import PUBLIC, HostLimits, TimeBudget, Visitors, read_limits
 from specdemo.ui.page import build, launch_options
-from specdemo.ui.visitors import TimeBudget, Visitors
 
 PATIENCE = 60.0
 CODE = "def fibonacci(n):"

@@ -19,8 +19,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 import app
-from specdemo.ui.health import PATIENCE_S
 from specdemo.ui.limits import PUBLIC, HostLimits, read_limits
+from specdemo.ui.service import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 

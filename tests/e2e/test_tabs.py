@@ -18,7 +18,7 @@ from specdemo.models.spec import QUANTIZATIONS
 from specdemo.models.zoo import PAIRS
 from specdemo.ui import service
 from specdemo.ui.page import build, launch_options
-from specdemo.ui.sweep import SWEEP_TABLE_HEAD, sweep_cells
+from specdemo.ui.tabs.bench import SWEEP_TABLE_HEAD, sweep_cells
 
 
 class MeasureRecorder:

@@ -22,7 +22,7 @@ from specdemo.drafters.ngram import NGramDrafter
 from specdemo.drafters.suffix import SuffixDrafter
 from specdemo.drafters.tree import TreeDrafter
 from specdemo.drafters.universal import UniversalDrafter
-from specdemo.models.vocabulary_bridge import Bridge
+from specdemo.models.tokenizer import Bridge
 
 VOCAB = 4
 TARGET = TableModel(VOCAB, seed=1)

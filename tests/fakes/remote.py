@@ -17,8 +17,7 @@ from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.model import ModelDrafter
 from specdemo.remote.client import RemoteVerifier
 from specdemo.remote.contexts import Contexts, StaleRequest, UnknownContext
-from specdemo.remote.http_client import ContextGone, RequestSuperseded
-from specdemo.remote.link import MeteredNetwork
+from specdemo.remote.link import ContextGone, MeteredNetwork, RequestSuperseded
 from specdemo.remote.protocol import CODECS, NetworkMessage, VerifyConfig, VerifyRequest
 
 

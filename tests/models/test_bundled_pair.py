@@ -13,7 +13,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specdemo.core.step import Draft
-from specdemo.models.engines.packed_linear import can_pack
+from specdemo.models.engines.llama_weights import can_pack
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool

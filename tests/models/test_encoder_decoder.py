@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import processors
 from transformers import BartConfig, PreTrainedModel, PreTrainedTokenizerFast, T5Config
 
-from specdemo.cli.main import main
+from specdemo.cli import main
 from specdemo.core.decode import DraftBudget, EmptyDrafter
 from specdemo.core.errors import UserError
 from specdemo.core.policies import Fixed
@@ -41,7 +41,7 @@ from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.model import ModelDrafter
 from specdemo.drafters.ngram import NGramDrafter
 from specdemo.drafters.suffix import SuffixDrafter
-from specdemo.models.engines.encoder_decoder import opening
+from specdemo.models.engines.generic import opening
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.memory_plan import plan_spec
 from specdemo.models.model_pool import ModelPool

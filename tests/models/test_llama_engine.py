@@ -34,11 +34,9 @@ from transformers import (
 
 from specdemo.core.step import Draft
 from specdemo.models.engines import llama_weights as lean
-from specdemo.models.engines import packed_linear as packed
 from specdemo.models.engines.generic import TransformersEngine
 from specdemo.models.engines.llama import PROMPT_CHUNK, LlamaEngine
-from specdemo.models.engines.llama_weights import LlamaWeights, unsupported_reason
-from specdemo.models.engines.packed_linear import PackedLinear, can_pack, pack
+from specdemo.models.engines.llama_weights import LlamaWeights, PackedLinear, can_pack, pack, unsupported_reason
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import load, reference
 from specdemo.models.memory import is_mapped, on_large_pages
@@ -323,8 +321,7 @@ def test_matrices_are_let_go_as_they_are_laid_out(
             there.append(sum(one() is not None for one in matrices))
             super().__init__(*args)
 
-    for module in (lean, packed):
-        monkeypatch.setattr(module, "PackedLinear", Counted)
+    monkeypatch.setattr(lean, "PackedLinear", Counted)
     model = random_model(LlamaConfig(**{**LLAMA, "tie_word_embeddings": False}))
     matrices = [weakref.ref(module.weight) for module in model.modules() if type(module) is torch.nn.Linear]
     gc.disable()
@@ -367,7 +364,7 @@ import specdemo
 specdemo.limit_onednn_cache()
 import torch
 from specdemo.models.memory import release_memory, process_bytes
-from specdemo.models.engines.packed_linear import PackedLinear
+from specdemo.models.engines.llama_weights import PackedLinear
 layer = PackedLinear(torch.randn(256, 256), None)
 for n in range(1, 801):
     layer(torch.randn(n, 256))

@@ -12,6 +12,11 @@ from fakes.trace_lines import trace_lines as generate
 from transformers import ViTConfig
 
 from specdemo.core.errors import UserError
+from specdemo.core.step import Draft
+from specdemo.models.engines.llama_weights import LlamaWeights
+from specdemo.models.hub import Hub
+from specdemo.models.kv_cache import CachedModel
+from specdemo.models.llama_checkpoint import read_checkpoint
 from specdemo.models.load import load, reference
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
@@ -37,6 +42,31 @@ def test_dtypes(checkpoint: Path, dtype: str) -> None:
     loaded = load(ModelSpec(str(checkpoint), dtype, device="cpu"))
     assert loaded.model.dtype == getattr(torch, dtype)
     assert loaded.stop == {loaded.tokenizer.eos_token_id}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_llama_checkpoints_give_the_bits_of_transformers(tmp_path: Path, dtype: str, tied: bool) -> None:
+    folder = save_model(tmp_path, byte_level_tokenizer(), tie_word_embeddings=tied)
+    spec = ModelSpec(str(folder), dtype, device="cpu")
+    model, tokenizer = read_checkpoint(spec, Hub())
+    other, known = reference(spec)
+    assert tokenizer.get_vocab() == known.get_vocab() and model.generation_config == other.generation_config
+    assert {*dict(model.named_parameters())} == {*dict(other.named_parameters())}
+    ours, theirs = (
+        CachedModel(LlamaWeights(weights)).score([1, 2, 3], Draft.chain((4, 5))) for weights in (model, other)
+    )
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "change", [{"hidden_act": "gelu"}, {"attention_bias": True}, {"rope_parameters": None}, {"intermediate_size": 40}]
+)
+def test_other_checkpoints_need_transformers(tmp_path: Path, change: dict[str, object]) -> None:
+    folder = save_model(tmp_path, byte_level_tokenizer())
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    assert read_checkpoint(ModelSpec(str(folder), "float32", device="cpu"), Hub()) is None
 
 
 def test_quantised_weights_take_less_memory(checkpoint: Path) -> None:

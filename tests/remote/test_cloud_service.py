@@ -24,13 +24,13 @@ from fakes.remote import TableCache, contexts, decode_locally
 from fakes.trace_lines import trace_lines as generate
 from fastapi.testclient import TestClient
 
-from specdemo.cli.main import main
+from specdemo.cli import main
 from specdemo.core.errors import UserError
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.contexts import Contexts
-from specdemo.remote.http_client import HttpClient, NoResponse
+from specdemo.remote.link import HttpClient, NoResponse
 from specdemo.remote.protocol import CODECS, ServiceInfo, StreamRequest, VerifyConfig
 from specdemo.remote.server import RateLimiter, ServiceLimits, create_app
 from specdemo.worker import Worker

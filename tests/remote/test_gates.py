@@ -22,9 +22,8 @@ from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft
 from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.model import ModelDrafter
-from specdemo.models.engines.llama_weights import LlamaWeights
+from specdemo.models.engines.llama_weights import LlamaWeights, with_dropout
 from specdemo.models.kv_cache import CachedModel
-from specdemo.models.model_variants import with_dropout
 from specdemo.recipe import Recipe
 from specdemo.remote.client import ConnectionLost, Deadlines, RemoteVerifier
 from specdemo.remote.config import CloudConfig
@@ -37,7 +36,7 @@ from specdemo.remote.gates import (
     mc_dropout,
     signals,
 )
-from specdemo.remote.http_client import NoResponse
+from specdemo.remote.link import NoResponse
 
 GREEDY = SamplingParams(temperature=0)
 

@@ -41,9 +41,8 @@ from specdemo.core.step import Draft
 from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.model import ModelDrafter
 from specdemo.remote.client import RemoteVerifier
-from specdemo.remote.cloud_verifier import position_noise
-from specdemo.remote.contexts import Contexts, StaleRequest, UnknownContext
-from specdemo.remote.http_client import ContextGone, NoResponse, RequestSuperseded
+from specdemo.remote.contexts import Contexts, StaleRequest, UnknownContext, position_noise
+from specdemo.remote.link import ContextGone, NoResponse, RequestSuperseded
 from specdemo.remote.protocol import CODECS, DraftRow, NetworkMessage, VerifyConfig, VerifyRequest, digest
 
 

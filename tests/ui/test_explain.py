@@ -15,7 +15,7 @@ from specdemo.core.step import Outcome
 from specdemo.ui import step_views
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
-from specdemo.ui.svg_export import colours_of
+from specdemo.ui.step_views import colours_of
 
 COCKPIT = Path(ui.__file__).parent / "cockpit"
 SCRIPTS = "\n".join(path.read_text("utf-8") for path in sorted(COCKPIT.glob("*.js")))

@@ -10,10 +10,9 @@ import pytest
 from fakes.trace_records import ALL_KEPT, CUT, PREFILL, REJECTION, absorb, end, header, step, step_event, whole
 
 from specdemo.ui.frames import Run, cells
-from specdemo.ui.labels import lane_speedup, tiles
+from specdemo.ui.labels import lane_speedup, sameness, tiles, verdict
 from specdemo.ui.lane import PLAIN, SPEC
 from specdemo.ui.run_store import RunStore
-from specdemo.ui.summary import sameness, verdict
 
 LINES = (header(), PREFILL, REJECTION, ALL_KEPT)
 

@@ -1,17 +1,22 @@
-"""Engine for any attention-only `transformers` model: its forward pass over a preallocated KV cache."""
+"""Engines for `transformers` models: their forward pass over a preallocated KV cache, or without a cache."""
 
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
 
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
+
+if TYPE_CHECKING:
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PretrainedConfig, PreTrainedModel
+
+FullPass = Callable[[Tensor], Tensor]  # token ids [1, n] to logits [n, vocab]
 
 
 def positions(rows: int, held: int, draft: Draft) -> list[int]:
@@ -35,13 +40,11 @@ def visible(rows: int, held: int, draft: Draft) -> Tensor:
     return seen
 
 
-class InPlaceCacheLayer(CacheLayerMixin):
+class InPlaceCacheLayer(DynamicLayer):
     """KV cache of one layer in a preallocated buffer; a rollback changes only its length.
 
     Stores all positions even for sliding windows, since a rollback may need them again.
     """
-
-    is_sliding = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,18 +85,12 @@ class InPlaceCacheLayer(CacheLayerMixin):
             self.values[:, :, length:end] = self.values[:, :, index]
         self.length = end
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
-
     def get_seq_length(self) -> int:
         return self.length
 
-    def get_max_length(self) -> int:
-        return -1
-
     @property
     def nbytes(self) -> int:
-        return sum(x[:, :, : self.length].numel() * x.element_size() for x in self.buffers)
+        return sum(x[:, :, : self.length].nbytes for x in self.buffers)
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:
@@ -107,34 +104,41 @@ def has_window(model: PreTrainedModel) -> bool:
     )
 
 
-def can_roll_back(kind: type[PreTrainedModel], config: PretrainedConfig) -> bool:
-    """True if all layers store keys and values only: other states cannot be rolled back."""
-    return not kind._is_stateful and not _other_layers(config)
-
-
 def refuse_recurrent(kind: type[PreTrainedModel], config: PretrainedConfig) -> None:
-    if not can_roll_back(kind, config):
-        others = f" ({', '.join(_other_layers(config))})" if _other_layers(config) else ""
+    """Raise `UserError` if layers store more than keys and values, which cannot be rolled back."""
+    layers = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
+    others = sorted({*layers} - {"full_attention", "sliding_attention", "chunked_attention"})
+    if kind._is_stateful or others:
+        named = f" ({', '.join(others)})" if others else ""
         raise UserError(
-            f"{kind.__name__} keeps a state{others} that cannot take back a rejected token: choose a model with "
+            f"{kind.__name__} keeps a state{named} that cannot take back a rejected token: choose a model with "
             "ordinary attention layers only"
         )
 
 
-def _other_layers(config: PretrainedConfig) -> list[str]:
-    layers = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
-    return sorted({*layers} - {"full_attention", "sliding_attention", "chunked_attention"})
-
-
 class TransformersEngine:
+    """Engine for decoders."""
+
     def __init__(self, model: PreTrainedModel) -> None:
         refuse_recurrent(type(model), model.config)
         self._model = model
-        self._cache = Cache(layer_class_to_replicate=InPlaceCacheLayer)  # some models have several caches per layer
+        self._cache = Cache(layer_class_to_replicate=InPlaceCacheLayer)
         self._selects_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
 
+    def keep(self, length: int, slots: list[int]) -> None:
+        for layer in self._cache.layers:
+            layer.keep(length, slots)
+
+    @property
+    def kv_bytes(self) -> int:
+        return sum(layer.nbytes for layer in self._cache.layers)
+
+    @property
+    def reserved_bytes(self) -> int:
+        return sum(x.nbytes for layer in self._cache.layers for x in layer.buffers)
+
     def run(self, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
-        """See `CacheEngine.run`. Forests are exact only where `cache_support` reports no limit."""
+        """See `CacheEngine.run`. `cache_support` reports the limits of forests."""
         device, dtype = self._model.device, self._model.dtype
         extra: dict[str, Any] = {"logits_to_keep": len(draft) + 1} if self._selects_rows else {}
         if not draft.is_chain:
@@ -147,18 +151,87 @@ class TransformersEngine:
         ).logits[0]
         return logits[-len(draft) - 1 :]
 
-    @property
-    def layers(self) -> list[InPlaceCacheLayer]:
-        return self._cache.layers
 
-    def keep(self, length: int, slots: list[int]) -> None:
-        for layer in self.layers:
-            layer.keep(length, slots)
+def has_encoder(config: PretrainedConfig) -> bool:
+    return bool(getattr(config, "is_encoder_decoder", False))
+
+
+def auto_class(config: PretrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForSeq2SeqLM]:
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    return AutoModelForSeq2SeqLM if has_encoder(config) else AutoModelForCausalLM
+
+
+def opening(model: PreTrainedModel) -> list[int]:
+    """Return the decoder start token and the forced first token, if any."""
+    settings = model.generation_config
+    start = settings.bos_token_id if settings.decoder_start_token_id is None else settings.decoder_start_token_id
+    if start is None:
+        raise UserError(
+            f"{type(model).__name__} does not declare which token its decoder starts from: choose another model"
+        )
+    return [start] if settings.forced_bos_token_id is None else [start, settings.forced_bos_token_id]
+
+
+class EncoderDecoderEngine(TransformersEngine):
+    """Engine for models such as T5 and BART (the models of 2211.17192).
+
+    Encoder output and cross-attention states are computed once; rollback affects only self-attention.
+    """
+
+    def __init__(self, model: PreTrainedModel, source: Sequence[int]) -> None:
+        super().__init__(model)
+        self._source, self._encoded = list(source), None
+        self._crossed = DynamicCache()
+        self._both = EncoderDecoderCache(self._cache, self._crossed)
+
+    def run(self, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
+        """See `CacheEngine.run`; `draft` is a chain, because these decoders compute positions internally."""
+        device = self._model.device
+        if self._encoded is None:
+            self._encoded = self._model.get_encoder()(input_ids=torch.tensor([self._source], device=device))
+        logits = self._model(
+            encoder_outputs=self._encoded,
+            decoder_input_ids=torch.as_tensor(new, device=device)[None],
+            past_key_values=self._both,
+            use_cache=True,
+        ).logits[0]
+        return logits[-len(draft) - 1 :]
 
     @property
     def kv_bytes(self) -> int:
-        return sum(layer.nbytes for layer in self.layers)
+        return super().kv_bytes + sum(x.nbytes for layer in self._crossed.layers for x in (layer.keys, layer.values))
 
-    @property
-    def reserved_bytes(self) -> int:
-        return sum(x.numel() * x.element_size() for layer in self.layers for x in layer.buffers)
+
+def full_pass(model: PreTrainedModel, source: Sequence[int]) -> FullPass:
+    """Return a pass without a KV cache; an encoder processes `source` once."""
+    inputs: dict[str, Any] = {}
+
+    def run(ids: Tensor) -> Tensor:
+        if not has_encoder(model.config):
+            return model(input_ids=ids, use_cache=False).logits[0]
+        if not inputs:  # FSMT masks later tokens only if `input_ids` is given
+            inputs["input_ids"] = torch.tensor([list(source)], device=ids.device)
+            inputs["encoder_outputs"] = model.get_encoder()(input_ids=inputs["input_ids"])
+        return model(decoder_input_ids=ids, use_cache=False, **inputs).logits[0]
+
+    return run
+
+
+class UncachedEngine:
+    """Engine for models whose passes over a KV cache are not exact: each pass processes the whole text."""
+
+    kv_bytes = reserved_bytes = 0
+
+    def __init__(self, model: PreTrainedModel, source: Sequence[int]) -> None:
+        self._pass = full_pass(model, source)
+        self._tokens = torch.empty(0, dtype=torch.long, device=model.device)
+
+    def run(self, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
+        """See `CacheEngine.run`; `draft` is a chain."""
+        added = torch.as_tensor(new, device=self._tokens.device)
+        self._tokens = torch.cat([self._tokens[:held], added])
+        return self._pass(self._tokens[None])[held:][-len(draft) - 1 :]
+
+    def keep(self, length: int, slots: list[int]) -> None:
+        self._tokens = torch.cat([self._tokens[:length], self._tokens[slots]])

@@ -18,7 +18,7 @@ PROMPT_CHUNK = 512  # prompt rows per pass: masks grow with rows times keys
 _CACHED_ROWS = 16  # limit for cached masks and recordings
 
 # The last bits of attention depend on the numbers of rows and keys (vector width, small-batch kernels, split sums), but
-# not for these numbers (observed with oneDNN and MKL on Zen 4; `batch_invariance` checks the local machine).
+# not for these numbers (observed with oneDNN and MKL on Zen 4; `check_invariance` tests the local machine).
 KEY_BLOCK = 512  # keys per kernel block
 LAST_BLOCK_KEYS = (64, 128, 192, 384, 512)
 _QUERY_ROWS = 4  # query rows are padded to a multiple
@@ -226,14 +226,3 @@ class LlamaEngine:
         mask = torch.zeros(seen.shape, dtype=model.dtype).masked_fill_(~seen.cpu(), torch.finfo(model.dtype).min)
         mask = mask.repeat_interleave(model.heads // model.kv_heads, 0)
         return F.pad(mask, (0, 0, 0, -len(mask) % _QUERY_ROWS)).to(model.device)
-
-
-def borrow_engine(model: LlamaWeights) -> LlamaEngine:
-    return model.idle.pop() if model.idle else LlamaEngine(model)
-
-
-def return_engine(model: LlamaWeights, engine: LlamaEngine) -> None:
-    """Store the engine for the next request; one idle engine suffices for sequential requests."""
-    if not model.idle:
-        engine.clear()
-        model.idle.append(engine)

@@ -9,16 +9,8 @@ from pathlib import Path
 import gradio as gr
 
 _FOLDER = Path(__file__).parent
-_SCRIPTS = (  # one scope, in order of dependency
-    "lanes",
-    "socket",
-    "tiles",
-    "tooltip",
-    "replay",
-    "charts",
-    "inspector",
-    "page_actions",
-)
+# One scope, in order of dependency.
+_SCRIPTS = ("lanes", "socket", "tiles", "tooltip", "replay", "charts", "inspector", "page_actions")
 
 
 def cockpit(server_functions: list[Callable]) -> gr.HTML:

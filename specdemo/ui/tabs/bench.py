@@ -1,24 +1,31 @@
-"""Bench tab: measure a small grid of recipes on the bundled prompts."""
+"""Bench tab: measure a small selection of recipes on the bundled prompts."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import gradio as gr
 
-from specdemo.bench import BenchRow
+from specdemo.bench import BenchRow, grid
 from specdemo.core.errors import UserError
 from specdemo.core.policies import POLICIES
 from specdemo.prompts import load_prompts
-from specdemo.recipe import Recipe
-from specdemo.ui.palette import CATEGORIES
+from specdemo.recipe import METHODS, Recipe
+from specdemo.ui.frames import Run
+from specdemo.ui.labels import NOTHING, number, percent
 from specdemo.ui.service import Service
 from specdemo.ui.settings import OFF, recipe_of
-from specdemo.ui.sweep import DRAFTING, PLAIN, SWEEP_TABLE_HEAD, Sweep, SweepResult, bars, sweep, sweep_cells
-from specdemo.ui.tabs.measurement import UNPROCESSED, MeasurementPanel
+from specdemo.ui.tabs.components import UNPROCESSED, MeasurementPanel, Sweep, SweepResult
+from specdemo.ui.theme import CATEGORIES
 
+DRAFTING = [name for name, method in METHODS.items() if method.drafts]  # can be faster than AR decoding
+MOST_RUNS, MOST_TOKENS = 240, 24_000
+SWEEP_TABLE_HEAD = (
+    "class", "recipe", "speed-up", "95 %", "slower on", "tokens/s", "accepted", "α", "tokens/pass", "same text",
+)  # fmt: skip
 _INTRO = """Each recipe and the autoregressive baseline continue every prompt in shuffled order. One warm-up run per
 recipe is not timed. Speed-ups are medians per class of prompts, with 95 % intervals. The remaining options are taken
 from the settings. Top-p, top-k and the edge-cloud link are disabled."""
@@ -33,11 +40,91 @@ _SAVE_JS = """(text) => {
 }"""
 
 
+def sweep(
+    make: Callable[[dict[str, Any]], Recipe],
+    latest: Run | None,
+    *,
+    methods: Any,
+    gammas: Any,
+    policies: Any,
+    temperatures: Any,
+    kinds: Any,
+    each: Any,
+) -> Sweep:
+    """Convert values from the browser. Raises `UserError` if they are invalid or exceed the page's limits.
+
+    `make` converts varying settings (of `bench.grid`) to a recipe. `each` is the number of prompts per class. Classes
+    alternate, so that a partial result covers all.
+    """
+    lists = {
+        "method": methods,
+        "draft length": gammas,
+        "draft-length policy": policies,
+        "temperature": temperatures,
+        "class of prompts": kinds,
+    }
+    for name, chosen in lists.items():
+        if not isinstance(chosen, list) or not chosen:
+            raise UserError(f"choose at least one {name}")
+    if isinstance(each, bool) or not isinstance(each, int) or each < 1:
+        raise UserError(f"prompts per class must be an integer from 1, not {each!r}")
+    varied = list(islice(grid(methods, gammas, policies, temperatures), MOST_RUNS + 1))
+    if len(varied) > MOST_RUNS:
+        raise UserError(f"that is more than {MOST_RUNS} recipes: choose fewer draft lengths, policies or temperatures")
+    by_kind = [load_prompts(kinds=[str(kind)])[:each] for kind in kinds]
+    prompts = [group[i] for i in range(max(map(len, by_kind))) for group in by_kind if i < len(group)]
+    result = Sweep(tuple(map(make, varied)), tuple(prompts))
+    if result.runs > MOST_RUNS or result.tokens > MOST_TOKENS:
+        raise UserError(
+            f"{result.describe(latest)}: the page measures at most {MOST_RUNS} runs and {MOST_TOKENS:,} "
+            "tokens. Reduce the selection, or use the terminal's bench"
+        )
+    return result
+
+
+def sweep_cells(rows: Sequence[BenchRow]) -> list[list[str]]:
+    return [
+        [
+            row.kind,
+            row.lane,
+            "baseline" if row.speedup is None else f"{row.speedup:.2f}×" + (" slower" if row.speedup < 1 else ""),
+            NOTHING if row.interval is None or row.prompts < 2 else "{:.2f} to {:.2f}".format(*row.interval),
+            NOTHING if row.speedup is None else f"{len(row.slower)} of {row.prompts}",
+            number(row.tokens_per_second, 1),
+            percent(row.acceptance_rate),
+            number(row.alpha, 2),
+            number(row.tokens_per_pass, 2),
+            NOTHING if row.same_text is None else f"{row.same_text} of {row.prompts}",
+        ]
+        for row in rows
+    ]
+
+
+PLAIN = "plain decoding"
+
+
+def bars(rows: Sequence[BenchRow]) -> dict[str, Any]:
+    """Return the bar plot of speed-ups: the baseline (1), then a bar per recipe and class."""
+    temperatures = {row.lane.rpartition(" ")[2] for row in rows}
+
+    def name(row: BenchRow) -> str:
+        lane = row.lane if len(temperatures) > 1 else row.lane.rpartition(" ")[0]
+        return f"{lane.replace('gamma=', 'γ ')}, {row.kind}"
+
+    data = [[name(row), row.kind, round(row.speedup, 3)] for row in rows if row.speedup is not None]
+    return {
+        "columns": ["recipe", "class", "speed-up"],
+        "data": [[PLAIN, PLAIN, 1.0], *data],
+        "datatypes": {"recipe": "nominal", "class": "nominal", "speed-up": "quantitative"},
+        "mark": "bar",
+    }
+
+
 def bench_tab(service: Service, controls: Mapping[str, gr.components.Component], defaults: Recipe, tab: gr.Tab) -> None:
     """Lay out the tab. `controls` of the sidebar are keyed by recipe field."""
     kinds = list(dict.fromkeys(prompt.kind for prompt in load_prompts()))
     gr.Markdown(_INTRO)
-    grid = _grid_controls(kinds, defaults.gamma)
+    selection = _grid_controls(kinds, defaults.gamma)
     size = gr.Markdown(elem_id="bench-size")
     panel = MeasurementPanel(service, "bench")
     with panel.results:
@@ -47,9 +134,9 @@ def bench_tab(service: Service, controls: Mapping[str, gr.components.Component],
         files = _save_buttons()
 
     def make_sweep(session: str, values: tuple[Any, ...]) -> Sweep:
-        chosen = dict(zip(grid, values, strict=False))
+        chosen = dict(zip(selection, values, strict=False))
         overrides = {"max_tokens": chosen.pop("max_tokens"), "mode": OFF}
-        settings = dict(zip(controls, values[len(grid) :], strict=True)) | overrides
+        settings = dict(zip(controls, values[len(selection) :], strict=True)) | overrides
         latest = service.runs.latest(session)
         return sweep(lambda varied: recipe_of({**settings, **varied}, defaults.device), latest, **chosen)
 
@@ -69,9 +156,9 @@ def bench_tab(service: Service, controls: Mapping[str, gr.components.Component],
             **dict(zip(files, result.files(rows), strict=True)),
         }
 
-    inputs = [*grid.values(), *controls.values()]
+    inputs = [*selection.values(), *controls.values()]
     gr.on(
-        [tab.select, *(control.change for control in grid.values())],
+        [tab.select, *(control.change for control in selection.values())],
         describe_size,
         inputs,
         size,
@@ -86,21 +173,21 @@ def _grid_controls(kinds: list[str], gamma: int) -> dict[str, gr.components.Comp
     def group(choices: list[Any], value: list[Any], label: str, name: str) -> gr.CheckboxGroup:
         return gr.CheckboxGroup(choices, value=value, label=label, min_width=280, elem_id=f"bench-{name}")
 
-    grid: dict[str, gr.components.Component] = {}
+    selection: dict[str, gr.components.Component] = {}
     with gr.Row():
-        grid["methods"] = group(DRAFTING, ["draft", "nasd"], "Methods (compared with the baseline)", "methods")
-        grid["kinds"] = group(kinds, kinds, "Classes of prompts", "kinds")
+        selection["methods"] = group(DRAFTING, ["draft", "nasd"], "Methods (compared with the baseline)", "methods")
+        selection["kinds"] = group(kinds, kinds, "Classes of prompts", "kinds")
     with gr.Row():
-        grid["policies"] = group(list(POLICIES), ["fixed"], "Draft-length policies", "policies")
-        grid["gammas"] = group(list(range(1, 9)), [gamma], "Draft lengths γ (tokens)", "gammas")
+        selection["policies"] = group(list(POLICIES), ["fixed"], "Draft-length policies", "policies")
+        selection["gammas"] = group(list(range(1, 9)), [gamma], "Draft lengths γ (tokens)", "gammas")
     with gr.Row():
         temperatures = [(f"{t:g}", t) for t in _TEMPERATURES]
-        grid["temperatures"] = group(temperatures, [0.0], "Temperatures", "temperatures")
-        grid["each"] = gr.Slider(1, 24, 3, step=1, label="Prompts per class", min_width=200, elem_id="bench-each")
-        grid["max_tokens"] = gr.Slider(
+        selection["temperatures"] = group(temperatures, [0.0], "Temperatures", "temperatures")
+        selection["each"] = gr.Slider(1, 24, 3, step=1, label="Prompts per class", min_width=200, elem_id="bench-each")
+        selection["max_tokens"] = gr.Slider(
             8, 256, 64, step=8, label="Tokens per run", min_width=200, elem_id="bench-max-tokens"
         )
-    return grid
+    return selection
 
 
 def _speedup_plot(kinds: list[str]) -> gr.BarPlot:

@@ -3,23 +3,41 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import gradio as gr
 
 from specdemo.core.errors import UserError
-from specdemo.ui import edge_cloud_modes as modes
-from specdemo.ui import link_speedup as best_k
-from specdemo.ui.labels import Lane
-from specdemo.ui.link_metrics import LINK_TABLE_HEAD, describe_link, edge_lane, measures, steps, window
-from specdemo.ui.link_timeline import timeline_svg
+from specdemo.prompts import load_prompts
+from specdemo.recipe import Recipe
+from specdemo.remote.config import MODES
+from specdemo.ui.labels import number, percent
+from specdemo.ui.lane import Lane
+from specdemo.ui.link_charts import (
+    BEST,
+    CURVE,
+    LINK_TABLE_HEAD,
+    RUN,
+    curve,
+    describe_best_gamma,
+    describe_link,
+    edge_lane,
+    link_of,
+    measures,
+    steps,
+    timeline_svg,
+)
+from specdemo.ui.run_store import RunStore
 from specdemo.ui.service import Service
-from specdemo.ui.sweep import Sweep, SweepResult
-from specdemo.ui.tabs.measurement import UNPROCESSED, MeasurementPanel
-from specdemo.ui.tabs.plots import line_plot, plot_value
+from specdemo.ui.settings import recipe_of
+from specdemo.ui.tabs.components import UNPROCESSED, MeasurementPanel, Sweep, SweepResult, line_plot, plot_value
 
+MODE_TABLE_HEAD = (
+    "mode", "TTFT p50 / p95 ms", "total p50 / p95 s", "tokens/s", "speed-up", "KV MB", "up kB", "down kB",
+    "cloud calls", "exact",
+)  # fmt: skip
+MOST_PROMPTS = 12
 _TIMELINE_STEPS = 12
 _INTRO = """The edge device runs the drafter; the cloud runs the target. They exchange token ids. Choose a mode under
 *Edge and cloud*, then press *Run*."""
@@ -38,94 +56,117 @@ rect { fill: var(--of); }
 .key { display: flex; flex-wrap: wrap; gap: 4px 16px; padding: 0; margin: 6px 0 0; list-style: none; font-size: 13px; }
 .key li::before { content: ""; display: inline-block; width: 10px; height: 10px; margin-right: 6px; }
 .key li::before { background: var(--of); }"""
-_SERIES = {best_k.CURVE: "var(--curve-set)", best_k.RUN: "var(--dot-run)", best_k.BEST: "var(--dot-set)"}
+_SERIES = {CURVE: "var(--curve-set)", RUN: "var(--dot-run)", BEST: "var(--dot-set)"}
 # Replace the first input by the id of the displayed run, which may be imported.
 _SHOWN_RUN_JS = """(...values) => [document.querySelector("[data-run]")?.dataset.run ?? "", ...values.slice(1)]"""
 
 
-@dataclass(frozen=True)
-class _RunView:
-    summary: gr.Markdown
-    refresh: gr.Button
-    details: gr.Column
-    first: gr.Slider
-    timeline: gr.HTML
-    table: gr.Dataframe
-    best: gr.Markdown
-    plot: gr.LinePlot
-    curve: gr.Column
+def modes_sweep(settings: Mapping[str, Any], device: str, count: Any, max_tokens: Any) -> Sweep:
+    """Return a recipe per mode, with the first code prompts. Raises `UserError` for invalid settings."""
+    if isinstance(count, bool) or not isinstance(count, (int, float)) or not 1 <= count <= MOST_PROMPTS:
+        raise UserError(f"prompts must be from 1 to {MOST_PROMPTS}, not {count!r}")
+    common = {**settings, "max_tokens": max_tokens, "chat": False}
+    alone = {"provisional": False, "gates": []}  # without drafts over the link these options do not apply
+    varied = [{**common, "mode": mode, **({} if mode == "speculative" else alone)} for mode in MODES]
+    recipes, prompts = [recipe_of(values, device) for values in varied], load_prompts(kinds=["code"])
+    return Sweep(tuple(recipes), tuple(prompts[: int(count)]))
+
+
+def mode_rows(result: SweepResult) -> list[list[str]]:
+    """Return a row per mode, by `MODE_TABLE_HEAD`. The speed-up compares median total times with cloud only."""
+    recipes = {recipe.cloud.mode: recipe for recipe in result.sweep.recipes}
+    runs = {mode: [record["runs"][i] for record in result.records] for i, mode in enumerate(recipes)}
+    totals = {mode: [run["ttft_s"] + run["wall_s"] for run in runs[mode]] for mode in recipes}
+    base = _quantile(totals["cloud_only"], 0.5)
+    return [_mode_row(recipe, runs[mode], totals[mode], base) for mode, recipe in recipes.items()]
+
+
+def _mode_row(recipe: Recipe, runs: Sequence[Mapping[str, Any]], totals: Sequence[float], base: float) -> list[str]:
+    ttfts = [run["ttft_s"] for run in runs]
+    links = [run.get("remote", {}) for run in runs]
+    calls, up, down = (sum(link.get(key, 0.0) for link in links) for key in ("escalated", "bytes_up", "bytes_down"))
+    tokens, steps = (sum(run[name] for run in runs) for name in ("tokens", "steps"))
+    return [
+        recipe.cloud.mode,
+        f"{1000 * _quantile(ttfts, 0.5):.0f} / {1000 * _quantile(ttfts, 0.95):.0f}",
+        f"{_quantile(totals, 0.5):.2f} / {_quantile(totals, 0.95):.2f}",
+        number(tokens / sum(totals), 1),
+        f"{base / _quantile(totals, 0.5):.2f}×",
+        f"{max(run['kv_bytes'] for run in runs) / 1e6:.2f}",
+        f"{up / 1e3:,.1f}",
+        f"{down / 1e3:,.1f}",
+        percent(calls / steps),
+        "yes" if recipe.exact else "lossy",
+    ]
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 def edge_tab(service: Service, controls: Mapping[str, gr.components.Component], device: str, tab: gr.Tab) -> None:
     gr.Markdown(_INTRO if service.limits.remote is not None else f"{_INTRO} {_LOCAL_CLOUD}")
-    _run_section(service, tab)
+    _RunSection(service.runs, tab)
     _modes_section(service, controls, device)
 
 
-def _run_section(service: Service, tab: gr.Tab) -> None:
-    run_id = gr.Textbox(visible=False)
-    view = _run_view()
+class _RunSection:
+    """Timeline, measurements and best draft length of the displayed run."""
 
-    def lane_of(shown_id: Any, request: gr.Request) -> Lane:
-        shown_run = service.runs.get(shown_id)
-        return edge_lane(shown_run if shown_run is not None else service.runs.latest(request.session_hash or ""))
+    def __init__(self, runs: RunStore, tab: gr.Tab) -> None:
+        self._runs = runs
+        run_id = gr.Textbox(visible=False)
+        self._summary = gr.Markdown(elem_id="edge-run")
+        refresh = gr.Button("Refresh", size="sm", scale=0, elem_id="edge-refresh")
+        with gr.Column(visible=False) as self._details:
+            gr.Markdown("### Timeline of steps")
+            label = f"First of {_TIMELINE_STEPS} steps"
+            self._first = gr.Slider(0, 1, 0, step=1, label=label, elem_id="edge-first")
+            self._timeline = gr.HTML(elem_id="edge-timeline", css_template=_TIMELINE_CSS, apply_default_css=False)
+            gr.Markdown("### Measurements per step")
+            head = list(LINK_TABLE_HEAD)
+            self._table = gr.Dataframe(headers=head, interactive=False, max_height=420, elem_id="edge-table")
+            gr.Markdown("### Best draft length over this link")
+            self._best = gr.Markdown(elem_id="edge-best")
+            with gr.Column(visible=False) as self._curve:
+                labels = ("Speed by draft length", "k (tokens)", "tokens/s")
+                self._plot = line_plot(*labels, _SERIES, tuple(_SERIES), "edge-plot")
+        components = (self._first, self._timeline, self._table, self._best, self._plot, self._curve)
+        unqueued = {"js": _SHOWN_RUN_JS, "queue": False, **UNPROCESSED}
+        drawn = [self._summary, self._details, *components]
+        gr.on([tab.select, refresh.click], self._draw, run_id, drawn, **unqueued)
+        self._first.change(self._move, [run_id, self._first], self._timeline, trigger_mode="always_last", **unqueued)
 
-    def draw(shown_id: Any, request: gr.Request) -> dict[Any, Any]:
+    def _lane(self, shown_id: Any, request: gr.Request) -> Lane:
+        return edge_lane(self._runs.get(shown_id) or self._runs.latest(request.session_hash or ""))
+
+    def _draw(self, shown_id: Any, request: gr.Request) -> dict[Any, Any]:
         try:
-            lane = lane_of(shown_id, request)
+            lane = self._lane(shown_id, request)
         except UserError as error:
-            return {view.summary: f"*{html.escape(str(error))}.*", view.details: gr.Column(visible=False)}
-        return _run_values(view, lane)
-
-    def move(shown_id: Any, first: Any, request: gr.Request) -> Any:
+            return {self._summary: f"*{html.escape(str(error))}.*", self._details: gr.Column(visible=False)}
         try:
-            lines = steps(lane_of(shown_id, request))
-        except UserError:
+            link = link_of(lane)
+            best = describe_best_gamma(link)
+        except UserError as error:
+            link, best = None, f"*{error}.*"
+        lines = steps(lane)
+        return {
+            self._summary: describe_link(lane),
+            self._details: gr.Column(visible=True),
+            self._first: gr.Slider(maximum=max(1, len(lines) - _TIMELINE_STEPS), value=0),
+            self._timeline: timeline_svg(lines, 0, _TIMELINE_STEPS),
+            self._table: measures(lines),
+            self._best: best,
+            self._plot: plot_value(self._plot, curve(link) if link else []),
+            self._curve: gr.Column(visible=link is not None),
+        }
+
+    def _move(self, shown_id: Any, first: Any, request: gr.Request) -> Any:
+        try:
+            return timeline_svg(steps(self._lane(shown_id, request)), int(first), _TIMELINE_STEPS)
+        except (UserError, TypeError, ValueError):  # no such run, or an incomplete number
             return gr.skip()
-        return (
-            timeline_svg(*window(lines, int(first), _TIMELINE_STEPS)) if isinstance(first, (int, float)) else gr.skip()
-        )
-
-    drawn = [view.summary, view.details, view.first, view.timeline, view.table, view.best, view.plot, view.curve]
-    unqueued = {"js": _SHOWN_RUN_JS, "queue": False, **UNPROCESSED}
-    gr.on([tab.select, view.refresh.click], draw, run_id, drawn, **unqueued)
-    view.first.change(move, [run_id, view.first], view.timeline, trigger_mode="always_last", **unqueued)
-
-
-def _run_view() -> _RunView:
-    summary = gr.Markdown(elem_id="edge-run")
-    refresh = gr.Button("Refresh", size="sm", scale=0, elem_id="edge-refresh")
-    with gr.Column(visible=False) as details:
-        gr.Markdown("### Timeline of steps")
-        label = f"First of {_TIMELINE_STEPS} steps"
-        first = gr.Slider(0, 1, 0, step=1, label=label, elem_id="edge-first")
-        timeline = gr.HTML(elem_id="edge-timeline", css_template=_TIMELINE_CSS, apply_default_css=False)
-        gr.Markdown("### Measurements per step")
-        table = gr.Dataframe(headers=list(LINK_TABLE_HEAD), interactive=False, max_height=420, elem_id="edge-table")
-        gr.Markdown("### Best draft length over this link")
-        best = gr.Markdown(elem_id="edge-best")
-        with gr.Column(visible=False) as curve:
-            plot = line_plot("Speed by draft length", "k (tokens)", "tokens/s", _SERIES, tuple(_SERIES), "edge-plot")
-    return _RunView(summary, refresh, details, first, timeline, table, best, plot, curve)
-
-
-def _run_values(view: _RunView, lane: Lane) -> dict[Any, Any]:
-    lines = steps(lane)
-    try:
-        link = best_k.link_of(lane)
-        best = best_k.describe_best_gamma(link)
-    except UserError as error:
-        link, best = None, f"*{error}.*"
-    return {
-        view.summary: describe_link(lane),
-        view.details: gr.Column(visible=True),
-        view.first: gr.Slider(maximum=max(1, len(lines) - _TIMELINE_STEPS), value=0),
-        view.timeline: timeline_svg(*window(lines, 0, _TIMELINE_STEPS)),
-        view.table: measures(lines),
-        view.best: best,
-        view.plot: plot_value(view.plot, best_k.curve(link) if link else []),
-        view.curve: gr.Column(visible=link is not None),
-    }
 
 
 def _modes_section(service: Service, controls: Mapping[str, gr.components.Component], device: str) -> None:
@@ -134,18 +175,15 @@ def _modes_section(service: Service, controls: Mapping[str, gr.components.Compon
         "All modes continue the same prompts. Models, sampling and link are taken from the settings."
     )
     with gr.Row():
-        count = gr.Slider(1, modes.MOST_PROMPTS, 3, step=1, label="Prompts", min_width=200, elem_id="modes-prompts")
+        count = gr.Slider(1, MOST_PROMPTS, 3, step=1, label="Prompts", min_width=200, elem_id="modes-prompts")
         length = gr.Slider(8, 128, 48, step=8, label="Tokens per run", min_width=200, elem_id="modes-tokens")
     panel = MeasurementPanel(service, "modes")
     with panel.results:
-        table = gr.Dataframe(headers=list(modes.MODE_TABLE_HEAD), interactive=False, elem_id="modes-table")
+        table = gr.Dataframe(headers=list(MODE_TABLE_HEAD), interactive=False, elem_id="modes-table")
 
     def make_sweep(session: str, values: tuple[Any, ...]) -> Sweep:
         prompts, tokens, *settings = values
-        return modes.three(dict(zip(controls, settings, strict=True)), device, prompts, tokens)
-
-    def compute_rows(result: SweepResult) -> list[list[str]]:
-        return modes.rows(result.sweep.recipes, result.records)
+        return modes_sweep(dict(zip(controls, settings, strict=True)), device, prompts, tokens)
 
     inputs = [count, length, *controls.values()]
-    panel.connect(inputs, [table], make_sweep, compute_rows, lambda result, rows: {table: rows})
+    panel.connect(inputs, [table], make_sweep, mode_rows, lambda result, rows: {table: rows})

@@ -1,15 +1,34 @@
-"""Memory tab."""
+"""Memory tab: megabytes of a run (from its trace), of the machine now, and of each pair (planned)."""
 
 from __future__ import annotations
 
 import html
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import gradio as gr
+import torch
 
 from specdemo.core.errors import UserError
-from specdemo.ui.memory_tables import of_machine, of_pairs, of_run
+from specdemo.core.events import MemoryUse
+from specdemo.models import memory
+from specdemo.models.memory_plan import plan_spec
+from specdemo.models.quantization import unavailable
+from specdemo.models.spec import QUANTIZATIONS, ModelSpec, find_device
+from specdemo.models.zoo import PAIRS, Pair, offers
+from specdemo.ui.frames import Run
+from specdemo.ui.labels import NOTHING, percent
+from specdemo.ui.lane import Lane, title
 from specdemo.ui.service import Service
+from specdemo.ui.tabs.components import UNPROCESSED
 
+CONTEXT = 1000  # tokens
+NOTES = {
+    "run": "Keys and values include all models of the run. The process includes Python, torch and every loaded model; "
+    "its peak is since its start.",
+    "pairs": "Planned from the configurations, without loading weights. The sum includes the working memory of a pass. "
+    "For pairs that are not downloaded, only the sum is available.",
+}
 _TABLE_CSS = """div { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13px; }
 th, td { padding: 6px 0 6px 16px; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
@@ -18,11 +37,111 @@ thead th { color: var(--quiet); font-weight: 500; }
 p { color: var(--quiet); font-size: 13px; max-width: 80ch; margin: 8px 0 4px; }"""
 
 
+def of_run(run: Run | None) -> str:
+    lanes = [lane for lane in run.lanes.values() if lane.begun] if run else []
+    if not lanes:
+        return "<p>No run available: press Run first.</p>"
+    columns = [_lane_rows(lane) for lane in lanes]
+    rows = [[label, *(column[label] for column in columns)] for label in columns[0]]
+    head = ["MB", *(title(lane.recipe) for lane in lanes)]
+    return _table("latest run", head, [row for row in rows if set(row[1:]) != {NOTHING}], NOTES["run"])
+
+
+def _lane_rows(lane: Lane) -> dict[str, str]:
+    uses = [event.memory for event in lane.steps]
+    peaks = [*uses, *([lane.end.peak] if lane.end and lane.end.peak else [])]
+    kv, process, device = (
+        max((value for value in values if value is not None), default=None)
+        for values in zip(*((use.kv, use.process, use.device) for use in peaks or [MemoryUse()]), strict=True)
+    )
+    return {
+        "weights of the target": _mb(lane.environment.get("target_bytes")),
+        "weights of the drafter": _mb(lane.environment.get("drafter_bytes")),
+        "keys and values, last step": _mb(lane.memory.kv),
+        "keys and values, peak": _mb(kv),
+        "share of keys and values": percent(kv / (lane.weights + kv) if lane.weights and kv is not None else None),
+        "process, last step": _mb(lane.memory.process),
+        "process, peak": _mb(process),
+        "tensors on the device, last step": _mb(lane.memory.device),
+        "tensors on the device, peak": _mb(device),
+    }
+
+
+def of_machine(device: str) -> str:
+    target, now = find_device(device), memory.process_bytes()
+    free, total = memory.memory_limit(torch.device("cpu"))
+    rows = [
+        ["process, now", _mb(now)],
+        ["process, peak since start", _mb(max(now, memory.peak_process_bytes()))],
+        ["system, available", _mb(free)],
+        ["system, total", _mb(total)],
+    ]
+    if target.type == "cuda":
+        free, total = memory.memory_limit(target)
+        name = torch.cuda.get_device_name(target)
+        rows += [
+            [f"{name}, tensors now", _mb(memory.device_bytes(target))],
+            [f"{name}, tensors, peak since start", _mb(memory.peak_device_bytes(target))],
+            [f"{name}, reserved for tensors", _mb(memory.reserved_device_bytes(target))],
+            [f"{name}, available", _mb(free)],
+            [f"{name}, total", _mb(total)],
+        ]
+    return _table("machine", ["in use and available", "MB"], rows, "")
+
+
+def of_pairs(device: str, pairs: Mapping[str, Pair] = PAIRS) -> str:
+    """Return the memory required by every pair and target quantization, and if it fits into free memory.
+
+    Pairs that are not downloaded use the catalogue's figure.
+    """
+    target = find_device(device)
+    free, _ = memory.memory_limit(target)
+    catalogue = {offer.name: offer.needs for offer in offers(device)}
+    rows = []
+    for name, pair in pairs.items():
+        if Path(pair.target).is_dir() and Path(pair.drafter).is_dir():
+            available = [quantization for quantization in QUANTIZATIONS if unavailable(quantization, target) is None]
+            rows += [_pair(pair, quantization, target, free) for quantization in available]
+        elif name in catalogue:
+            needs = catalogue[name]
+            rows.append([pair.title, *[NOTHING] * 3, _mb(needs), f"{_fits(needs, free)}; not downloaded"])
+    head = ["MB", "target", "drafter", "KV for 1,000 tokens", "sum", "fits"]
+    return _table("pairs", head, rows, f"{NOTES['pairs']} {_mb(free)} MB are free now.")
+
+
+def _pair(pair: Pair, quantization: str, device: torch.device, free: int) -> list[str]:
+    large = ModelSpec(pair.target, quantization=quantization, device=str(device))
+    small = ModelSpec(pair.drafter, device=str(device))
+    target, drafter = (plan_spec(spec.resolved(), CONTEXT) for spec in (large, small))
+    weights = "" if quantization == "none" else f" {quantization} and"
+    total = target.total + drafter.total
+    figures = (target.weights, drafter.weights, target.kv + drafter.kv, total)
+    return [f"{pair.title}; target in{weights} {target.spec.dtype}", *map(_mb, figures), _fits(total, free)]
+
+
+def _fits(total: int, free: int) -> str:
+    return "yes" if total <= free else f"no, by {_mb(total - free)}"
+
+
+def _table(name: str, head: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> str:
+    def cells(texts: Sequence[str], tag: str, attributes: str = "") -> str:
+        return "".join(f"<{tag}{attributes}>{html.escape(text)}</{tag}>" for text in texts)
+
+    heads, head_of_row = cells(head, "th", ' scope="col"'), ' scope="row"'
+    body = "".join(f"<tr>{cells(row[:1], 'th', head_of_row)}{cells(row[1:], 'td')}</tr>" for row in rows)
+    table = f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<div role="region" aria-label="{name}" tabindex="0">{table}</div>' + (f"<p>{note}</p>" if note else "")
+
+
+def _mb(n: float | None) -> str:
+    return NOTHING if n is None else f"{n / 1e6:,.1f}"
+
+
 def memory_tab(service: Service, device: str, tab: gr.Tab) -> None:
     titles = {"run": "Latest run", "machine": "This machine", "pairs": "Memory required per pair"}
     tables = []
-    for name, title in titles.items():
-        gr.Markdown(f"### {title}")
+    for name, heading in titles.items():
+        gr.Markdown(f"### {heading}")
         tables.append(gr.HTML(elem_id=f"memory-{name}", css_template=_TABLE_CSS, apply_default_css=False))
     refresh = gr.Button("Refresh", size="sm", scale=0, elem_id="memory-refresh")
 
@@ -32,12 +151,4 @@ def memory_tab(service: Service, device: str, tab: gr.Tab) -> None:
         except UserError as error:
             return html.escape(str(error)), "", ""
 
-    gr.on(
-        [tab.select, refresh.click],
-        measure,
-        None,
-        tables,
-        queue=False,
-        show_progress="hidden",
-        api_visibility="private",
-    )
+    gr.on([tab.select, refresh.click], measure, None, tables, queue=False, **UNPROCESSED)

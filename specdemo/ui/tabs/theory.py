@@ -1,32 +1,57 @@
-"""Theory tab: closed forms at the sliders' values, with the latest run in every plot and table."""
+"""Theory tab: closed forms at the sliders' values, with the latest run in every plot and table.
+
+Only published measurements are quoted; all other values are computed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
 import gradio as gr
 
 from specdemo.core.errors import UserError
+from specdemo.core.theory import (
+    accepted_share,
+    alpha_of_share,
+    expected_tokens,
+    operations,
+    share_speedup,
+    walltime_improvement,
+)
 from specdemo.ui import theory_curves as curves
-from specdemo.ui import theory_tables as tables
 from specdemo.ui.frames import Run
-from specdemo.ui.tabs.plots import line_plot, plot_value
-from specdemo.ui.tabs.residual import residual_example
-from specdemo.ui.theory_point import TheoryPoint, point_of, point_words
+from specdemo.ui.labels import figures_table
+from specdemo.ui.tabs.components import line_plot, plot_value
+from specdemo.ui.tabs.worked_example import residual_example
+from specdemo.ui.theory_curves import SLIDERS, TheoryPoint, TheorySettings, point_of, point_words
 
+# 2211.17192, Table 1: alpha and gamma at c = 0.
+_LEVIATHAN_1 = ((0.6, 2), (0.7, 3), (0.8, 2), (0.8, 5), (0.9, 2), (0.9, 10))
+
+# 2211.17192, Table 2 and appendix: T5-XXL (11B) on a TPU v4, batch size 1.
+# Task, drafter, temperature, gamma, alpha, c, measured speed-up.
+_LEVIATHAN_2 = (
+    ("EnDe", "small", 0, 7, 0.75, 0.02, 3.4),
+    ("EnDe", "base", 0, 7, 0.80, 0.04, 2.8),
+    ("EnDe", "large", 0, 7, 0.82, 0.11, 1.7),
+    ("EnDe", "small", 1, 7, 0.62, 0.02, 2.6),
+    ("EnDe", "base", 1, 5, 0.68, 0.04, 2.4),
+    ("EnDe", "large", 1, 3, 0.71, 0.11, 1.4),
+    ("CNN/DM", "small", 0, 5, 0.65, 0.02, 3.1),
+    ("CNN/DM", "base", 0, 5, 0.73, 0.04, 3.0),
+    ("CNN/DM", "large", 0, 3, 0.74, 0.11, 2.2),
+    ("CNN/DM", "small", 1, 5, 0.53, 0.02, 2.3),
+    ("CNN/DM", "base", 1, 3, 0.55, 0.04, 2.2),
+    ("CNN/DM", "large", 1, 3, 0.56, 0.11, 1.7),
+)
+
+_GUIDE_COST = 0.1
+_GUIDE = ((2, 0.8), (4, 0.7), (6, 0.6), (8, 0.5))  # gamma and accepted / drafted, assumed by the practice guide
 _INTRO = """Speed depends on the acceptance rate α and the cost of steps. Costs are relative to a baseline step: c per
 draft token, v for verifying γ + 1 rows, o for overhead. ĉ: operations per draft token. Dots show the sliders and *this
 run*. *Leviathan et al. 2211.17192, Figures 2 to 4.*"""
-_LABELS = {
-    "alpha": "α: acceptance rate",
-    "c": "c: draft token (steps)",
-    "gamma": "γ: draft length (tokens)",
-    "v": "v: verification (steps)",
-    "o": "o: overhead (steps)",
-    "c_hat": "ĉ: draft operations",
-}
 _SHADES = [f"var(--curve-{i})" for i in range(1, 5)]
 _COMMON = {
     curves.RUN_SERIES: "var(--dot-run)",
@@ -41,50 +66,111 @@ _BY_COST = _COMMON | dict(zip(_COSTS, _SHADES, strict=False))
 _BY_FORMULA = _COMMON | {curves.THEOREM_SERIES: _SHADES[1], curves.SHARE_SERIES: _SHADES[1]}
 
 
+def gamma_table(settings: TheorySettings, run: TheoryPoint | None) -> str:
+    alpha = settings.alpha
+    rows = [
+        (
+            gamma,
+            accepted_share(alpha, gamma),
+            expected_tokens(alpha, gamma),
+            walltime_improvement(alpha, gamma, settings.c),
+            settings.modelled_speedup(gamma),
+            operations(alpha, gamma, settings.c_hat),
+        )
+        for gamma in sorted({1, 2, 3, 4, 6, 8, 12, 16, settings.gamma})
+    ]
+    head = ("γ", "accepted / drafted", "tokens per pass", "Theorem 3.8", "with v and o", "operations")
+    if run:
+        rows.append((_run_label(run.gamma), run.share, run.tokens, run.theorem, run.speedup, run.operations))
+    note = " The last row is this run: measured, except Theorem 3.8." if run else ""
+    return (
+        f"α = {alpha:g} is the acceptance probability per *tested* token. It does not depend on γ. "
+        "Other reports define α as accepted / drafted. That ratio falls as γ grows: tokens after a rejection are "
+        f"not tested.{note}\n\n{figures_table(head, rows)}"
+    )
+
+
+def leviathan_table_1(run: TheoryPoint | None) -> str:
+    rows: list[Sequence[object]] = [
+        (alpha, gamma, operations(alpha, gamma, 0), walltime_improvement(alpha, gamma, 0))
+        for alpha, gamma in _LEVIATHAN_1
+    ]
+    if run:
+        rows.append((_run_label(run.alpha), run.gamma, run.operations, run.speedup))
+    note = " The row of this run includes its drafting cost." if run else ""
+    return (
+        f"Leviathan et al., Table 1, computed for c = ĉ = 0.{note}\n\n"
+        f"{figures_table(('α', 'γ', 'operations', 'speed-up'), rows)}"
+    )
+
+
+def leviathan_table_2(run: TheoryPoint | None) -> str:
+    """Published measurements and the speed-up of Theorem 3.8."""
+    rows: list[Sequence[object]] = []
+    for task, drafter, temperature, gamma, alpha, c, measured in _LEVIATHAN_2:
+        theorem = walltime_improvement(alpha, gamma, c)
+        name = f"{task}, T5-{drafter}"
+        rows.append((name, str(temperature), gamma, alpha, c, f"{measured:.1f}", theorem, f"{measured / theorem:.0%}"))
+    if run:
+        realised = f"{run.speedup / run.theorem:.0%}" if run.speedup and run.theorem else None
+        name, temperature = _run_label(run.method), f"{run.temperature:g}"
+        rows.append((name, temperature, run.gamma, run.alpha, run.c, run.speedup, run.theorem, realised))
+    head = ("task, drafter", "T", "γ", "α", "c", "measured", "Theorem 3.8", "realised")
+    return (
+        "Leviathan et al., Table 2: T5-XXL on a TPU v4, batch size 1. "
+        f"Speed-ups are measured by the authors; Theorem 3.8 is computed.\n\n{figures_table(head, rows)}"
+    )
+
+
+def guide_table(run: TheoryPoint | None) -> str:
+    """Convert accepted / drafted to alpha per tested token; both formulas yield the same speed-up."""
+    inputs = [(gamma, gamma, share, _GUIDE_COST) for gamma, share in _GUIDE]
+    if run:
+        inputs.append((_run_label(run.gamma), run.gamma, run.share, run.c))
+    rows = []
+    for label, gamma, share, c in inputs:
+        alpha = alpha_of_share(share, gamma)
+        speedups = (None, None)
+        if c is not None:
+            speedups = (share_speedup(share, gamma, c), walltime_improvement(alpha, gamma, c))
+        rows.append((label, share, c, speedups[0], alpha, speedups[1]))
+    head = ("γ", "accepted / drafted", "c", "(1 + γα) / (1 + γc)", "α per tested token", "Theorem 3.8")
+    return (
+        "The practice guide defines α as accepted / drafted. The table converts it to α per tested token. "
+        "Each formula is correct for its definition of α.\n\n" + figures_table(head, rows)
+    )
+
+
+def _run_label(value: object) -> str:
+    return f"**this run**, {value:.2f}" if isinstance(value, float) else f"**this run**, {value}"
+
+
 @dataclass(frozen=True)
 class TheoryPlot:
     """A plot of the tab; the legend lists the run, the sliders and `legend_series`."""
 
-    curves: Callable[[curves.TheorySettings, TheoryPoint | None], list[curves.CurvePoint]]
+    curves: Callable[[TheorySettings, TheoryPoint | None], list[curves.CurvePoint]]
+    elem_id: str
     title: str
     x: str
     y: str
     colours: dict[str, str]
     legend_series: tuple[str, ...]
-    legend_title: str
-    elem_id: str
+    legend_title: str = " "
 
     def component(self) -> gr.LinePlot:
         series = (curves.RUN_SERIES, curves.SLIDER_SERIES, *self.legend_series)
         return line_plot(self.title, self.x, self.y, self.colours, series, self.elem_id, self.legend_title)
 
 
-_UNBOUNDED = (*_GAMMAS, curves.UNBOUNDED_SERIES)
+_UNBOUNDED, _THEOREM, _SHARE = (*_GAMMAS, curves.UNBOUNDED_SERIES), (curves.THEOREM_SERIES,), (curves.SHARE_SERIES,)
 THEORY_PLOTS = (
-    TheoryPlot(curves.token_curves, "Tokens per target pass", "α", "tokens", _BY_GAMMA, _UNBOUNDED, "γ", "plot-tokens"),
-    TheoryPlot(curves.speed_curves, "Speed-up", "α", "speed-up", _BY_GAMMA, _GAMMAS, "γ", "plot-speed"),
-    TheoryPlot(
-        curves.gamma_curves,
-        "Speed-up by draft length",
-        "γ",
-        "speed-up",
-        _BY_FORMULA,
-        (curves.THEOREM_SERIES,),
-        " ",
-        "plot-gamma",
-    ),
-    TheoryPlot(curves.best_gamma_curves, "Best draft length", "α", "γ", _BY_COST, _COSTS, "c", "plot-best"),
-    TheoryPlot(curves.operation_curves, "Operations per token", "α", "× baseline", _BY_GAMMA, _GAMMAS, "γ", "plot-ops"),
-    TheoryPlot(
-        curves.share_curves,
-        "α and accepted / drafted",
-        "γ",
-        "share",
-        _BY_FORMULA,
-        (curves.SHARE_SERIES,),
-        " ",
-        "plot-share",
-    ),
+    TheoryPlot(curves.token_curves, "plot-tokens", "Tokens per target pass", "α", "tokens", _BY_GAMMA, _UNBOUNDED, "γ"),
+    TheoryPlot(curves.speed_curves, "plot-speed", "Speed-up", "α", "speed-up", _BY_GAMMA, _GAMMAS, "γ"),
+    TheoryPlot(curves.gamma_curves, "plot-gamma", "Speed-up by draft length", "γ", "speed-up", _BY_FORMULA, _THEOREM),
+    TheoryPlot(curves.best_gamma_curves, "plot-best", "Best draft length", "α", "γ", _BY_COST, _COSTS, "c"),
+    TheoryPlot(curves.operation_curves, "plot-ops", "Operations per token", "α", "× baseline", _BY_GAMMA, _GAMMAS, "γ"),
+    TheoryPlot(curves.share_curves, "plot-share", "α and accepted / drafted", "γ", "share", _BY_FORMULA, _SHARE),
 )
 
 
@@ -111,7 +197,12 @@ def theory_tab(latest_run: Callable[[str], Run | None], tab: gr.Tab) -> None:
 
     def draw(request: gr.Request, *values: Any) -> Any:
         settings = curves.parse_settings(values)
-        return gr.skip() if settings is None else _values(settings, *measured(request), plots)
+        if settings is None:
+            return gr.skip()
+        run, text = measured(request)
+        drawn_curves = (spec.curves(settings, run) for spec in THEORY_PLOTS)
+        tables = (gamma_table(settings, run), guide_table(run), leviathan_table_1(run), leviathan_table_2(run))
+        return [text, curves.describe_settings(settings), *map(plot_value, plots, drawn_curves), *tables]
 
     def set_to_run(request: gr.Request) -> Any:
         run, text = measured(request)
@@ -128,20 +219,6 @@ def theory_tab(latest_run: Callable[[str], Run | None], tab: gr.Tab) -> None:
     set_sliders.click(set_to_run, None, sliders, **hidden).then(draw, sliders, drawn, **unprocessed)
 
 
-def _values(
-    settings: curves.TheorySettings, run: TheoryPoint | None, run_text: str, plots: list[gr.LinePlot]
-) -> list[Any]:
-    return [
-        run_text,
-        curves.describe_settings(settings),
-        *(plot_value(plot, spec.curves(settings, run)) for plot, spec in zip(plots, THEORY_PLOTS, strict=True)),
-        tables.gamma_table(settings, run),
-        tables.guide_table(run),
-        tables.leviathan_table_1(run),
-        tables.leviathan_table_2(run),
-    ]
-
-
 def _plots() -> list[gr.LinePlot]:
     plots = []
     for first in range(0, len(THEORY_PLOTS), 2):
@@ -151,21 +228,10 @@ def _plots() -> list[gr.LinePlot]:
 
 
 def _sliders() -> list[gr.Slider]:
-    defaults, sliders = curves.TheorySettings(), []
-    names = list(curves.SLIDER_BOUNDS)
-    for row in (names[:3], names[3:]):
+    defaults, sliders = astuple(TheorySettings()), []
+    for first in range(0, len(SLIDERS), 3):
         with gr.Row():
-            for name in row:
-                minimum, maximum, step = curves.SLIDER_BOUNDS[name]
-                sliders.append(
-                    gr.Slider(
-                        minimum,
-                        maximum,
-                        getattr(defaults, name),
-                        step=step,
-                        label=_LABELS[name],
-                        min_width=240,
-                        elem_id=f"theory-{name.replace('_', '-')}",
-                    )
-                )
+            for i, (name, (label, low, high, step)) in list(enumerate(SLIDERS.items()))[first : first + 3]:
+                about = {"label": label, "min_width": 240, "elem_id": f"theory-{name.replace('_', '-')}"}
+                sliders.append(gr.Slider(low, high, defaults[i], step=step, **about))
     return sliders

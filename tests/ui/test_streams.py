@@ -13,7 +13,7 @@ from starlette.websockets import WebSocketDisconnect
 
 from specdemo.ui.lane import SPEC
 from specdemo.ui.run_store import RunStore
-from specdemo.ui.websocket import Sockets
+from specdemo.ui.streams import Sockets
 
 LINES = [header(), step(0, pieces=["a"]), step(1, pieces=["b", "c"], draft=("b", "x"), accepted=(0,), tested=2), end()]
 

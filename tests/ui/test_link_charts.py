@@ -21,14 +21,22 @@ from specdemo.remote.config import CloudConfig
 from specdemo.remote.link import MeteredNetwork
 from specdemo.remote.local_service import LocalServices, ServiceProcess, serve_command
 from specdemo.remote.protocol import VerifyConfig
-from specdemo.ui import edge_cloud_modes as modes
-from specdemo.ui import link_speedup as best_k
+from specdemo.ui import link_charts as best_k
 from specdemo.ui.frames import LOST, Run, read_traces
 from specdemo.ui.lane import PLAIN, SPEC, lanes_of, plan_of
 from specdemo.ui.limits import PUBLIC, HostLimits, read_limits
-from specdemo.ui.link_metrics import LINK_TABLE_HEAD, describe_link, edge_lane, measures, parts, steps, window
-from specdemo.ui.link_timeline import timeline_svg
+from specdemo.ui.link_charts import (
+    LINK_TABLE_HEAD,
+    describe_link,
+    edge_lane,
+    measures,
+    parts,
+    steps,
+    timeline_svg,
+)
 from specdemo.ui.settings import cloud_of, from_link, recipe_of, restored
+from specdemo.ui.tabs import edge as modes
+from specdemo.ui.tabs.components import SweepResult
 from specdemo.worker import Stream, Worker, interruptible
 
 PATIENCE = 20.0
@@ -155,9 +163,9 @@ def test_only_a_run_with_a_cloud_that_is_over_has_something_to_show() -> None:
 
 
 def test_the_timeline_names_every_part() -> None:
-    drawn = timeline_svg(*window(steps_of(*LINES), 1, 2))
+    drawn = timeline_svg(steps_of(*LINES), 1, 2)
     assert drawn.count("<rect") == 2 * 7 and "drafting: 3.00 ms" in drawn and "2: 3/3" in drawn
-    assert timeline_svg([], []) == ""
+    assert timeline_svg([], 0, 12) == ""
 
 
 # --- provisional tokens ------------------------------------------------------------------------------------------
@@ -450,7 +458,7 @@ def measured(mode: str, wall_s: float) -> dict[str, Any]:
 
 def test_options_of_drafts_apply_to_the_speculative_mode_only() -> None:
     settings = {"remote": "http://a:1", "provisional": True, "gates": ["nll"], "method": "draft"}
-    recipes = modes.three(settings, "cpu", 1, 16).recipes
+    recipes = modes.modes_sweep(settings, "cpu", 1, 16).recipes
     assert {recipe.cloud.mode: (recipe.cloud.provisional, recipe.cloud.gates) for recipe in recipes} == {
         "speculative": (True, ("nll",)),
         "cloud_only": (False, ()),
@@ -459,7 +467,7 @@ def test_options_of_drafts_apply_to_the_speculative_mode_only() -> None:
 
 
 def test_three_modes_are_compared_with_cloud_only() -> None:
-    asked = modes.three({"remote": "http://a:1", "temperature": 0.0, "mode": "off"}, "cpu", 2, 16)
+    asked = modes.modes_sweep({"remote": "http://a:1", "temperature": 0.0, "mode": "off"}, "cpu", 2, 16)
     assert [recipe.cloud.mode for recipe in asked.recipes] == ["speculative", "cloud_only", "edge_only"]
     assert len(asked.prompts) == 2 and {recipe.max_tokens for recipe in asked.recipes} == {16}
     records = [
@@ -467,7 +475,7 @@ def test_three_modes_are_compared_with_cloud_only() -> None:
         for walls in ((0.9, 0.4, 0.1), (1.1, 0.6, 0.1))
     ]
     both, cloud, edge = (
-        dict(zip(modes.MODE_TABLE_HEAD, row, strict=True)) for row in modes.rows(asked.recipes, records)
+        dict(zip(modes.MODE_TABLE_HEAD, row, strict=True)) for row in modes.mode_rows(SweepResult(asked, records))
     )
     assert both["speed-up"] == "0.58×" and cloud["speed-up"] == "1.00×" and edge["speed-up"] == "3.50×"
     assert both["tokens/s"] == f"{40 / 2.2:.1f}" and both["cloud calls"] == "80 %" and edge["cloud calls"] == "0 %"
@@ -475,4 +483,4 @@ def test_three_modes_are_compared_with_cloud_only() -> None:
     assert (both["exact"], edge["exact"]) == ("yes", "lossy")
     for count in (0, 99, "many", True, None):
         with pytest.raises(UserError, match="prompts must be from 1 to"):
-            modes.three({}, "cpu", count, 16)
+            modes.modes_sweep({}, "cpu", count, 16)

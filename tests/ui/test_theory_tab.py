@@ -15,22 +15,24 @@ from specdemo.core.errors import UserError
 from specdemo.core.rules import RULES
 from specdemo.core.theory import best_gamma, expected_tokens, operations, walltime_improvement
 from specdemo.ui import theory_curves as curves
-from specdemo.ui import theory_tables as tables
-from specdemo.ui import worked_example as worked
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import PLAIN, SPEC
+from specdemo.ui.tabs import theory as tables
+from specdemo.ui.tabs import worked_example as worked
 from specdemo.ui.tabs.theory import THEORY_PLOTS
 from specdemo.ui.theory_curves import (
     RUN_SERIES,
-    SLIDER_BOUNDS,
     SLIDER_DOT,
     SLIDER_SERIES,
+    SLIDERS,
+    TheoryPoint,
     TheorySettings,
     describe_settings,
     parse_settings,
+    point_of,
+    point_words,
     settings_from_run,
 )
-from specdemo.ui.theory_point import TheoryPoint, point_of, point_words
 
 STEP = {"draft_s": 0.0, "verify_s": 0.02, "host_s": 0.005}  # baseline step: 25 ms
 
@@ -186,8 +188,8 @@ def test_sliders_are_set_to_the_run_within_their_bounds() -> None:
 def test_incomplete_numbers_are_rejected(bad: Any) -> None:
     good = list(astuple(TheorySettings()))
     assert parse_settings(good) == TheorySettings()
-    for i in range(len(SLIDER_BOUNDS)):
-        if not (bad == 2.1 and list(SLIDER_BOUNDS)[i] in ("gamma", "v")):  # larger bounds
+    for i in range(len(SLIDERS)):
+        if not (bad == 2.1 and list(SLIDERS)[i] in ("gamma", "v")):  # larger bounds
             assert parse_settings([*good[:i], bad, *good[i + 1 :]]) is None
 
 
@@ -319,6 +321,6 @@ def test_lossy_rule_is_not_reported_as_exact_for_equal_p_and_q(monkeypatch: pyte
 
 
 def test_point_has_a_field_for_every_slider() -> None:
-    assert set(SLIDER_BOUNDS) <= set(TheoryPoint.__dataclass_fields__) and list(SLIDER_BOUNDS) == list(
+    assert set(SLIDERS) <= set(TheoryPoint.__dataclass_fields__) and list(SLIDERS) == list(
         TheorySettings.__dataclass_fields__
     )

@@ -10,7 +10,6 @@ import torch
 from fakes.tiny_models import Counting, committed, run, tiny_model
 from transformers import LogitsProcessorList, PreTrainedModel, TopKLogitsWarper
 
-from specdemo.core.beam import BeamSearch
 from specdemo.core.decode import EmptyDrafter
 from specdemo.core.errors import UserError
 from specdemo.core.events import StepEvent
@@ -18,6 +17,7 @@ from specdemo.core.policies import Fixed
 from specdemo.core.sampling import SamplingParams
 from specdemo.core.step import Step
 from specdemo.core.trace import step_from_json, to_json
+from specdemo.core.verifier import BeamSearch
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.kv_cache import CachedModel
 

@@ -16,17 +16,8 @@ from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
-from specdemo.ui.sweep import (
-    MOST_RUNS,
-    MOST_TOKENS,
-    SWEEP_TABLE_HEAD,
-    Sweep,
-    SweepResult,
-    bars,
-    duration,
-    sweep,
-    sweep_cells,
-)
+from specdemo.ui.tabs.bench import MOST_RUNS, MOST_TOKENS, SWEEP_TABLE_HEAD, bars, sweep, sweep_cells
+from specdemo.ui.tabs.components import Sweep, SweepResult, duration
 
 ASKED: dict[str, Any] = {
     "methods": ["draft", "nasd"],

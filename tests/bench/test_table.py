@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
+import time
 
 import pytest
 
-from specdemo.bench import output
-from specdemo.bench.output import NON_TTY_INTERVAL_S, Progress, markdown_table
+from specdemo.bench.table import NON_TTY_INTERVAL_S, Progress, markdown_table
 
 
 def progress_output(capsys: pytest.CaptureFixture[str]) -> str:
@@ -29,7 +29,7 @@ def test_on_a_terminal_one_line_is_updated_and_erased(
 
 def test_in_a_file_few_lines_are_written(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     clock = iter(range(1000, 2000))
-    monkeypatch.setattr(output.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
     shown = Progress()
     for i in range(100):
         shown.show(f"{i} of 100")

@@ -17,7 +17,7 @@ from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft
 from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.model import ModelDrafter
-from specdemo.models import batch_invariance as invariance
+from specdemo.models import kv_cache as invariance
 from specdemo.models.engines.llama import LAST_BLOCK_KEYS, LlamaEngine, padded_keys
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.kv_cache import CachedModel

@@ -12,9 +12,9 @@ from specdemo.models import memory
 from specdemo.models.memory_plan import plan_spec
 from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import PAIRS, Pair
-from specdemo.ui import memory_tables as ledger
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import PLAIN, SPEC
+from specdemo.ui.tabs import memory as ledger
 
 BUNDLED = PAIRS["bundled"]
 

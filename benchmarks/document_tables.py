@@ -1,0 +1,267 @@
+"""Tables of `bench` and `prove` in docs/ and README.md: speeds, costs, policies, transformers, equality with AR text.
+
+`python -m benchmarks.document_tables --write`. Every group of tables comes from one measurement; `--table` selects the
+groups that contain the named tables. `--list` prints the command that writes each table of all documents.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from benchmarks.registry import RUNS
+from benchmarks.tables import publish, run_study, study_parser
+from specdemo import bench
+from specdemo.bench.baselines import BASELINES
+from specdemo.bench.equality import EqualityResult, prompt_prefixes, prove
+from specdemo.cli.commands import at_least_one
+from specdemo.core.errors import check_name
+from specdemo.core.metrics import interval
+from specdemo.models.model_pool import ModelPool
+from specdemo.models.spec import find_device
+from specdemo.prompts import Prompt, load_prompts
+from specdemo.recipe import Recipe
+
+PERFORMANCE, POLICIES = "docs/performance.md", "docs/policies.md"
+TABLES = {
+    "bench": PERFORMANCE,
+    "bench-classes": PERFORMANCE,
+    "bench-costs": PERFORMANCE,
+    "bench-readme": "README.md",
+    "bench-policies": POLICIES,
+    "bench-transformers": PERFORMANCE,
+    "prove": PERFORMANCE,
+}
+METHODS = ("draft", "nasd", "suffix", "hybrid", "tree", "self", "lookahead")
+POLICY_NAMES = ("fixed", "auto", "dynamic", "heuristic", "egag", "adaedl", "svip", "confidence", "path")
+FAMILIES = {"ar": "generate", "draft": "assisted", "nasd": "prompt lookup", "suffix": "prompt lookup"}
+README_ROWS = (("code", "hybrid", 0), ("repetitive", "suffix", 0), ("code", "draft", 1), ("code", "self", 0))
+
+Record = dict[str, Any]
+SPEEDUP = {"speed-up": "{speedup}", "95 %": "{interval}"}
+ACCEPTANCE = {"acc/drafted": "{acceptance_rate}", "alpha": "{alpha}", "tokens/pass": "{tokens_per_pass}"}
+SAME_TEXT, SLOWER = {"same text": "{same_text}"}, {"slower on": "{slower}"}
+SPEED = {"tokens/s": "{tokens_per_second}"}
+FIRST_TOKEN = {"first token ms": "{ttft}"}
+SPEED_COLUMNS = {"recipe": "{lane}", **SPEED, **SPEEDUP, **SAME_TEXT, **ACCEPTANCE, **SLOWER}
+COST_COLUMNS = {
+    "recipe": "{lane}",
+    **{name: f"{{{name}}}" for name in ("c", "v", "o")},
+    "Thm 3.8": "{theory}",
+    **{name: f"{{{name}}}" for name in ("realised", "explained")},
+    **FIRST_TOKEN,
+    "MB": "{megabytes}",
+    "bandwidth": "{bandwidth}",
+}
+POLICY_COLUMNS = {
+    "recipe": "{lane}",
+    **SPEEDUP,
+    "over the best fixed gamma": "{over_fixed}",
+    "tokens/pass": ACCEPTANCE["tokens/pass"],
+}
+README_COLUMNS = {"prompts": "{kind}, temperature {temperature}", "recipe": "`{method}`", **SPEEDUP}
+PEER_COLUMNS = {"ratio to AR": "{ratio}", "ratio to transformers": "{to_peer}"}
+TRANSFORMERS_COLUMNS = {"class": "{kind}", "lane": "{lane}", **SPEED, **PEER_COLUMNS, **SAME_TEXT, **FIRST_TOKEN}
+PROVE_COLUMNS = {
+    **{name: f"{{{name}}}" for name in ("dtype", "method", "gamma", "temperature", "rule", "texts")},
+    **{name: f"{{{name}:,}}" for name in ("tokens", "accepted")},
+    "equal to AR": "{equal} of {texts}",
+}
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """Format a value, - if it does not apply."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def ratio(value: float | None, limits: Sequence[float] | None) -> str:
+    """Format a ratio with its interval."""
+    return "-" if value is None or limits is None else f"{value:.2f} [{limits[0]:.2f}, {limits[1]:.2f}]"
+
+
+def cells(row: bench.BenchRow) -> dict[str, str]:
+    """Return the formatted fields of a row."""
+    formatted = {f.name: getattr(row, f.name) for f in fields(row)}
+    formatted = {name: number(value) for name, value in formatted.items() if value is None or isinstance(value, float)}
+    return {
+        **formatted,
+        "kind": row.kind,
+        "lane": row.lane,
+        "tokens_per_second": number(row.tokens_per_second, 0),
+        "ratio": ratio(row.speedup, row.interval),
+        "interval": "-" if row.interval is None else f"{row.interval[0]:.2f}-{row.interval[1]:.2f}",
+        "over_fixed": "-" if row.over_fixed is None else ratio(row.over_fixed[0], row.over_fixed[1:]),
+        "same_text": "-" if row.same_text is None else f"{row.same_text} of {row.prompts}",
+        "slower": "-" if row.speedup is None else f"{len(row.slower)} of {row.prompts}",
+        "ttft": number(1000 * row.ttft_s, 0),
+        "megabytes": number(row.held_bytes and row.held_bytes / 1e6, 0),
+        "bandwidth": "-" if row.bandwidth is None else f"{row.bandwidth:.0%}",
+    }
+
+
+def first_of_each_class(count: int) -> list[Prompt]:
+    """Return the first `count` prompts of every class."""
+    kinds = dict.fromkeys(prompt.kind for prompt in load_prompts())
+    return [prompt for kind in kinds for prompt in load_prompts(kinds=[kind])[:count]]
+
+
+def measured(recipes: Sequence[Recipe], prompts: Sequence[Prompt], peers: Sequence[str] = ()) -> list[Record]:
+    """Run `bench.measure` to its end and return its records."""
+    records, progress = [], bench.Progress()
+    for item in bench.measure(recipes, prompts, ModelPool(), peers):
+        if isinstance(item, dict):
+            records.append(item)
+        else:
+            progress.show(str(item))
+    progress.over()
+    return records
+
+
+def pooled(records: Sequence[Record]) -> list[Record]:
+    """Return the records as a single class."""
+    return [{**record, "kind": "all"} for record in records]
+
+
+def recipe_grid(max_tokens: int, *varied: Any) -> list[Recipe]:
+    """Return the recipes of `bench.grid` for the bundled pair in float32."""
+    return [Recipe(dtype="float32", max_tokens=max_tokens, **values) for values in bench.grid(*varied)]
+
+
+def methods(options: argparse.Namespace) -> None:
+    """Publish speeds and costs of all methods, over all classes and by class, and the figures of the README."""
+    recipes = recipe_grid(options.max_tokens or 64, METHODS, [3], ["fixed"], [0.0, 1.0])
+    records = measured(recipes, first_of_each_class(options.prompts or 12))
+    bandwidth = bench.copy_bandwidth(find_device(recipes[0].device))
+    rows = [cells(row) for row in bench.table(recipes, pooled(records), bandwidth=bandwidth)]
+    publish(options, "bench", SPEED_COLUMNS, rows)
+    drafting = [row for row, recipe in zip(rows, recipes, strict=True) if recipe.method != "ar"]
+    publish(options, "bench-costs", COST_COLUMNS, drafting)
+    by_class = bench.table(recipes, records)
+    kinds = list(dict.fromkeys(row.kind for row in by_class))
+    speedups = {(row.kind, row.lane): row for row in by_class}
+    lanes = [bench.recipe_label(recipe) for recipe in recipes if recipe.method != "ar"]
+    class_rows = [{"lane": lane, **{k: cells(speedups[k, lane])["ratio"] for k in kinds}} for lane in lanes]
+    publish(options, "bench-classes", {"recipe": "{lane}", **{kind: f"{{{kind}}}" for kind in kinds}}, class_rows)
+    readme = []
+    for kind, method, temperature in README_ROWS:
+        lane = next(r for r in recipes if (r.method, r.temperature) == (method, temperature))
+        row = cells(speedups[kind, bench.recipe_label(lane)])
+        readme.append({**row, "method": method, "temperature": temperature})
+    publish(options, "bench-readme", README_COLUMNS, readme)
+
+
+def policies(options: argparse.Namespace) -> None:
+    """Publish speeds of all draft-length policies over all classes."""
+    recipes = recipe_grid(options.max_tokens or 64, ["draft"], [2, 3, 4], POLICY_NAMES, [0.0, 1.0])
+    records = measured(recipes, first_of_each_class(options.prompts or 10))
+    rows = [cells(row) for row in bench.table(recipes, pooled(records))]
+    drafting = [row for row, recipe in zip(rows, recipes, strict=True) if recipe.method != "ar"]
+    publish(options, "bench-policies", POLICY_COLUMNS, drafting)
+
+
+def transformers(options: argparse.Namespace) -> None:
+    """Publish speeds of this program and of transformers with the same weights."""
+    rows: list[dict[str, str]] = []
+    for kind, names, gammas in (("code", ("draft", "nasd"), [3]), ("repetitive", ("nasd", "suffix"), [3, 7])):
+        recipes = recipe_grid(options.max_tokens or 64, names, gammas, ["fixed"], [0.0])
+        drafting = any(recipe.drafter_spec for recipe in recipes)
+        peers = [name for name, peer in BASELINES.items() if drafting or peer.assistant is None]
+        records = measured(recipes, load_prompts(kinds=[kind])[: options.prompts or 12], peers)
+        rows += compared_with_peers(recipes, records, peers)
+    publish(options, "bench-transformers", TRANSFORMERS_COLUMNS, rows)
+
+
+def compared_with_peers(
+    recipes: Sequence[Recipe], records: Sequence[Record], peers: Sequence[str]
+) -> Iterator[dict[str, str]]:
+    """Yield the row of each lane, with the paired ratio to the fastest baseline of the same family."""
+    rows = bench.table(recipes, records, peers)
+    fastest = {}  # index of the run by family
+    for row in rows[len(recipes) :]:
+        title = row.lane.removeprefix("transformers ").rpartition(" T=")[0]
+        fastest[BASELINES[title].family] = len(recipes) + peers.index(title)
+    for i, row in enumerate(rows):
+        to_peer = "-"
+        if i < len(recipes):
+            peer = fastest[FAMILIES[recipes[i].method]]
+            pairs = [(record["runs"][i], record["runs"][peer]) for record in records]
+            ratios = [bench.run_speed(ours) / bench.run_speed(theirs) for ours, theirs in pairs]
+            to_peer = ratio(statistics.median(ratios), interval(ratios))
+        yield {**cells(row), "to_peer": to_peer}
+
+
+def equality(options: argparse.Namespace) -> None:
+    """Publish the number of texts equal to AR decoding: `coupled` in float32, greedy in bfloat16."""
+    settings: dict[str, Any] = {"top_p": 1.0, "max_tokens": options.max_tokens or 32}
+    coupled = [
+        Recipe(dtype="float32", method=m, gamma=3, temperature=t, rule="coupled", **settings)
+        for t in (0.7, 1.3)
+        for m in ("draft", "nasd", "hybrid", "tree")
+    ]
+    greedy = [
+        Recipe(dtype="bfloat16", gamma=gamma, temperature=0.0, max_tokens=options.max_tokens or 128)
+        for gamma in (1, 3, 5, 7)
+    ]
+    records = []
+    for recipes, count in ((coupled, 60), (greedy, 40)):
+        results = [EqualityResult(recipe) for recipe in recipes]
+        for _ in prove(results, prompt_prefixes(load_prompts(), options.prompts or count), ModelPool()):
+            pass
+        for result in results:
+            recipe = {name: getattr(result.recipe, name) for name in ("dtype", "method", "gamma", "rule")}
+            figures = {name: getattr(result, name) for name in ("texts", "tokens", "accepted")}
+            equal = result.texts - len(result.differences)
+            records.append({**recipe, "temperature": f"{result.recipe.temperature:g}", **figures, "equal": equal})
+    publish(options, "prove", PROVE_COLUMNS, records)
+
+
+@dataclass(frozen=True)
+class TableGroup:
+    """Tables published by one measurement."""
+
+    tables: tuple[str, ...]
+    measure: Callable[[argparse.Namespace], None]
+
+
+GROUPS = (
+    TableGroup(("bench", "bench-classes", "bench-costs", "bench-readme"), methods),
+    TableGroup(("bench-policies",), policies),
+    TableGroup(("bench-transformers",), transformers),
+    TableGroup(("prove",), equality),
+)
+
+
+def study(options: argparse.Namespace) -> None:
+    """Measure the groups of the selected tables, or list all tables of the documents."""
+    if options.list:
+        for run in RUNS:
+            print(f"{run.command}  # {run.minutes:g} min: {', '.join(run.tables)}")
+        return
+    for name in options.table:
+        check_name("table", name, TABLES)
+    for name in ("prompts", "max_tokens"):
+        if getattr(options, name) is not None:
+            at_least_one(name, getattr(options, name))
+    selected, command = set(options.table or TABLES), options.command
+    for group in GROUPS:
+        if selected & set(group.tables):
+            options.command = command if options.table else f"{command} --table {group.tables[0]}"
+            group.measure(options)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and run the study."""
+    parser = study_parser(__file__, __doc__, TABLES)
+    parser.add_argument("--list", action="store_true", help="list the command that writes each table, and stop")
+    parser.add_argument("--prompts", type=int, metavar="N", help="prompts (of each class) instead of the default")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="tokens of each run instead of the default")
+    parser.add_argument("--table", nargs="+", default=[], metavar="NAME", help=f"tables: {', '.join(TABLES)}")
+    return run_study(study, parser, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

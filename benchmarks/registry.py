@@ -1,0 +1,50 @@
+"""Commands that write the measured tables of docs/ and README.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TableRun:
+    """Command that writes `tables`, and its minutes on two idle cores."""
+
+    command: str
+    tables: tuple[str, ...]
+    minutes: float
+
+    @property
+    def module(self) -> str:
+        """Name of the module that the command runs."""
+        return self.command.partition(" -m ")[2].split()[0]
+
+
+RUNS = (
+    TableRun(
+        "python -m benchmarks.document_tables --write",
+        ("bench", "bench-classes", "bench-costs", "bench-readme", "bench-policies", "bench-transformers", "prove"),
+        11,
+    ),
+    TableRun("python -m benchmarks.time_breakdown --write", ("time_breakdown",), 0.5),
+    TableRun("python -m benchmarks.pass_cost --dtype float32 --write", ("pass_cost-float32",), 0.5),
+    TableRun("python -m benchmarks.pass_cost --dtype bfloat16 --write", ("pass_cost-bfloat16",), 0.5),
+    TableRun("python -m benchmarks.drafting_cost --write", ("drafting_cost",), 1),
+    TableRun("python -m benchmarks.policy_regret --write", ("policy_regret",), 3),
+    TableRun("python -m benchmarks.preflight_accuracy --prompts 40 --write", ("preflight_accuracy",), 8),
+    TableRun("OMP_NUM_THREADS=1 python -m benchmarks.memory --write", ("memory",), 6),
+    TableRun("python -m benchmarks.memory --rounds 10 --write", ("memory-rounds",), 1),
+    TableRun("python -m training.quantised --write", ("quantised-perplexity", "quantised-speed"), 6),
+    TableRun("OMP_NUM_THREADS=1 python -m benchmarks.gates --write", ("gates",), 2),
+    TableRun("OMP_NUM_THREADS=1 python -m benchmarks.link --write", ("link",), 6),
+    TableRun("OMP_NUM_THREADS=1 python -m benchmarks.traffic --write", ("traffic",), 0.5),
+    TableRun("OMP_NUM_THREADS=1 python -m benchmarks.modes --write", ("modes",), 1),
+    TableRun("OMP_NUM_THREADS=1 python -m benchmarks.soak --write", ("soak",), 2.5),
+    TableRun("python -m benchmarks.fuzz --seconds 150 --seed 1 --write", ("fuzz",), 3),
+    TableRun(
+        "python -m benchmarks.page_cost --tokens 1000 --rounds 10 --write",
+        ("page_cost", "page_cost-cpu", "page_cost-startup"),
+        5,
+    ),
+    TableRun("python -m benchmarks.page_cost --tokens 1000 --rounds 6 --remote --write", ("page_cost-remote",), 2),
+    TableRun("python -m benchmarks.page_frames --write", ("page_frames",), 3),
+)

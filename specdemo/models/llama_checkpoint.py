@@ -1,0 +1,175 @@
+"""Reader for Llama checkpoints in the current format of `transformers`, whose modelling files take 2 s to import."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerFast
+
+from specdemo.models.hub import Hub
+from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device
+from specdemo.worker import ReportProgress, TaskProgress, ignore_progress
+
+_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
+_VALUES = {"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
+_KEYS = {*_SIZES, "num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"}
+
+
+class LlamaConfig(PretrainedConfig):
+    """Configuration as stored, with all values that `LlamaForCausalLM` needs."""
+
+    model_type = "llama"
+
+
+def read_config(spec: ModelSpec, hub: Hub, report: ReportProgress = ignore_progress) -> LlamaConfig | None:
+    """Return the configuration of a resolved spec, or `None` if the model needs `transformers`."""
+    if QUANTIZATIONS[spec.quantization].bits or spec.device == SPREAD:
+        return None
+    folder = hub.settings(spec.name, spec.revision, report)
+    stored, tokenizer = (_read_json(folder / name) for name in ("config.json", "tokenizer_config.json"))
+    rope = stored.get("rope_parameters")
+    if (
+        any(stored.get(name) != value for name, value in _VALUES.items())
+        or not stored.keys() >= _KEYS
+        or "quantization_config" in stored
+        or not (isinstance(rope, dict) and rope.get("rope_type") == "default" and "rope_theta" in rope)
+        or tokenizer.get("tokenizer_class") not in _TOKENIZERS
+    ):
+        return None
+    return LlamaConfig.from_dict(stored)
+
+
+def read_checkpoint(
+    spec: ModelSpec, hub: Hub, report: ReportProgress = ignore_progress
+) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast] | None:
+    """Load a resolved spec, or return `None` if it needs `transformers` or its tensors differ from the configuration.
+
+    Raises `SafetensorError` for damaged files.
+    """
+    config = read_config(spec, hub, report)
+    if config is None:
+        return None
+    folder = hub.weights(spec.name, spec.revision, report)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    model.generation_config = GenerationConfig.from_pretrained(folder)
+    wanted, device = dict(model.named_parameters()), find_device(spec.device)
+    tensors = dict(_tensors(folder, spec, wanted.keys(), report))
+    if tensors.keys() != wanted.keys() or any(tensors[name].shape != wanted[name].shape for name in wanted):
+        return None
+    dtype = getattr(torch, spec.dtype)
+    weights = {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
+    model.load_state_dict(weights, strict=False, assign=True)  # a tied head is no separate tensor
+    if config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    model.eval().requires_grad_(False)
+    return model, PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def _read_json(path: Path) -> dict[str, object]:
+    """Return the object in a file; an empty one for other content, which `transformers` reports."""
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _tensors(folder: Path, spec: ModelSpec, names: set[str], report: ReportProgress) -> Iterator[tuple[str, Tensor]]:
+    paths = sorted(folder.glob("model*.safetensors"))
+    for path in paths:
+        with safe_open(path, "pt") as file:
+            stored = [name for name in file.keys() if name in names]
+            for i, name in enumerate(stored, 1):
+                yield name, file.get_tensor(name)
+                report(TaskProgress(f"reading {spec.title}, weight {i:,} of {len(stored):,}", i, len(stored)))
+
+
+class _Norm(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.hidden_size))
+        self.variance_epsilon = config.rms_norm_eps
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        queries, keys = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+        self.q_proj = nn.Linear(config.hidden_size, queries, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, keys, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, keys, bias=False)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
+
+
+class _GatedLinear(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = _Attention(config), _GatedLinear(config)
+        self.input_layernorm, self.post_attention_layernorm = _Norm(config), _Norm(config)
+
+
+class _Body(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        empty = torch.empty(config.vocab_size, config.hidden_size)  # initialising it would load the compiler
+        self.embed_tokens = nn.Embedding(*empty.shape, _weight=empty)
+        self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = _Norm(config)
+        self.rotary_emb = rotary_angles(config.head_dim, config.rope_parameters["rope_theta"])
+
+
+class LlamaForCausalLM(nn.Module):
+    """Weights under the names of `transformers`, without a forward pass: the input of `LlamaWeights`."""
+
+    _keep_in_fp32_modules = None
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config, self.generation_config = config, GenerationConfig()
+        self.model = _Body(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.lm_head.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.lm_head.weight.device
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.model.embed_tokens
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.lm_head
+
+
+def rotary_angles(dim: int, theta: float) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return the function from positions `[1, n]` to cosines and sines `[1, n, dim]` (RoPE, 2104.09864)."""
+
+    @torch.no_grad()
+    def angles(rows: Tensor, token_positions: Tensor) -> tuple[Tensor, Tensor]:
+        steps = torch.arange(0, dim, 2, dtype=torch.int64).to(rows.device, torch.float)
+        frequencies = 1.0 / theta ** (steps / dim)
+        half = token_positions[..., None].float() * frequencies
+        full = torch.cat((half, half), dim=-1)
+        return full.cos().to(rows.dtype), full.sin().to(rows.dtype)
+
+    return angles

@@ -1,0 +1,258 @@
+"""Charts and tables of a run over a link: parts of each step in time, the guide's table, the best draft length.
+
+The delay per direction cannot be measured at an end of the link: it is split evenly around the cloud's pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from specdemo.core.errors import UserError
+from specdemo.core.step import Step
+from specdemo.core.theory import best_gamma_over, speedup_over
+from specdemo.ui.frames import Run
+from specdemo.ui.labels import number, percent
+from specdemo.ui.lane import Lane, mode, title
+
+SLACK = 1.02  # tolerated deviation of the two clocks
+LINK_TABLE_HEAD = (
+    "round", "k", "accepted_len", "la/k", "alpha_mean", "edge_time ms", "cloud_prefill ms", "rtt ms",
+    "bytes up", "bytes down", "hard_ratio", "escalated", "cumulative acceptance", "verdict",
+)  # fmt: skip
+VERDICTS = {"": "", "provisional": "provisional", "gate": "not queried", "alone": "cloud lost"}
+ACTIVITIES = {  # label, row of the timeline
+    "draft": ("drafting", 0),
+    "up": ("sending", 1),
+    "way": ("link delay", 1),
+    "verify": ("cloud's pass", 2),
+    "down": ("receiving", 1),
+    "wait": ("waiting", 1),
+    "idle": ("idle", 0),
+}
+_TOTALS = {"provisional": "committed provisionally", "confirmed": "confirmed", "overruled": "overruled"}
+Part = tuple[str, float, float]  # activity, start, duration; in seconds
+
+WIDTH, LEFT, ROW, TOP = 960, 56, 34, 26  # pixels of the timeline
+TICKS = 6
+
+LONGEST = 24  # draft tokens of the search
+CURVE, RUN, BEST = "S_net", "this run", "best k"
+
+
+def edge_lane(run: Run | None) -> Lane:
+    """Return the first lane with a remote target. Raises `UserError` otherwise."""
+    if run is None:
+        raise UserError("No run available: choose a mode under Edge and cloud in the settings, then press Run")
+    if not run.over:
+        raise UserError("A run is in progress: return when it has ended")
+    lane = next((lane for lane in run.lanes.values() if mode(lane.recipe)), None)
+    if lane is None or not lane.metrics.steps:
+        raise UserError("The last run had no cloud: choose a mode under Edge and cloud in the settings, then press Run")
+    return lane
+
+
+def steps(lane: Lane) -> list[Step]:
+    return [event.step for event in lane.steps]
+
+
+def parts(steps: Sequence[Step]) -> list[list[Part]]:
+    """Split each step into idle, draft, up, way, verify, way, down; or into draft and wait.
+
+    Verification is a wait if its response belongs to another step or the cloud's share is unknown.
+    """
+    result, end = [], 0.0
+    for step in steps:
+        start = max(end, step.t - step.draft_s - step.verify_s)
+        activities: list[Part] = [("idle", end, start - end), ("draft", start, step.draft_s)]
+        at = start + step.draft_s
+        for activity, seconds in _verification(step):
+            activities.append((activity, at, seconds))
+            at += seconds
+        result.append([part for part in activities if part[2] > 0])
+        end = step.t
+    return result
+
+
+def _verification(step: Step) -> Iterator[tuple[str, float]]:
+    link = step.verdict.notes
+    cloud = link.get("cloud_s")
+    up, down = link.get("up_s", 0.0), link.get("down_s", 0.0)
+    if cloud is None or cloud + up + down > step.verify_s * SLACK:
+        yield "wait", step.verify_s
+        return
+    way = max(0.0, step.verify_s - cloud - up - down) / 2
+    yield from (("up", up), ("way", way), ("verify", cloud), ("way", way), ("down", down))
+
+
+def measures(steps: Sequence[Step]) -> list[list[str]]:
+    """Return the table of the practice guide, section 9: a total, then a row per step."""
+    drafted = list(accumulate(len(step.draft) for step in steps))
+    accepted = list(accumulate(len(step.verdict.accepted) for step in steps))
+    rows = [
+        _row(str(step.i), [step], kept / tried if tried else None)
+        for step, kept, tried in zip(steps, accepted, drafted, strict=True)
+    ]
+    share = accepted[-1] / drafted[-1] if steps and drafted[-1] else None
+    return [_row("all", steps, share), *rows]
+
+
+def _row(name: str, steps: Sequence[Step], cumulative: float | None) -> list[str]:
+    """Sums over `steps`; ratios of sums, means of shares."""
+    k, accepted = sum(len(step.draft) for step in steps), sum(len(step.verdict.accepted) for step in steps)
+    betas = [beta for step in steps for beta in step.betas]
+
+    def noted(name: str) -> list[float]:
+        return [step.verdict.notes[name] for step in steps if name in step.verdict.notes]
+
+    def total(name: str) -> float | None:
+        return sum(noted(name)) if noted(name) else None
+
+    times = (sum(step.draft_s for step in steps), total("cloud_s"), total("rtt_s"))
+    hard = noted("hard_ratio")
+    return [
+        name,
+        str(k),
+        str(accepted),
+        number(accepted / k if k else None, 2),
+        number(sum(betas) / len(betas) if betas else None, 3),
+        *(number(None if seconds is None else 1000 * seconds, 2) for seconds in times),
+        *(number(total(name), 0) for name in ("bytes_up", "bytes_down")),
+        number(sum(hard) / len(hard) if hard else None, 2),
+        number(total("escalated"), 0),
+        percent(cumulative),
+        VERDICTS[steps[0].fallback] if len(steps) == 1 else "",
+    ]
+
+
+def describe_link(lane: Lane) -> str:
+    run_steps, m = steps(lane), lane.metrics
+    remote: Mapping[str, float] = m.remote
+    spent = dict.fromkeys(ACTIVITIES, 0.0)
+    for activity, _, seconds in (part for step_parts in parts(run_steps) for part in step_parts):
+        spent[activity] += seconds
+    total = sum(spent.values())
+    shares = [f"{ACTIVITIES[activity][0]} {percent(spent[activity] / total)}" for activity in spent if spent[activity]]
+    sentences = [
+        f"**{title(lane.recipe)}**: {m.tokens} tokens in {m.steps} steps, {number(m.tokens_per_second, 1)} tokens per "
+        f"second. {percent(remote.get('escalated', 0.0) / m.steps)} of the steps queried the cloud. The link carried "
+        f"{remote.get('bytes_up', 0.0) / 1e3:,.1f} kB up and {remote.get('bytes_down', 0.0) / 1e3:,.1f} kB down, "
+        "including HTTP headers.",
+        f"Time: {', '.join(shares)}.",
+    ]
+    retries = remote.get("sent", 0.0) - sum("sent" in step.verdict.notes for step in run_steps)
+    if retries > (rows := remote.get("rows", 0.0)):
+        sentences.append(f"{retries - rows:.0f} messages were sent again.")
+    sentences += [f"{remote[name]:.0f} tokens were {words}." for name, words in _TOTALS.items() if remote.get(name)]
+    return " ".join(sentences)
+
+
+def timeline_svg(steps: Sequence[Step], first: int, count: int) -> str:
+    """Draw `count` steps from index `first`; each part has a tooltip with activity and duration."""
+    shown, drawn = steps[first : first + count], parts(steps)[first : first + count]
+    flat = [part for step_parts in drawn for part in step_parts]
+    if not flat:
+        return ""
+    start, end = flat[0][1], max(at + seconds for _, at, seconds in flat)
+    scale = (WIDTH - LEFT - 8) / max(end - start, 1e-9)
+    height = TOP + 3 * ROW + 24
+
+    def x(t: float) -> float:
+        return LEFT + (t - start) * scale
+
+    names = enumerate(("edge", "link", "cloud"))
+    shapes = [f'<text class="name" x="0" y="{TOP + row * ROW + 21}">{name}</text>' for row, name in names]
+    for i in range(TICKS + 1):
+        t = start + (end - start) * i / TICKS
+        anchor = "start" if i == 0 else "end" if i == TICKS else "middle"
+        shapes.append(f'<text class="tick" x="{x(t):.1f}" y="{height - 6}" text-anchor="{anchor}">{t:.3f} s</text>')
+    last = -1e9
+    for step, step_parts in zip(shown, drawn, strict=True):
+        at = x(next((begin for activity, begin, _ in step_parts if activity != "idle"), step_parts[-1][1]))
+        shapes.append(f'<line class="edge" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP - 6}" y2="{TOP + 3 * ROW}"/>')
+        if at - last > 46:
+            caption = f"{step.i}: {len(step.verdict.accepted)}/{len(step.draft)}"
+            shapes.append(f'<text class="caption" x="{at + 2:.1f}" y="14">{caption}</text>')
+            last = at
+        shapes += [_bar(activity, seconds, x(begin), seconds * scale) for activity, begin, seconds in step_parts]
+    label = f"Steps {shown[0].i} to {shown[-1].i} over time"
+    key = "".join(f'<li class="{activity}">{words}</li>' for activity, (words, _) in ACTIVITIES.items())
+    return (
+        f'<div class="timeline" role="region" aria-label="Timeline of steps" tabindex="0"><svg viewBox="0 0 {WIDTH} '
+        f'{height}" role="img" aria-label="{label}">{"".join(shapes)}</svg></div><ul class="key">{key}</ul>'
+    )
+
+
+def _bar(activity: str, seconds: float, x: float, width: float) -> str:
+    words, row = ACTIVITIES[activity]
+    size = f'width="{max(width, 0.5):.2f}" height="{ROW - 8}"'
+    title = f"<title>{words}: {1000 * seconds:.2f} ms</title>"
+    return f'<rect class="{activity}" x="{x:.2f}" y="{TOP + row * ROW + 4}" {size}>{title}</rect>'
+
+
+@dataclass(frozen=True)
+class LinkModel:
+    """Mean coefficients of a step over the link; times in seconds."""
+
+    alpha: float  # acceptance probability of a tested token
+    gamma: float  # draft tokens per step
+    token_s: float  # per draft token
+    verify_s: float  # cloud's pass, assumed independent of the draft length
+    way_s: float  # from request to response, without the cloud's pass
+    host_s: float
+    measured: float | None  # tokens per second
+
+    @property
+    def c(self) -> float:
+        """Cost of a draft token, in cloud passes."""
+        return self.token_s / self.verify_s
+
+    @property
+    def r(self) -> float:
+        """Link and host time per step, in cloud passes."""
+        return (self.way_s + self.host_s) / self.verify_s
+
+    def speed(self, gamma: float) -> float:
+        """S_net in tokens per second: E[tokens] / (1 + gamma c + r) / verify_s."""
+        return speedup_over(self.alpha, gamma, self.c, self.r) / self.verify_s
+
+    @property
+    def best(self) -> int:
+        return best_gamma_over(self.alpha, self.c, self.r, LONGEST)
+
+
+def link_of(lane: Lane) -> LinkModel:
+    """Average the steps that the cloud verified in time. Raises `UserError` without such steps."""
+    verified = [step for step in steps(lane)[1:] if step.draft.tokens and len(list(_verification(step))) > 1]
+    drafted = sum(len(step.draft) for step in verified)
+    cloud = sum(step.verdict.notes["cloud_s"] for step in verified)
+    if lane.alpha is None or not drafted or not cloud:
+        raise UserError("The cloud verified no draft of this run in time, so there is no best length to compute")
+    n = len(verified)
+    return LinkModel(
+        alpha=lane.alpha,
+        gamma=drafted / n,
+        token_s=sum(step.draft_s for step in verified) / drafted,
+        verify_s=cloud / n,
+        way_s=sum(step.verify_s for step in verified) / n - cloud / n,
+        host_s=sum(step.host_s for step in verified) / n,
+        measured=lane.metrics.tokens_per_second,
+    )
+
+
+def curve(link: LinkModel) -> list[tuple[float, float | None, str]]:
+    rows: list[tuple[float, float | None, str]] = [(k, link.speed(k), CURVE) for k in range(LONGEST + 1)]
+    return [*rows, (link.best, link.speed(link.best), BEST), (link.gamma, link.measured, RUN)]
+
+
+def describe_best_gamma(link: LinkModel) -> str:
+    best = f"{link.best} or more" if link.best == LONGEST else str(link.best)
+    measured = "" if not link.measured else f" (measured: {link.measured:.1f})"
+    return (
+        "S_net(k) = E[tokens] / (v + k c + RTT), E[tokens] = (1 − α^(k+1)) / (1 − α). Measured in this run: "
+        f"α {link.alpha:.2f}; c, a draft token, {1000 * link.token_s:.2f} ms; v, a cloud pass, "
+        f"{1000 * link.verify_s:.2f} ms for any k; link and host {1000 * (link.way_s + link.host_s):.2f} ms per step. "
+        f"The run's k of {link.gamma:.1f} predicts {link.speed(link.gamma):.1f} tokens per second{measured}. "
+        f"**The best k is {best}**, with {link.speed(link.best):.1f}."
+    )

@@ -1,0 +1,211 @@
+"""Parts shared by tabs: plots of rows (x, y, series), and measurements of recipes on prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import html
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import gradio as gr
+
+from specdemo.bench import BenchProgress, BenchRow, as_json, disturbed, report, slower, table
+from specdemo.core.errors import UserError
+from specdemo.prompts import Prompt
+from specdemo.recipe import Recipe
+from specdemo.ui.api import address_of
+from specdemo.ui.frames import Run
+from specdemo.ui.service import Service
+from specdemo.ui.streams import drain, reason
+from specdemo.worker import WorkerBusy
+
+Rows = TypeVar("Rows")
+
+UNPROCESSED: dict[str, Any] = {"preprocess": False, "show_progress": "hidden", "api_visibility": "private"}
+_PROGRESS_CSS = """progress { width: 100%; height: 8px; border-radius: 4px; overflow: hidden; background: var(--line) }
+progress::-webkit-progress-bar { background: var(--line) }
+progress::-webkit-progress-value { background: var(--ink) }
+progress::-moz-progress-bar { background: var(--ink) }
+p { margin: 4px 0 }"""
+ASSUMED = 100.0  # tokens per second before the visitor's first run
+
+
+def line_plot(
+    title: str, x: str, y: str, colours: dict[str, str], legend: Sequence[str], elem_id: str, legend_title: str = " "
+) -> gr.LinePlot:
+    about = {"color_title": legend_title, "colors_in_legend": list(legend), "elem_classes": "curves"}
+    return _plot(gr.LinePlot, title, x, y, colours, elem_id, height=300, min_width=300, **about)
+
+
+def probability_plot(title: str, colours: dict[str, str], order: list[str], elem_id: str) -> gr.BarPlot:
+    about = {"color_title": " ", "sort": order, "x_label_angle": -45, "y_lim": [0, None]}
+    return _plot(gr.BarPlot, title, "token", "probability", colours, elem_id, height=260, **about)
+
+
+def _plot(kind: Any, title: str, x: str, y: str, colours: dict[str, str], elem_id: str, **about: Any) -> Any:
+    titles = {"title": title, "x_title": x, "y_title": y}
+    return kind(x="x", y="y", color="part", color_map=colours, elem_id=elem_id, **titles, **about)
+
+
+def plot_value(plot: gr.LinePlot | gr.BarPlot, rows: Sequence[tuple[Any, Any, str]]) -> dict[str, Any]:
+    """Rows in gradio's serialized form of a data frame."""
+    mark = plot.get_mark()
+    return {
+        "columns": ["x", "y", "part"],
+        "data": [[*(round(v, 4) if isinstance(v, float) else v for v in point), part] for *point, part in rows],
+        "datatypes": {"x": "nominal" if mark == "bar" else "quantitative", "y": "quantitative", "part": "nominal"},
+        "mark": mark,
+    }
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Recipes x prompts; the first recipe is AR decoding."""
+
+    recipes: tuple[Recipe, ...]
+    prompts: tuple[Prompt, ...]
+
+    @property
+    def runs(self) -> int:
+        return len(self.recipes) * len(self.prompts)
+
+    @property
+    def tokens(self) -> int:
+        return self.runs * self.recipes[0].max_tokens
+
+    def describe(self, latest: Run | None) -> str:
+        """Describe the size, and estimate the time from the slowest lane of the visitor's latest run."""
+        speeds = [lane.metrics.tokens_per_second for lane in latest.lanes.values()] if latest else []
+        measured = min(filter(None, speeds), default=None)
+        basis = (
+            f"the {measured:.0f} tokens per second of your latest run"
+            if measured
+            else f"an assumed {ASSUMED:.0f} tokens per second"
+        )
+        return (
+            f"{len(self.recipes)} recipes × {len(self.prompts)} prompts = {self.runs} runs of at most "
+            f"{self.recipes[0].max_tokens} tokens, about {duration(self.tokens / (measured or ASSUMED))} at {basis}"
+        )
+
+
+def duration(seconds: float) -> str:
+    return f"{max(seconds, 1):.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
+
+
+@dataclass
+class SweepResult:
+    sweep: Sweep
+    records: list[dict[str, Any]] = field(default_factory=list)
+    turn: BenchProgress | None = None
+
+    def absorb(self, item: BenchProgress | dict[str, Any]) -> None:
+        if isinstance(item, BenchProgress):
+            self.turn = item
+        else:
+            self.records.append(item)
+
+    @property
+    def timing(self) -> bool:
+        return self.turn is not None and self.turn.number > 0
+
+    def progress(self, seconds: float, ahead: int = 0) -> str:
+        """Return bar and text; `seconds` since the first timed run, jobs `ahead` in the queue."""
+        if self.turn is None:
+            return _bar(0, self.sweep.runs, f"queued: {ahead} ahead" if ahead else "waiting for the device")
+        over, words = max(self.turn.number - 1, 0), str(self.turn)
+        if over:
+            words += f" · about {duration(seconds / over * (self.sweep.runs - over))} to go"
+        return _bar(over, self.sweep.runs, words)
+
+    def ending(self, error: str = "") -> str:
+        done, total = len(self.records), len(self.sweep.prompts)
+        if done == total and not error:
+            words = f"done: {self.sweep.runs} runs on {done} prompts"
+        else:
+            part = f"partial, {done} of {total} prompts are measured" if done else "nothing is measured"
+            words = f"failed: {error}; {part}" if error else f"stopped: {part}"
+        return _bar(done, total, words, ' role="status"')  # announced by screen readers
+
+    def rows(self) -> list[BenchRow]:
+        return table(self.sweep.recipes, self.records)
+
+    def notes(self, rows: Sequence[BenchRow]) -> str:
+        lines = slower(rows) or ["no recipe was slower than AR decoding on any prompt"]
+        if count := disturbed(self.records):
+            lines.append(f"other runs interrupted {count} of these, so their figures may be inaccurate")
+        return "\n".join(f"- {line}" for line in lines)
+
+    def files(self, rows: Sequence[BenchRow]) -> tuple[str, str]:
+        return report(self.sweep.recipes, len(self.sweep.prompts), self.records, rows), as_json(rows) + "\n"
+
+
+def _bar(over: int, total: int, words: str, attributes: str = "") -> str:
+    progress = f'<progress value="{over}" max="{total}" aria-label="how much is measured"></progress>'
+    return f"{progress}<p{attributes}>{html.escape(words)}</p>"
+
+
+class MeasurementPanel:
+    """Buttons, status line and hidden results column; element ids start with `name`."""
+
+    def __init__(self, service: Service, name: str):
+        self._service = service
+        with gr.Row():
+            self._run = gr.Button("Measure", variant="primary", elem_id=f"{name}-run", scale=0)
+            self._stop = gr.Button("Stop", interactive=False, elem_id=f"{name}-stop", scale=0)
+        self._status = gr.HTML(elem_id=f"{name}-status", css_template=_PROGRESS_CSS)
+        self.results = gr.Column(visible=False)
+
+    def connect(
+        self,
+        inputs: Sequence[gr.components.Component],
+        outputs: Sequence[gr.components.Component],
+        make_sweep: Callable[[str, tuple[Any, ...]], Sweep],
+        compute_rows: Callable[[SweepResult], Rows],
+        show_rows: Callable[[SweepResult, Rows], dict[Any, Any]],
+    ) -> None:
+        """Wire the buttons. `make_sweep(session, values)` validates raw inputs.
+
+        `compute_rows` runs in a thread after the last measurement, because bootstrapping intervals would disturb the
+        timings; `show_rows` returns the values of `outputs`.
+        """
+
+        async def measure(request: gr.Request, *values: Any) -> AsyncIterator[dict[Any, Any]]:
+            session = request.session_hash or ""
+            hidden = {self.results: gr.Column(visible=False)}
+            try:
+                result = SweepResult(make_sweep(session, values))
+                recipes, prompts = result.sweep.recipes, result.sweep.prompts
+                stream = self._service.bench(recipes, prompts, session, address_of(request))
+            except (UserError, WorkerBusy) as error:
+                yield {self._status: f"<p role='status'>{html.escape(reason(error))}</p>"} | hidden
+                return
+            yield self._buttons(running=True) | hidden
+            began, status = 0.0, ""
+            async with aclosing(drain(stream)) as batches:
+                async for batch in batches:
+                    for item in batch:
+                        result.absorb(item)
+                    began = began or (time.monotonic() if result.timing else 0.0)
+                    progress = result.progress(time.monotonic() - began, self._service.worker.ahead(stream))
+                    if progress != status:
+                        yield {self._status: progress}
+                        status = progress
+            yield {self._status: result.ending(reason(stream.error) if stream.error else "")}
+            shown = {}
+            if result.records:
+                rows = await asyncio.to_thread(compute_rows, result)
+                shown = show_rows(result, rows) | {self.results: gr.Column(visible=True)}
+            yield self._buttons(running=False) | shown
+
+        def stop(request: gr.Request) -> None:
+            self._service.stop_bench(request.session_hash or "")
+
+        updated = [self._run, self._stop, self._status, self.results, *outputs]
+        self._run.click(measure, list(inputs), updated, concurrency_limit=None, trigger_mode="once", **UNPROCESSED)
+        self._stop.click(stop, None, None, queue=False, **UNPROCESSED)
+
+    def _buttons(self, running: bool) -> dict[Any, Any]:
+        return {self._run: gr.Button(interactive=not running), self._stop: gr.Button(interactive=running)}
