@@ -14,7 +14,7 @@ import random
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from multiprocessing.context import ForkContext, ForkProcess
+from multiprocessing.context import ForkProcess
 from typing import Any
 
 import torch
@@ -34,10 +34,12 @@ from specdemo.models.engines.generic import full_pass, has_encoder, refuse_recur
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.small_twin import reduced, small_twin
 
+TABLES = {"architectures": "docs/models.md"}
 SOURCE = [5, 7, 9, 11]
 STEPS = 6
 TOLERANCE = 2e-3  # of the spread of the logits
 RESULTS = ("all methods", "chains only", "chains without KV cache", "refused", "not tested", "WRONG")
+Task = tuple[str, type[PreTrainedModel], PretrainedConfig]  # name, class, configuration
 ATTENTION = {"head_dim": 64}
 SETTINGS: dict[str, dict[str, Any]] = {  # without a usable default
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "topk_method": "greedy"},
@@ -51,8 +53,8 @@ SETTINGS: dict[str, dict[str, Any]] = {  # without a usable default
 }
 
 
-def classes(kinds: Sequence[str]) -> Iterator[tuple[str, type[PreTrainedModel], PretrainedConfig]]:
-    """Yield name, class and default configuration of the model types `kinds`; without any, of all."""
+def classes(kinds: Sequence[str]) -> Iterator[Task]:
+    """Yield the classes of the model types `kinds` with default configurations; without any, all classes."""
     for auto, names in (
         (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
         (AutoModelForSeq2SeqLM, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
@@ -64,8 +66,9 @@ def classes(kinds: Sequence[str]) -> Iterator[tuple[str, type[PreTrainedModel], 
                 config = CONFIG_MAPPING[kind](**SETTINGS.get(kind, {}))
             except Exception:  # its defaults contradict each other
                 continue
-            if has_encoder(config) == (auto is AutoModelForSeq2SeqLM) or auto is AutoModelForCausalLM:
-                yield kind, auto._model_mapping[type(config)], config
+            if has_encoder(config) or auto is AutoModelForCausalLM:
+                found = auto._model_mapping[type(config)]
+                yield found.__name__, found, config
 
 
 def examine(kind: type[PreTrainedModel], config: PretrainedConfig) -> tuple[str, str]:
@@ -91,7 +94,7 @@ def examine(kind: type[PreTrainedModel], config: PretrainedConfig) -> tuple[str,
 
 
 def _cause(kind: type[PreTrainedModel], error: UserError) -> str:
-    return re.sub(r" \(.*\)", "", str(error).partition(":")[0].removeprefix(kind.__name__)).strip()
+    return re.sub(r" \(.*\)|, so .*|:.*", "", str(error).removeprefix(kind.__name__)).strip()
 
 
 @torch.inference_mode()
@@ -114,19 +117,14 @@ def exact(model: PreTrainedModel, forests: bool) -> bool:
 
 
 def results(kinds: Sequence[str], processes: int, limit: float) -> dict[str, tuple[str, str]]:
-    """Return result and reason by class name, in the order of completion."""
-    context, found = multiprocessing.get_context("fork"), {}
-    waiting = [
-        task
-        for _, kind, config in classes(kinds)
-        for task in ((kind.__name__, kind, config), *_as_decoder(kind, config))
-    ]
-    waiting = list({task[0]: task for task in waiting}.values())
-    running: list[tuple[str, ForkProcess, Any]] = []
+    """Return result and reason by class name; encoders that are refused run again as decoders, with an asterisk."""
+    found: dict[str, tuple[str, str]] = {}
+    waiting = list({task[0]: task for task in classes(kinds)}.values())
+    running: list[tuple[Task, ForkProcess, Any]] = []
     while waiting or running:
         while waiting and len(running) < processes:
-            running.append(_start(context, *waiting.pop(0)))
-        name, process, answers = running.pop(0)
+            running.append(_start(waiting.pop(0)))
+        (name, kind, config), process, answers = running.pop(0)
         try:
             found[name] = answers.get(timeout=limit)
         except queue.Empty:
@@ -134,42 +132,34 @@ def results(kinds: Sequence[str], processes: int, limit: float) -> dict[str, tup
             process.kill()
         process.join()
         print(name, *found[name], sep=" | ", file=sys.stderr, flush=True)
+        if found[name][0] == "refused" and getattr(config, "is_decoder", True) is False:
+            settings = {**SETTINGS.get(config.model_type, {}), "is_decoder": True}
+            waiting.append((f"{name}*", kind, type(config)(**settings)))
     return found
 
 
-def _as_decoder(
-    kind: type[PreTrainedModel], config: PretrainedConfig
-) -> list[tuple[str, type[PreTrainedModel], PretrainedConfig]]:
-    """Return the variant of an encoder that is configured as a decoder."""
-    if getattr(config, "is_decoder", True) or has_encoder(config):
-        return []
-    return [
-        (
-            f"{kind.__name__} (is_decoder)",
-            kind,
-            type(config)(**{**SETTINGS.get(config.model_type, {}), "is_decoder": True}),
-        )
-    ]
-
-
-def _start(
-    context: ForkContext, name: str, kind: type[PreTrainedModel], config: PretrainedConfig
-) -> tuple[str, ForkProcess, Any]:
+def _start(task: Task) -> tuple[Task, ForkProcess, Any]:
+    context, (_, kind, config) = multiprocessing.get_context("fork"), task
     answers = context.Queue()
     process = context.Process(target=lambda: answers.put(examine(kind, config)))
     process.start()
-    return name, process, answers
+    return task, process, answers
 
 
 def grouped(found: dict[str, tuple[str, str]]) -> list[dict[str, Any]]:
-    """Return a record per result and reason with the names of its classes."""
+    """Return a record per result and reason with the number of classes and their short names."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name, (result, reason) in sorted(found.items()):
         key = (result, "no small model of the default configuration runs" if result == "not tested" else reason)
-        groups.setdefault(key, []).append(re.sub(r"ForCausalLM|LMHeadModel", "", name))
+        groups.setdefault(key, []).append(re.sub(r"ForCausalLM|ForConditionalGeneration|LMHeadModel", "", name))
     order = sorted(groups, key=lambda key: (RESULTS.index(key[0]), -len(groups[key])))
     return [
-        {"result": key[0], "reason": key[1], "count": len(groups[key]), "names": ", ".join(groups[key])}
+        {
+            "result": key[0],
+            "reason": key[1],
+            "count": len(groups[key]),
+            "names": ", ".join(name.replace("*", "\\*") for name in dict.fromkeys(groups[key])),
+        }
         for key in order
     ]
 
@@ -187,7 +177,7 @@ def study(options: argparse.Namespace) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and run the study."""
-    parser = study_parser(__file__, __doc__, {"architectures": "docs/models.md"})
+    parser = study_parser(__file__, __doc__, TABLES)
     parser.add_argument("kinds", nargs="*", metavar="TYPE", help="model types, such as gpt2 (default: all)")
     parser.add_argument("--processes", type=int, default=2, help="processes at a time (default: 2)")
     parser.add_argument("--limit", type=int, default=60, help="seconds per class (default: 60)")
