@@ -254,13 +254,14 @@ class BackgroundTask(Generic[T]):
         try:
             while True:
                 with self._changed:
-                    self._parked = False
-                    self._changed.notify_all()
                     self._changed.wait_for(lambda: self._parked or future.done(), timeout)
                 if future.done():
                     break
                 if self._latest is not None:
                     yield self._latest
+                with self._changed:
+                    self._parked = False
+                    self._changed.notify_all()
         finally:
             self._cancelled = True
             self._wake()

@@ -57,7 +57,7 @@ def traced(events: Iterable[Event]) -> list[Any]:
 
 
 @pytest.mark.parametrize("levels", ["multi", "one"])
-def test_kept_ngrams_draft_a_text_that_was_seen(target: str, levels: str) -> None:
+def test_stored_ngrams_draft_a_previous_text(target: str, levels: str) -> None:
     """The same greedy text again: all n-grams are cached, so nearly every draft token is accepted."""
     pool, stores = ModelPool(), {}
     recipe = Recipe(
@@ -67,7 +67,7 @@ def test_kept_ngrams_draft_a_text_that_was_seen(target: str, levels: str) -> Non
     assert second.accepted > first.accepted and second.steps < first.steps
 
 
-def test_ngrams_are_forgotten_unless_asked_to_be_kept(target: str) -> None:
+def test_ngrams_are_stored_on_request_only(target: str) -> None:
     pool, stores = ModelPool(), {}
     recipe = Recipe(target=target, method="nasd", temperature=0, max_tokens=48, device="cpu")
     first, second = run(recipe, pool, stores), run(recipe, pool, stores)
@@ -166,7 +166,7 @@ def test_equal_bits_are_claimed_for_chains_only(target: str, method: str) -> Non
     assert head.bit_equal == (found and method not in ("tree", "lookahead"))
 
 
-def test_the_heads_of_laws_are_in_the_trace_when_asked_for(target: str) -> None:
+def test_top_tokens_are_in_the_trace_on_request(target: str) -> None:
     recipe = Recipe(target=target, drafter=target, temperature=0.8, top_p=0.9, max_tokens=8, device="cpu", top=3)
     head, *steps, _ = traced(generate(recipe, PROMPT, ModelPool()))
     drafted = 0
@@ -210,7 +210,7 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_model(tmp_path_factory.mktemp("talker") / "target", tokenizer))
 
 
-def test_a_chat_template_is_what_the_model_reads(talker: str, target: str) -> None:
+def test_chat_template_is_applied(talker: str, target: str) -> None:
     recipe = Recipe(target=talker, method="ar", temperature=0, max_tokens=4, device="cpu", chat=True)
     head = header_of(generate(recipe, "Hello", ModelPool()))
     assert head.prompt == "<user>Hello\n<assistant>"
@@ -220,7 +220,7 @@ def test_a_chat_template_is_what_the_model_reads(talker: str, target: str) -> No
         list(generate(replace(recipe, target=target), "Hello", ModelPool()))
 
 
-def test_a_second_turn_reads_only_what_is_new(talker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_turn_feeds_only_new_tokens(talker: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Same text as without the cache, from fewer input tokens."""
     read: list[int] = []
     score = CachedModel._keep

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import importlib
 import re
 import subprocess
 import sys
@@ -36,9 +37,12 @@ def test_every_exported_name_exists() -> None:
         specdemo.absent  # noqa: B018
 
 
-def test_generate_is_the_function_although_a_submodule_has_its_name() -> None:
-    code = "import specdemo.generate as f\nfrom specdemo import generate\nprint(generate.__name__, f is generate)"
-    assert in_new_process(code) == "generate True"
+def test_generate_is_the_function_and_not_the_submodule(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("specdemo", "specdemo.generate"):
+        monkeypatch.delitem(sys.modules, name)
+    submodule = importlib.import_module("specdemo.generate")
+    package = importlib.import_module("specdemo")
+    assert callable(package.generate) and package.generate is submodule.generate
 
 
 @pytest.mark.parametrize("module", LIGHT)
@@ -52,12 +56,20 @@ def test_help_loads_no_framework() -> None:
     assert in_new_process(f"{code}print(sorted({HEAVY!r} & set(sys.modules)))") == "[]"
 
 
-def test_importing_sets_no_environment_variable_but_programs_limit_the_kernel_cache() -> None:
-    names = "('ONEDNN_PRIMITIVE_CACHE_CAPACITY', 'LRU_CACHE_CAPACITY')"
-    show = f"import os\nfor name in {names}: os.environ.pop(name, None)\nimport specdemo, app, specdemo.__main__\n"
-    assert in_new_process(f"{show}print([os.environ.get(name) for name in {names}])") == "[None, None]"
-    limited = f"{show}specdemo.limit_onednn_cache()\nprint([os.environ.get(name) for name in {names}])"
-    assert in_new_process(limited) == "['128', '128']"
+KERNEL_CACHE = """
+import os
+names = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+for name in names:
+    os.environ.pop(name, None)
+import specdemo, app, specdemo.__main__
+print([os.environ.get(name) for name in names])
+specdemo.limit_onednn_cache()
+print([os.environ.get(name) for name in names])
+"""
+
+
+def test_only_programs_limit_the_kernel_cache() -> None:
+    assert in_new_process(KERNEL_CACHE).splitlines() == ["[None, None]", "['128', '128']"]
     assert all("limit_onednn_cache()" in (ROOT / path).read_text() for path in ("app.py", "specdemo/__main__.py"))
 
 

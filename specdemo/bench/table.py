@@ -219,7 +219,7 @@ def _costs(run: RunFigures, ar: RunFigures, recipe: Recipe) -> dict[str, float |
     v, o = run["verify_s"] / steps / unit, run["host_s"] / steps / unit
     drafted = run["drafted"] / steps
     ar_overhead = ar["host_s"] / ar_steps / unit
-    expected = speedup(run["tokens_per_target_pass"], drafted, c or 0.0, v, o) * (1 + ar_overhead)
+    expected = speedup(run["tokens_per_step"], drafted, c or 0.0, v, o) * (1 + ar_overhead)
     theory = None
     if run["drafted"] and run["mean_beta"] is not None and c is not None:
         theory = walltime_improvement(run["mean_beta"], recipe.gamma if recipe.policy == "fixed" else drafted, c)

@@ -14,9 +14,8 @@ from specdemo.cli.arguments import given
 from specdemo.core import trace
 from specdemo.core.errors import UserError
 from specdemo.core.events import End, Event, Header, Loading, StepEvent
-from specdemo.core.explain import STYLES, draft_prob, explain, figure
+from specdemo.core.explain import STYLES, Decision, decision_of, explain, figure
 from specdemo.core.metrics import Metrics
-from specdemo.core.step import Step
 from specdemo.generate import generate
 from specdemo.recipe import Recipe
 from specdemo.worker import handle_signals
@@ -111,7 +110,7 @@ class Steps:
             f"drafted {len(step.draft)}  accepted {len(verdict.accepted)} ---"
         )
         for node, text in enumerate(event.draft_texts):
-            yield f"  {text!r:>16}  {_test(step, node)}  {explain(step, node, self._recipe)}"
+            yield f"  {text!r:>16}  {_test(decision_of(step, node, self._recipe))}  {explain(step, node, self._recipe)}"
         if step.searched:
             yield f"  committed {event.text!r}  best beam continues {event.pending_text!r}"
         if verdict.token is not None:
@@ -143,10 +142,11 @@ def _spans(event: StepEvent) -> Iterator[str]:
         yield f"{style}{text}{RESET}" if style else text
 
 
-def _test(step: Step, node: int) -> str:
-    p, q = step.verdict.p[node], draft_prob(step, node)
-    bound = None if p is None else min(1.0, p / q) if q else 0.0
-    return f"q={figure(q)}  p={figure(p)}  min(1,p/q)={figure(bound)}"
+def _test(decision: Decision) -> str:
+    """Return the figures that decided about a draft token, in columns of equal width."""
+    q = 1.0 if decision.q is None else decision.q
+    last = f"rank={decision.rank}" if decision.rank else f"bound={figure(decision.bound)}"
+    return f"q={figure(q)}  p={figure(decision.p)}  {last:<11}"
 
 
 def summary(metrics: Metrics) -> str:

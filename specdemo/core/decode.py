@@ -124,7 +124,8 @@ def decode(
             t=finished - start,
             policy=policy.notes if limit else {},
         )
-        policy.observe(step)
+        if step.verified:  # other steps contain neither an acceptance test nor the time of a pass
+            policy.observe(step)
         drafter.observe(step)
         yield (step := replace(step, host_s=clock() - verified))
         if (step.tokens and step.tokens[-1] in stop) or len(tokens) >= end:

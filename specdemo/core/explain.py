@@ -32,7 +32,7 @@ STYLES = {
 
 
 class Reason(Enum):
-    """Explanation templates. Placeholders: p, q, ratio (p/q), draw."""
+    """Explanation templates. Placeholders are fields of `Decision`."""
 
     MATCHED = "Accepted: the target sampled the same token."
     MISMATCHED = "Rejected: the target sampled another token."
@@ -40,21 +40,27 @@ class Reason(Enum):
     DECOUPLED = "Rejected: with the shared noise, the target sampled another token."
     TOP = "Accepted: it is the target's most probable token."
     NOT_TOP = "Rejected: it is not the target's most probable token."
-    RULE_ACCEPTED = "Accepted by the rule without a random draw: p = {p}, q = {q}."
-    RULE_REJECTED = "Rejected by the rule without a random draw: p = {p}, q = {q}."
-    SIBLING_ACCEPTED = "Accepted: the draw {draw} is below its share of the siblings' residual."
-    SIBLING_REJECTED = "Rejected: the draw {draw} is above its share of the siblings' residual."
-    CERTAIN = "Accepted for any draw: p/q = {ratio} is at least 1."
-    BELOW = "Accepted: the draw {draw} is below p/q = {ratio}."
-    ABOVE = "Rejected: the draw {draw} is above p/q = {ratio}."
+    NOT_TOP_RANKED = "Rejected: it is the target's choice number {rank}, with {p} against {best}."
+    RULE_ACCEPTED = "Accepted without a random draw: p = {p} reaches the rule's bound {bound}."
+    RULE_REJECTED = "Rejected without a random draw: p = {p} does not reach the rule's bound {bound}."
+    SIBLING_ACCEPTED = "Accepted: the draw {draw} is below its share {bound} of the siblings' residual."
+    SIBLING_REJECTED = "Rejected: the draw {draw} is not below its share {bound} of the siblings' residual."
+    CERTAIN = "Accepted for any draw: p/q is at least 1."
+    IMPOSSIBLE = "Rejected for any draw: the target never samples this token here."
+    BELOW = "Accepted: the draw {draw} is below p/q = {bound}."
+    ABOVE = "Rejected: the draw {draw} is not below p/q = {bound}."
     NOT_TESTED = "Not tested: an earlier draft token was rejected."
+    NOT_NEEDED = "Not tested: another continuation was accepted at this position."
+    AFTER_END = "Not tested: the text ended before it."
     LATE_ACCEPTED = "Accepted by a late response of the cloud."
     LATE_REJECTED = "Rejected by a late response of the cloud."
     DROPPED = "Discarded without verification."
     PROVISIONAL = "Unverified: the cloud was late, so the first draft token was committed."
     GATE = "Unverified: the drafter was confident, so the cloud was not queried."
     ALONE = "Unverified: the connection is lost, so the drafter decodes alone."
+    EDGE_ONLY = "Unverified: the drafter decodes alone in this mode."
     RESIDUAL = "Sampled from the residual max(p − q, 0), normalized."
+    SIBLINGS_RESIDUAL = "Sampled from the residual that the rejected siblings left of p."
     CORRECTION = "Chosen by the target where a draft token was rejected."
     BONUS = "All draft tokens were accepted; the same target pass gave this token."
     PLAIN = "Chosen by the target; the draft was empty."
@@ -66,15 +72,53 @@ FATES = {"confirmed": "The cloud confirmed it later.", "overruled": "The cloud l
 FALLBACKS = {"provisional": Reason.PROVISIONAL, "gate": Reason.GATE, "alone": Reason.ALONE}
 
 
+_SAMPLED = {  # rules that accept the token that the target samples
+    "match": (Reason.MATCHED, Reason.MISMATCHED),
+    "coupled": (Reason.COUPLED, Reason.DECOUPLED),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Figures that decided about a draft node; `None` where they played no part or are unknown.
+
+    With `rank`, the most probable token decides: `p` and `best` are probabilities of this and the most probable token.
+    Otherwise `draw`, or without a draw `p`, was compared with `bound`.
+    """
+
+    p: float | None = None
+    q: float | None = None  # None: a point mass
+    draw: float | None = None
+    bound: float | None = None
+    rank: int | None = None
+    best: float | None = None
+
+
+def decision_of(step: Step, node: int, recipe: Mapping[str, Any]) -> Decision:
+    verdict, draft = step.verdict, step.draft
+    q = None if draft.token_probs is None else draft.token_probs[node]
+    if takes_most_probable(recipe):
+        if not verdict.rank or not verdict.target_top:
+            return Decision(q=q)
+        top = verdict.target_top[draft.parents[node] + 1].top
+        return Decision(dict(top).get(draft.tokens[node]), q, rank=verdict.rank[node], best=top[0][1])
+    bound = verdict.bound[node] if verdict.bound else None
+    return Decision(verdict.p[node], q, verdict.draw[node], bound)
+
+
+def takes_most_probable(recipe: Mapping[str, Any]) -> bool:
+    """Return True if the target's most probable token decides: greedy decoding, or rule top1."""
+    return recipe.get("temperature") == 0 or recipe.get("rule") == "top1"
+
+
 def explain(step: Step, node: int | None, recipe: Mapping[str, Any]) -> str:
     """Explain the outcome of a draft node; without a node, the origin of the target's token."""
     text = reason_of(step, node, recipe).value
     if node is None:
         return text
-    p, q = step.verdict.p[node], draft_prob(step, node)
-    ratio = None if p is None else p / q if q else 0.0
-    figures = {"p": p, "q": q, "ratio": ratio, "draw": step.verdict.draw[node]}
-    return text.format(**{name: figure(value) for name, value in figures.items()})
+    decision = decision_of(step, node, recipe)
+    figures = {name: figure(getattr(decision, name)) for name in ("p", "q", "draw", "bound", "best")}
+    return text.format(**figures, rank=decision.rank)
 
 
 def reason_of(step: Step, node: int | None, recipe: Mapping[str, Any]) -> Reason:
@@ -86,27 +130,47 @@ def reason_of(step: Step, node: int | None, recipe: Mapping[str, Any]) -> Reason
     if verdict.p[node] is None:
         return Reason.LATE_ACCEPTED if accepted else Reason.LATE_REJECTED
     if verdict.beta[node] is None:
-        return Reason.NOT_TESTED
-    rule, draw = recipe.get("rule", "rejection"), verdict.draw[node]
-    if rule == "match":
-        return Reason.MATCHED if accepted else Reason.MISMATCHED
-    if rule == "coupled":
-        return Reason.COUPLED if accepted else Reason.DECOUPLED
-    if recipe.get("temperature") == 0 or rule == "top1":
-        return Reason.TOP if accepted else Reason.NOT_TOP
-    if draw is None:
+        return _reason_of_untested(step, node)
+    rule = recipe.get("rule", "rejection")
+    if rule in _SAMPLED:
+        return _SAMPLED[rule][0 if accepted else 1]
+    if takes_most_probable(recipe):
+        if accepted:
+            return Reason.TOP
+        ranked = decision_of(step, node, recipe)
+        return Reason.NOT_TOP_RANKED if ranked.rank and ranked.p is not None else Reason.NOT_TOP
+    return _reason_of_tested(step, node, accepted)
+
+
+def _reason_of_tested(step: Step, node: int, accepted: bool) -> Reason:
+    """Return the reason of a random test or of a comparison with a threshold."""
+    verdict, parents = step.verdict, step.draft.parents
+    bound = verdict.bound[node] if verdict.bound else None
+    if verdict.draw[node] is None:
         return Reason.RULE_ACCEPTED if accepted else Reason.RULE_REJECTED
-    parents = step.draft.parents
     if any(parents[m] == parents[node] and verdict.beta[m] is not None for m in range(node)):
         return Reason.SIBLING_ACCEPTED if accepted else Reason.SIBLING_REJECTED
-    if accepted and verdict.p[node] >= draft_prob(step, node):
-        return Reason.CERTAIN
-    return Reason.BELOW if accepted else Reason.ABOVE
+    if accepted:
+        return Reason.CERTAIN if bound == 1 else Reason.BELOW
+    return Reason.IMPOSSIBLE if bound == 0 else Reason.ABOVE
+
+
+def _reason_of_untested(step: Step, node: int) -> Reason:
+    """Return why the highest untested node above `node`, or the node itself, was not tested."""
+    verdict, draft = step.verdict, step.draft
+    path = draft.path(node)
+    if any(verdict.beta[above] is not None and above not in verdict.accepted for above in path):
+        return Reason.NOT_TESTED
+    first = next(above for above in path if verdict.beta[above] is None)
+    siblings = [other for other, parent in enumerate(draft.parents) if parent == draft.parents[first]]
+    return Reason.NOT_NEEDED if any(other in verdict.accepted for other in siblings) else Reason.AFTER_END
 
 
 def _reason_of_target_token(step: Step, recipe: Mapping[str, Any]) -> Reason:
     if step.fallback:
         return FALLBACKS[step.fallback]
+    if (recipe.get("cloud") or {}).get("mode") == "edge_only":
+        return Reason.EDGE_ONLY
     match step.kind:
         case Outcome.BONUS:
             return Reason.BONUS
@@ -114,14 +178,9 @@ def _reason_of_target_token(step: Step, recipe: Mapping[str, Any]) -> Reason:
             return Reason.SEARCHED if step.searched else Reason.PLAIN
     last = step.verdict.accepted[-1] if step.verdict.accepted else -1
     sampled = recipe.get("rule", "rejection") == "rejection" and recipe.get("temperature") != 0
-    one_child = step.draft.parents.count(last) == 1
-    adjusted = not recipe.get("skip_sample_adjustment")
-    return Reason.RESIDUAL if sampled and one_child and adjusted else Reason.CORRECTION
-
-
-def draft_prob(step: Step, node: int) -> float:
-    """Draft probability of a node; 1 for a point mass."""
-    return 1.0 if step.draft.token_probs is None else step.draft.token_probs[node]
+    if not sampled or recipe.get("skip_sample_adjustment"):
+        return Reason.CORRECTION
+    return Reason.RESIDUAL if step.draft.parents.count(last) == 1 else Reason.SIBLINGS_RESIDUAL
 
 
 def figure(x: float | None) -> str:

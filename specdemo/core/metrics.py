@@ -1,7 +1,7 @@
 """Figures of a run, folded over its steps, and bootstrap intervals of measured ratios.
 
-Two acceptance rates: `acceptance_rate` is accepted / drafted and falls with gamma; `alpha` is accepted / tested and
-estimates Leviathan's E[beta]. `mean_beta` estimates the same with lower variance.
+Two acceptance rates: `acceptance_rate` is accepted / drafted over verified drafts and falls with gamma; `alpha` is
+accepted / tested and estimates Leviathan's E[beta]. `mean_beta` estimates the same with lower variance.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ class Metrics:
     drafted: int = 0
     accepted: int = 0
     unverified: int = 0  # draft tokens committed without the target
+    unverified_drafted: int = 0  # draft tokens of steps that the target did not verify
+    target_passes: int = 0  # after the prefill
     beta: float = 0.0
     accepted_by_position: tuple[int, ...] = ()
     tested_by_position: tuple[int, ...] = ()
@@ -51,6 +53,8 @@ class Metrics:
             drafted=self.drafted + len(draft),
             accepted=self.accepted + outcomes.count(Outcome.ACCEPTED),
             unverified=self.unverified + outcomes.count(Outcome.UNVERIFIED),
+            unverified_drafted=self.unverified_drafted + (len(draft) if step.fallback else 0),
+            target_passes=self.target_passes + (0 if first else step.target_passes),
             beta=self.beta + sum(step.betas),
             tested_by_position=_counted(self.tested_by_position, [*tested.values()]),
             accepted_by_position=_counted(self.accepted_by_position, accepted, max(tested.values(), default=0)),
@@ -68,7 +72,7 @@ class Metrics:
 
     @property
     def acceptance_rate(self) -> float | None:
-        return _ratio(self.accepted, self.drafted)
+        return _ratio(self.accepted, self.drafted - self.unverified_drafted)
 
     @property
     def alpha(self) -> float | None:
@@ -84,8 +88,12 @@ class Metrics:
         return max(self.steps - 1, 0)
 
     @property
-    def tokens_per_target_pass(self) -> float | None:
+    def tokens_per_step(self) -> float | None:
         return _ratio(self.decode_tokens, self.decode_steps)
+
+    @property
+    def tokens_per_target_pass(self) -> float | None:
+        return _ratio(self.decode_tokens, self.target_passes)
 
     @property
     def decode_s(self) -> float:
@@ -99,8 +107,9 @@ class Metrics:
     def as_dict(self) -> dict[str, Any]:
         """Return the figures by name; None where a denominator is 0."""
         names = (
-            "tokens", "steps", "drafted", "tested", "accepted", "unverified", "acceptance_rate", "alpha", "mean_beta",
-            "tokens_per_target_pass", "ttft_s", "decode_s", "tokens_per_second", "draft_s", "verify_s", "host_s",
+            "tokens", "steps", "target_passes", "drafted", "tested", "accepted", "unverified", "acceptance_rate",
+            "alpha", "mean_beta", "tokens_per_step", "tokens_per_target_pass", "ttft_s", "decode_s",
+            "tokens_per_second", "draft_s", "verify_s", "host_s",
         )  # fmt: skip
         return {
             **{name: getattr(self, name) for name in names},

@@ -72,11 +72,16 @@ def rejection(
     against the residual (2211.17192 Algorithm 1; SpecInfer 2305.09781 Algorithm 3). `adjust=False` samples corrections
     from p, which is lossy.
     """
-    return _walk(draft, p, correct, start, adjust, lambda token, prob, q, row: accept.test(min(1.0, prob / q)))
+
+    def test(token: int, prob: float, q: float, row: Probs) -> tuple[bool, float, float]:
+        bound = min(1.0, prob / q)
+        return *accept.test(bound), bound
+
+    return _walk(draft, p, correct, start, adjust, test)
 
 
-def deterministic_rule(passes: Callable[[int, float, float, Probs, float], bool]) -> Callable[..., Verdict]:
-    """Build a rule that accepts a child iff `passes(token, p, q, row of p, threshold)`."""
+def threshold_rule(least: Callable[[float, Probs, float], float], *, strict: bool = False) -> Callable[..., Verdict]:
+    """Build a rule that accepts a child iff p reaches (`strict`: exceeds) `least(q, row of p, threshold)`."""
 
     def rule(
         draft: Draft,
@@ -88,25 +93,27 @@ def deterministic_rule(passes: Callable[[int, float, float, Probs, float], bool]
         threshold: float = 0.0,
         adjust: bool = False,
     ) -> Verdict:
-        return _walk(
-            draft,
-            p,
-            correct,
-            start,
-            adjust,
-            lambda token, prob, q, row: (passes(token, prob, q, row, threshold), None),
-        )
+        def test(token: int, prob: float, q: float, row: Probs) -> tuple[bool, None, float]:
+            bound = least(q, row, threshold)
+            return prob > bound or (prob == bound and not strict), None, bound
+
+        return _walk(draft, p, correct, start, adjust, test)
 
     return rule
 
 
-# top1: NASD's verification. ratio and threshold: common engineering shortcuts.
-# typical: Medusa's typical acceptance, p > min(e, sqrt(e) exp(-H(p))) (2401.10774, section 2.3.1).
-top1 = deterministic_rule(lambda token, p, q, row, threshold: token == _argmax(row))
-ratio = deterministic_rule(lambda token, p, q, row, threshold: p >= threshold * q)
-threshold = deterministic_rule(lambda token, p, q, row, threshold: p >= threshold)
-typical = deterministic_rule(
-    lambda token, p, q, row, threshold: p > min(threshold, math.sqrt(threshold) * math.exp(-_entropy(row)))
+def top1(
+    draft: Draft, p: ProbRows, accept: AcceptanceTest, correct: TokenSampler, start: int, *, adjust: bool = False
+) -> Verdict:
+    """Accept the target's most probable token: NASD's verification."""
+    return _walk(draft, p, correct, start, adjust, lambda token, prob, q, row: (token == _argmax(row), None, None))
+
+
+# Common engineering shortcuts, and Medusa's typical acceptance, p > min(e, sqrt(e) exp(-H(p))) (2401.10774, 2.3.1).
+ratio = threshold_rule(lambda q, row, threshold: threshold * q)
+threshold = threshold_rule(lambda q, row, threshold: threshold)
+typical = threshold_rule(
+    lambda q, row, threshold: min(threshold, math.sqrt(threshold) * math.exp(-_entropy(row))), strict=True
 )
 
 
@@ -137,27 +144,31 @@ def _walk(
     correct: TokenSampler,
     start: int,
     adjust: bool,
-    test: Callable[[int, float, float, Probs], tuple[bool, float | None]],
+    test: Callable[[int, float, float, Probs], tuple[bool, float | None, float | None]],
 ) -> Verdict:
-    """Descend to the first child that passes `test(token, p, q, row)`; sample a correction or bonus at the end."""
+    """Descend to the first child that passes; sample a correction or bonus at the end.
+
+    `test(token, p, q, row)` returns the decision, the random number and the bound, if the rule has them.
+    """
     node_probs = _node_probs(draft, p)
     draws: list[float | None] = [None] * len(draft)
     betas: list[float | None] = [None] * len(draft)
+    bounds: list[float | None] = [None] * len(draft)
     overlap = _overlaps(draft, p, node_probs)
     children = draft.children()
     accepted: list[int] = []
-    node, row = -1, p[0]
+    node, row, row_is_p = -1, p[0], True
     while node in children:
         row_is_p = True
         for child in children[node]:
             token = draft.tokens[child]
             prob = node_probs[child] if row_is_p else _prob(row, token)
             q = 1.0 if draft.token_probs is None else draft.token_probs[child]
-            passed, draws[child] = test(token, prob, q, row) if q > 0 else (False, None)
+            passed, draws[child], bounds[child] = test(token, prob, q, row) if q > 0 else (False, None, 0.0)
             betas[child] = overlap[child]
             if passed:
                 accepted.append(child)
-                node, row = child, p[child + 1]
+                node, row, row_is_p = child, p[child + 1], True
                 break
             if adjust:
                 row = without(row, token) if draft.probs is None else residual(row, draft.probs[child])
@@ -165,7 +176,10 @@ def _walk(
         else:
             break
     token = _sample(row, correct, start + len(accepted))
-    return Verdict(tuple(accepted), token, tuple(node_probs), tuple(draws), tuple(betas))
+    changed = None if row_is_p or isinstance(row, PointMass) else row
+    return Verdict(
+        tuple(accepted), token, tuple(node_probs), tuple(draws), tuple(betas), bound=tuple(bounds), residual=changed
+    )
 
 
 def _prob(row: Probs, token: int) -> float:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -94,13 +94,27 @@ def refuse_broken(largest: Sequence[float]) -> None:
         raise UserError("the model returned NaN or infinite logits: try dtype float32, or another checkpoint")
 
 
-def top_tokens(distributions: Tensor, count: int) -> tuple[TopTokens, ...]:
-    """Return the entropy and the `count` most probable tokens of each row of `[rows, vocab]`; omit zero mass."""
+def top_tokens(
+    distributions: Tensor, count: int, also: Sequence[Collection[int]] | None = None
+) -> tuple[TopTokens, ...]:
+    """Return the entropy and the `count` most probable tokens of each row of `[rows, vocab]`; omit zero mass.
+
+    The tokens `also[r]` are included for row r, even if their probability is 0.
+    """
     entropy = torch.special.entr(distributions).sum(-1).tolist()
     mass, tokens = distributions.topk(min(count, distributions.shape[-1]))
+    rows = [
+        {token: p for token, p in zip(*row, strict=True) if p > 0}
+        for row in zip(tokens.tolist(), mass.tolist(), strict=True)
+    ]
+    missing = [(r, token) for r, extra in enumerate(also or ()) for token in extra if token not in rows[r]]
+    if missing:
+        index, token_ids = torch.tensor(missing, device=distributions.device).T
+        for (r, token), p in zip(missing, distributions[index, token_ids].tolist(), strict=True):
+            rows[r][token] = p
     return tuple(
-        TopTokens(h, tuple((t, p) for t, p in zip(*row, strict=True) if p > 0))
-        for h, row in zip(entropy, zip(tokens.tolist(), mass.tolist(), strict=True), strict=True)
+        TopTokens(h, tuple(sorted(row.items(), key=lambda pair: -pair[1])))
+        for h, row in zip(entropy, rows, strict=True)
     )
 
 

@@ -84,7 +84,9 @@ class Verdict:
     """Result of verifying a draft.
 
     Per node: `p` is the target probability, `draw` the uniform number of the acceptance test, `beta` is
-    sum min(p, q) at its position (Leviathan et al. 2211.17192, Def. 3.3); `None` where not computed.
+    sum min(p, q) at its position (Leviathan et al. 2211.17192, Def. 3.3); `None` where not computed. `bound` is the
+    value that decided the test: the node was accepted if `draw` was below it or, without a draw, if p reached it. Later
+    siblings are tested against the residual of the earlier ones, so their bound is not min(1, p / q).
     `choices[r]` are the most probable target tokens after row r, best first: row 0 follows the last committed token,
     row i + 1 follows node i. Empty if the target was not queried.
     """
@@ -97,8 +99,12 @@ class Verdict:
     choices: tuple[tuple[int, ...], ...] = ()
     committed: tuple[int, ...] = ()  # by a beam search: undrafted tokens on which all beams agree
     pending: tuple[int, ...] = ()  # rest of the best beam
+    bound: tuple[float | None, ...] = ()
+    rank: tuple[int, ...] = ()  # of each node's token in the target's distribution, from 1; if requested
     target_top: tuple[TopTokens, ...] = ()  # per row, if requested
     draft_top: tuple[TopTokens, ...] = ()  # per node, if requested
+    token_top: TopTokens | None = None  # residual that `token` was sampled from, if requested
+    residual: Any = field(default=None, compare=False, repr=False)  # the same `[vocab]`; removed by the verifier
     notes: Mapping[str, float] = field(default_factory=dict)  # of the verifier: bytes, seconds, fallbacks
 
     @property
@@ -111,7 +117,15 @@ class Verdict:
         def shown(values: tuple[float | None, ...]) -> tuple[float | None, ...]:
             return tuple(v if len(draft.path(i)) <= keep else None for i, v in enumerate(values))
 
-        return replace(self, accepted=self.accepted[:keep], token=None, draw=shown(self.draw), beta=shown(self.beta))
+        return replace(
+            self,
+            accepted=self.accepted[:keep],
+            token=None,
+            draw=shown(self.draw),
+            beta=shown(self.beta),
+            bound=shown(self.bound),
+            token_top=None,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +170,29 @@ class Step:
         return "gate" if notes.get("escalated") == 0 else ""
 
     @property
+    def late(self) -> bool:
+        """True if a response to an earlier request verified this draft, without a target pass of its own."""
+        return "confirmed" in self.verdict.notes and not self.verdict.choices and not self.fallback
+
+    @property
+    def verified(self) -> bool:
+        """True if a target pass of this step verified the draft."""
+        return not self.fallback and not self.late
+
+    @property
+    def target_passes(self) -> int:
+        """Return the number of target passes that this step requested: 0 or 1."""
+        return int(self.verified or (self.fallback == "provisional" and not self.verdict.notes.get("pending")))
+
+    @property
     def searched(self) -> bool:
         """True for a step of a beam search, which may commit no tokens."""
         return not self.draft.tokens and self.verdict.token is None
+
+    @property
+    def accepted(self) -> int:
+        """Number of draft tokens that the target accepted."""
+        return 0 if self.fallback else len(self.verdict.accepted)
 
     @property
     def betas(self) -> list[float]:

@@ -88,12 +88,15 @@ def _step_to_json(event: StepEvent) -> dict[str, Any]:
         "choices": [list(row) for row in verdict.choices],
         "draw": list(verdict.draw),
         "beta": list(verdict.beta),
+        "bound": list(verdict.bound),
         **{name: getattr(step, name) for name in _STEP_NUMBERS},
         "policy": dict(step.policy),
         **({"remote": dict(verdict.notes)} if verdict.notes else {}),
         **searched,
         **({"laws": _tops_to_json(verdict.target_top)} if verdict.target_top else {}),
         **({"drafted": _tops_to_json(verdict.draft_top)} if verdict.draft_top else {}),
+        **({"token_top": _tops_to_json([verdict.token_top])[0]} if verdict.token_top else {}),
+        **({"rank": list(verdict.rank)} if verdict.rank else {}),
         **({"texts": texts} if texts else {}),
         "text": event.text,
         "pieces": list(event.pieces),
@@ -176,11 +179,28 @@ def step_from_json(value: Mapping[str, Any]) -> Step:
             committed=() if pending is None else tuple(value["tokens"]),
             pending=tuple(pending or ()),
             target_top=_tops_from_json(value.get("laws")),
+            bound=_bounds(value),
+            rank=tuple(value.get("rank") or ()),
             draft_top=_tops_from_json(value.get("drafted")),
+            token_top=next(iter(_tops_from_json([value["token_top"]])), None) if value.get("token_top") else None,
             notes=dict(value.get("remote") or {}),
         ),
         **{name: value[name] for name in _STEP_NUMBERS},
         policy=dict(value.get("policy", {})),
+    )
+
+
+def _bounds(value: Mapping[str, Any]) -> tuple[float | None, ...]:
+    """Return the bounds of the acceptance tests; older traces lack them, and chains with draws determine them."""
+    if "bound" in value:
+        return tuple(value["bound"])
+    n = len(value["draft"])
+    if value["parents"] != list(range(-1, n - 1)):
+        return (None,) * n
+    q = value["q"] or [1.0] * n
+    return tuple(
+        None if draw is None or p is None else min(1.0, p / max(q, 1e-30))
+        for p, q, draw in zip(value["p"], q, value["draw"], strict=True)
     )
 
 
@@ -191,6 +211,7 @@ def _tops_from_json(values: Iterable[Mapping[str, Any]] | None) -> tuple[TopToke
 # --- files from outside --------------------------------------------------------------------------------------------
 
 MAX_NODES, MAX_TOKENS = 1024, 4096  # per step
+MAX_RECORDED = 4096  # tokens of a distribution: the most probable ones of target and drafts, and the drafted ones
 
 Id = Annotated[int, Field(ge=0, lt=1 << 31)]
 Number = Annotated[float, Field(ge=-1e12, le=1e12)]
@@ -249,7 +270,7 @@ class _Header(_Line):
 
 class _TopTokens(_Line):
     entropy: Number
-    top: Annotated[list[tuple[Id, _Probability]], Field(max_length=64)]
+    top: Annotated[list[tuple[Id, _Probability]], Field(max_length=MAX_RECORDED)]
 
 
 class _Memory(_Line):
@@ -275,6 +296,8 @@ class _Step(_Line):
     choices: list[Annotated[list[Id], Field(min_length=1, max_length=MAX_NODES)]]
     draw: list[_Probability | None]
     beta: list[_Probability | None]
+    bound: list[_Probability | None] = []
+    rank: Annotated[list[Id], Field(max_length=MAX_NODES)] = []
     gamma: Annotated[int, Field(ge=0, le=1024)]
     draft_s: Seconds
     verify_s: Seconds
@@ -286,6 +309,7 @@ class _Step(_Line):
     pending_text: Text | None = None
     laws: list[_TopTokens] | None = None
     drafted: list[_TopTokens] | None = None
+    token_top: _TopTokens | None = None
     texts: dict[Annotated[str, Field(pattern="^[0-9]{1,10}$")], Text] | None = None
     memory: _Memory = _Memory()
 
@@ -294,7 +318,7 @@ class _Step(_Line):
         """Require an entry per node, parents before children, and an accepted path that starts at the root."""
         n = len(self.draft)
         per_node = [self.draft_text, self.parents, self.p, self.draw, self.beta]
-        per_node += [values for values in (self.q, self.drafted) if values]
+        per_node += [values for values in (self.q, self.drafted, self.bound, self.rank) if values]
         if any(len(values) != n for values in per_node):
             raise ValueError("the lists of a draft differ in length")
         if any(not -1 <= parent < node for node, parent in enumerate(self.parents)):

@@ -21,7 +21,8 @@ from specdemo.core.decode import Verifier
 from specdemo.core.errors import UserError
 from specdemo.core.rules import RULES
 from specdemo.core.sampling import top_tokens
-from specdemo.core.step import Draft, Verdict, common_prefix
+from specdemo.core.step import Draft, TopTokens, Verdict, common_prefix
+from specdemo.core.verifier import position_tokens
 from specdemo.models.load import read_tokenizer
 from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import fingerprint
@@ -139,9 +140,17 @@ class RemoteVerifier:
             except FutureTimeout:
                 self._late = future, len(tokens)
                 return provisional_verdict(draft, notes)
-        probs = draft.probs if self._top and isinstance(draft.probs, Tensor) else None
-        draft_top = () if probs is None else top_tokens(probs, self._top)
-        return replace(verdict_from_response(response, draft, draft_top), notes={**notes, **measured})
+        verdict = replace(verdict_from_response(response, draft), notes={**notes, **measured})
+        return replace(verdict, draft_top=self._draft_top(draft, verdict))
+
+    def _draft_top(self, draft: Draft, verdict: Verdict) -> tuple[TopTokens, ...]:
+        """Return the most probable tokens of each draft distribution, and those of the target at its position."""
+        if not (self._top and isinstance(draft.probs, Tensor) and draft.tokens):
+            return ()
+        tokens = position_tokens(draft, verdict.token, verdict.accepted)
+        for row, top in zip(tokens, verdict.target_top, strict=False):
+            row.update(token for token, _ in top.top if token < draft.probs.shape[-1])
+        return top_tokens(draft.probs, self._top, [tokens[parent + 1] for parent in draft.parents])
 
     def _exchange(
         self, tokens: list[int], draft: Draft, hard_mask: Sequence[int] | None
@@ -220,7 +229,7 @@ class RemoteVerifier:
             try:
                 _, measured = late.result(self._deadlines.deadline_s)
             except FutureTimeout:
-                return provisional_verdict(draft, notes)
+                return provisional_verdict(draft, {**notes, "pending": 1.0})
         else:
             _, measured = interruptible(late.result)
         self._late = None

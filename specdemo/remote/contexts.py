@@ -136,6 +136,9 @@ def _response(request: VerifyRequest, draft: Draft, verdict: Verdict) -> VerifyR
         draws=draws if draws and len(draws) == len(tested) else None,
         choices=[list(row) for row in verdict.choices],
         target_top=[TopTokensMessage.of(top) for top in verdict.target_top] or None,
+        bounds=list(verdict.bound) or None if request.top else None,
+        ranks=list(verdict.rank) or None,
+        token_top=None if verdict.token_top is None else TopTokensMessage.of(verdict.token_top),
         metrics=VerifyMetrics(
             alpha_mean=sum(alphas) / len(alphas) if alphas else None,
             la_over_k=len(verdict.accepted) / request.k if request.k else None,

@@ -174,6 +174,9 @@ class VerifyResponse(NetworkMessage):
     draws: list[float] | None = None  # of the tested nodes
     choices: list[list[Token]] = []  # of each row
     target_top: Annotated[list[TopTokensMessage] | None, _key("laws")] = None
+    bounds: list[float | None] | None = None  # of each node; with `top`, like the next two
+    ranks: list[Count] | None = None  # of each node
+    token_top: TopTokensMessage | None = None
     metrics: VerifyMetrics = VerifyMetrics()
 
     @property
@@ -295,12 +298,14 @@ def check_response(response: VerifyResponse, draft: Draft) -> None:
         )
         or any(node >= len(draft) for node in response.tested or ())
         or (response.tested is not None and len(response.draws or response.tested) != len(response.tested))
+        or any(values and len(values) != len(draft) for values in (response.bounds, response.ranks))
+        or len(response.target_top or response.choices) != len(response.choices)
         or response.token is None
     ):
         raise UserError("the cloud's response does not fit the draft: use the same version at both ends")
 
 
-def verdict_from_response(response: VerifyResponse, draft: Draft, draft_top: tuple = ()) -> Verdict:
+def verdict_from_response(response: VerifyResponse, draft: Draft) -> Verdict:
     """Convert a response to a verdict; beta is min(1, p / q), with mean sum min(p, q) over q."""
     accepted = tuple(response.accepted_nodes)
     tested = response.tested
@@ -318,9 +323,16 @@ def verdict_from_response(response: VerifyResponse, draft: Draft, draft_top: tup
         tuple(draws),
         tuple(betas),
         tuple(map(tuple, response.choices)),
+        bound=tuple(response.bounds or _bounds(draws, betas)),
+        rank=tuple(response.ranks or ()),
         target_top=tuple(top.decoded() for top in response.target_top or ()),
-        draft_top=draft_top,
+        token_top=None if response.token_top is None else response.token_top.decoded(),
     )
+
+
+def _bounds(draws: Sequence[float | None], betas: Sequence[float | None]) -> list[float | None]:
+    """Return the bounds of random acceptance tests without siblings, which are min(1, p / q)."""
+    return [None if draw is None else beta for draw, beta in zip(draws, betas, strict=True)]
 
 
 def acceptance_prob(p: float, draft: Draft, node: int) -> float:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from specdemo.core.events import End, Event, Header, Loading, StepEvent
-from specdemo.core.explain import FATES, REASON_INDEX, Reason, reason_of
+from specdemo.core.explain import FATES, REASON_INDEX, Reason, decision_of, reason_of
 from specdemo.core.step import Outcome
 from specdemo.core.trace import ReadLimits, read
 from specdemo.ui.labels import guarantee, sameness, tiles, verdict
@@ -22,26 +22,36 @@ from specdemo.ui.lane import LANES, PLAIN, SPEC, Lane, mode, title
 ENDS = {"stop": ("done", "the text ended"), "length": ("done", "limit reached"), "cancelled": ("stopped", "")}
 LOST = "Connection to the cloud lost: the drafter continues alone."
 
-Cell = list  # [kind, text, token id, p, q, draw]: positional, since a page has thousands
+Cell = list  # [kind, text, token id, p, q, draw, bound, rank, best]: positional, since a page has thousands
 
 
-def cells(event: StepEvent) -> list[Cell]:
-    """Return the tokens of a step in reading order. Unverified tokens have the kind `accepted`."""
-    verdict, rows = event.step.verdict, []
-    for shown in event.shown():
-        kind = Outcome.ACCEPTED if shown.outcome is Outcome.UNVERIFIED else shown.outcome
-        numbers: list[float | None] = [None] * 3
-        if shown.node is not None:
-            numbers = [xs and xs[shown.node] for xs in (verdict.p, event.step.draft.token_probs, verdict.draw)]
-        rows.append([kind, shown.text, shown.token, *(x if x is None else float(f"{x:.4g}") for x in numbers)])
-    return rows
+def cells(event: StepEvent, recipe: Mapping[str, Any]) -> list[Cell]:
+    """Return the tokens of a step in reading order. Unverified tokens have the kind `accepted`.
+
+    The figures of a draft token are those of its `Decision`.
+    """
+    return [_cell(event, shown.outcome, shown.text, shown.token, shown.node, recipe) for shown in event.shown()]
+
+
+def _cell(
+    event: StepEvent, outcome: Outcome, text: str, token: int, node: int | None, recipe: Mapping[str, Any]
+) -> Cell:
+    kind = Outcome.ACCEPTED if outcome is Outcome.UNVERIFIED else outcome
+    if node is None:
+        return [kind, text, token]
+    d = decision_of(event.step, node, recipe)
+    return [kind, text, token, _short(d.p), _short(d.q), _short(d.draw), _short(d.bound), d.rank, _short(d.best)]
+
+
+def _short(x: float | None) -> float | None:
+    return None if x is None else float(f"{x:.4g}")
 
 
 def _record_of_step(name: str, event: StepEvent, recipe: Any) -> dict[str, Any]:
     """Cells `c`, indices `w` of their explanations, reason `by` of a missing verification, later `fate`."""
     step, notes = event.step, event.step.verdict.notes
     reasons = [REASON_INDEX[reason_of(step, shown.node, recipe)] for shown in event.shown()]
-    record = {"l": name, "i": step.i, "t": round(step.t, 4), "c": cells(event), "w": reasons}
+    record = {"l": name, "i": step.i, "t": round(step.t, 4), "c": cells(event, recipe), "w": reasons}
     if step.searched:
         record["ahead"] = event.pending_text
     if step.fallback:

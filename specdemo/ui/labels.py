@@ -58,9 +58,9 @@ def tiles(lanes: Mapping[str, Lane]) -> dict[str, tuple[str, str]]:
     return {
         "acceptance": (
             percent(m.acceptance_rate),
-            f"{m.accepted} of {m.drafted} drafted · α {number(m.alpha, 2)}" if m.drafted else "nothing drafted",
+            _acceptance_note(m),
         ),
-        "tokens_per_pass": (number(m.tokens_per_target_pass, 2), f"{m.decode_steps} target passes"),
+        "tokens_per_pass": _tokens_per_pass(lane),
         "tokens_per_second": (number(m.tokens_per_second, 1), f"{m.tokens} tokens, without prefill"),
         "ttft": (_milliseconds(m.ttft_s), "from the worker's start"),
         "memory": (
@@ -72,6 +72,21 @@ def tiles(lanes: Mapping[str, Lane]) -> dict[str, tuple[str, str]]:
             "no baseline measured" if ratio is None else "against AR decoding",
         ),
     }
+
+
+def _acceptance_note(m: Metrics) -> str:
+    if not m.drafted:
+        return "nothing drafted"
+    unverified = f" · {m.unverified} unverified" if m.unverified else ""
+    return f"{m.accepted} of {m.drafted - m.unverified_drafted} drafted · α {number(m.alpha, 2)}{unverified}"
+
+
+def _tokens_per_pass(lane: Lane) -> tuple[str, str]:
+    """Return the figure and the number of passes that were executed."""
+    m = lane.metrics
+    if mode(lane.recipe) == "edge_only":
+        return NOTHING, f"{m.decode_steps} passes of the drafter, none of the target"
+    return number(m.tokens_per_target_pass, 2), f"{m.target_passes} target passes"
 
 
 def lane_speedup(lanes: Mapping[str, Lane], name: str = SPEC) -> float | None:
@@ -167,7 +182,7 @@ def _speculation(lane: Lane, spec: Metrics, baseline: Metrics, ratio: float, spe
         outcome = "Speculation made no difference"
     words = [
         f"{outcome}: {speeds}",
-        f"A step gave {spec.tokens_per_target_pass:.2f} tokens and took {draft + verify + host:.2f} AR steps "
+        f"A step gave {spec.tokens_per_step:.2f} tokens and took {draft + verify + host:.2f} AR steps "
         f"(drafting {draft:.2f}, verifying {verify:.2f}, host {host:.2f}).",
         _prediction(lane, draft, verify, host),
     ]

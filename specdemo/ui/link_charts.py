@@ -88,8 +88,8 @@ def _verification(step: Step) -> Iterator[tuple[str, float]]:
 
 def measures(steps: Sequence[Step]) -> list[list[str]]:
     """Return the table of the practice guide, section 9: a total, then a row per step."""
-    drafted = list(accumulate(len(step.draft) for step in steps))
-    accepted = list(accumulate(len(step.verdict.accepted) for step in steps))
+    drafted = list(accumulate(0 if step.fallback else len(step.draft) for step in steps))
+    accepted = list(accumulate(step.accepted for step in steps))
     rows = [
         _row(str(step.i), [step], kept / tried if tried else None)
         for step, kept, tried in zip(steps, accepted, drafted, strict=True)
@@ -100,7 +100,7 @@ def measures(steps: Sequence[Step]) -> list[list[str]]:
 
 def _row(name: str, steps: Sequence[Step], cumulative: float | None) -> list[str]:
     """Sums over `steps`; ratios of sums, means of shares."""
-    k, accepted = sum(len(step.draft) for step in steps), sum(len(step.verdict.accepted) for step in steps)
+    k, accepted = sum(len(step.draft) for step in steps), sum(step.accepted for step in steps)
     betas = [beta for step in steps for beta in step.betas]
 
     def noted(name: str) -> list[float]:
@@ -172,7 +172,7 @@ def timeline_svg(steps: Sequence[Step], first: int, count: int) -> str:
         at = x(next((begin for activity, begin, _ in step_parts if activity != "idle"), step_parts[-1][1]))
         shapes.append(f'<line class="edge" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP - 6}" y2="{TOP + 3 * ROW}"/>')
         if at - last > 46:
-            caption = f"{step.i}: {len(step.verdict.accepted)}/{len(step.draft)}"
+            caption = f"{step.i}: {step.accepted}/{len(step.draft)}"
             shapes.append(f'<text class="caption" x="{at + 2:.1f}" y="14">{caption}</text>')
             last = at
         shapes += [_bar(activity, seconds, x(begin), seconds * scale) for activity, begin, seconds in step_parts]

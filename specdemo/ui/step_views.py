@@ -7,11 +7,12 @@ import io
 import json
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 from xml.sax.saxutils import escape
 
 from specdemo.core.events import StepEvent
-from specdemo.core.explain import STYLES, Reason, draft_prob, explain, reason_of
+from specdemo.core.explain import STYLES, Reason, decision_of, explain, reason_of, takes_most_probable
 from specdemo.core.policies import CostModel
 from specdemo.core.simulate import other_gammas
 from specdemo.core.step import Outcome, Step, TopTokens
@@ -31,6 +32,7 @@ _LINK_FACTS = (  # name in the trace, label, scale, digits
     ("hard_ratio", "hard", 1, 2),
 )
 COMPLETE = 1e-4  # unrecorded mass of a distribution that counts as 0
+MAX_BARS, OTHERS, VISIBLE = 8, "others", 5e-4
 WIDTH = 96  # characters of a line
 LINE, CHAR, SIZE, EDGE = 22, 8.0, 13, 16  # pixels
 MAX_LINES = 2_000
@@ -60,7 +62,7 @@ def step_picture(lane: Lane, i: int) -> dict[str, Any] | None:
 
 def _node(lane: Lane, event: StepEvent, node: int, names: Mapping[int, str]) -> dict[str, Any]:
     step, verdict = event.step, event.step.verdict
-    p, q, outcome = verdict.p[node], draft_prob(step, node), step.outcome(node)
+    decision, outcome = decision_of(step, node, lane.recipe), step.outcome(node)
     target = verdict.target_top[step.draft.parents[node] + 1] if verdict.target_top else None
     drafter = verdict.draft_top[node] if verdict.draft_top else None
     return {
@@ -68,15 +70,11 @@ def _node(lane: Lane, event: StepEvent, node: int, names: Mapping[int, str]) -> 
         "token": step.draft.tokens[node],
         "parent": step.draft.parents[node],
         "state": Outcome.ACCEPTED if outcome is Outcome.UNVERIFIED else outcome,
-        "p": p,
-        "q": q,
-        "bound": None if p is None else min(1.0, p / q) if q else 0.0,
-        "draw": verdict.draw[node],
-        "beta": verdict.beta[node],
-        "point": step.draft.token_probs is None,
+        **asdict(decision),
+        "beta": None if takes_most_probable(lane.recipe) else verdict.beta[node],
         "entropy_p": target.entropy if target else None,
         "entropy_q": drafter.entropy if drafter else None,
-        "bars": _bars(target.top, _draft_top(step, node, drafter), names) if target else [],
+        "bars": _node_bars(target, _draft_top(step, node, drafter), names, step.draft.tokens[node]) if target else [],
         "words": explain(step, node, lane.recipe),
     }
 
@@ -87,12 +85,30 @@ def _draft_top(step: Step, node: int, top: TopTokens | None) -> TopList:
     return () if step.draft.token_probs else ((step.draft.tokens[node], 1.0),)
 
 
-def _bars(p_top: TopList, q_top: TopList, names: Mapping[int, str]) -> Bars:
-    """Top tokens of either distribution, by probability. Unrecorded masses are None."""
-    ps, qs = dict(p_top), dict(q_top)
+def _node_bars(target: TopTokens, q_top: TopList, names: Mapping[int, str], drafted: int) -> Bars:
+    """Return p and q of the most probable tokens of either, of the drafted token, and of all others together."""
+    ps, qs = dict(target.top), dict(q_top)
     missing = [0.0 if sum(masses.values()) > 1 - COMPLETE else None for masses in (ps, qs)]
     tokens = sorted(ps.keys() | qs.keys(), key=lambda token: -max(ps.get(token, 0), qs.get(token, 0)))
-    return [(names.get(token, f"id {token}"), ps.get(token, missing[0]), qs.get(token, missing[1])) for token in tokens]
+    shown = _limited(tokens, drafted)
+    bars = [(_name(token, names), ps.get(token, missing[0]), qs.get(token, missing[1])) for token in shown]
+    return [*bars, *_others(bars)]
+
+
+def _limited(tokens: Sequence[int], *required: int) -> list[int]:
+    """Return the first `MAX_BARS` tokens, and the required ones."""
+    return [token for i, token in enumerate(tokens) if i < MAX_BARS or token in required]
+
+
+def _others(bars: Bars) -> Bars:
+    """Return a bar for the mass of all tokens without a bar, if it is visible."""
+    ps, qs = [p for _, p, _ in bars if p is not None], [q for _, _, q in bars if q is not None]
+    p, q = max(0.0, 1 - sum(ps)), max(0.0, 1 - sum(qs)) if qs else None
+    return [(OTHERS, p, q)] if max(p, q or 0.0) >= VISIBLE else []
+
+
+def _name(token: int, names: Mapping[int, str]) -> str:
+    return names.get(token, f"id {token}")
 
 
 def _names(events: Sequence[StepEvent]) -> dict[int, str]:
@@ -109,31 +125,45 @@ def _target_token(lane: Lane, event: StepEvent, names: Mapping[int, str]) -> dic
     step, verdict = event.step, event.step.verdict
     if verdict.token is None:
         return None
-    residual = reason_of(step, None, lane.recipe) is Reason.RESIDUAL and bool(verdict.target_top)
+    residual = reason_of(step, None, lane.recipe) in (Reason.RESIDUAL, Reason.SIBLINGS_RESIDUAL)
+    top = _residual(step) if residual else _target_row(step)
     return {
         "text": event.pieces[-1],
         "token": verdict.token,
         "kind": step.kind,
-        "law": "residual" if residual else "p",
+        "law": "residual" if residual and top else "p",
         "words": explain(step, None, lane.recipe),
-        "bars": _target_bars(step, names, residual) if verdict.target_top else [],
+        "bars": _token_bars(top or _target_row(step), names, verdict.token),
     }
 
 
-def _target_bars(step: Step, names: Mapping[int, str], residual: bool) -> Bars:
+def _target_row(step: Step) -> TopList:
+    accepted = step.verdict.accepted
+    return step.verdict.target_top[(accepted[-1] if accepted else -1) + 1].top if step.verdict.target_top else ()
+
+
+def _residual(step: Step) -> TopList:
+    """Return the residual of recorded tokens; older traces of chains contain p and q of some of them."""
     verdict = step.verdict
+    if verdict.token_top is not None:
+        return verdict.token_top.top
     last = verdict.accepted[-1] if verdict.accepted else -1
-    top = verdict.target_top[last + 1].top
-    if not residual:
-        return [(text, p, None) for text, p, _ in _bars(top, (), names)]
     child = step.draft.parents.index(last)
     mass = 1 - (verdict.beta[child] or 0.0)
-    q_top = verdict.draft_top[child].top if verdict.draft_top else ((step.draft.tokens[child], 1.0),)
-    return [
-        (text, max(p - q, 0) / mass if mass > 0 else p, None)
-        for text, p, q in _bars(top, q_top, names)
-        if p is not None and q is not None
-    ]
+    if not verdict.target_top or mass <= 0 or step.draft.parents.count(last) > 1:
+        return ()
+    qs = dict(_draft_top(step, child, verdict.draft_top[child] if verdict.draft_top else None))
+    missing = 0.0 if sum(qs.values()) > 1 - COMPLETE else None
+    pairs = ((token, p, qs.get(token, missing)) for token, p in _target_row(step))
+    return [(token, max(p - q, 0) / mass) for token, p, q in pairs if q is not None]
+
+
+def _token_bars(top: TopList, names: Mapping[int, str], committed: int) -> Bars:
+    """Return the distribution that the target's token was sampled from; the committed token is always included."""
+    masses = dict(top)
+    tokens = sorted((token for token in masses if masses[token] > 0 or token == committed), key=lambda t: -masses[t])
+    bars = [(_name(token, names), masses[token], None) for token in _limited(tokens, committed)]
+    return [*bars, *_others(bars)] if bars else []
 
 
 def _facts(step: Step) -> list[tuple[str, str]]:
@@ -150,7 +180,9 @@ def _summary(step: Step) -> str:
         return f"Step of a beam search: all beams agree on {len(step.tokens)} tokens."
     if not step.draft.tokens:
         return "The draft was empty, so the step gave one token."
-    return f"Drafted {len(step.draft)}, accepted {len(step.verdict.accepted)}, committed {len(step.tokens)}."
+    if step.fallback:
+        return f"Drafted {len(step.draft)}, committed {len(step.tokens)} without the target."
+    return f"Drafted {len(step.draft)}, accepted {step.accepted}, committed {len(step.tokens)}."
 
 
 STEP_COLUMNS = (
@@ -167,7 +199,7 @@ def step_table(lane: Lane) -> list[list[Any]]:
             step.gamma,
             len(step.draft),
             step.tested,
-            len(step.verdict.accepted),
+            step.accepted,
             len(step.tokens),
             step.kind,
             round(sum(step.betas) / step.tested, 3) if step.tested else None,

@@ -87,7 +87,7 @@ def point_of(run: Run | None) -> TheoryPoint:
     if lane is None:
         raise UserError("The last run was AR decoding: choose another method to get a point on these curves")
     m = lane.metrics
-    tokens = m.tokens_per_target_pass
+    tokens = m.tokens_per_step
     if lane.alpha is None or m.acceptance_rate is None or not tokens:
         raise UserError("The last run tested no draft tokens: choose a method or prompt that drafts")
     gamma = m.drafted / m.decode_steps

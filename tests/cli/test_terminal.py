@@ -67,7 +67,7 @@ def test_coloured_text_loses_no_character(
     assert head["exact"] and " exact " in shown
 
 
-def test_steps_in_words(models: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_as_text(models: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", PROMPT, *pair(models), "--steps", "--gamma", "4"]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"step 1  position \d+  gamma 4  drafted 4  accepted \d", shown)

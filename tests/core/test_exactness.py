@@ -281,17 +281,17 @@ def test_mutant_lenient_acceptance(lenience: float) -> None:
 
 
 def chi_square(shared: bool) -> float:
-    """Chi-square statistic of 12,000 samples with one draft token each."""
+    """Chi-square statistic of 4,000 samples with one draft token each."""
     p = torch.tensor([0.5, 0.3, 0.15, 0.05])
     q = torch.tensor([0.1, 0.2, 0.3, 0.4])
     streams = ["draft", "draft", "draft"] if shared else ["draft", "accept", "correct"]
     counts = [0] * 4
-    for seed in range(12_000):
+    for seed in range(4_000):
         draw, accept, correct = (Noise(seed, stream) for stream in streams)
         token = draw.sample(q)
         verdict = rejection(Draft.chain((token,), (float(q[token]),), q[None]), torch.stack([p, p]), accept, correct, 1)
         counts[token if verdict.accepted else verdict.token] += 1
-    return sum((n - 12_000 * x) ** 2 / (12_000 * x) for n, x in zip(counts, p.tolist(), strict=True))
+    return sum((n - 4_000 * x) ** 2 / (4_000 * x) for n, x in zip(counts, p.tolist(), strict=True))
 
 
 def test_noise_streams_are_independent_and_sharing_is_detected() -> None:

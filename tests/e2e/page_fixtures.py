@@ -11,7 +11,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ class Scripts:
         yield end()
 
     def refused(self, recipe: Recipe) -> Iterator[dict[str, Any]]:
-        raise UserError(f"no such thing as {MARKUP}")
+        raise UserError(f"unknown method {MARKUP}")
         yield
 
     def broken(self, recipe: Recipe) -> Iterator[dict[str, Any]]:
@@ -244,13 +244,18 @@ RULES = {
 }  # other rules do not depend on colours
 
 
-def grave(page: Page, scheme: str) -> list[Any]:
-    """Serious and critical axe violations with their first four elements."""
+def grave(page: Page, schemes: Iterable[str] = RULES) -> list[Any]:
+    """Serious and critical axe violations with their first four elements, in each colour scheme."""
+    violations = []
+    page.add_style_tag(content="* { transition: none !important }")  # measure final colours
+    for scheme in schemes:
+        page.evaluate("dark => document.body.classList.toggle('dark', dark)", scheme == "dark")
+        result = Axe().run(page, options={"resultTypes": ["violations"], **RULES[scheme]})
+        violations += [(scheme, violation) for violation in result.response["violations"]]
+    page.evaluate("document.body.classList.remove('dark')")
     return [
-        (violation["id"], [node["target"] for node in violation["nodes"]][:4])
-        for violation in Axe()
-        .run(page, options={"resultTypes": ["violations"], **RULES[scheme]})
-        .response["violations"]
+        (scheme, violation["id"], [node["target"] for node in violation["nodes"]][:4])
+        for scheme, violation in violations
         if violation["impact"] in ("serious", "critical")
     ]
 

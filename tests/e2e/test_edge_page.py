@@ -17,7 +17,6 @@ from e2e.limited_page import limited_page
 from e2e.page_fixtures import (
     CODE,
     PATIENCE,
-    RULES,
     drawn,
     grave,
     open_group,
@@ -37,9 +36,9 @@ from specdemo.ui.limits import PUBLIC
 from specdemo.ui.page import build, launch_options
 from specdemo.ui.tabs import edge as modes
 
-LOOKS = """tokens => tokens.map((token) => {
-    const look = getComputedStyle(token);
-    return { style: look.fontStyle, ground: look.backgroundColor, fate: token.parentElement.dataset.fate };
+STYLES = """tokens => tokens.map((token) => {
+    const computed = getComputedStyle(token);
+    return { style: computed.fontStyle, ground: computed.backgroundColor, fate: token.parentElement.dataset.fate };
 })"""
 
 
@@ -81,7 +80,7 @@ def process(served: Any) -> ServiceProcess:
     return only
 
 
-def test_a_run_over_the_link_is_that_of_this_machine_and_its_tab_is_its_trace(tab: Any, served: Any) -> None:
+def test_remote_run_equals_the_local_run_and_its_tab_shows_the_trace(tab: Any, served: Any) -> None:
     page = tab()
     at_the_cloud(page)
     for name, value in (("rtt-ms", 10), ("gate-ratio", 0.4)):
@@ -126,7 +125,7 @@ def test_a_run_over_the_link_is_that_of_this_machine_and_its_tab_is_its_trace(ta
     expect(page.locator("#rtt-ms input")).to_have_value("0")
 
 
-def test_a_service_that_is_not_there_is_said_and_the_next_run_works(tab: Any, served: Any) -> None:
+def test_unreachable_service_is_reported_and_the_next_run_works(tab: Any, served: Any) -> None:
     page = tab()
     linked(page, served, mode="speculative", remote="http://127.0.0.1:1", max_tokens=8)
     expect(page.get_by_text("This link has prompts sent to http://127.0.0.1:1")).to_be_visible()
@@ -140,7 +139,7 @@ def test_a_service_that_is_not_there_is_said_and_the_next_run_works(tab: Any, se
     status(page, "done: 8 tokens")
 
 
-def test_what_comes_too_late_is_italic_until_it_is_confirmed(tab: Any, served: Any) -> None:
+def test_provisional_tokens_are_italic_until_confirmed(tab: Any, served: Any) -> None:
     page = tab()
     linked(page, served, mode="speculative", rtt_ms=60, deadline_ms=20, provisional=True, temperature=0, max_tokens=24)
     run(page, CODE)
@@ -155,15 +154,15 @@ def test_what_comes_too_late_is_italic_until_it_is_confirmed(tab: Any, served: A
     for fate, count in fates.items():
         expect(page.locator(f"#lane-spec [data-fate={fate}]")).to_have_count(count)
     expect(page.locator("[data-legend=unseen]")).to_be_visible()
-    looks = page.eval_on_selector_all("#lane-spec [data-fate] .tok[data-kind=accepted]", LOOKS)
-    assert {look["style"] for look in looks} == {"italic"}
-    by_fate = {fate: {look["ground"] for look in looks if look["fate"] == fate} for fate in fates if fates[fate]}
+    styles = page.eval_on_selector_all("#lane-spec [data-fate] .tok[data-kind=accepted]", STYLES)
+    assert {style["style"] for style in styles} == {"italic"}
+    by_fate = {fate: {style["ground"] for style in styles if style["fate"] == fate} for fate in fates if fates[fate]}
     assert all(len(grounds) == 1 for grounds in by_fate.values()) and len(set(map(str, by_fate.values()))) == len(
         by_fate
     )
 
 
-def test_stop_needs_no_answer_and_a_lost_cloud_is_told_of_in_the_text(tab: Any, served: Any) -> None:
+def test_lost_connection_is_noted_and_stop_needs_no_response(tab: Any, served: Any) -> None:
     page = tab()
     linked(page, served, mode="speculative", on_loss="edge", lost_after_s=1, rtt_ms=20, max_tokens=48)
     run(page, CODE)
@@ -188,7 +187,7 @@ def test_stop_needs_no_answer_and_a_lost_cloud_is_told_of_in_the_text(tab: Any, 
     assert drawn(page)["accepted"] > 0
 
 
-def test_three_modes_are_measured_where_everything_else_runs(tab: Any, served: Any) -> None:
+def test_modes_are_measured_on_the_device(tab: Any, served: Any) -> None:
     page = tab()
     page.get_by_role("tab", name="Edge-cloud").click()
     expect(page.locator("#edge-run")).to_contain_text("No run available")
@@ -210,21 +209,20 @@ def test_three_modes_are_measured_where_everything_else_runs(tab: Any, served: A
     assert served.worker.active == 0
 
 
-@pytest.mark.parametrize("scheme", RULES)
-def test_axe_finds_nothing_serious_in_the_tab(tab: Any, served: Any, scheme: str) -> None:
-    page = tab(scheme=scheme)
+def test_axe_finds_no_serious_violations_in_the_tab(tab: Any, served: Any) -> None:
+    page = tab()
     linked(page, served, mode="speculative", on_loss="edge", rtt_ms=5, temperature=0, max_tokens=16)
     run(page, CODE)
     status(page, "done")
     open_group(page, "Advanced settings", "Edge and cloud")
     page.get_by_role("tab", name="Edge-cloud").click()
     expect(page.locator('#edge-plot .mark-line path[stroke="var(--dot-run)"]')).to_have_count(1)
-    assert not grave(page, scheme)
+    assert not grave(page)
     page.set_viewport_size({"width": 390, "height": 900})
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
-def test_a_public_page_asks_nobody(served: Any) -> None:
+def test_public_page_starts_and_contacts_no_service(served: Any) -> None:
     with limited_page(PUBLIC) as public:
         shown = {one["props"].get("elem_id") for one in public.config["components"]}
         assert "method" in shown and not shown & {"edge-cloud", "mode", "remote", "rtt-ms"}
@@ -235,8 +233,8 @@ def test_a_public_page_asks_nobody(served: Any) -> None:
     assert not public.clouds._running
 
 
-def test_a_cloud_of_its_own_does_not_outlive_what_started_it(served: Any) -> None:
-    """Every way in which the page ends closes the pipe that the cloud process listens to."""
+def test_cloud_process_ends_when_its_pipe_closes(served: Any) -> None:
+    """The end of the page closes the standard input of the cloud process."""
     child = process(served)
     child.process.stdin.close()
     assert child.process.wait(PATIENCE) == 0

@@ -8,10 +8,6 @@ import contextvars
 import io
 import multiprocessing
 import os
-import re
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -51,7 +47,7 @@ PATIENCE = 30.0
 asker: contextvars.ContextVar[str] = contextvars.ContextVar("asker", default="nobody")
 
 
-def test_a_job_runs_in_the_context_of_whoever_submitted_it() -> None:
+def test_jobs_run_in_the_context_of_the_submitter() -> None:
     def job() -> Iterator[str]:
         try:
             for _ in range(3):
@@ -71,7 +67,7 @@ def test_a_job_runs_in_the_context_of_whoever_submitted_it() -> None:
     assert sorted(ended) == ["first", "second"] and asker.get() == "nobody"
 
 
-def test_a_crews_jobs_do_not_wait_for_one_another() -> None:
+def test_jobs_of_a_worker_group_are_independent() -> None:
     crew, gate, inside = WorkerGroup(2, waiting=2), threading.Event(), threading.Semaphore(0)
 
     def slow() -> Iterator[int]:
@@ -93,7 +89,7 @@ def test_a_crews_jobs_do_not_wait_for_one_another() -> None:
     crew.close()
 
 
-def test_a_client_with_a_new_name_every_time_fills_no_memory() -> None:
+def test_stores_of_visitors_are_bounded() -> None:
     def engine(recipe: Recipe, prompt: str, pool: ModelPool, stores: Any) -> Iterator[dict[str, Any]]:
         stores["learnt"] = prompt
         yield {"seen": dict(stores)}
@@ -108,7 +104,7 @@ def test_a_client_with_a_new_name_every_time_fills_no_memory() -> None:
     service.worker.close()
 
 
-def test_refused_presses_push_nobodys_text_out() -> None:
+def test_rejected_runs_do_not_evict_others() -> None:
     runs = RunStore(capacity=4)
     kept = runs.new("honest", ("spec",))
     kept.records.append({"l": "spec"})
@@ -122,13 +118,13 @@ def test_refused_presses_push_nobodys_text_out() -> None:
     )  # but the oldest is removed if all runs are active
 
 
-def test_a_refusal_quotes_no_more_than_can_be_read() -> None:
+def test_error_messages_are_truncated() -> None:
     said = reason(UserError(f"unknown pair {'x' * 10**6!r}"))
     assert said.startswith("unknown pair 'xxx") and said.endswith(" …") and len(said) == LONGEST_REASON + 2
     assert reason(UserError("short")) == "short"
 
 
-def test_the_queue_is_as_long_as_the_host_says() -> None:
+def test_queue_length_follows_the_limit() -> None:
     gate, service = threading.Event(), Service(ModelPool(), lambda *_: closed(), HostLimits(queue=1))
 
     def closed() -> Iterator[dict[str, Any]]:
@@ -164,7 +160,7 @@ def tokens_of(events: Iterable[Event]) -> list[int]:
 
 
 @pytest.mark.parametrize("package", [False, True][: 1 + (find_spec("spaces") is not None)])
-def test_away_from_zerogpu_the_decorator_changes_nothing(package: bool, pool: ModelPool) -> None:
+def test_decorator_has_no_effect_without_zerogpu(package: bool, pool: ModelPool) -> None:
     """Neither with the fake nor, if the package is installed, with the real decorator."""
     events = list(zero.on(zero.decorator() if package else untouched, pool)(RECIPE, CODE, ModelPool(), {}))
     assert events[0] == Loading("waiting for a GPU") and isinstance(events[1], Header)
@@ -194,7 +190,7 @@ def test_a_run_in_its_own_process_gives_the_same_text(pool: ModelPool) -> None:
 
 
 @forks
-def test_nothing_that_is_shared_is_relied_on(pool: ModelPool) -> None:
+def test_runs_share_no_state_with_the_page(pool: ModelPool) -> None:
     """The fake pickles all values and forks: unpicklable values stop the run, and changes in the child stay there."""
 
     def forgetful(recipe: Recipe, prompt: str, pool: ModelPool, stores: dict) -> Iterator[Event]:
@@ -263,7 +259,7 @@ def follow(stream: Any, until: Callable[[list], bool]) -> list[Event]:
         (None, "GPU task aborted"),
     ],
 )
-def test_an_error_over_there_arrives_as_a_sentence(pool: ModelPool, fault: Exception | None, said: str) -> None:
+def test_errors_in_the_process_are_reported(pool: ModelPool, fault: Exception | None, said: str) -> None:
     def broken(*_: Any) -> Iterator[Event]:
         yield Header(vars(RECIPE), "", ())
         if fault is None:
@@ -277,7 +273,7 @@ def test_an_error_over_there_arrives_as_a_sentence(pool: ModelPool, fault: Excep
 
 
 @forks
-def test_a_visitors_context_reaches_the_lender(pool: ModelPool) -> None:
+def test_context_of_the_visitor_is_passed_on(pool: ModelPool) -> None:
     """There the quota is looked up: by the request, which is in the context of the handler that started the run."""
     seen = []
 
@@ -300,7 +296,7 @@ def test_a_visitors_context_reaches_the_lender(pool: ModelPool) -> None:
     service.worker.close()
 
 
-def test_a_gpu_is_asked_for_as_long_as_the_request_may_take() -> None:
+def test_requested_gpu_time_grows_with_the_run() -> None:
     small, large = 4 * 10**7, 15 * 10**9
     lengths = [zero.seconds_of(Recipe(max_tokens=n), large) for n in (1, 128, 512, 10**6)]
     assert lengths == sorted(lengths) and lengths[0] < lengths[1] < lengths[2] and lengths[3] == zero.LONGEST_S
@@ -310,7 +306,7 @@ def test_a_gpu_is_asked_for_as_long_as_the_request_may_take() -> None:
     )  # at least the time of reading the weights
 
 
-def test_preflight_is_refused_where_no_device_stays(pool: ModelPool) -> None:
+def test_preflight_raises_without_a_permanent_device(pool: ModelPool) -> None:
     service = Service(pool, generate, worker=WorkerGroup(1))
     with pytest.raises(UserError, match="this host does not have"):
         asyncio.run(service.preflight(RECIPE))
@@ -340,7 +336,7 @@ def page(engine: Any = generate, lately_s: float = LATELY_S, patience_s: float =
     demo.close()
 
 
-def test_health_means_that_a_token_was_produced_lately() -> None:
+def test_health_requires_a_recent_token() -> None:
     runs = []
 
     def counted(recipe: Recipe, *asked: Any) -> Iterator[Event]:
@@ -354,7 +350,7 @@ def test_health_means_that_a_token_was_produced_lately() -> None:
         assert runs == [("ar", 2)]  # the first check needed a probe, the second did not
 
 
-def test_a_page_whose_device_hangs_is_not_healthy_though_it_answers() -> None:
+def test_hanging_device_is_unhealthy() -> None:
     gate, tries = threading.Event(), []
 
     def hung(*_: Any) -> Iterator[Event]:
@@ -373,7 +369,7 @@ def test_a_page_whose_device_hangs_is_not_healthy_though_it_answers() -> None:
         assert httpx.get(f"{demo.url}health", timeout=PATIENCE).status_code == 200
 
 
-def test_a_page_that_cannot_decode_says_why() -> None:
+def test_health_reports_the_cause() -> None:
     def broken(*_: Any) -> Iterator[Event]:
         raise UserError("the weights are damaged: fetch them again")
         yield
@@ -383,7 +379,7 @@ def test_a_page_that_cannot_decode_says_why() -> None:
     assert (said.status_code, said.json()["why"]) == (503, "the weights are damaged: fetch them again")
 
 
-def test_what_visitors_run_counts_and_old_tokens_do_not() -> None:
+def test_recent_runs_count_as_healthy() -> None:
     service = Service(ModelPool(), lambda *_: iter(()))
     look = Health(service, RECIPE, lately_s=100, patience_s=PATIENCE)
     assert not look.fresh and look.age_s is None
@@ -410,7 +406,7 @@ def test_the_page_can_be_installed_as_an_app() -> None:
         assert httpx.get(f"{demo.url}favicon.ico").content == (ASSETS / "icon.png").read_bytes()
 
 
-def test_a_window_that_cannot_be_drawn_is_given_up_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_window_errors_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Toolkit errors end only the child process; a `webview` module first on the path replaces the toolkit."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
     fake = tmp_path / "webview.py"
@@ -440,25 +436,7 @@ def start(**more): {start}
 """
 
 
-def test_without_a_display_the_page_is_in_the_browser_and_says_so() -> None:
-    bare = {name: value for name, value in os.environ.items() if name not in ("DISPLAY", "WAYLAND_DISPLAY")}
-    with socket.socket() as door:  # a port that no other page of these tests would take
-        door.bind(("127.0.0.1", 0))
-        port = str(door.getsockname()[1])
-    command = [sys.executable, "-u", "app.py", "--window", "--no-browser", "--port", port]
-    with subprocess.Popen(command, cwd=ROOT, env=bare, stdout=-1, stderr=-1, text=True) as program:
-        try:
-            warning = program.stderr.readline()
-            ready = next(line for line in program.stdout if line.startswith("specdemo is ready"))
-            url = re.search(r"http://\S+", ready).group()
-            assert warning == "No window: no display is available. The page is available in the browser.\n"
-            assert httpx.get(f"{url}config").status_code == 200
-        finally:
-            program.terminate()
-        assert program.wait(PATIENCE) == 0
-
-
-def test_a_space_is_served_where_the_host_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_address_of_a_space_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADIO_SERVER_NAME", "0.0.0.0")
     monkeypatch.setenv("GRADIO_SERVER_PORT", "7860")
     monkeypatch.setenv("SPACES_ZERO_GPU", "true")
@@ -473,7 +451,7 @@ def test_a_space_is_served_where_the_host_says(monkeypatch: pytest.MonkeyPatch) 
         ("SPECDEMO_PAIR", "bundled", "unknown variable 'SPECDEMO_PAIR'"),
     ],
 )
-def test_a_host_that_sets_nonsense_is_told_before_anything_is_served(
+def test_invalid_host_settings_end_the_program(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, value: str, said: str
 ) -> None:
     monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""Host limits are enforced on the server, over real HTTP: clear refusals, while other clients are served.
+"""Host limits, enforced on the server over HTTP: errors for one client while others are served.
 
 The client sets its address in the header of a proxy; the server trusts that header from localhost.
 """
@@ -45,6 +45,12 @@ def served(engine: Patient) -> Iterator[Any]:
     demo.close()
 
 
+@pytest.fixture(scope="module")
+def visitor(served: Any) -> gradio_client.Client:
+    """Client shared by the tests without parallel requests."""
+    return client(served, "198.51.100.1")
+
+
 def client(served: Any, address: str, at_once: int = 8) -> gradio_client.Client:
     return gradio_client.Client(
         served.url, verbose=False, max_workers=at_once, headers={"X-Forwarded-For": address}, analytics_enabled=False
@@ -53,36 +59,36 @@ def client(served: Any, address: str, at_once: int = 8) -> gradio_client.Client:
 
 HOSTILE = {
     "many tokens": ({"max_tokens": 10**6}, "max_tokens may be 64 at most here, not 1,000,000"),
-    "more tokens than there are": ({"max_tokens": 10**30}, "max_tokens must be from 1 to"),
+    "too many tokens": ({"max_tokens": 10**30}, "max_tokens must be from 1 to"),
     "a long draft": ({"gamma": 7}, "gamma may be 6 at most here, not 7"),
-    "no number": ({"gamma": "many"}, "gamma must be a number"),
-    "great heat": ({"temperature": 10**400}, "temperature must be from 0 to 100, not 1000"),
+    "text instead of a number": ({"gamma": "many"}, "gamma must be a number"),
+    "a high temperature": ({"temperature": 10**400}, "temperature must be from 0 to 100, not 1000"),
     "a huge k": ({"top_k": 10**12}, "top_k must be from 0 to"),
     "an unknown pair": ({"pair": "no-such-pair"}, "unknown pair 'no-such-pair': known are bundled"),
     "a path": ({"pair": "../../etc/passwd"}, "unknown pair '../../etc/passwd': known are bundled"),
     "a longer path": ({"pair": "/" * 10**6}, "pair must be a name of at most 300 characters, not 1,000,000"),
     "a long method": ({"method": "m" * 10**5}, "method must be a name of at most"),
-    "a name that is none": ({"pair": {"a": [1]}}, "pair must be a name"),
+    "a mapping as a name": ({"pair": {"a": [1]}}, "pair must be a name"),
     "a million characters": ({"prompt": "x" * 10**6}, "the prompt has 1,000,000 characters: shorten it to 1,000"),
     "a device": ({"device": "cuda:1"}, "device is set by the host of this page"),
     "a model": ({"target": "/etc", "method": "ar"}, "only listed models run here"),
     "a long list": ({"bad_words": "x" * 10**4}, "bad_words must be a text of at most 3000 characters"),
-    "no text": ({"prompt": [1, 2]}, "the prompt must be a text, not list"),
+    "a list as a prompt": ({"prompt": [1, 2]}, "the prompt must be a text, not list"),
 }
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_the_api_refuses_in_one_clear_sentence(served: Any, case: str) -> None:
-    asked, said = HOSTILE[case]
-    with pytest.raises(Exception) as refused:
-        client(served, "198.51.100.1").predict(**{"prompt": CODE, **asked}, api_name="/generate")
-    assert said in str(refused.value) and len(str(refused.value)) < 1000
+def test_invalid_api_requests_get_a_sentence(served: Any, visitor: gradio_client.Client, case: str) -> None:
+    values, message = HOSTILE[case]
+    with pytest.raises(Exception) as error:
+        visitor.predict(**{"prompt": CODE, **values}, api_name="/generate")
+    assert message in str(error.value) and len(str(error.value)) < 1000
     assert served.worker.active == 0
 
 
-def test_preflight_is_held_to_the_same(served: Any) -> None:
+def test_limits_apply_to_preflight(visitor: gradio_client.Client) -> None:
     with pytest.raises(Exception, match="unknown pair"):
-        client(served, "198.51.100.1").predict(pair="../../etc/passwd", api_name="/preflight")
+        visitor.predict(pair="../../etc/passwd", api_name="/preflight")
 
 
 def press_run(url: str, taken: Any = None, **values: Any) -> dict[str, Any]:
@@ -95,13 +101,13 @@ def press_run(url: str, taken: Any = None, **values: Any) -> dict[str, Any]:
     assert values.keys() <= {props.get("elem_id") for props in inputs}
     data = [values.get(props.get("elem_id") or "", props.get("value")) for props in inputs]
     handler = next(event for event in config["dependencies"] if event["inputs"] == button["outputs"])
-    asked = {"data": [taken or json.dumps(data)], "fn_index": handler["id"], "session_hash": "script"}
-    assert httpx.post(f"{url}gradio_api/queue/join", json=asked).status_code == 200
+    request = {"data": [taken or json.dumps(data)], "fn_index": handler["id"], "session_hash": "script"}
+    assert httpx.post(f"{url}gradio_api/queue/join", json=request).status_code == 200
     frame: dict[str, Any] = {}
     with httpx.stream(
         "GET", f"{url}gradio_api/queue/data", params={"session_hash": "script"}, timeout=PATIENCE
-    ) as said:
-        for line in said.iter_lines():
+    ) as response:
+        for line in response.iter_lines():
             message = json.loads(line.removeprefix("data: ")) if line.startswith("data: ") else {}
             shown = (message.get("output") or {}).get("data") or [""]
             if isinstance(shown[0], str) and shown[0].startswith("{"):
@@ -111,7 +117,7 @@ def press_run(url: str, taken: Any = None, **values: Any) -> dict[str, Any]:
     return frame
 
 
-def test_the_pages_own_button_is_held_to_the_same(served: Any) -> None:
+def test_limits_apply_to_the_run_button(served: Any) -> None:
     assert press_run(served.url, prompt=CODE, pair="../../etc")["phase"] == [
         "failed",
         f"unknown pair '../../etc': known are {', '.join(PAIRS)}",
@@ -123,14 +129,14 @@ def test_the_pages_own_button_is_held_to_the_same(served: Any) -> None:
     assert done["over"] and done["phase"] == ["done", "8 tokens, limit reached"]
 
 
-def test_an_honest_user_is_served_beside_fifty_parallel_requests(served: Any, engine: Patient) -> None:
+def test_fifty_parallel_requests_do_not_block_another_visitor(served: Any, engine: Patient) -> None:
     crowd = client(served, "198.51.100.7", at_once=50)
     jobs = [crowd.submit("endless", api_name="/generate") for _ in range(50)]
-    refused = wait([job.future for job in jobs], timeout=PATIENCE, return_when="FIRST_EXCEPTION").done
-    assert refused  # the limit is reached
+    finished = wait([job.future for job in jobs], timeout=PATIENCE, return_when="FIRST_EXCEPTION").done
+    assert finished  # the limit is reached
     lines = client(served, "203.0.113.5").submit(CODE, max_tokens=12, api_name="/generate")
     metrics = [json.loads(line) for line in lines][-1]["metrics"]
-    assert metrics["tokens"] == 12  # while others are still at it:
+    assert metrics["tokens"] == 12  # while the other runs are active
     assert served.worker.active == PUBLIC.at_once
     engine.over.set()
     assert not wait([job.future for job in jobs], timeout=PATIENCE).not_done
@@ -140,7 +146,7 @@ def test_an_honest_user_is_served_beside_fifty_parallel_requests(served: Any, en
     engine.over.clear()
 
 
-def test_time_that_is_up_ends_a_run_clearly_and_keeps_what_is_there() -> None:
+def test_time_limit_ends_a_run_and_keeps_its_text() -> None:
     with limited_page(HostLimits(max_seconds=1)) as short:
         lines = [json.loads(line) for line in client(short, "203.0.113.5").submit("endless", api_name="/generate")]
         frame = press_run(short.url, prompt="endless")
@@ -150,7 +156,7 @@ def test_time_that_is_up_ends_a_run_clearly_and_keeps_what_is_there() -> None:
     assert phase == "stopped" and "the time limit of 1 seconds per run" in why and frame["over"]
 
 
-def test_a_visitor_who_has_had_enough_waits_and_another_does_not() -> None:
+def test_rate_limit_applies_per_visitor() -> None:
     with limited_page(HostLimits(per_minute=2)) as slow:
         eager, other = client(slow, "198.51.100.9"), client(slow, "198.51.100.10")
         for _ in range(2):
@@ -160,7 +166,7 @@ def test_a_visitor_who_has_had_enough_waits_and_another_does_not() -> None:
         assert other.predict(CODE, max_tokens=1, api_name="/generate")
 
 
-def test_a_page_offers_only_what_it_grants() -> None:
+def test_controls_respect_the_limits() -> None:
     limits = HostLimits(max_tokens=100, max_gamma=2, max_nodes=4)
     demo = build(limits=limits)
     demo.worker.close()
@@ -192,7 +198,7 @@ def test_limits_are_read_from_the_environment(environment: dict[str, str], limit
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "message"),
     [
         ("MAX_TOKENS", "lots", "SPECDEMO_MAX_TOKENS must be a whole number from 1, or none, not 'lots'"),
         ("MAX_SECONDS", "0", "SPECDEMO_MAX_SECONDS must be"),
@@ -203,8 +209,8 @@ def test_limits_are_read_from_the_environment(environment: dict[str, str], limit
         ("MAX_TOKEN", "5", "unknown variable 'SPECDEMO_MAX_TOKEN': known are SPECDEMO_PUBLIC, SPECDEMO_PAIRS"),
     ],
 )
-def test_a_variable_that_makes_no_sense_is_named(name: str, value: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_invalid_variables_raise(name: str, value: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         read_limits({f"SPECDEMO_{name}": value})
 
 
@@ -224,7 +230,7 @@ def test_a_variable_that_makes_no_sense_is_named(name: str, value: str, said: st
         ("listed", "org/model", False),
     ],
 )
-def test_free_names_are_taken_where_the_host_takes_them(models: str, name: str, granted: bool) -> None:
+def test_model_names_follow_the_rule_of_the_host(models: str, name: str, granted: bool) -> None:
     limits, recipe = HostLimits(models=models), Recipe(target=name, method="ar")
     if granted:
         assert limits.grant(recipe, "x") == recipe
@@ -235,7 +241,7 @@ def test_free_names_are_taken_where_the_host_takes_them(models: str, name: str, 
         limits.grant(Recipe(target="org/model" if models == "hub" else name, drafter=name), "x")
 
 
-def test_a_policys_own_bounds_are_drawn_in_and_what_was_asked_for_is_refused() -> None:
+def test_policy_bounds_are_clamped_and_explicit_values_rejected() -> None:
     limits = HostLimits(max_gamma=2)
     for policy in POLICIES:
         granted = limits.grant(Recipe(policy=policy, gamma=2), "x")
@@ -244,7 +250,7 @@ def test_a_policys_own_bounds_are_drawn_in_and_what_was_asked_for_is_refused() -
         limits.grant(Recipe(policy="dynamic", gamma=2, gamma_max=3), "x")
 
 
-def test_only_the_numbers_that_a_method_looks_at_are_judged() -> None:
+def test_limits_apply_to_the_options_of_the_method() -> None:
     limits = HostLimits(max_nodes=2)
     assert limits.grant(Recipe(), "x") == Recipe()
     for method, name in (("tree", "tree_nodes"), ("beam", "num_beams"), ("lookahead", "lookahead_window")):
@@ -254,7 +260,7 @@ def test_only_the_numbers_that_a_method_looks_at_are_judged() -> None:
 
 
 @dataclass
-class Going:
+class ActiveRun:
     done: bool = False
 
 
@@ -268,7 +274,7 @@ class Clock:
         return self.now
 
 
-def test_the_time_is_counted_from_the_first_header_over_all_lanes() -> None:
+def test_time_limit_starts_at_the_first_header_and_covers_all_lanes() -> None:
     clock, closed = Clock(), []
 
     def lane(name: str) -> Iterator[Event]:
@@ -293,13 +299,13 @@ def test_the_time_is_counted_from_the_first_header_over_all_lanes() -> None:
     assert list(TimeBudget(None).spend(lane("free")))[-1].reason == "length"
 
 
-def test_a_visitor_is_counted_and_then_forgotten() -> None:
+def test_visitors_are_counted_and_removed() -> None:
     clock = Clock()
     visitors = Visitors(HostLimits(at_once=2, per_minute=3), clock)
 
-    def start(address: str) -> Going:
+    def start(address: str) -> ActiveRun:
         visitors.admit(address)
-        run = Going()
+        run = ActiveRun()
         visitors.entered(address, run)
         return run
 
@@ -325,7 +331,7 @@ def test_a_visitor_is_counted_and_then_forgotten() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "same"),
+    ("first", "second", "same"),
     [
         ("2001:db8:1:2::1", "2001:db8:1:2:ffff::9", True),
         ("2001:db8:1:2::1", "2001:db8:1:3::1", False),
@@ -335,10 +341,10 @@ def test_a_visitor_is_counted_and_then_forgotten() -> None:
         ("testclient", "testclient", True),
     ],
 )
-def test_an_address_more_is_not_a_visitor_more(one: str, other: str, same: bool) -> None:
+def test_addresses_of_one_network_are_one_visitor(first: str, second: str, same: bool) -> None:
     visitors = Visitors(HostLimits(at_once=1))
-    visitors.entered(one, Going())
-    admit: Callable[[], None] = lambda: visitors.admit(other)  # noqa: E731
+    visitors.entered(first, ActiveRun())
+    admit: Callable[[], None] = lambda: visitors.admit(second)  # noqa: E731
     if same:
         with pytest.raises(UserError, match="you already have 1 run in progress"):
             admit()

@@ -46,7 +46,7 @@ def imported(*paths: Path) -> set[str]:
     return {distributions.get(m, [m])[0].lower() for m in modules - set(sys.stdlib_module_names) - ours}
 
 
-def test_the_program_names_everything_it_imports():
+def test_requirements_cover_imports_of_the_program():
     program = [*(ROOT / "specdemo").rglob("*.py"), *ROOT.glob("app.py")]
     text = (ROOT / "pyproject.toml").read_text("utf-8").partition("[project.optional-dependencies]")[2]
     optional = {"webview"} if "pywebview" in text else set()  # the package's module has another name
@@ -54,7 +54,7 @@ def test_the_program_names_everything_it_imports():
     assert imported(*program) - {"torch"} - optional <= set(required("requirements.txt"))
 
 
-def test_the_tests_name_everything_they_import():
+def test_requirements_cover_imports_of_the_tests():
     brought = {
         "gradio_client": "gradio",
         "packaging": "pytest",
@@ -67,7 +67,7 @@ def test_the_tests_name_everything_they_import():
     assert used <= named
 
 
-def test_what_is_installed_is_what_is_required():
+def test_installed_versions_match_the_requirements():
     for name, requirement in {**required("requirements.txt"), **required("requirements-dev.txt")}.items():
         assert requirement.specifier.contains(version(name), prereleases=True), name
 
@@ -86,10 +86,10 @@ def test_versions_agree_between_files():
 def test_the_source_compiles_for_the_oldest_python():
     """Syntax only; ruff checks names added after Python 3.10."""
     for path in [*(ROOT / "specdemo").rglob("*.py"), *(ROOT / "tests").glob("*.py"), *ROOT.glob("app.py")]:
-        ast.parse(path.read_text("utf-8"), path.name, feature_version=(3, 10))
+        assert ast.parse(path.read_text("utf-8"), path.name, feature_version=(3, 10))
 
 
-def test_make_lists_the_commands_a_newcomer_needs():
+def test_make_help_lists_the_commands():
     shown = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert all(f"make {verb} " in shown for verb in ("setup", "run", "test", "test-fast", "lint", "bench"))
 
@@ -116,7 +116,7 @@ def installed(tmp_path: Path, *chosen: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_the_image_comes_in_two_variants(tmp_path: Path) -> None:
+def test_image_variants(tmp_path: Path) -> None:
     code, cpu = installed(tmp_path)
     assert code == 0 and "https://download.pytorch.org/whl/cpu" in cpu and cpu.endswith("-r requirements.txt\n")
     code, cuda = installed(tmp_path, "VARIANT=cuda")
@@ -133,7 +133,7 @@ def test_the_image_never_runs_as_root() -> None:
     assert copies and all(words[0] == "--chown=user" and (ROOT / words[1]).exists() for words in copies)
 
 
-def test_the_image_serves_the_port_that_it_exposes_and_asks_for_tokens():
+def test_image_port_and_health_check():
     steps = dict(dockerfile())
     command = json.loads(steps["CMD"])
     assert command[:2] == ["python", "app.py"]
@@ -152,7 +152,7 @@ def test_the_image_serves_the_port_that_it_exposes_and_asks_for_tokens():
     assert read_limits({"SPECDEMO_PUBLIC": environment["SPECDEMO_PUBLIC"]}) == PUBLIC
 
 
-def test_what_the_page_reads_is_let_into_the_image():
+def test_image_contains_the_files_of_the_page():
     rules = (ROOT / ".dockerignore").read_text("utf-8").split()
     let_in = {rule[1:] for rule in rules if rule.startswith("!")}
     assert let_in >= {"app.py", "requirements.txt", "specdemo", "assets"} and "*" in rules
@@ -160,7 +160,7 @@ def test_what_the_page_reads_is_let_into_the_image():
     assert not any(rule.startswith("assets/icon") for rule in rules)
 
 
-def test_the_program_runs_from_what_the_image_holds(tmp_path: Path) -> None:
+def test_program_runs_from_the_files_of_the_image(tmp_path: Path) -> None:
     """Files, start command and health check are those of the Dockerfile; only the port differs."""
     rules = (ROOT / ".dockerignore").read_text("utf-8").split("\n")
     left_out = [Path(rule).name for rule in rules if rule and rule[0] not in "!#" and rule != "*"]

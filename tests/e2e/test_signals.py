@@ -26,9 +26,11 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
 
 
 def start(*arguments: str, launcher: Sequence[str] = IGNORE_SIGINT) -> subprocess.Popen[str]:
+    """Start a program without a display."""
     return subprocess.Popen(
         [*launcher, sys.executable, "-u", *arguments],
         cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name not in ("DISPLAY", "WAYLAND_DISPLAY")},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -37,11 +39,21 @@ def start(*arguments: str, launcher: Sequence[str] = IGNORE_SIGINT) -> subproces
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_page_ends_runs_with_a_trace_line_and_exits_0(number: signal.Signals) -> None:
+    """On SIGTERM also with `--window`, which falls back to the browser."""
+    window = ["--window"] if number == signal.SIGTERM else []
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    with start("app.py", "--no-browser", "--port", str(port)) as program:
+    with start("app.py", *window, "--no-browser", "--port", str(port)) as program:
         try:
-            ready = next(line for line in program.stdout if line.startswith("specdemo is ready"))
+            printed = dict.fromkeys(["specdemo is ready", *(["No window"] if window else [])], "")
+            while not all(printed.values()):
+                line = program.stdout.readline()
+                assert line, printed
+                printed |= {prefix: line for prefix in printed if line.startswith(prefix)}
+            if window:
+                warning = printed["No window"]
+                assert warning == "No window: no display is available. The page is available in the browser.\n"
+            ready = printed["specdemo is ready"]
             client = Client(re.search(r"http://\S+", ready).group(), verbose=False)
             job = client.submit(PROMPT, method="ar", max_tokens=2000, api_name="/generate")
             lines = iter(job)

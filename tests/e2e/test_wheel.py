@@ -14,11 +14,14 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCES = ("specdemo", "assets", "pyproject.toml", "setup.py", "requirements.txt", "README.md", "LICENSE")
 EXAMPLE = """
+import runpy, sys
 import specdemo
 from specdemo import Recipe, generate, load_pair
 pair = load_pair("bundled", device="cpu")
 *_, end = generate(Recipe(max_tokens=8), "def add(a, b):", pair)
 print(specdemo.__file__)
+sys.argv = ["specdemo", "run", "for i in range(", "--method", "nasd", "--max-tokens", "8", "--json"]
+runpy.run_module("specdemo", run_name="__main__")
 """
 
 
@@ -36,14 +39,6 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(installed: Path, folder: Path, *arguments: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, *arguments]
-    return subprocess.run(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=300
-    ).stdout
-
-
 def test_the_wheel_contains_every_module_and_asset(installed: Path) -> None:
     def files(root: Path) -> set[str]:
         paths = (path.relative_to(root) for path in root.rglob("*") if path.is_file())
@@ -56,11 +51,10 @@ def test_the_wheel_contains_every_module_and_asset(installed: Path) -> None:
     assert not (installed / "assets").exists() and not (installed / "tests").exists()
 
 
-def test_the_installed_library_runs_in_any_directory(installed: Path, tmp_path: Path) -> None:
-    assert run(installed, tmp_path, "-c", EXAMPLE).strip() == str(installed / "specdemo" / "__init__.py")
-
-
-def test_the_installed_program_runs_in_any_directory(installed: Path, tmp_path: Path) -> None:
-    options = ["--method", "nasd", "--max-tokens", "8", "--json"]
-    lines = run(installed, tmp_path, "-m", "specdemo", "run", "for i in range(", *options).splitlines()
-    assert json.loads(lines[-1])["metrics"]["tokens"] == 8
+def test_the_installed_library_and_program_run_in_any_directory(installed: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", EXAMPLE]
+    output = subprocess.check_output(command, cwd=tmp_path, env=environment, text=True, timeout=300)
+    path, *_, last = output.splitlines()
+    assert path == str(installed / "specdemo" / "__init__.py")
+    assert json.loads(last)["metrics"]["tokens"] == 8

@@ -47,9 +47,9 @@ def run(recipe: Recipe, text: str, pool: ModelPool) -> tuple[list[int], dict[str
 
 
 def texts(target: LoadedModel) -> Iterator[tuple[str, int]]:
-    """Yield a third of the bundled prompts, a single token, and prompts that end at the context limit."""
-    prompts = [prompt.text for prompt in load_prompts()[::3]]
-    assert len(prompts) >= 25
+    """Yield every fourth bundled prompt, a single token, and prompts that end at the context limit."""
+    prompts = [prompt.text for prompt in load_prompts()[::4]]
+    assert len(prompts) >= 20
     yield from ((text, 20) for text in prompts)
     yield "x", 20
     long = target.tokenizer.encode("".join(prompts) * 8)
@@ -57,7 +57,7 @@ def texts(target: LoadedModel) -> Iterator[tuple[str, int]]:
         yield target.tokenizer.decode(long[:length]), 20
 
 
-def test_the_lean_engine_gives_the_logits_of_transformers(target: LoadedModel, oracle: PreTrainedModel) -> None:
+def test_logits_of_the_lean_engine_equal_transformers(target: LoadedModel, oracle: PreTrainedModel) -> None:
     tokens = target.tokenizer.encode("class Stack:\n    def push(self, item):")
     expected = oracle(torch.tensor([tokens])).logits[0]
     assert target.engine == "lean"
@@ -68,7 +68,8 @@ def test_the_lean_engine_gives_the_logits_of_transformers(target: LoadedModel, o
     assert target.weight_bytes == pytest.approx(plain + (embedding if can_pack(oracle.lm_head.weight) else 0), rel=0.01)
 
 
-def test_greedy_text_is_that_of_transformers(pool: ModelPool, target: LoadedModel, oracle: PreTrainedModel) -> None:
+def test_greedy_text_equals_transformers(pool: ModelPool, target: LoadedModel, oracle: PreTrainedModel) -> None:
+    """Compare `draft` and `nasd` with transformers; the gammas 1, 2, 4 and 8 alternate."""
     drafted = accepted = 0
     for i, (text, length) in enumerate(texts(target)):
         ids = target.tokenizer(text, return_tensors="pt").input_ids
@@ -76,20 +77,21 @@ def test_greedy_text_is_that_of_transformers(pool: ModelPool, target: LoadedMode
         expected = oracle.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=length)[
             0, ids.shape[1] :
         ].tolist()
-        assert run(Recipe(method="nasd", gamma=4, max_tokens=length, **GREEDY), text, pool)[0] == expected
-        for gamma in (1, 2, 4, 8) if i % 8 == 0 else ((1, 2, 4, 8)[i % 4],):
-            tokens, metrics = run(Recipe(gamma=gamma, max_tokens=length, **GREEDY), text, pool)
-            assert tokens == expected, (text, gamma)
-            drafted += metrics["drafted"]
-            accepted += metrics["accepted"]
+        if i % 2:
+            assert run(Recipe(method="nasd", gamma=4, max_tokens=length, **GREEDY), text, pool)[0] == expected
+        gamma = (1, 2, 4, 8)[i % 4]
+        tokens, metrics = run(Recipe(gamma=gamma, max_tokens=length, **GREEDY), text, pool)
+        assert tokens == expected, (text, gamma)
+        drafted += metrics["drafted"]
+        accepted += metrics["accepted"]
     assert drafted > accepted > 0.3 * drafted
 
 
-def test_the_drafter_is_worth_its_name(pool: ModelPool) -> None:
-    """Acceptance is well above that of an untrained drafter (1 in 4,096)."""
+def test_acceptance_of_the_drafter(pool: ModelPool) -> None:
+    """Acceptance of an untrained drafter is 1 in 4,096."""
     for temperature in (0.0, 1.0):
         recipe = Recipe(**{**GREEDY, "temperature": temperature}, max_tokens=48)
-        beta = [run(recipe, prompt.text, pool)[1] for prompt in load_prompts(kinds=["code"])[:6]]
+        beta = [run(recipe, prompt.text, pool)[1] for prompt in load_prompts(kinds=["code"])[:4]]
         assert sum(m["mean_beta"] * m["tested"] for m in beta) / sum(m["tested"] for m in beta) > 0.45
 
 
@@ -103,8 +105,8 @@ def test_quantised_pairs(quantization: str, pool: ModelPool, target: LoadedModel
     recipe = Recipe(**{**GREEDY, "dtype": "auto"}, quantization=quantization, drafter_quantization=quantization)
     small = pool.take(recipe.target_spec)
     assert small.weight_bytes < target.weight_bytes / (1.8 if quantization == "int8" else 2)
-    for prompt in load_prompts(kinds=["code"])[:3]:
-        lines = list(islice((line for line in generate(recipe, prompt.text, pool) if "i" in line), 20))
+    for prompt in load_prompts(kinds=["code"])[:2]:
+        lines = list(islice((line for line in generate(recipe, prompt.text, pool) if "i" in line), 12))
         assert any(line["accepted"] for line in lines)
         for line in lines:
             nodes = [-1, *line["accepted"]]
@@ -112,7 +114,7 @@ def test_quantised_pairs(quantization: str, pool: ModelPool, target: LoadedModel
 
 
 @pytest.mark.parametrize("role", ["target", "drafter"])
-def test_files_are_what_the_card_says(role: str) -> None:
+def test_files_match_the_model_card(role: str) -> None:
     """float16 safetensors, linear inputs in multiples of 64, loadable by the auto classes."""
     folder = ASSETS / "pair" / role
     with safe_open(folder / "model.safetensors", "pt") as weights:
@@ -127,7 +129,7 @@ def test_files_are_what_the_card_says(role: str) -> None:
     assert CachedModel(loaded.model).score([1, 2], Draft()).shape == (1, len(loaded.tokenizer))
 
 
-def test_the_texts_that_preflight_reads_are_what_the_target_writes(target: LoadedModel) -> None:
+def test_texts_of_preflight_are_those_of_the_target(target: LoadedModel) -> None:
     """Most probable tokens of the target agree; retraining requires new texts."""
     for prompt in load_written(0.0)[::8]:
         start = target.tokenizer.encode(prompt.text)

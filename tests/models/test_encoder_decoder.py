@@ -103,7 +103,7 @@ def test_greedy_text_is_that_of_transformers(kind: str) -> None:
     assert drafted > accepted > 0 and len(texts) > 1  # the source matters
 
 
-def test_the_encoder_reads_once_and_the_decoder_is_fed_only_what_is_new() -> None:
+def test_encoder_runs_once_and_the_decoder_is_fed_new_tokens() -> None:
     model = tiny_model("t5")
     rows: dict[str, list[int]] = {"encoder": [], "decoder": []}
     for name in rows:
@@ -138,7 +138,7 @@ def test_rows_equal_those_without_a_cache(kind: str) -> None:
 
 @pytest.mark.parametrize("rule", [rejection, match])
 @pytest.mark.parametrize("name", ["model", "n-grams", "suffix"])
-def test_the_law_is_the_targets(name: str, rule: Any) -> None:
+def test_distribution_equals_the_target(name: str, rule: Any) -> None:
     """Enumeration over texts of three tokens: every draw is explored."""
     sizes = {"vocab_size": 4, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
     config = T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0)
@@ -188,7 +188,7 @@ def test_the_law_is_the_targets(name: str, rule: Any) -> None:
     assert math.isclose(sum(probs.values()), 1, abs_tol=1e-5)
 
 
-def test_ngrams_and_suffixes_draft_from_what_was_read() -> None:
+def test_ngrams_and_suffixes_draft_from_the_prompt() -> None:
     """Text that repeats its source continues as the source does."""
     source = [5, 6, 7, 8, 9, 10, 11]
     for kind in (lambda **more: NGramDrafter(3, **more), SuffixDrafter):
@@ -289,7 +289,7 @@ def test_checkpoints_run_and_their_pieces_join_up(models: dict[str, str], name: 
 
 @pytest.mark.parametrize("quantization", ["bf16", "fp16", "int8", "nf4"])
 @pytest.mark.parametrize("name", ["t5", "apart"])
-def test_quantised_checkpoints_run_and_take_what_was_planned(
+def test_quantized_checkpoints_run_and_match_the_memory_plan(
     models: dict[str, str], name: str, quantization: str
 ) -> None:
     """T5 excludes a layer from quantization; newer variants have an untied head."""
@@ -316,7 +316,7 @@ def test_quantised_checkpoints_run_and_take_what_was_planned(
     assert tokens_of(steps) == tokens_of(plain) and end["metrics"]["drafted"] > 0
 
 
-def test_a_quantised_t5_says_nearly_what_the_whole_one_says(tmp_path: Path) -> None:
+def test_quantized_t5_is_close_to_the_original(tmp_path: Path) -> None:
     """Uses default initial weights: the models above are too sensitive to rounding."""
     torch.manual_seed(2)
     sizes = {"vocab_size": 300, "d_model": 64, "d_kv": 16, "d_ff": 64, "num_heads": 4, "num_layers": 2}
@@ -348,7 +348,7 @@ def test_the_terminal_shows_the_prompt_apart(models: dict[str, str], capsys: pyt
     assert json.loads(capsys.readouterr().out.splitlines()[0])["encoder"]
 
 
-def test_what_does_not_fit_is_refused_in_words(models: dict[str, str], tmp_path: Path) -> None:
+def test_models_that_do_not_fit_raise(models: dict[str, str], tmp_path: Path) -> None:
     base = Recipe(target=models["t5"], drafter=models["t5"], device="cpu")
     for method in ("tree", "lookahead", "beam"):
         with pytest.raises(UserError, match="takes one: choose method draft"):

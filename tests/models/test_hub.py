@@ -39,7 +39,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("served")
     save_model(root / NAME, byte_level_tokenizer())
     save_model(root / "tiny/drafter", byte_level_tokenizer(), seed=1, num_hidden_layers=1)
-    (root / NAME / "modeling_own.py").write_text("raise SystemExit('code that came with a model was run')\n")
+    (root / NAME / "modeling_own.py").write_text("raise SystemExit('code of a model was run')\n")
     (root / NAME / "pytorch_model.bin").write_bytes(b"a pickle")
     for name, config in (
         ("tiny/encoder", BertConfig()),
@@ -76,7 +76,7 @@ def refusal(hub: Hub, name: str = NAME, revision: str | None = None) -> str:
     return sentence
 
 
-def test_a_model_comes_with_progress_and_once(hub: Hub, server: StandIn, files: Path) -> None:
+def test_models_are_downloaded_once_with_progress(hub: Hub, server: StandIn, files: Path) -> None:
     told: list[TaskProgress] = []
     loaded = load(ModelSpec(NAME, device="cpu"), hub, told.append)
     assert loaded.stop
@@ -92,7 +92,7 @@ def test_a_model_comes_with_progress_and_once(hub: Hub, server: StandIn, files: 
     assert torch.equal(again.model.embedding, loaded.model.embedding)
 
 
-def test_neither_code_nor_pickles_are_fetched(hub: Hub, server: StandIn) -> None:
+def test_code_and_pickles_are_not_downloaded(hub: Hub, server: StandIn) -> None:
     load(ModelSpec(NAME, device="cpu"), hub)
     assert server.gets("config.json") and server.gets("model.safetensors")
     assert not server.gets(".py") and not server.gets(".bin")
@@ -107,7 +107,7 @@ def test_the_bundled_pair_speculates_from_a_hub(hub: Hub) -> None:
     assert text(target="bundled/target", drafter="bundled/drafter") == text(pair="bundled")
 
 
-def test_a_cut_file_goes_on_where_it_was_cut(hub: Hub, server: StandIn, files: Path) -> None:
+def test_interrupted_download_is_resumed(hub: Hub, server: StandIn, files: Path) -> None:
     server.faults = Faults(cut_after=100_000, cuts=1)
     assert load(ModelSpec(NAME, device="cpu"), hub).stop
     first, second = server.gets("cdn")
@@ -118,7 +118,7 @@ def test_a_cut_file_goes_on_where_it_was_cut(hub: Hub, server: StandIn, files: P
     assert ours.read_bytes() == (files / NAME / "model.safetensors").read_bytes()
 
 
-def test_files_that_had_come_are_kept_when_a_download_is_begun_again(hub: Hub, server: StandIn) -> None:
+def test_repeated_download_reuses_complete_files(hub: Hub, server: StandIn) -> None:
     server.faults = Faults(truncated=10)
     assert "was interrupted: run it again" in refusal(hub)
     server.faults = Faults()
@@ -136,14 +136,14 @@ def test_shards_and_their_headers(hub: Hub, server: StandIn, files: Path) -> Non
     assert hub.shapes("tiny/sharded") == shapes
 
 
-def test_damage_on_the_way_is_found_and_mended(hub: Hub, server: StandIn) -> None:
+def test_corrupt_download_is_detected_and_repeated(hub: Hub, server: StandIn) -> None:
     server.faults = Faults(corrupt=True)
     assert "model.safetensors of tiny/target arrived damaged" in refusal(hub)
     server.faults = Faults()
     assert load(ModelSpec(NAME, device="cpu"), hub).stop
 
 
-def test_giving_up_a_slow_download(hub: Hub, server: StandIn) -> None:
+def test_slow_download_is_cancelled(hub: Hub, server: StandIn) -> None:
     server.faults = Faults(held_after=70_000)
     pool = ModelPool(hub=hub)
     recipe = Recipe(target=NAME, method="ar", device="cpu", max_tokens=4)
@@ -159,7 +159,7 @@ def test_giving_up_a_slow_download(hub: Hub, server: StandIn) -> None:
     assert [line for line in trace_lines(recipe, "def", pool) if "phase" not in line][-1]["end"] in ("length", "stop")
 
 
-def test_giving_up_while_weights_are_read(files: Path) -> None:
+def test_loading_is_cancelled(files: Path) -> None:
     pool = ModelPool()
     spec = ModelSpec(str(files / NAME), device="cpu")
     news = pool.bring([spec])
@@ -181,9 +181,7 @@ def test_giving_up_while_weights_are_read(files: Path) -> None:
         (Faults(503), "failed for tiny/target (error 503)"),
     ],
 )
-def test_what_a_hub_may_say(
-    faults: Faults, words: str, hub: Hub, server: StandIn, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_hub_errors(faults: Faults, words: str, hub: Hub, server: StandIn, caplog: pytest.LogCaptureFixture) -> None:
     server.faults = faults
     with caplog.at_level(logging.DEBUG):
         assert words in refusal(hub)
@@ -204,9 +202,7 @@ def test_missing_models_and_revisions(hub: Hub) -> None:
         ("tiny/pickled", "no safetensors weights"),
     ],
 )
-def test_models_of_the_wrong_kind_are_refused_before_their_weights_come(
-    name: str, words: str, hub: Hub, server: StandIn
-) -> None:
+def test_unsupported_models_raise_before_the_download(name: str, words: str, hub: Hub, server: StandIn) -> None:
     assert words in refusal(hub, name)
     assert not server.gets("cdn")
 
@@ -216,7 +212,7 @@ def test_no_network(tmp_path: Path) -> None:
     assert "the hub is unreachable" in refusal(away)
 
 
-def test_what_is_here_needs_no_network(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_downloaded_models_need_no_network(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     load(ModelSpec(NAME, device="cpu"), hub)
     assert load(ModelSpec(NAME, device="cpu"), Hub("http://127.0.0.1:9", hub.cache)).stop
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -224,7 +220,7 @@ def test_what_is_here_needs_no_network(hub: Hub, monkeypatch: pytest.MonkeyPatch
     assert "offline mode" in refusal(hub, "tiny/drafter")
 
 
-def test_a_directory_asks_nobody(files: Path) -> None:
+def test_local_directories_need_no_hub(files: Path) -> None:
     assert load(ModelSpec(str(files / NAME), device="cpu"), Hub("http://127.0.0.1:9")).stop
 
 
@@ -258,7 +254,7 @@ def test_the_environment_names_the_hub(server: StandIn, tmp_path: Path) -> None:
     assert SECRET not in done.stdout + done.stderr and server.trusted == {f"Bearer {SECRET}"} and not server.leaked
 
 
-def test_an_errand_raises_where_it_is_waited_for() -> None:
+def test_background_task_raises_in_the_caller() -> None:
     def fails(tell: object) -> None:
         raise UserError("no")
 

@@ -35,14 +35,14 @@ def disturbed(monkeypatch: pytest.MonkeyPatch, noise: Callable[[int], float]) ->
     monkeypatch.setattr(LlamaEngine, "run", run)
 
 
-def test_rows_that_depend_on_their_number_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dependence_on_the_number_of_rows_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     disturbed(monkeypatch, lambda rows: 1e-4 * rows)
     monkeypatch.setattr(invariance, "NO_COST", 0.0)
     found = invariance.check_invariance(LlamaWeights(tiny_model("llama")))
     assert not found.equal and found.pad == 1 and found.compared > 0
 
 
-def test_rows_in_equal_company_are_equal_if_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_gives_equal_rows_if_free(monkeypatch: pytest.MonkeyPatch) -> None:
     disturbed(monkeypatch, lambda rows: 1e-4 * rows)
     monkeypatch.setattr(invariance, "NO_COST", 1e9)
     model = LlamaWeights(tiny_model("llama"))
@@ -50,7 +50,7 @@ def test_rows_in_equal_company_are_equal_if_that_is_free(monkeypatch: pytest.Mon
     assert found.equal and found.pad == max(invariance.MEASURED_ROWS)
 
 
-def test_broken_padding_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_padding_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without padding, logits depend on the number of rows: the check must fail."""
     disturbed(monkeypatch, lambda rows: 1e-4 * rows)
     monkeypatch.setattr(invariance, "NO_COST", 1e9)
@@ -70,7 +70,7 @@ def test_positive_results_are_correct(dtype: torch.dtype) -> None:
     assert found.pad == 1 and found.compared >= 24
     rng = random.Random(5)
     accepted = 0
-    for _ in range(12):
+    for _ in range(5):
         prompt = [rng.randrange(61) for _ in range(rng.randrange(1, 20))]
         length = CONTEXT - len(prompt)
 
@@ -88,7 +88,7 @@ def test_positive_results_are_correct(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral-sliding"])
-def test_filling_up_a_pass_changes_no_text(kind: str) -> None:
+def test_padded_passes_give_the_same_logits(kind: str) -> None:
     """Padded passes give the same logits up to rounding, also at the context limit."""
     model = tiny_model(kind)
     filled, plain = CachedModel(model, pad=6), CachedModel(model)
@@ -101,7 +101,7 @@ def test_filling_up_a_pass_changes_no_text(kind: str) -> None:
         tokens = [*tokens, *draft.tokens[: rng.randrange(len(draft) + 1)], rng.randrange(61)][:CONTEXT]
 
 
-def test_what_a_pass_costs() -> None:
+def test_cost_of_a_pass() -> None:
     cost = invariance.check_invariance(LlamaWeights(tiny_model("llama"))).cost
     assert list(cost) == list(invariance.MEASURED_ROWS) and cost[1] == 1.0 and all(value > 0 for value in cost.values())
 

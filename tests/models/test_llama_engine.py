@@ -144,14 +144,14 @@ def test_an_engine_serves_the_next_request_but_never_two_at_once() -> None:
     assert torch.equal(third.score([1, 2, 3], Draft()), expected)
 
 
-def test_the_logits_that_are_kept_are_counted() -> None:
+def test_stored_logits_are_counted() -> None:
     cached = CachedModel(LlamaWeights(random_model(VARIANTS["grouped"])))
     cached.score([1, 2, 3], Draft.chain((1, 2, 3, 4)))
     assert cached.reserved_bytes >= cached._engine.reserved_bytes + 5 * VOCAB * 4
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_bfloat16_rounds_where_transformers_does(name: str) -> None:
+def test_bfloat16_rounding_equals_transformers(name: str) -> None:
     """Logits are equal to the last bit if both attention shapes are equal: a full block of keys."""
     model = random_model(VARIANTS[name], torch.bfloat16)
     rng = random.Random(2)
@@ -160,7 +160,7 @@ def test_bfloat16_rounds_where_transformers_does(name: str) -> None:
     assert torch.equal(CachedModel(LlamaWeights(model)).score(tokens[:1], Draft.chain(tuple(tokens[1:]))), expected)
 
 
-def test_the_variants_are_told_apart() -> None:
+def test_variants_are_distinguished() -> None:
     """Logits of the variants differ, so an ignored option would fail above."""
     tokens, draft = rounds(3)[-3]
     rows = {name: CachedModel(random_model(config)).score(tokens, draft) for name, config in VARIANTS.items()}
@@ -207,7 +207,7 @@ def test_long_prompts_are_fed_in_pieces() -> None:
         (GPT2Config(vocab_size=61, n_embd=32, n_layer=1, n_head=2), "GPT2LMHeadModel"),
     ],
 )
-def test_what_it_does_not_claim_runs_through_transformers_and_says_so(
+def test_unsupported_architectures_use_transformers_with_a_note(
     config: PretrainedConfig, words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=words):
@@ -238,7 +238,7 @@ def test_quantised_layers_are_called_as_they_are(quantization: str, tmp_path: Pa
     )
 
 
-def test_engines_hold_what_they_were_told_to_keep() -> None:
+def test_engines_keep_the_requested_rows() -> None:
     """Both engines behave identically when driven directly."""
     model = random_model(VARIANTS["grouped"])
     for engine in (TransformersEngine(model), LlamaEngine(LlamaWeights(model))):
@@ -291,14 +291,14 @@ def large_kb(address: int) -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
-def test_weights_move_to_large_pages_and_stay_what_they_were() -> None:
+def test_weights_on_large_pages_are_unchanged() -> None:
     """Small matrices too, which fill no large page alone, where they lie side by side."""
     memory, other = (mmap.mmap(-1, 16 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(2))
     try:
         other.write(bytes(16 << 20))
         other.madvise(25)  # MADV_COLLAPSE
     except OSError as error:
-        pytest.skip(f"this system gives no large pages: {error}")
+        pytest.skip(f"no large pages: {error}")
     whole = torch.frombuffer(memory, dtype=torch.float32)
     matrices = whole.copy_(torch.randn(len(whole))).view(32, 256, 512)
     kept = matrices.clone()
@@ -310,7 +310,7 @@ def test_weights_move_to_large_pages_and_stay_what_they_were() -> None:
 
 @pytest.mark.skipif(not can_pack(torch.ones(1)), reason="oneDNN is unavailable")
 @pytest.mark.parametrize("lay_out", [partial(LlamaWeights, consume=True), pack])
-def test_matrices_are_let_go_as_they_are_laid_out(
+def test_matrices_are_freed_while_packing(
     lay_out: Callable[[PreTrainedModel], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without garbage collection: memory must not reach twice the model's size."""
@@ -344,7 +344,7 @@ def test_embeddings_are_copied_out_of_a_file_but_not_out_of_memory(tmp_path: Pat
         assert (kept.data_ptr() == weight.data_ptr()) == (dtype != "float32")
 
 
-def test_two_thousand_rounds_leave_memory_flat() -> None:
+def test_memory_is_constant_over_two_thousand_steps() -> None:
     cached = CachedModel(LlamaWeights(random_model(LlamaConfig(**{**LLAMA, "max_position_embeddings": 2048}))))
     rng, process = random.Random(0), psutil.Process()
     tokens, before = [1, 2, 3], 0
@@ -360,31 +360,34 @@ def test_two_thousand_rounds_leave_memory_flat() -> None:
 
 
 ROW_COUNTS = """
-import specdemo
-specdemo.limit_onednn_cache()
-import torch
+import multiprocessing, os, specdemo, torch
 from specdemo.models.memory import release_memory, process_bytes
 from specdemo.models.engines.llama_weights import PackedLinear
-layer = PackedLinear(torch.randn(256, 256), None)
-for n in range(1, 801):
-    layer(torch.randn(n, 256))
-    if n in (500, 800):
-        release_memory()
-        print(process_bytes())
+
+def growth(results, **environment):
+    os.environ.update(environment)
+    specdemo.limit_onednn_cache()
+    layer, sizes = PackedLinear(torch.randn(256, 256), None), []
+    for n in range(1, 801):
+        layer(torch.randn(n, 256))
+        if n in (500, 800):
+            release_memory()
+            sizes.append(process_bytes())
+    results.put(sizes[1] - sizes[0])
+
+context = multiprocessing.get_context("fork")  # the variables apply to the first product
+for capacity in ({}, {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1024", "LRU_CACHE_CAPACITY": "1024"}):
+    results = context.Queue()
+    context.Process(target=growth, args=(results,), kwargs=capacity).start()
+    print(results.get())
 """
 
 
 @pytest.mark.skipif(not can_pack(torch.ones(1)), reason="oneDNN is unavailable")
 def test_prompts_of_all_lengths_leave_memory_bounded() -> None:
     """The cache of oneDNN kernels for each number of rows is bounded."""
-
-    def taken(**environment: str) -> int:
-        command = [sys.executable, "-c", ROW_COUNTS]
-        plain = {name: value for name, value in os.environ.items() if "CACHE_CAPACITY" not in name}
-        done = subprocess.run(
-            command, env=plain | environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=120
-        )
-        before, after = map(int, done.stdout.split())
-        return after - before
-
-    assert 2 * taken() < taken(ONEDNN_PRIMITIVE_CACHE_CAPACITY="1024", LRU_CACHE_CAPACITY="1024")
+    environment = {name: value for name, value in os.environ.items() if "CACHE_CAPACITY" not in name}
+    command = [sys.executable, "-c", ROW_COUNTS]
+    output = subprocess.check_output(command, env=environment, cwd=ROOT, text=True, timeout=120)
+    bounded, unbounded = map(int, output.split())
+    assert 2 * bounded < unbounded

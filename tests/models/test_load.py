@@ -120,13 +120,13 @@ def test_a_hub_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "check the spelling" in refusal(ModelSpec(str(tmp_path / "nothing" / "here" / "at all")))
 
 
-def test_devices_that_are_not_there(checkpoint: Path) -> None:
+def test_missing_devices_raise(checkpoint: Path) -> None:
     assert "unknown device 'abacus'" in refusal(ModelSpec(str(checkpoint), device="abacus"))
     assert "there is no device cuda:77" in refusal(ModelSpec(str(checkpoint), device="cuda:77"))
     assert "unknown device 'meta'" in refusal(ModelSpec(str(checkpoint), device="meta"))
 
 
-def test_dimensions_that_4_bit_cannot_take_are_refused_before_loading(tmp_path: Path) -> None:
+def test_unsupported_4_bit_dimensions_raise_before_loading(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "odd", byte_level_tokenizer(), hidden_size=48)
     (folder / "model.safetensors").unlink()
     sentence = refusal(ModelSpec(str(folder), quantization="nf4", device="cpu"))
@@ -156,7 +156,7 @@ def test_pairs_by_tokenizer_identity() -> None:
         check_pair(ours, other_end)
 
 
-def test_nan_weights_end_the_run_in_words(tmp_path: Path) -> None:
+def test_nan_weights_end_the_run_with_an_error(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "nan", byte_level_tokenizer())
     pool = ModelPool()
     recipe = Recipe(target=str(folder), method="ar", max_tokens=8, device="cpu")

@@ -109,6 +109,7 @@ def test_other_architectures_in_memory(kind: str) -> None:
     assert torch.allclose(cached.score([1, 2, 3], Draft.chain((4,))), expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_4_bit_models_in_memory_run_and_8_bit_models_are_refused(tmp_path: Any) -> None:
     folder = save_model(tmp_path / "model", TOKENIZER)
     four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")

@@ -71,7 +71,7 @@ def test_checkpoints_that_are_quantised_already(tmp_path: Path) -> None:
         load(replace(as_it_is, quantization="int8"))
 
 
-def test_too_little_memory_is_refused_with_numbers_and_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_raises_with_numbers_and_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = ModelSpec(PAIRS["bundled"].target, device="cpu").resolved()
     needed, four_bits = plan_spec(spec, 256), plan_spec(replace(spec, quantization="nf4"), 256)
     assert four_bits.peak < needed.peak
@@ -97,7 +97,7 @@ def test_models_together_must_fit_together(monkeypatch: pytest.MonkeyPatch) -> N
         list(ModelPool().bring([target, drafter], 64))
 
 
-def test_others_make_room_for_what_does_not_fit_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_models_are_evicted_for_a_large_model(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = ModelPool()
     first = ModelSpec(BUNDLED, device="cpu")
     pool.take(first)
@@ -117,7 +117,7 @@ def test_others_make_room_for_what_does_not_fit_beside_them(monkeypatch: pytest.
         ("float16", True, "int8", 0),
     ],
 )
-def test_what_a_head_takes_while_it_is_laid_out(dtype: str, tied: bool, quantization: str, heads: int) -> None:
+def test_memory_of_a_head_while_packing(dtype: str, tied: bool, quantization: str, heads: int) -> None:
     """The vocabulary is so large that the head dominates the memory."""
     shape = {"vocab_size": 60_000, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
     config = AutoConfig.for_model("llama", num_attention_heads=1, tie_word_embeddings=tied, **shape)
@@ -143,7 +143,7 @@ def test_the_pickers_estimate_is_that_of_the_plan(name: str) -> None:
     assert zoo._required_bytes(name, True) == pytest.approx(planned.weights + planned.kv, rel=0.02)
 
 
-def test_the_picker_shows_what_fits_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fitting_pairs_are_listed_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specdemo.models.memory.free_bytes", lambda device: 5_000_000_000)
     found = offers("cpu")
     assert {offer.name for offer in found} == set(PAIRS) and found[0].name == "bundled"
@@ -153,14 +153,12 @@ def test_the_picker_shows_what_fits_first(monkeypatch: pytest.MonkeyPatch) -> No
     assert "(needs " in big.label and "5.0 GB free)" in big.label and not big.fits
 
 
-def test_free_memory_is_some_and_no_more_than_there_is() -> None:
+def test_free_memory_is_positive_and_at_most_the_total() -> None:
     assert 0 < free_bytes(find_device("cpu")) <= psutil.virtual_memory().total
 
 
 @pytest.mark.parametrize("left", [[], [7], [1 << 60, 5]])
-def test_free_memory_is_no_more_than_any_limit_leaves_of_which_there_may_be_none(
-    monkeypatch: pytest.MonkeyPatch, left: list[int]
-) -> None:
+def test_free_memory_respects_every_limit(monkeypatch: pytest.MonkeyPatch, left: list[int]) -> None:
     monkeypatch.setattr("specdemo.models.memory._cgroup_free_bytes", lambda: left)
     free = free_bytes(find_device("cpu"))
     assert free == min(left) if left else 0 < free <= psutil.virtual_memory().total

@@ -46,7 +46,7 @@ def size(specs: tuple[ModelSpec, ModelSpec, ModelSpec]) -> int:
     return ModelPool().take(specs[0]).weight_bytes
 
 
-def test_each_model_is_loaded_once_whatever_it_is_called(folder: Path) -> None:
+def test_equal_specs_share_a_model(folder: Path) -> None:
     pool = ModelPool()
     first = pool.take(ModelSpec(str(folder), device="auto"))
     assert pool.take(ModelSpec(str(folder), "float32", "none", str(first.model.device))) is first
@@ -56,7 +56,7 @@ def test_each_model_is_loaded_once_whatever_it_is_called(folder: Path) -> None:
     assert pool.weight_bytes == first.weight_bytes
 
 
-def test_the_longest_unused_makes_room(specs: tuple[ModelSpec, ModelSpec, ModelSpec], size: int) -> None:
+def test_least_recently_used_model_is_evicted(specs: tuple[ModelSpec, ModelSpec, ModelSpec], size: int) -> None:
     a, b, c = specs
     pool = ModelPool(budget=int(2.2 * size))
     first = pool.take(a)
@@ -70,9 +70,7 @@ def test_the_longest_unused_makes_room(specs: tuple[ModelSpec, ModelSpec, ModelS
     assert a in tight and c in tight and b not in tight
 
 
-def test_what_a_run_needs_is_not_unloaded_for_its_own_sake(
-    specs: tuple[ModelSpec, ModelSpec, ModelSpec], size: int
-) -> None:
+def test_models_of_a_request_do_not_evict_each_other(specs: tuple[ModelSpec, ModelSpec, ModelSpec], size: int) -> None:
     a, b, _ = specs
     pool = ModelPool(budget=int(1.2 * size))
     with pytest.raises(UserError, match=r"need .* for weights and models may take .*: choose a smaller pair"):
@@ -84,7 +82,7 @@ def test_what_a_run_needs_is_not_unloaded_for_its_own_sake(
     assert a in pool
 
 
-def test_idle_models_go(specs: tuple[ModelSpec, ModelSpec, ModelSpec]) -> None:
+def test_idle_models_are_unloaded(specs: tuple[ModelSpec, ModelSpec, ModelSpec]) -> None:
     now = [0.0]
     pool = ModelPool(idle_s=60, clock=lambda: now[0])
     pool.take(specs[0])
@@ -96,7 +94,7 @@ def test_idle_models_go(specs: tuple[ModelSpec, ModelSpec, ModelSpec]) -> None:
 
 
 @pytest.mark.parametrize("way", ["drop", "clear", "tidy"])
-def test_what_is_unloaded_is_gone(way: str, specs: tuple[ModelSpec, ModelSpec, ModelSpec]) -> None:
+def test_unloaded_models_are_freed(way: str, specs: tuple[ModelSpec, ModelSpec, ModelSpec]) -> None:
     pool = ModelPool(idle_s=0)
     recipe = Recipe(target=specs[0].name, drafter=specs[0].name, device="cpu", max_tokens=8)
     list(generate(recipe, "def add(a, b):", pool))
@@ -107,28 +105,28 @@ def test_what_is_unloaded_is_gone(way: str, specs: tuple[ModelSpec, ModelSpec, M
     assert [one() for one in gone] == [None, None, None] and not pool.weight_bytes
 
 
-def test_rounds_of_loading_running_and_unloading_leave_memory_flat() -> None:
+def test_memory_is_constant_over_loading_and_unloading() -> None:
     """In a new process, the bundled pair repeatedly.
 
     With a heap per thread, 8 MB remained after each repetition; a growing dictionary takes 3 MB once.
     """
-    asked = ["--rounds", "4", "--quantization", "none", "--device", "cpu"]
-    command = [sys.executable, "-m", "benchmarks.memory", *asked]
+    options = ["--rounds", "3", "--quantization", "none", "--device", "cpu"]
+    command = [sys.executable, "-m", "benchmarks.memory", *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    said = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
-    taken = [float(figure) for figure in said.partition(":")[2].split()]
-    assert len(taken) == 4 and min(taken) > 100
-    assert max(taken) - taken[0] < 15, taken
+    output = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+    taken = [float(figure) for figure in output.partition(":")[2].split()]
+    assert len(taken) == 3 and min(taken) > 100
+    assert max(taken) - taken[0] < 11, taken
 
 
-def test_no_tensor_stays_that_was_not_there_before(specs: tuple[ModelSpec, ModelSpec, ModelSpec]) -> None:
+def test_no_tensor_remains_after_unloading(specs: tuple[ModelSpec, ModelSpec, ModelSpec]) -> None:
     """Counted, not measured: no further repetition adds tensors."""
 
-    def held() -> int:
+    def tensor_bytes() -> int:
         gc.collect()
-        # by `type`: asking every object for its class wakes some that load a module to answer
-        tensors = (one for one in gc.get_objects() if issubclass(type(one), torch.Tensor))
-        return sum(one.numel() * one.element_size() for one in tensors)
+        # `type` instead of `isinstance`: lazy modules are imported when their class is read
+        tensors = (item for item in gc.get_objects() if issubclass(type(item), torch.Tensor))
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     pool, counts = ModelPool(), []
     for _ in range(3):
@@ -137,13 +135,13 @@ def test_no_tensor_stays_that_was_not_there_before(specs: tuple[ModelSpec, Model
                 target=spec.name, drafter=spec.name, dtype=spec.dtype, device="cpu", max_tokens=8, method="draft"
             )
             list(generate(recipe, "def add(a, b):", pool))
-        during = held()
+        during = tensor_bytes()
         pool.clear()
-        counts.append(held())
+        counts.append(tensor_bytes())
     assert len(set(counts)) == 1 and during > counts[0]
 
 
-def test_a_run_keeps_its_models_though_they_are_unloaded(specs: tuple[ModelSpec, ModelSpec, ModelSpec]) -> None:
+def test_a_run_continues_after_its_models_are_unloaded(specs: tuple[ModelSpec, ModelSpec, ModelSpec]) -> None:
     pool = ModelPool()
     recipe = Recipe(target=specs[0].name, method="ar", device="cpu", max_tokens=12, temperature=0)
     whole = [line["tokens"] for line in generate(recipe, "def", pool) if "i" in line]
@@ -153,7 +151,7 @@ def test_a_run_keeps_its_models_though_they_are_unloaded(specs: tuple[ModelSpec,
     assert begun + [line["tokens"] for line in run] == whole
 
 
-def test_a_run_that_dies_of_memory_says_so_and_the_next_is_right(folder: Path) -> None:
+def test_out_of_memory_ends_only_the_run(folder: Path) -> None:
     pool = ModelPool()
     recipe = Recipe(target=str(folder), method="ar", temperature=0, device="cpu", max_tokens=16)
     before = [line["tokens"] for line in generate(recipe, "def add(a, b):", pool) if "i" in line]

@@ -65,7 +65,7 @@ def test_a_model_that_moves_between_places_scores_as_ever(folder: Path, tmp_path
         assert torch.allclose(a, b, atol=1e-4)
 
 
-def test_a_law_from_elsewhere_is_brought_to_the_targets_device() -> None:
+def test_draft_probs_are_moved_to_the_device_of_the_target() -> None:
     """`meta` replaces a second device for the draft distribution, since it cannot be read by mistake."""
     moved: list[torch.device] = []
 
@@ -88,7 +88,7 @@ def test_a_law_from_elsewhere_is_brought_to_the_targets_device() -> None:
     assert moved == [torch.device("cpu")] and verdict.accepted == (0,)
 
 
-def test_the_drafter_may_have_a_device_of_its_own() -> None:
+def test_drafter_on_another_device() -> None:
     recipe = Recipe(device="cuda:0", drafter_device="cpu")
     assert recipe.target_spec.device == "cuda:0" and recipe.drafter_spec and recipe.drafter_spec.device == "cpu"
     same = Recipe(device="cpu")

@@ -53,7 +53,7 @@ def test_pieces_of_random_tokens_join_up(name: str) -> None:
             assert "".join(pieces) + stream.rest() == whole(tokenizer, context, tokens)
 
 
-def test_a_character_comes_out_with_its_last_byte() -> None:
+def test_characters_are_emitted_with_their_last_byte() -> None:
     tokenizer = byte_level_tokenizer()
     tokens = tokenizer.encode("x\U0001f642y", add_special_tokens=False)
     assert len(tokens) == 6

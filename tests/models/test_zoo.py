@@ -55,7 +55,7 @@ def test_the_targets_of_pairs_are_the_larger_and_revisions_are_pinned() -> None:
 @pytest.mark.parametrize(
     ("method", "said"), [("tree", "takes one"), ("beam", "takes one"), ("lookahead", "takes one"), ("self", "decoders")]
 )
-def test_what_a_pair_with_encoders_cannot_run_is_refused_before_it_is_fetched(method: str, said: str) -> None:
+def test_unsupported_encoder_options_raise_before_the_download(method: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         Recipe(pair="flan-t5-xl", method=method)
     with pytest.raises(UserError, match="does not support encoder-decoders"):

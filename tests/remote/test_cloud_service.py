@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import multiprocessing
 import os
 import re
 import signal
@@ -108,9 +109,9 @@ BAD: dict[str, tuple[Any, int, str]] = {
     "an id beyond all bounds": ({**OPEN, "tokens": [1 << 80]}, 422, "tokens"),
     "q above one": ({**DRAFTED, "q_token_probs": [1.5, 0.5]}, 422, "q_token_probs"),
     "a q too few": ({**DRAFTED, "q_token_probs": [0.5]}, 422, "send 2 entries"),
-    "a parent that comes later": ({**DRAFTED, "parents": [-1, 1]}, 422, "must precede"),
+    "a later parent": ({**DRAFTED, "parents": [-1, 1]}, 422, "must precede"),
     "a parent of parents": ({**DRAFTED, "parents": [-2, 0]}, 422, "parents"),
-    "a row that is none": ({**DRAFTED, "rows": [{"node": 0, "values": "AACAPw=="}]}, 422, "does not fit"),
+    "a row without values": ({**DRAFTED, "rows": [{"node": 0, "values": "AACAPw=="}]}, 422, "does not fit"),
     "a row in pieces": ({**DRAFTED, "rows": [{"node": 0, "values": "AAA="}]}, 422, "middle of a number"),
     "a row that is no base64": ({**DRAFTED, "rows": [{"node": 0, "values": "%%"}]}, 422, "rows.0.values"),
     "a row of zeros": ({**DRAFTED, "rows": [{"node": 0, "values": "A" * 21 + "A=="}]}, 422, "is no distribution"),
@@ -377,10 +378,12 @@ class Process:
         assert self._process.stdout is not None
         self.url = self._process.stdout.readline().removeprefix("listening on ").strip()
 
-    def kill(self) -> None:
-        self._process.send_signal(signal.SIGKILL)
-        self._process.wait()
+    def end(self, number: signal.Signals = signal.SIGKILL) -> int:
+        """Send a signal and return the exit code."""
+        self._process.send_signal(number)
+        code = self._process.wait(15)
         self._process.stdout.close()
+        return code
 
 
 @pytest.fixture(scope="module")
@@ -388,7 +391,7 @@ def process() -> Iterator[list[Process]]:
     """List with the running service last; tests may append a replacement."""
     running = [Process()]
     yield running
-    running[-1].kill()
+    running[-1].end()
 
 
 @pytest.fixture
@@ -406,7 +409,7 @@ def tokens(**options: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("encoding", ["json", "msgpack"])
-def test_two_processes_give_the_text_of_one(process: list[Process], secret: None, encoding: str) -> None:
+def test_two_processes_give_the_local_text(process: list[Process], secret: None, encoding: str) -> None:
     cloud = CloudConfig(process[-1].url, encoding=encoding)
     coupled = {"temperature": 1.0, "top_p": 1.0, "rule": "coupled", "seed": 3}
     for settings in ({"temperature": 0.0}, coupled):
@@ -446,20 +449,30 @@ def test_killed_and_restarted_service_does_not_change_the_text(process: list[Pro
         if "i" in line:
             written += line["tokens"]
             if line["i"] == 3:
-                process[-1].kill()
+                process[-1].end()
                 process.append(Process(port))
     assert written == faultless and line["end"] in ("length", "stop")
 
 
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork on this system")
 def test_killed_edge_does_not_affect_the_service(process: list[Process], secret: None) -> None:
-    url = process[-1].url
-    command = [sys.executable, "-m", "specdemo", "run", TEXT, "--remote", url, "--json", "--max-tokens", "1000"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as edge:
-        assert edge.stdout is not None
-        assert any(json.loads(line).get("i") == 3 for line in edge.stdout)
-        edge.kill()
-    assert edge.returncode == -signal.SIGKILL
-    assert tokens(cloud=CloudConfig(url), temperature=0.0) == tokens(method="ar", temperature=0.0)
+    cloud = CloudConfig(process[-1].url)
+    expected = tokens(method="ar", temperature=0.0)  # loads the models before the fork
+    context = multiprocessing.get_context("fork")
+    third_step = context.Event()
+
+    def decode() -> None:
+        for line in generate(Recipe(device="cpu", max_tokens=1000, cloud=cloud), TEXT, POOL):
+            if line.get("i") == 3:
+                third_step.set()
+
+    edge = context.Process(target=decode)
+    edge.start()
+    assert third_step.wait(60)
+    edge.kill()
+    edge.join()
+    assert edge.exitcode == -signal.SIGKILL
+    assert tokens(cloud=cloud, temperature=0.0) == expected
 
 
 def test_unreachable_or_unauthorised_service_gets_a_sentence(
@@ -479,8 +492,26 @@ def _ignore_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell does for background jobs
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_ends_streams_and_the_process_with_exit_code_0(number: signal.Signals) -> None:
+def endless_stream(url: str, token: str | None = None) -> tuple[HttpClient, Iterator[Any]]:
+    """Client and stream of a long text, after its first token."""
+    client = HttpClient(url, token=token)
+    info = client.call("GET", "/v1/target", None, ServiceInfo, 10)
+    banned = [[token] for token in info.stop]
+    request = StreamRequest(tokens=[1, 2], config=VerifyConfig(bad_words=banned), max_tokens=1 << 17)
+    stream = client.tokens("/v1/texts", request, 10)
+    assert next(stream) is not None
+    return client, stream
+
+
+def assert_ended(client: HttpClient, stream: Iterator[Any]) -> None:
+    with pytest.raises(NoResponse, match="cut off"):
+        for _ in stream:
+            pass
+    with pytest.raises(NoResponse):
+        client.call("GET", "/v1/target", None, ServiceInfo, 10)
+
+
+def test_interrupt_ends_streams_and_the_process_with_exit_code_0() -> None:
     command = [sys.executable, "-m", "specdemo", "serve", "--port", "0", "--device", "cpu", "--until-stdin-ends"]
     with subprocess.Popen(
         command,
@@ -494,19 +525,17 @@ def test_signal_ends_streams_and_the_process_with_exit_code_0(number: signal.Sig
     ) as process:
         assert process.stdout is not None and process.stderr is not None
         url = process.stdout.readline().removeprefix("listening on ").strip()
-        client = HttpClient(url)
-        info = client.call("GET", "/v1/target", None, ServiceInfo, 10)
-        banned = [[token] for token in info.stop]
-        request = StreamRequest(tokens=[1, 2], config=VerifyConfig(bad_words=banned), max_tokens=1 << 17)
-        tokens = client.tokens("/v1/texts", request, 10)
-        assert next(tokens) is not None
-        process.send_signal(number)
-        with pytest.raises(NoResponse, match="cut off"):
-            for _ in tokens:
-                pass
+        client, stream = endless_stream(url)
+        process.send_signal(signal.SIGINT)
+        assert_ended(client, stream)
         assert process.wait(15) == 0 and process.stderr.read() == ""
-        with pytest.raises(NoResponse):
-            client.call("GET", "/v1/target", None, ServiceInfo, 10)
+
+
+def test_terminated_service_ends_streams_with_exit_code_0(process: list[Process]) -> None:
+    """Last test of the shared service."""
+    client, stream = endless_stream(process[-1].url, "secret")
+    assert process[-1].end(signal.SIGTERM) == 0
+    assert_ended(client, stream)
 
 
 def test_closed_worker_responds_unavailable() -> None:

@@ -33,7 +33,7 @@ def meant(tokens: int = 16, latest: Run | None = None, **changes: Any) -> Sweep:
     return sweep(lambda varied: Recipe(max_tokens=tokens, **varied), latest, **{**ASKED, **changes})
 
 
-def test_recipes_are_those_of_the_terminal_and_prompts_take_turns() -> None:
+def test_recipes_equal_the_terminal_and_prompt_classes_alternate() -> None:
     found = meant()
     lanes = ["ar", "draft gamma=2", "draft gamma=3", "nasd gamma=2", "nasd gamma=3"]
     assert [bench.recipe_label(recipe) for recipe in found.recipes] == [f"{lane} T=0" for lane in lanes]
@@ -56,12 +56,12 @@ def test_recipes_are_those_of_the_terminal_and_prompts_take_turns() -> None:
         ({"gammas": list(range(1, 65)) * 1000}, f"more than {MOST_RUNS} recipes"),
     ],
 )
-def test_what_means_nothing_is_refused(changes: dict[str, Any], words: str) -> None:
+def test_empty_selections_raise(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=re.escape(words)):
         meant(**changes)
 
 
-def test_too_much_is_refused_with_its_size_and_a_guess_at_its_time() -> None:
+def test_oversized_grids_raise_with_size_and_estimated_time() -> None:
     most = MOST_TOKENS // 20  # 20 runs
     assert meant(most).tokens == MOST_TOKENS
     with pytest.raises(UserError, match=rf"20 runs of at most {most + 1} tokens, about 4 minutes at an assumed 100"):
@@ -70,7 +70,7 @@ def test_too_much_is_refused_with_its_size_and_a_guess_at_its_time() -> None:
         meant(1, kinds=["code", "repetitive", "prose", "adversarial"], each=24)
 
 
-def test_the_guess_is_made_from_the_visitors_latest_run() -> None:
+def test_estimate_uses_the_latest_run() -> None:
     latest = Run()
     for line in (header(), step(0, pieces=["a"]), step(1, pieces=["b", "X"], draft=("b", "c"), accepted=(0,)), end()):
         absorb(latest, SPEC, line)
@@ -97,7 +97,7 @@ def record(name: str, seconds: float) -> dict[str, Any]:
     return {"kind": name[:-2], "name": name, "runs": [run(1.0, environment=WHERE), run(seconds, drafted=20)]}
 
 
-def test_the_table_on_the_page_is_the_benchs(outcome: SweepResult) -> None:
+def test_page_table_equals_the_bench_table(outcome: SweepResult) -> None:
     records = [record("code 1", 1.0), record("code 2", 4.0), record("prose 1", 2.5)]
     for one in records:
         outcome.absorb(one)
@@ -119,7 +119,7 @@ def test_the_table_on_the_page_is_the_benchs(outcome: SweepResult) -> None:
     assert json.loads(line) == json.loads(bench.as_json(rows)) and line.count("\n") == 1
 
 
-def test_progress_counts_finished_runs_and_says_what_is_left(outcome: SweepResult) -> None:
+def test_progress_shows_finished_runs_and_remaining_time(outcome: SweepResult) -> None:
     assert "waiting for the device" in outcome.progress(0) and "queued: 2 ahead" in outcome.progress(0, ahead=2)
     outcome.absorb(bench.BenchProgress(0, 6, "ar T=0"))
     assert not outcome.timing and 'value="0"' in outcome.progress(5) and "to go" not in outcome.progress(5)
@@ -128,7 +128,7 @@ def test_progress_counts_finished_runs_and_says_what_is_left(outcome: SweepResul
     assert outcome.timing and 'value="2" max="6"' in told and "3 of 6: &lt;b&gt;, ar T=0 · about 16 s to go" in told
 
 
-def test_the_end_says_whether_that_is_all(outcome: SweepResult) -> None:
+def test_final_status_marks_partial_results(outcome: SweepResult) -> None:
     assert "stopped: nothing is measured" in outcome.ending()
     outcome.absorb(record("code 1", 1.0))
     assert "stopped: partial, 1 of 3 prompts are measured" in outcome.ending()

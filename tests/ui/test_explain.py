@@ -28,10 +28,11 @@ UNVERIFIED = step(1, pieces=["a"], draft=("a", "b"), accepted=(0,)) | {
 def shown_by_tooltip(record: dict, head: dict) -> list[str]:
     """Fill in the templates as tooltip.js does."""
     sentences = []
-    for (_, _, _, p, q, draw), index in zip(record["c"], record["w"], strict=True):
-        q = 1 if q is None else q
-        figures = {"p": p, "q": q, "ratio": None if p is None else p / q, "draw": draw}
-        fill = lambda found, figures=figures: figure(figures[found[1]])  # noqa: E731
+    for cell, index in zip(record["c"], record["w"], strict=True):
+        figures = dict(zip(("p", "q", "draw", "bound", "rank", "best"), [*cell[3:], *[None] * 6], strict=False))
+        fill = lambda found, figures=figures: (  # noqa: E731
+            str(figures["rank"]) if found[1] == "rank" else figure(figures[found[1]])
+        )
         sentences.append(re.sub(r"\{(\w+)\}", fill, head["reasons"][index]))
     return sentences
 
@@ -53,10 +54,10 @@ def test_tooltip_and_inspector_give_the_explanation_of_the_terminal(line: dict, 
         assert view["last"]["words"] == explain(event.step, None, recipe)
 
 
-def test_the_script_knows_every_placeholder_and_every_key_of_the_projection() -> None:
+def test_script_uses_every_placeholder_and_projection_key() -> None:
     placeholders = {name for reason in Reason for name in re.findall(r"\{(\w+)\}", reason.value)}
     known = re.search(r"const figures = \{(.*?)\};", SCRIPTS)[1]
-    assert placeholders == {"p", "q", "ratio", "draw"} and all(
+    assert placeholders == {"p", "draw", "bound", "rank", "best"} and all(
         re.search(rf"\b{name}\b", known) for name in placeholders
     )
     for key in (

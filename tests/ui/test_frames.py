@@ -14,6 +14,7 @@ from specdemo.ui.labels import lane_speedup, sameness, tiles, verdict
 from specdemo.ui.lane import PLAIN, SPEC
 from specdemo.ui.run_store import RunStore
 
+RECIPE = {"rule": "rejection", "temperature": 1.0}
 LINES = (header(), PREFILL, REJECTION, ALL_KEPT)
 
 
@@ -30,20 +31,20 @@ def records_of(run: Run) -> list[dict]:
         (CUT, [("accepted", "h"), ("ignored", "i")]),
     ],
 )
-def test_every_token_has_its_kind_and_its_place(line: dict, shown: list) -> None:
-    assert [(kind, text) for kind, text, *_ in cells(step_event(line))] == shown
+def test_tokens_have_kinds_and_positions(line: dict, shown: list) -> None:
+    assert [(kind, text) for kind, text, *_ in cells(step_event(line), RECIPE)] == shown
 
 
-def test_kept_cells_spell_the_committed_text() -> None:
+def test_committed_cells_form_the_text() -> None:
     for line in (PREFILL, REJECTION, ALL_KEPT, CUT):
-        kept = [text for kind, text, *_ in cells(step_event(line)) if kind not in ("rejected", "ignored")]
+        kept = [text for kind, text, *_ in cells(step_event(line), RECIPE) if kind not in ("rejected", "ignored")]
         assert "".join(kept) == line["text"] and len(kept) == len(line["tokens"])
 
 
 def test_in_a_forest_the_accepted_path_comes_first() -> None:
     line = step(1, pieces=["b", "d", "X"], draft=("a", "b", "c", "d"), accepted=(1, 3), tested=4)
     line |= {"parents": [-1, -1, 0, 1], "beta": [0.5, 0.5, None, 0.5], "kind": "bonus"}
-    assert [(kind, text) for kind, text, *_ in cells(step_event(line))] == [
+    assert [(kind, text) for kind, text, *_ in cells(step_event(line), RECIPE)] == [
         ("accepted", "b"),
         ("accepted", "d"),
         ("rejected", "a"),
@@ -52,7 +53,7 @@ def test_in_a_forest_the_accepted_path_comes_first() -> None:
     ]
 
 
-def test_a_search_shows_what_is_settled_and_how_it_would_go_on() -> None:
+def test_beam_frames_show_committed_and_pending_tokens() -> None:
     run = Run()
     absorb(run, SPEC, header("beam", exact=False, recipe={"method": "beam", "num_beams": 4, "temperature": 0.5}))
     lines = [
@@ -74,8 +75,8 @@ def test_a_search_shows_what_is_settled_and_how_it_would_go_on() -> None:
 
 def test_a_point_mass_has_no_q() -> None:
     line = REJECTION | {"q": None}
-    assert [cell[4] for cell in cells(step_event(line))] == [None] * 4
-    assert [cell[4] for cell in cells(step_event(REJECTION))] == [0.25, 0.25, 0.25, None]
+    assert [cell[4] for cell in cells(step_event(line), RECIPE)[:3]] == [None] * 3
+    assert [cell[4] for cell in cells(step_event(REJECTION), RECIPE)[:3]] == [0.25] * 3
 
 
 def test_frames_from_any_index_join_to_all_records() -> None:
@@ -88,7 +89,7 @@ def test_frames_from_any_index_join_to_all_records() -> None:
         assert frame["at"] == at and frame["r"] == records[at:]
 
 
-def test_the_trace_holds_every_line_and_no_phase() -> None:
+def test_trace_contains_all_lines_without_phases() -> None:
     run = whole(Run())
     run.finish()
     saved = [json.loads(line) for line in run.trace(SPEC).splitlines()]
@@ -97,7 +98,7 @@ def test_the_trace_holds_every_line_and_no_phase() -> None:
     assert run.trace(PLAIN) is None
 
 
-def test_what_is_drawn_counts_the_same_as_the_trace() -> None:
+def test_frame_counts_equal_the_trace() -> None:
     run = whole(Run())
     drawn = Counter(cell[0] for record in records_of(run) if "c" in record for cell in record["c"])
     m = run.lanes[SPEC].metrics.as_dict()
@@ -107,7 +108,7 @@ def test_what_is_drawn_counts_the_same_as_the_trace() -> None:
     assert drawn["accepted"] + drawn["correction"] + drawn["bonus"] + drawn["plain"] == m["tokens"] == 6
 
 
-def test_phases_in_their_order() -> None:
+def test_phases_are_ordered() -> None:
     run, seen = Run((SPEC, PLAIN)), []
     for lane in run.plan:
         for event in ({"phase": "loading", "text": "…"}, header(), PREFILL, end()):
@@ -116,7 +117,7 @@ def test_phases_in_their_order() -> None:
     assert seen == ["loading", "prefill", "decoding", "decoding"] + ["loading", "prefill", "decoding", "done"]
 
 
-def test_a_run_that_is_cut_off_ends_its_trace_as_cancelled() -> None:
+def test_stopped_run_ends_its_trace_as_cancelled() -> None:
     run = Run((SPEC, PLAIN))
     for event in (header(), PREFILL, REJECTION):
         absorb(run, SPEC, event)
@@ -129,7 +130,7 @@ def test_a_run_that_is_cut_off_ends_its_trace_as_cancelled() -> None:
     assert run.trace(SPEC) == before and run.phase[0] == "stopped"
 
 
-def test_a_run_that_is_cut_off_before_the_first_lanes_turn_says_whose_tokens_it_counts() -> None:
+def test_run_stopped_before_the_first_lane_names_the_counted_lane() -> None:
     run = Run((SPEC, PLAIN))
     for event in (header("ar"), PREFILL):
         absorb(run, PLAIN, event)
@@ -138,7 +139,7 @@ def test_a_run_that_is_cut_off_before_the_first_lanes_turn_says_whose_tokens_it_
 
 
 @pytest.mark.parametrize("events", [(), (header(), PREFILL)])
-def test_a_failure_is_said_and_closes_the_trace(events: tuple) -> None:
+def test_failure_is_shown_and_closes_the_trace(events: tuple) -> None:
     run = Run()
     for event in events:
         absorb(run, SPEC, event)
@@ -156,7 +157,7 @@ def test_an_error_that_the_engine_reports_is_a_failure_too() -> None:
     assert run.phase == ("failed", "NaN in the logits")
 
 
-def test_what_may_be_relied_on_is_said() -> None:
+def test_exactness_badge() -> None:
     """Lossy, same distribution, or same bits: depends on the recipe and on the measured batch invariance."""
     for changes, badge, words in (
         ({"exact": False}, "lossy", "changes the target's distribution"),
@@ -171,7 +172,7 @@ def test_what_may_be_relied_on_is_said() -> None:
 
 
 @pytest.mark.parametrize(("equal", "words"), [(False, "rounding"), (True, "error")])
-def test_texts_that_part_are_explained_by_what_the_machine_does(equal: bool, words: str) -> None:
+def test_different_texts_are_explained_by_batch_invariance(equal: bool, words: str) -> None:
     run = Run((SPEC, PLAIN))
     other = step(1, pieces=["z"], tokens=[999])
     for lane, lines in ((SPEC, (PREFILL, REJECTION)), (PLAIN, (PREFILL, other))):
@@ -182,7 +183,7 @@ def test_texts_that_part_are_explained_by_what_the_machine_does(equal: bool, wor
     assert same["tone"] == ("bad" if equal else "even")
 
 
-def test_tiles_are_dashes_until_there_is_something_to_say() -> None:
+def test_tiles_are_dashes_without_values() -> None:
     empty = tiles(Run().lanes)
     assert {value for value, _ in empty.values()} == {"–"}
     shown = tiles(whole(Run()).lanes)
@@ -221,7 +222,7 @@ def test_speed_up_is_the_ratio_of_the_two_measured_speeds() -> None:
     assert same and same["badge"] == "identical text" and "6 tokens" in same["why"]
 
 
-def test_a_loss_is_called_a_loss() -> None:
+def test_slowdown_is_reported() -> None:
     words = verdict(compared(0.006).lanes)
     assert words.startswith("Speculation lost: 0.50× the speed of AR decoding")
     assert "try" in words
@@ -238,9 +239,7 @@ def probs(*top: tuple[int, float]) -> dict:
         (0.8, 0.1, "bad", "this is an error, not a near-tie"),
     ],
 )
-def test_where_texts_part_the_targets_law_says_whether_it_was_a_near_tie(
-    p: float, q: float, tone: str, words: str
-) -> None:
+def test_near_tie_at_the_first_difference_is_reported(p: float, q: float, tone: str, words: str) -> None:
     run = Run((SPEC, PLAIN))
     distributions = {"laws": [probs((100, p), (999, q))] + [probs((1, 1.0))] * 3, "texts": {100: "b", 999: "z"}}
     for lane, line in ((SPEC, REJECTION | distributions), (PLAIN, step(1, pieces=["z"], tokens=[999]))):
@@ -250,7 +249,7 @@ def test_where_texts_part_the_targets_law_says_whether_it_was_a_near_tie(
     assert same and same["tone"] == tone and words in same["why"]
 
 
-def test_sampled_texts_are_not_asked_to_be_the_same() -> None:
+def test_sampled_texts_may_differ() -> None:
     for recipe, compared in (({"temperature": 1.0}, False), ({"temperature": 1.0, "rule": "coupled"}, True)):
         run = Run((SPEC, PLAIN))
         for lane, method in ((SPEC, "draft"), (PLAIN, "ar")):
@@ -261,7 +260,7 @@ def test_sampled_texts_are_not_asked_to_be_the_same() -> None:
         assert (sameness(run.lanes) is not None) == compared
 
 
-def test_more_lanes_each_have_their_say() -> None:
+def test_verdict_covers_additional_lanes() -> None:
     run = Run((SPEC, PLAIN, "third"))
     for lane, lines in ((PLAIN, plain_steps(0.024)), ("third", (PREFILL, REJECTION)), (SPEC, (PREFILL, ALL_KEPT))):
         whole(run, lane, lines)
@@ -270,7 +269,7 @@ def test_more_lanes_each_have_their_say() -> None:
     assert "draft, γ 3 ran at 1.60× the speed of AR decoding." in verdict(run.lanes)
 
 
-def test_a_different_greedy_text_is_not_passed_over() -> None:
+def test_different_greedy_text_is_reported() -> None:
     run = whole(whole(Run((SPEC, PLAIN))), PLAIN, plain_steps(0.01)[:3])
     run.finish()
     assert (sameness(run.lanes) or {})["badge"] == "differs at token 4"
@@ -282,7 +281,7 @@ def test_no_verdict_without_both_runs() -> None:
     assert lane_speedup(run.lanes) is None and verdict(run.lanes) == ""
 
 
-def test_the_registry_is_bounded_and_drops_the_one_longest_unused() -> None:
+def test_run_store_evicts_the_least_recently_used_run() -> None:
     runs = RunStore(capacity=3)
     first, second, third = (runs.new(f"visitor {i}", (SPEC,)) for i in range(3))
     assert runs.get(first.id) is first
@@ -292,7 +291,7 @@ def test_the_registry_is_bounded_and_drops_the_one_longest_unused() -> None:
     assert len({run.id for run in (first, second, third, fourth)}) == 4
 
 
-def test_the_registry_is_bounded_in_characters_and_keeps_the_newest_run() -> None:
+def test_run_store_is_bounded_in_characters() -> None:
     first, second = whole(Run()), whole(Run())
     runs = RunStore(max_characters=first.size + second.size - 1)
     assert first.size >= len(first.trace(SPEC)) + len("".join(first.records))
@@ -302,11 +301,11 @@ def test_the_registry_is_bounded_in_characters_and_keeps_the_newest_run() -> Non
 
 
 @pytest.mark.parametrize("nonsense", [None, 7, [], {}, "no such run"])
-def test_nonsense_asked_of_the_registry_finds_nothing(nonsense: Any) -> None:
+def test_unknown_runs_are_not_found(nonsense: Any) -> None:
     assert RunStore().get(nonsense) is None
 
 
-def test_one_run_per_visitor_and_leaving_stops_it() -> None:
+def test_each_visitor_has_one_run_which_ends_on_leaving() -> None:
     runs, stopped = RunStore(), []
     for name in ("a", "b"):
         runs.new("one", (SPEC,)).stop = lambda name=name: stopped.append(name)

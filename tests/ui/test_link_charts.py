@@ -88,7 +88,7 @@ LINES = [
 # --- the run in numbers ------------------------------------------------------------------------------------------
 
 
-def test_the_parts_of_all_rounds_fill_the_time_without_gap_or_overlap() -> None:
+def test_parts_of_steps_fill_the_time_without_overlap() -> None:
     flat = [part for some in parts(steps_of(*LINES)) for part in some]
     at = 0.0
     for _, start, seconds in flat:
@@ -102,13 +102,13 @@ def test_the_parts_of_all_rounds_fill_the_time_without_gap_or_overlap() -> None:
     assert 2 * by["way"] == pytest.approx(0.04 - 0.015 - 0.013 - 0.008)
 
 
-def test_an_answer_that_was_another_rounds_is_a_wait() -> None:
+def test_response_of_another_step_is_a_wait() -> None:
     late = over_the_link(1) | {"verify_s": 0.001}
     assert [what for what, *_ in parts(steps_of(late))[0]] == ["idle", "draft", "wait"]
     assert [what for what, *_ in parts(steps_of(provisional(1)))[0]] == ["idle", "draft", "wait"]
 
 
-def test_the_table_has_the_guides_measures() -> None:
+def test_table_contains_the_measures_of_the_guide() -> None:
     total, *rows = [dict(zip(LINK_TABLE_HEAD, row, strict=True)) for row in measures(steps_of(*LINES))]
     assert [row["round"] for row in rows] == ["0", "1", "2", "3", "4"] and total["round"] == "all"
     assert [row["k"] for row in rows] == ["0", "3", "3", "2", "3"] and total["k"] == "11"
@@ -121,7 +121,7 @@ def test_the_table_has_the_guides_measures() -> None:
     assert (rows[2]["hard_ratio"], total["hard_ratio"]) == ("0.50", "0.75")
 
 
-def test_the_best_k_is_the_best_of_all_and_grows_with_the_way() -> None:
+def test_best_k_is_the_maximum_and_grows_with_the_delay() -> None:
     link = best_k.link_of(played(*LINES).lanes[SPEC])
     assert (link.gamma, link.verify_s, link.token_s) == (3.0, pytest.approx(0.008), pytest.approx(0.001))
     assert link.way_s == pytest.approx(0.032) and link.alpha == pytest.approx(0.75)
@@ -141,12 +141,12 @@ def test_the_best_k_is_the_best_of_all_and_grows_with_the_way() -> None:
     assert f"The best k is {link.best}" in best_k.describe_best_gamma(link)
 
 
-def test_without_a_verified_round_there_is_no_best_k() -> None:
+def test_best_k_requires_a_verified_step() -> None:
     with pytest.raises(UserError, match="no best length"):
         best_k.link_of(played(PREFILL, provisional(1)).lanes[SPEC])
 
 
-def test_only_a_run_with_a_cloud_that_is_over_has_something_to_show() -> None:
+def test_only_finished_remote_runs_have_link_metrics() -> None:
     local = Run()
     for line in (header(), PREFILL, end()):
         absorb(local, SPEC, line)
@@ -171,7 +171,7 @@ def test_the_timeline_names_every_part() -> None:
 # --- provisional tokens ------------------------------------------------------------------------------------------
 
 
-def test_lanes_say_what_no_target_has_seen_and_what_became_of_it() -> None:
+def test_lanes_show_unverified_tokens_and_their_outcome() -> None:
     gate = provisional(5) | {"remote": {"escalated": 0.0, "hard_ratio": 0.0}}
     alone = provisional(6) | {"remote": {"escalated": 0.0, "edge": 1.0, "lost": 1.0}}
     late = over_the_link(4, 0, confirmed=1.0, overruled=2.0)
@@ -185,7 +185,7 @@ def test_lanes_say_what_no_target_has_seen_and_what_became_of_it() -> None:
     assert head["head"]["title"] == "draft, γ 3, edge and cloud"
 
 
-def test_a_cloud_that_ends_the_run_is_told_of_in_the_lane() -> None:
+def test_lost_connection_is_noted_in_the_lane() -> None:
     run = Run()
     for line in (header(recipe=RECIPE), *LINES, end("error", "the cloud has not answered")):
         absorb(run, SPEC, line)
@@ -203,14 +203,14 @@ def test_a_cloud_that_ends_the_run_is_told_of_in_the_lane() -> None:
         ({"q_rows": "scalar"}, "sent incompletely"),
     ],
 )
-def test_what_costs_exactness_is_named(cloud: dict[str, Any], words: str) -> None:
+def test_lossy_options_are_named(cloud: dict[str, Any], words: str) -> None:
     run = Run()
     absorb(run, SPEC, header(exact=False, recipe=RECIPE | {"cloud": WIRE | cloud}))
     head = json.loads(run.records[0])["head"]
     assert head["badge"] == "lossy" and words in head["why"] + head["title"]
 
 
-def test_a_trace_with_unjudged_tokens_comes_back_as_it_was() -> None:
+def test_trace_with_unverified_tokens_round_trips() -> None:
     lines = [header(recipe=RECIPE), *LINES, end()]
     text = "".join(f"{json.dumps(line)}\n" for line in lines)
     again = read_traces(text)
@@ -224,7 +224,7 @@ def test_a_trace_with_unjudged_tokens_comes_back_as_it_was() -> None:
 # --- settings ----------------------------------------------------------------------------------------------------
 
 
-def test_settings_mean_what_the_terminals_options_mean() -> None:
+def test_settings_equal_the_terminal_options() -> None:
     off = recipe_of({"method": "draft", "mode": "off", "rtt_ms": 30}, "cpu")
     assert off.cloud is None
     on = recipe_of({"mode": "speculative", "remote": " http://a:1 ", "rtt_ms": 30, "gates": ["nll", "names"]}, "cpu")
@@ -255,7 +255,7 @@ USUAL = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_cannot_be_meant_is_refused_on_or_off(name: str) -> None:
+def test_invalid_remote_settings_raise(name: str) -> None:
     value, words = BAD[name]
     with pytest.raises(UserError, match=words):
         recipe_of({"mode": "speculative", name: value}, "cpu")
@@ -263,14 +263,14 @@ def test_what_cannot_be_meant_is_refused_on_or_off(name: str) -> None:
     assert len(refused) == 1 and words in refused[0] and settings == USUAL | {"temperature": 1.0}
 
 
-def test_a_link_and_a_browser_bring_the_settings_back() -> None:
+def test_settings_are_restored_from_links_and_storage() -> None:
     wanted = {"mode": "speculative", "remote": "http://a:1", "rtt_ms": 30, "gates": ["nll"], "provisional": True}
     query = {name: value if isinstance(value, str) else json.dumps(value) for name, value in wanted.items()}
     for brought in (from_link(query, USUAL), wanted):
         assert restored(brought, USUAL, "cpu") == (USUAL | wanted, [])
 
 
-def test_what_is_decoded_elsewhere_is_compared_with_plain_decoding_here() -> None:
+def test_remote_runs_are_compared_with_local_ar_decoding() -> None:
     recipe = recipe_of({"mode": "speculative", "remote": "http://a:1"}, "cpu")
     settings = {"method": "draft", "mode": "speculative"}
     lanes = dict(lanes_of(recipe, [], plan_of(settings, True, 0)))
@@ -297,7 +297,7 @@ def over(url: str, **more: Any) -> Recipe:
         (over("http://good:1", deadline_ms=2e5), "deadline_ms may be 120 seconds"),
     ],
 )
-def test_a_public_page_asks_no_service_but_the_named(recipe: Recipe, words: str) -> None:
+def test_public_page_contacts_listed_services_only(recipe: Recipe, words: str) -> None:
     named = replace(PUBLIC, remote=("http://good:1/", "https://better"))
     with pytest.raises(UserError, match=words):
         named.grant(recipe, "def")
@@ -309,7 +309,7 @@ def test_a_public_page_asks_no_service_but_the_named(recipe: Recipe, words: str)
         assert named.grant(fine, "def") == fine
 
 
-def test_the_named_services_are_read_from_the_environment() -> None:
+def test_listed_services_are_read_from_the_environment() -> None:
     public = {"SPECDEMO_PUBLIC": "1"}
     assert read_limits({}).remote is None and read_limits(public).remote == ()
     assert read_limits(public | {"SPECDEMO_REMOTE": "http://a:1, https://b"}).remote == ("http://a:1", "https://b")

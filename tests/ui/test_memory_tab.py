@@ -25,7 +25,7 @@ def rows(table: str) -> dict[str, list[str]]:
     return {first: rest for first, *rest in found}
 
 
-def test_a_model_that_is_not_here_is_not_asked_for() -> None:
+def test_missing_models_are_not_downloaded() -> None:
     table = rows(ledger.of_pairs("cpu"))
     far = PAIRS["qwen3-8b"]
     assert table[far.title][:3] == ["–"] * 3 and table[far.title][-1].endswith("not downloaded")
@@ -45,7 +45,7 @@ def test_pairs_are_planned_and_fit_or_not(monkeypatch: pytest.MonkeyPatch) -> No
     assert shown()[-1] == f"no, by {float(total) - 60:.1f}"
 
 
-def test_what_a_run_held_is_what_its_trace_says() -> None:
+def test_memory_of_a_run_equals_its_trace() -> None:
     run = Run((SPEC, PLAIN))
     held = [{"rss_bytes": n * 1e8, "device_bytes": None, "kv_bytes": kv} for n, kv in ((5, 1e6), (7, 4e6), (6, 3e6))]
     absorb(run, SPEC, header())
@@ -74,7 +74,7 @@ def test_before_a_run_and_on_a_device() -> None:
     assert rows(ledger.of_run(run))["tensors on the device, peak"] == ["2,000.0"]
 
 
-def test_the_machine_is_asked() -> None:
+def test_memory_of_the_machine_is_shown() -> None:
     table = {
         name: float(cells[0].replace(",", ""))
         for name, cells in rows(ledger.of_machine("cpu")).items()

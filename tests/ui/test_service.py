@@ -40,7 +40,7 @@ def engine(recipe: Recipe, prompt: str, pool: ModelPool, stores: Any) -> Iterato
     yield End("stop")
 
 
-def test_unloading_says_how_much_went() -> None:
+def test_unload_reports_the_released_memory() -> None:
     pool = ModelPool()
     service = Service(pool, engine)
     try:
@@ -52,7 +52,7 @@ def test_unloading_says_how_much_went() -> None:
         service.worker.close()
 
 
-def test_where_visitors_share_the_models_nobody_unloads_them() -> None:
+def test_visitors_cannot_unload_shared_models() -> None:
     """Neither the page nor the service unloads shared models."""
     for limits, offered in (
         (PUBLIC, False),
@@ -74,7 +74,7 @@ def test_where_visitors_share_the_models_nobody_unloads_them() -> None:
         service.worker.close()
 
 
-def test_models_that_were_used_meanwhile_are_looked_at_again() -> None:
+def test_recently_used_models_are_checked_again() -> None:
     """The clock does not advance during the first check, as if the models were in use."""
     now = [0.0]
     pool = Watched(idle_s=0.05, clock=lambda: now[0])
@@ -89,7 +89,7 @@ def test_models_that_were_used_meanwhile_are_looked_at_again() -> None:
         service.worker.close()
 
 
-def test_idle_models_are_unloaded_without_being_asked() -> None:
+def test_idle_models_are_unloaded_automatically() -> None:
     pool = Watched(idle_s=0.05)
     service = Service(pool, engine)
     try:

@@ -14,7 +14,7 @@ USUAL = {
 }  # fmt: skip
 
 
-def test_a_link_says_what_it_was_made_of() -> None:
+def test_links_round_trip() -> None:
     query = {"method": "nasd", "gamma": "5", "temperature": "0", "compare": "true", "skip_layers": "5", "prompt": "12"}
     settings, refused = restored(from_link(query, USUAL), USUAL, "cpu")
     assert not refused
@@ -37,12 +37,12 @@ def test_a_link_says_what_it_was_made_of() -> None:
         ({"skip_layers": "one"}, "skip_layers must be"),
     ],
 )
-def test_what_cannot_be_meant_is_said_and_the_rest_is_taken(query: dict[str, str], words: str) -> None:
+def test_invalid_link_values_are_reported_and_the_rest_applied(query: dict[str, str], words: str) -> None:
     settings, refused = restored(from_link({**query, "seed": "7"}, USUAL), USUAL, "cpu")
     assert len(refused) == 1 and words in refused[0]
     assert settings == USUAL | {"seed": 7}
 
 
 @pytest.mark.parametrize("saved", [None, 7, [], "x", {}, {"__class__": 1, "no such": 2}])
-def test_nonsense_that_was_saved_changes_nothing(saved: Any) -> None:
+def test_invalid_stored_settings_are_ignored(saved: Any) -> None:
     assert restored(saved, USUAL, "cpu") == (USUAL, [])

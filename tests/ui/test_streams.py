@@ -62,7 +62,7 @@ def records(frames: list[dict]) -> list[dict]:
     return have
 
 
-def test_a_listener_hears_the_whole_run_in_order_and_then_the_socket_is_closed(house: House) -> None:
+def test_listener_receives_the_run_in_order_until_its_end(house: House) -> None:
     assert not house.add(LINES[0]), "nobody listens yet"
     with house.listen() as socket:
         heard = [socket.receive_json()]
@@ -79,7 +79,7 @@ def test_a_listener_hears_the_whole_run_in_order_and_then_the_socket_is_closed(h
     assert not house.finish(), "who has heard the end no longer listens"
 
 
-def test_who_comes_late_or_beside_another_hears_everything_too(house: House) -> None:
+def test_late_and_parallel_listeners_receive_everything(house: House) -> None:
     with house.listen() as early:
         heard = [early.receive_json()]
         for line in LINES[:2]:
@@ -93,7 +93,7 @@ def test_who_comes_late_or_beside_another_hears_everything_too(house: House) -> 
     assert records(heard) == records(caught_up) == json.loads(house.run.frame(0))["r"]
 
 
-def test_who_has_hung_up_is_waited_for_no_more_whatever_was_said_before(house: House) -> None:
+def test_closed_socket_ends_the_listener(house: House) -> None:
     with house.listen() as socket:
         socket.receive_json()
         socket.send_text("nobody asked")
@@ -102,12 +102,12 @@ def test_who_has_hung_up_is_waited_for_no_more_whatever_was_said_before(house: H
 
 
 @pytest.mark.parametrize("run_id", ["no-such-run", "%2e%2e"])
-def test_who_does_not_know_a_run_hears_nothing(house: House, run_id: str) -> None:
+def test_unknown_runs_are_rejected(house: House, run_id: str) -> None:
     with pytest.raises(WebSocketDisconnect), house.listen(run_id):
         pass
 
 
-def test_a_run_that_is_over_is_told_in_one_frame(house: House) -> None:
+def test_finished_run_is_one_frame(house: House) -> None:
     for line in LINES:
         house.add(line)
     house.finish()
@@ -117,7 +117,7 @@ def test_a_run_that_is_over_is_told_in_one_frame(house: House) -> None:
             socket.receive_json()
 
 
-def test_what_a_model_writes_is_no_markup_on_this_way_either(house: House) -> None:
+def test_markup_is_escaped_in_frames(house: House) -> None:
     house.add(header(prompt="<b>"))
     with house.listen() as socket:
         sent = socket.receive_text()

@@ -28,7 +28,7 @@ def texts(svg: str, kind: str) -> str:
     )
 
 
-def test_every_kind_has_its_text_in_its_ink() -> None:
+def test_every_kind_has_its_colour() -> None:
     made = lane(PREFILL, REJECTION, ALL_KEPT)
     svg, drawn = as_svg(made), [cell for event in made.steps for cell in cells(event)]
     for kind, legend in (("accepted", "accepted"), ("rejected", "rejected"), ("plain", "")):
@@ -37,7 +37,7 @@ def test_every_kind_has_its_text_in_its_ink() -> None:
     assert 'text-decoration="line-through"' in svg and 'font-style="italic"' in svg
 
 
-def test_long_lines_are_cut_at_the_edge_and_none_is_lost() -> None:
+def test_long_lines_are_wrapped() -> None:
     words = "abcdefghij" * 30
     svg = as_svg(lane(step(0, pieces=[words]), prompt="x" * 250))
     root = ElementTree.fromstring(svg)
@@ -49,7 +49,7 @@ def test_long_lines_are_cut_at_the_edge_and_none_is_lost() -> None:
     assert 300 / WIDTH * 22 < float(root.get("height", 0))
 
 
-def test_whatever_a_model_writes_is_well_formed() -> None:
+def test_generated_markup_gives_well_formed_svg() -> None:
     evil = '<script>&"\x00\x1b]]> \u4f60\u597d \u0301 \r\n\ttail'
     svg = as_svg(lane(step(0, pieces=[evil]), step(1, pieces=["x"], draft=(evil,), accepted=(), tested=1), prompt=evil))
     root = ElementTree.fromstring(svg)

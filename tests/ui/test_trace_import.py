@@ -24,7 +24,7 @@ def text(*lines: Any) -> str:
     return "".join(f"{json.dumps(line)}\n" for line in lines)
 
 
-def test_a_saved_trace_comes_back_as_the_run_that_it_was() -> None:
+def test_imported_trace_equals_the_run() -> None:
     run = Run((SPEC, PLAIN))
     recipe = Recipe(pair="bundled", max_tokens=24, top=3, temperature=1.0)
     for lane, method in ((PLAIN, "ar"), (SPEC, "tree")):
@@ -41,18 +41,18 @@ def test_a_saved_trace_comes_back_as_the_run_that_it_was() -> None:
     assert json.loads(again.trace(SPEC).splitlines()[-1])["metrics"]["tokens"] == 24
 
 
-def test_what_is_exported_again_is_what_was_imported() -> None:
+def test_export_of_an_import_is_unchanged() -> None:
     once = read_traces(text(*LINES)).trace(SPEC)
     assert read_traces(once).trace(SPEC) == once
 
 
-def test_a_trace_without_its_last_line_was_cut_off() -> None:
+def test_trace_without_end_is_cancelled() -> None:
     run = read_traces(text(*LINES[:3]))
     assert run.over and run.phase == ("done", "recorded trace, 3 tokens, truncated")
     assert json.loads(run.trace(SPEC).splitlines()[-1])["end"] == "cancelled"
 
 
-def test_up_to_four_traces_stand_side_by_side() -> None:
+def test_up_to_four_traces_are_imported_together() -> None:
     plain = (header("ar"), PREFILL, end())
     assert read_traces(text(*plain)).plan == (PLAIN,)
     assert read_traces(text(*LINES, *plain, *LINES)).plan == (SPEC, PLAIN, "third")
@@ -61,7 +61,7 @@ def test_up_to_four_traces_stand_side_by_side() -> None:
         read_traces(text(*LINES * 5))
 
 
-def test_markup_stays_text() -> None:
+def test_markup_is_escaped() -> None:
     evil = "<img src=x onerror=alert(1)>"
     run = read_traces(text(header(prompt=evil), PREFILL | {"pieces": [evil], "text": evil}, end()))
     assert "<" not in run.frame(0) and json.loads(run.frame(0))["r"][1]["c"][0][1] == evil
@@ -107,14 +107,14 @@ def changed(line: dict, **more: Any) -> str:
         (text(header(), PREFILL, {"end": "whatever", "error": None, "metrics": {}}), "end: "),
     ],
 )
-def test_what_is_no_trace_is_refused_in_words(given: Any, words: str) -> None:
+def test_invalid_traces_raise(given: Any, words: str) -> None:
     with pytest.raises(UserError) as refused:
         read_traces(given)
     said = str(refused.value)
     assert words in said and len(said) < 400 and "\n" not in said
 
 
-def test_a_million_steps_are_refused_before_they_are_made() -> None:
+def test_too_many_steps_raise_early() -> None:
     line = json.dumps(PREFILL)
     many = "\n".join([json.dumps(header()), *(line.replace('"i": 0', f'"i": {i}') for i in range(MAX_STEPS + 1))])
     with pytest.raises(UserError, match="more than 20,000 steps"):

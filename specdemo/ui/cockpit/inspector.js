@@ -57,20 +57,23 @@ function drawNode(node, n) {
   const title = make("h3", {}, make("span", { class: "tok", "data-kind": node.state, text: shown(node.text) }),
     make("small", { text: node.state === "ignored" ? "not tested" : node.state }));
   const card = make("article", { class: "node", "data-state": node.state, id: `node-${n}` }, title);
-  card.append(drawTest(node));
+  if (node.bound !== null) card.append(drawTest(node));
   if (node.bars.length) card.append(drawBars(node.bars, "p", "q"));
   const entropy = node.entropy_p === null ? [] : [`H(p) ${node.entropy_p.toFixed(2)}`, ...(node.entropy_q === null ? [] : [`H(q) ${node.entropy_q.toFixed(2)}`])];
   const beta = node.beta === null ? [] : [`β ${node.beta.toFixed(3)}`];
-  const facts = [`p ${show(node.p)}`, node.point ? "q: a point mass" : `q ${show(node.q)}`, ...beta, ...entropy].join(" · ");
+  const decision = decisionRows(node).map(([name, value]) => `${name.split(",")[0]} ${value}`);
+  const facts = [...decision, ...beta, ...entropy].join(" · ");
   card.append(make("p", { class: "quiet", text: facts }), make("p", { class: "why", text: node.words }));
   return card;
 }
 
-function drawTest(node) { // the draw in [0, 1) and the acceptance bound
+function drawTest(node) { // the draw, or without one p, and the bound it is compared with
   const x = (share) => 4 + 192 * share;
-  const parts = [svg("rect", { x: x(0), y: 8, width: 192, height: 8, class: "lost" }), svg("rect", { x: x(0), y: 8, width: 192 * node.bound, height: 8, class: "kept" })];
-  if (node.draw !== null) parts.push(svg("path", { d: `M${x(node.draw)} 3v18`, class: "draw" }));
-  const words = node.draw === null ? "Accepted below min(1, p/q)" : `The draw ${show(node.draw)} against min(1, p/q) = ${show(node.bound)}`;
+  const [from, width] = node.draw === null ? [node.bound, 1 - node.bound] : [0, node.bound]; // accepted values
+  const parts = [svg("rect", { x: x(0), y: 8, width: 192, height: 8, class: "lost" }), svg("rect", { x: x(from), y: 8, width: 192 * width, height: 8, class: "kept" })];
+  const value = node.draw ?? node.p;
+  parts.push(svg("path", { d: `M${x(Math.min(1, value))} 3v18`, class: "draw" }));
+  const words = node.draw === null ? `p ${show(value)} against the rule's bound ${show(node.bound)}` : `The draw ${show(value)} against the bound ${show(node.bound)}`;
   return canvas(words, 200, 24, ...parts, svg("title", { text: words }));
 }
 
@@ -85,8 +88,9 @@ function drawBars(bars, ...names) { // a row per token: p above q, their minimum
     const masses = names.length > 1 ? `${number(p)} ${number(q)}` : number(p);
     return make("div", { class: "law" }, make("code", { text: shown(text) }), track, make("span", { class: "mass", text: masses }));
   });
-  const words = names.length > 1 ? "top tokens: p, q (overlap: β)" : `top tokens: ${names[0]}`;
-  return make("div", { class: "laws" }, make("p", { class: "quiet", text: words }), ...rows);
+  const key = (kind) => make("span", { class: `key ${kind}`, "aria-hidden": "true" });
+  const legend = names.length > 1 ? [key("p"), "p target ", key("q"), "q drafter ", key("both"), "both"] : [key("p"), names[0]];
+  return make("div", { class: "laws" }, make("p", { class: "quiet" }, ...legend), ...rows);
 }
 
 function drawLast(last) {

@@ -1,26 +1,33 @@
 // Tooltip of the token under the pointer or the keyboard focus. Explanations are templates from the run's first record.
 
 function explain(span) {
-  const [[, , , p, q, draw], , template] = cellOf.get(span);
-  const figures = { p, q: q ?? 1, ratio: p === null ? null : p / (q ?? 1), draw };
-  const sentence = template.replace(/\{(\w+)\}/g, (_, name) => show(figures[name]));
+  const [cell, , template] = cellOf.get(span);
+  const { p, q, draw, bound, rank, best } = decisionOf(cell);
+  const figures = { p: show(p), q: show(q), draw: show(draw), bound: show(bound), rank, best: show(best) };
+  const sentence = template.replace(/\{(\w+)\}/g, (_, name) => figures[name]);
   const fate = lanes[span.closest("[data-lane]").dataset.lane].fates[span.parentElement.dataset.fate];
   return fate ? `${sentence} ${fate}` : sentence;
 }
 
-function chance(p, q) { return p === null ? null : Math.min(1, p / (q ?? 1)); }
+function decisionOf([, , , p = null, q = null, draw = null, bound = null, rank = null, best = null]) { return { p, q, draw, bound, rank, best }; }
+
+function decisionRows({ p, q, draw, bound, rank, best }) { // the figures that decided about a draft token
+  if (rank !== null) return [["rank in target", String(rank)], ["probability", show(p)], ["first choice", show(best)]];
+  const rows = [["p, target", show(p)], ["q, drafter", q === null ? "point mass" : show(q)]];
+  if (draw !== null) rows.push(["accepted below", show(bound)], ["draw", show(draw)]);
+  else if (bound !== null) rows.push(["accepted from p", show(bound)]);
+  return rows;
+}
+
 function show(x) { return x === null ? "–" : x !== 0 && x < 0.001 ? x.toExponential(1) : x.toFixed(3); }
 
 function showTip(span) {
   hideTip();
   const [cell, step] = cellOf.get(span);
-  const [kind, text, id, p, q, draw] = cell;
-  const drafted = p !== null;
+  const [kind, text, id] = cell;
   const rows = [["token", `${JSON.stringify(text)} · id ${id}`], ["step", String(step)]];
-  if (drafted) {
-    rows.push(["p, target", show(p)], ["q, drafter", q === null ? "point mass" : show(q)]);
-    rows.push(["min(1, p/q)", show(chance(p, q))], ["draw", draw === null ? "none" : show(draw)]);
-  }
+  const decision = decisionOf(cell);
+  if (decision.p !== null) rows.push(...decisionRows(decision));
   const tip = $("#tip");
   const heading = document.createElement("strong");
   const { by, fate } = span.parentElement.dataset;
