@@ -127,8 +127,7 @@ def _query_width(layer: PretrainedConfig) -> int:
 
 
 def _kv_width(layer: PretrainedConfig) -> int:
-    """Return the values that a layer caches per position."""
-    if getattr(layer, "kv_lora_rank", None):  # compressed keys and values, and rotated keys for all heads
+    if getattr(layer, "kv_lora_rank", None):  # compressed, and rotated keys
         return layer.kv_lora_rank + layer.qk_rope_head_dim
     kv_heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
     return kv_heads * (_head_dim(layer) + (getattr(layer, "v_head_dim", None) or _head_dim(layer)))

@@ -1,4 +1,4 @@
-"""Small random model with the class and structure of a configuration, to test an architecture in milliseconds."""
+"""Small random model with the structure of a configuration."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from transformers import PretrainedConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_MOST_PARAMETERS = 20_000_000  # a larger model means that a size was not recognised
+_MOST_PARAMETERS = 20_000_000
 _VOCABULARY = 96
-_SIZES = (  # pattern of a setting's name and its largest value, None: unchanged; the first match counts
+_SIZES = (  # name and largest value (None: any); the first match counts
     (r"_ids?$|_index$", _VOCABULARY - 1),
     (r"type_vocab|segment|^seed$|^(vision|audio|keep)_|chunk_size_feed_forward", None),
     (r"vocab", _VOCABULARY),
@@ -33,7 +33,7 @@ _SIZES = (  # pattern of a setting's name and its largest value, None: unchanged
     (r"position|length|seq_len|n_ctx", 128),
     (r"first_k_dense|num_dense_layers", 1),
 )
-_WIDE, _NARROW = 256, 64  # other settings from the first value on are widths, reduced to the second
+_WIDE, _NARROW = 256, 64  # other settings from the first value on become the second
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
 _ENCODER_DEPTHS = ("encoder_layers", "num_encoder_layers")
 _UNRELATED = {"dtype": None, "architectures": None, "_name_or_path": ""}
@@ -54,7 +54,7 @@ def reduced(kind: type[PreTrainedModel], config: PretrainedConfig) -> Pretrained
 
 
 def small_twin(kind: type[PreTrainedModel], small: PretrainedConfig) -> PreTrainedModel:
-    """Build a random float32 model on the CPU from a reduced configuration. Raises what its class raises."""
+    """Build a random float32 model on the CPU from a reduced configuration."""
     attention = small._attn_implementation if small._attn_implementation in ("eager", "sdpa") else None
     with torch.device("meta"):
         count = sum(weight.numel() for weight in kind._from_config(small).parameters())
@@ -65,7 +65,7 @@ def small_twin(kind: type[PreTrainedModel], small: PretrainedConfig) -> PreTrain
         model = kind._from_config(small, dtype=torch.float32, attn_implementation=attention)
         with torch.no_grad():
             for weight in model.parameters():
-                if weight.ndim > 1:  # default weights give flat attention, which hides wrong masks
+                if weight.ndim > 1:  # default weights hide wrong masks by flat attention
                     weight.normal_(0, 1.5 / weight.shape[-1] ** 0.5)
     return model.eval().requires_grad_(False)
 
@@ -107,14 +107,14 @@ def _reduce(config: PretrainedConfig) -> None:
 
 
 def _kept_layers(sorts: list[str]) -> list[int]:
-    """Return the first and the last layer of each sort; layers that share keys and values are the last ones."""
+    """Return the first and last layer of each sort; the last may share keys and values."""
     first, last = {sort: i for i, sort in reversed([*enumerate(sorts)])}, {sort: i for i, sort in enumerate(sorts)}
     kept = {i for sort in [*dict.fromkeys(sorts)][:4] for i in (first[sort], last[sort])}
     return sorted({*kept, 0, len(sorts) - 1} if sorts else kept)
 
 
 def _smaller_than(usual: Any, name: str, value: Any) -> Any:
-    """Reduce a setting of one layer and keep it above or below the setting of the others."""
+    """Reduce a setting of a layer and keep it above or below `usual`."""
     small = _smaller(name, value)
     if not isinstance(value, int) or not isinstance(usual, int) or small != _smaller(name, usual):
         return small

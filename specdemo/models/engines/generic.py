@@ -1,4 +1,4 @@
-"""Engines for `transformers` models: their forward pass over a preallocated KV cache, or without a cache."""
+"""Engines for `transformers` models: their forward pass over a preallocated KV cache or without a cache."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ class EncoderDecoderEngine(TransformersEngine):
         self._both = EncoderDecoderCache(self._cache, self._crossed)
 
     def run(self, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
-        """See `CacheEngine.run`; `draft` is a chain, because these decoders compute positions internally."""
+        """See `CacheEngine.run`; `draft` is a chain."""
         device = self._model.device
         if self._encoded is None:
             self._encoded = self._model.get_encoder()(input_ids=torch.tensor([self._source], device=device))
@@ -219,7 +219,7 @@ def full_pass(model: PreTrainedModel, source: Sequence[int]) -> FullPass:
 
 
 class UncachedEngine:
-    """Engine for models whose passes over a KV cache are not exact: each pass processes the whole text."""
+    """Engine without a KV cache: each pass processes the complete text."""
 
     kv_bytes = reserved_bytes = 0
 
