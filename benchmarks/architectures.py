@@ -31,6 +31,7 @@ from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
 from specdemo.models.cache_check import cache_support
 from specdemo.models.engines.generic import full_pass, has_encoder, refuse_recurrent
+from specdemo.models.engines.llama_weights import pack
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.small_twin import reduced, small_twin
 
@@ -86,6 +87,8 @@ def examine(kind: type[PreTrainedModel], config: PretrainedConfig) -> tuple[str,
         support = cache_support(model)
     except UserError as error:
         return "refused", _cause(kind, error)
+    if support.packs:
+        pack(model)
     if not exact(model, forests=not support.forests):
         return "WRONG", ""
     if support.uncached:

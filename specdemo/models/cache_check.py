@@ -6,12 +6,14 @@ Uses a small random model of the same structure: float32 separates errors from r
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers.utils import logging
 
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
@@ -24,6 +26,7 @@ from specdemo.models.engines.generic import (
     has_window,
     refuse_recurrent,
 )
+from specdemo.models.engines.llama_weights import pack
 from specdemo.models.small_twin import reduced, small_twin
 
 if TYPE_CHECKING:
@@ -42,6 +45,7 @@ class CacheSupport:
     refusal: str = ""  # sentence for the user
     uncached: str = ""
     forests: str = ""  # continues the name of the class
+    packs: bool = False  # linear layers may be packed
 
     @property
     def note(self) -> str:
@@ -63,19 +67,32 @@ def refuse_architecture(kind: type[PreTrainedModel], config: PretrainedConfig) -
 
 def _supported(kind: type[PreTrainedModel], config: PretrainedConfig, model: PreTrainedModel | None) -> CacheSupport:
     refuse_recurrent(kind, config)
-    try:
-        small: PretrainedConfig | None = reduced(kind, config)
-        key = kind, f"{small.to_json_string()} {config._attn_implementation}"
-    except Exception:  # a configuration with unusual settings
-        small, key = None, (kind, config.to_json_string())
-    if key not in _RESULTS:
-        subject = _usable_twin(kind, small) or model
-        if subject is None:
-            return CacheSupport()
-        _RESULTS[key] = check_cache(subject)
+    with _quiet():
+        try:
+            small: PretrainedConfig | None = reduced(kind, config)
+            key = kind, f"{small.to_json_string()} {config._attn_implementation}"
+        except Exception:  # a configuration with unusual settings
+            small, key = None, (kind, config.to_json_string())
+        if key not in _RESULTS:
+            twin = _usable_twin(kind, small)
+            if twin is None and model is None:
+                return CacheSupport()
+            result = check_cache(twin or model)
+            _RESULTS[key] = result if twin is None or result.refusal else replace(result, packs=_packs(twin))
     if refusal := _RESULTS[key].refusal:
         raise UserError(refusal)
     return _RESULTS[key]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Suppress messages of `transformers` about the small model."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def _usable_twin(kind: type[PreTrainedModel], small: PretrainedConfig | None) -> PreTrainedModel | None:
@@ -86,6 +103,12 @@ def _usable_twin(kind: type[PreTrainedModel], small: PretrainedConfig | None) ->
     except Exception:  # unknown dependencies of sizes: the loaded model is tested
         return None
     return twin
+
+
+@torch.inference_mode()
+def _packs(twin: PreTrainedModel) -> bool:
+    """Pack `twin`; return False if its class reads the weights of linear layers or its logits change."""
+    return not _problem(_Comparison(twin, full_pass(twin, _SOURCE)).packed)
 
 
 @torch.inference_mode()
@@ -175,6 +198,12 @@ class _Comparison:
         engine.keep(start, [start + 1, start + 3])
         after = engine.run(self._others[4:6], start + 2, Draft.chain((self._others[5],)))
         return self._equal(rows, expected) and self._equal(after, second[-2:])
+
+    def packed(self) -> bool:
+        expected = self._rows(self._text)
+        pack(self._model)
+        self._full = full_pass(self._model, _SOURCE)
+        return self._equal(self._rows(self._text), expected)
 
     def _engine(self) -> TransformersEngine:
         encoder = has_encoder(self._model.config)

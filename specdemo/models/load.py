@@ -93,13 +93,14 @@ def load(
         with _weight_errors(spec):
             checkpoint = read_checkpoint(spec.resolved(), hub, report)
         model, tokenizer = checkpoint or reference(spec, hub, report)
-    reason = unsupported_reason(model)
-    if reason:
-        pack(model)
+    if reason := unsupported_reason(model):
+        support = cache_support(model)
+        if support.packs:
+            pack(model)
     drop_mapped_files(model)
     if reason:
-        note = cache_support(model).note
-        loaded = LoadedModel(spec, model, tokenizer, weight_bytes(model), f"transformers: {reason}{note}")
+        engine = f"transformers: {reason}{support.note}"
+        loaded = LoadedModel(spec, model, tokenizer, weight_bytes(model), engine)
     else:
         lean = LlamaWeights(model, consume=True)
         loaded = LoadedModel(spec, lean, tokenizer, lean.weight_bytes, "lean")

@@ -36,9 +36,9 @@ from specdemo.core.events import End
 from specdemo.core.step import Draft
 from specdemo.generate import generate
 from specdemo.models import cache_check
-from specdemo.models.cache_check import CacheSupport, cache_support, check_cache
+from specdemo.models.cache_check import cache_support, check_cache
 from specdemo.models.kv_cache import CachedModel
-from specdemo.models.load import load
+from specdemo.models.load import load, reference
 from specdemo.models.loaded_pair import load_pair
 from specdemo.models.memory_plan import plan_config, plan_spec
 from specdemo.models.spec import ModelSpec
@@ -140,7 +140,8 @@ def assert_exact(model: PreTrainedModel, forests: bool, source: tuple[int, ...] 
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_chains_and_forests_are_exact(name: str) -> None:
     model = random_model(EVERYTHING[name])
-    assert cache_support(model) == CacheSupport()
+    support = cache_support(model)
+    assert (support.uncached, support.forests) == ("", "")
     assert_exact(model, forests=True)
 
 
@@ -203,6 +204,13 @@ class MaskIgnored(GPT2LMHeadModel):
         return super().forward(*args, position_ids=position_ids, **kwargs)
 
 
+class HeadRead(GPT2LMHeadModel):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits.to(self.lm_head.weight.dtype)
+        return output
+
+
 class LastTokenLeaks(GPT2LMHeadModel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)
@@ -217,6 +225,7 @@ class LastTokenLeaks(GPT2LMHeadModel):
         (PositionsIgnored, "forests"),
         (MaskIgnored, "forests"),
         (CacheIgnored, "uncached"),
+        (HeadRead, "packing"),
         (LastTokenLeaks, "refusal"),
     ],
 )
@@ -234,7 +243,9 @@ def test_faults_are_found_without_the_name_of_the_class(
             cache_support(model)
     else:
         support = cache_support(model)
-        assert bool(support.uncached) == (limit == "uncached") and bool(support.forests) == bool(limit)
+        assert bool(support.uncached) == (limit == "uncached")
+        assert bool(support.forests) == (limit in ("forests", "uncached"))
+        assert support.packs == (twin and limit != "packing")
 
 
 def test_a_class_and_configuration_is_tested_once_and_models_stay_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,6 +279,12 @@ def test_methods_with_forests_are_refused_by_name() -> None:
             list(generate(Recipe(method=method, max_tokens=4), "x = 1", pair))
     *_, end = generate(Recipe(method="draft", temperature=0, max_tokens=4), "x = 1", pair)
     assert isinstance(end, End) and end.metrics.accepted > 0
+
+
+def test_linear_layers_whose_weights_are_read_are_not_packed(tmp_path: Path) -> None:
+    spec, draft = checkpoint(tmp_path, EVERYTHING["longcat"]), Draft.chain((4, 5))
+    expected = CachedModel(reference(spec)[0]).score([1, 2], draft)
+    assert torch.allclose(CachedModel(load(spec).model).score([1, 2], draft), expected, atol=1e-5)
 
 
 def test_checkpoints_name_the_engine_or_are_refused_before_their_weights_are_read(tmp_path: Path) -> None:
