@@ -27,12 +27,12 @@ from specdemo.models.engines.generic import (
     refuse_recurrent,
 )
 from specdemo.models.engines.llama_weights import pack
+from specdemo.models.memory import is_out_of_memory
 from specdemo.models.small_twin import reduced, small_twin
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-_SOURCE = [5, 7, 9, 11, 13, 6]
 _TEXT, _PREFIX, _CACHED = 26, 18, 12  # tokens of the compared passes
 _BRANCHES = Draft((1, 2, 3, 4), (-1, -1, 0, 1))  # tokens are replaced
 _OWN_POSITIONS = "computes positions from the number of cached tokens"
@@ -99,7 +99,7 @@ def _usable_twin(kind: type[PreTrainedModel], small: PretrainedConfig | None) ->
     try:
         twin = None if small is None else small_twin(kind, small)
         if twin is not None:
-            full_pass(twin, _SOURCE)(torch.tensor([[3, 4]]))
+            full_pass(twin, _source(twin))(torch.tensor([[0, 1]]))
     except Exception:  # unknown dependencies of sizes: the loaded model is tested
         return None
     return twin
@@ -108,17 +108,19 @@ def _usable_twin(kind: type[PreTrainedModel], small: PretrainedConfig | None) ->
 @torch.inference_mode()
 def _packs(twin: PreTrainedModel) -> bool:
     """Pack `twin`; return False if its class reads the weights of linear layers or its logits change."""
-    return not _problem(_Comparison(twin, full_pass(twin, _SOURCE)).packed)
+    return not _problem(_Comparison(twin, full_pass(twin, _source(twin))).packed)
 
 
 @torch.inference_mode()
 def check_cache(model: PreTrainedModel) -> CacheSupport:
     """Compare passes of `model`."""
-    name, full = type(model).__name__, full_pass(model, _SOURCE)
+    name, full = type(model).__name__, full_pass(model, _source(model))
     comparison = _Comparison(model, full)
     try:
         causal = comparison.causal()
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         return CacheSupport(f"{name} cannot process text alone ({_first_line(error)}): choose a text generation model")
     if not causal:
         return CacheSupport(
@@ -146,12 +148,18 @@ def _problem(test: Callable[[], bool]) -> str:
     try:
         return "" if test() else "its logits differ from those of full passes"
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         return f"its passes fail ({_first_line(error)})"
 
 
 def _first_line(error: Exception) -> str:
     lines = (line.strip() for line in str(error).splitlines())
     return next(filter(None, lines), type(error).__name__).rstrip(".")
+
+
+def _source(model: PreTrainedModel) -> list[int]:
+    return [token % model.config.get_text_config().vocab_size for token in (5, 7, 9, 11, 13, 6)]
 
 
 class _Comparison:
@@ -202,12 +210,12 @@ class _Comparison:
     def packed(self) -> bool:
         expected = self._rows(self._text)
         pack(self._model)
-        self._full = full_pass(self._model, _SOURCE)
+        self._full = full_pass(self._model, _source(self._model))
         return self._equal(self._rows(self._text), expected)
 
     def _engine(self) -> TransformersEngine:
         encoder = has_encoder(self._model.config)
-        return EncoderDecoderEngine(self._model, _SOURCE) if encoder else TransformersEngine(self._model)
+        return EncoderDecoderEngine(self._model, _source(self._model)) if encoder else TransformersEngine(self._model)
 
     def _rows(self, tokens: list[int]) -> Tensor:
         return self._full(torch.tensor([tokens], device=self._model.device))

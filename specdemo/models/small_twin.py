@@ -18,7 +18,7 @@ _SIZES = (  # name and largest value (None: any); the first match counts
     (r"_ids?$|_index$", _VOCABULARY - 1),
     (r"type_vocab|segment|^seed$|^(vision|audio|keep)_|chunk_size_feed_forward", None),
     (r"vocab", _VOCABULARY),
-    (r"shared_layers", 2),
+    (r"shared_layers|per_stack$", 2),
     (r"rotary_dim$|nope_head_dim", 8),
     (r"v_head_dim", 12),  # unlike the keys
     (r"qk_head_dim", 24),  # nope_head_dim + rope_head_dim
