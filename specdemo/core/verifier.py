@@ -67,10 +67,9 @@ class ModelVerifier:
 
 
 def with_top_tokens(verdict: Verdict, draft: Draft, p: Tensor, count: int) -> Verdict:
-    """Record the `count` most probable tokens of every distribution, and the rank of each draft token.
+    """Record the `count` most probable tokens of p `[n + 1, vocab]`, q and residual, and the ranks of draft tokens.
 
-    `p` `[n + 1, vocab]`. The distributions of one position are recorded for the same tokens: the most probable of
-    either, the drafted ones and the token of the target. A residual can then be computed from the recorded values.
+    All distributions of a position are recorded for the same tokens, including the drafted and the committed ones.
     """
     q = draft.probs if isinstance(draft.probs, Tensor) else None
     tokens = position_tokens(draft, verdict.token, verdict.accepted)
@@ -91,7 +90,7 @@ def with_top_tokens(verdict: Verdict, draft: Draft, p: Tensor, count: int) -> Ve
 
 
 def position_tokens(draft: Draft, token: int | None, accepted: Sequence[int]) -> list[set[int]]:
-    """Return for each row r the drafted tokens that follow node r - 1, and the target's token after its row."""
+    """Return the drafted and committed tokens that follow each row."""
     tokens: list[set[int]] = [set() for _ in range(len(draft) + 1)]
     for node, parent in enumerate(draft.parents):
         tokens[parent + 1].add(draft.tokens[node])
