@@ -40,7 +40,7 @@ SOURCE = [5, 7, 9, 11]
 STEPS = 6
 TOLERANCE = 2e-3  # of the spread of the logits
 RESULTS = ("all methods", "chains only", "chains without KV cache", "refused", "not tested", "WRONG")
-Task = tuple[str, type[PreTrainedModel], PretrainedConfig]  # name, class, configuration
+Task = tuple[str, type[PreTrainedModel] | None, PretrainedConfig | None]  # name, class, configuration
 ATTENTION = {"head_dim": 64}
 SETTINGS: dict[str, dict[str, Any]] = {  # without a usable default
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "topk_method": "greedy"},
@@ -55,7 +55,7 @@ SETTINGS: dict[str, dict[str, Any]] = {  # without a usable default
 
 
 def classes(kinds: Sequence[str]) -> Iterator[Task]:
-    """Yield the classes of the model types `kinds` with default configurations; without any, all classes."""
+    """Yield the classes of the model types `kinds` (default: all) with default configurations, `None` if invalid."""
     for auto, names in (
         (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
         (AutoModelForSeq2SeqLM, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
@@ -66,14 +66,17 @@ def classes(kinds: Sequence[str]) -> Iterator[Task]:
             try:
                 config = CONFIG_MAPPING[kind](**SETTINGS.get(kind, {}))
             except Exception:  # its defaults contradict each other
+                yield names[kind], None, None
                 continue
             if has_encoder(config) or auto is AutoModelForCausalLM:
                 found = auto._model_mapping[type(config)]
                 yield found.__name__, found, config
 
 
-def examine(kind: type[PreTrainedModel], config: PretrainedConfig) -> tuple[str, str]:
+def examine(kind: type[PreTrainedModel] | None, config: PretrainedConfig | None) -> tuple[str, str]:
     """Return result and reason for a class."""
+    if kind is None or config is None:
+        return "not tested", "invalid default configuration"
     try:
         refuse_recurrent(kind, config)
     except UserError as error:
