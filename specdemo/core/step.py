@@ -110,6 +110,11 @@ class Verdict:
     def target_tokens(self) -> tuple[int, ...]:
         return self.committed if self.token is None else (*self.committed, self.token)
 
+    @property
+    def tops(self) -> tuple[TopTokens, ...]:
+        """Return all recorded distributions."""
+        return (*self.target_top, *self.draft_top, *((self.token_top,) if self.token_top else ()))
+
     def cut(self, draft: Draft, keep: int) -> Verdict:
         """Keep the first `keep` accepted tokens, and the tests up to that depth."""
 

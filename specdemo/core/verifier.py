@@ -73,12 +73,11 @@ def with_top_tokens(verdict: Verdict, draft: Draft, p: Tensor, count: int) -> Ve
     """
     q = draft.probs if isinstance(draft.probs, Tensor) else None
     tokens = position_tokens(draft, verdict.token, verdict.accepted)
-    tops = list(p.topk(min(count, p.shape[-1])).indices.tolist())
-    for row, top in zip(tokens, tops, strict=True):
-        row.update(top)
+    for row, top in zip(tokens, top_tokens(p, count), strict=True):
+        row.update(token for token, _ in top.top)
     if q is not None:
-        for parent, top in zip(draft.parents, q.topk(min(count, q.shape[-1])).indices.tolist(), strict=True):
-            tokens[parent + 1].update(top)
+        for parent, top in zip(draft.parents, top_tokens(q, count), strict=True):
+            tokens[parent + 1].update(token for token, _ in top.top)
     end = (verdict.accepted[-1] if verdict.accepted else -1) + 1
     return replace(
         verdict,

@@ -37,7 +37,7 @@ from fakes.tiny_models import Explorer, committed, run, up_to
 from specdemo.core.policies import Fixed
 from specdemo.core.rules import RULES, rejection
 from specdemo.core.sampling import Noise, SamplingParams, SharedNoise
-from specdemo.core.step import Draft, TopTokens, Verdict
+from specdemo.core.step import Draft
 from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.model import ModelDrafter
 from specdemo.remote.client import RemoteVerifier
@@ -178,10 +178,6 @@ def test_coupled_text_equals_the_local_text_and_only_new_tokens_are_sent(kind: s
         assert all(request.tokens == [] and request.config is None and request.token_probs is None for request in later)
 
 
-def recorded(verdict: Verdict) -> list[TopTokens]:
-    return [*verdict.target_top, *verdict.draft_top, *([verdict.token_top] if verdict.token_top else [])]
-
-
 def test_remote_verdicts_equal_local_verdicts() -> None:
     """With the same noise; betas of sampled drafts differ by definition.
 
@@ -209,7 +205,7 @@ def test_remote_verdicts_equal_local_verdicts() -> None:
         assert (a.verdict.accepted, a.verdict.token) == (b.verdict.accepted, b.verdict.token)
         assert (a.verdict.p, a.verdict.draw, a.verdict.choices) == (b.verdict.p, b.verdict.draw, b.verdict.choices)
         assert (a.verdict.bound, a.verdict.rank) == (b.verdict.bound, b.verdict.rank)
-        tops = zip(recorded(a.verdict), recorded(b.verdict), strict=True)
+        tops = zip(a.verdict.tops, b.verdict.tops, strict=True)
         assert all(one.entropy == other.entropy and {*one.top} <= {*other.top} for one, other in tops)
         assert [x is None for x in a.verdict.beta] == [x is None for x in b.verdict.beta]
         assert a.verdict.notes["escalated"] == 1 and a.verdict.notes["bytes_up"] > 0
