@@ -1,6 +1,6 @@
-"""Test of an architecture: passes with a KV cache must equal passes without a cache.
+"""Test of an architecture: passes with a KV cache must equal full passes.
 
-Uses a small random model of the same structure: float32 separates errors from rounding, large weights cost no time.
+Small random models in float32 separate errors from rounding and keep loading fast.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from specdemo.models.small_twin import reduced, small_twin
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-_TEXT, _PREFIX, _CACHED = 26, 18, 12  # tokens of the compared passes
-_BRANCHES = Draft((1, 2, 3, 4), (-1, -1, 0, 1))  # tokens are replaced
+_TEXT, _PREFIX, _CACHED = 26, 18, 12  # tokens
+_BRANCHES = Draft((1, 2, 3, 4), (-1, -1, 0, 1))
 _OWN_POSITIONS = "computes positions from the number of cached tokens"
 
 
@@ -56,12 +56,11 @@ _RESULTS: dict[tuple[type[PreTrainedModel], str], CacheSupport] = {}
 
 
 def cache_support(model: PreTrainedModel) -> CacheSupport:
-    """Return the limits of a model in `transformers`, tested once per configuration. Raises `UserError`."""
+    """Return tested limits. Raises `UserError` for unusable models."""
     return _supported(type(model), model.config, model)
 
 
 def refuse_architecture(kind: type[PreTrainedModel], config: PretrainedConfig) -> None:
-    """Raise `UserError` for an unusable architecture."""
     _supported(kind, config, None)
 
 
@@ -71,7 +70,7 @@ def _supported(kind: type[PreTrainedModel], config: PretrainedConfig, model: Pre
         try:
             small: PretrainedConfig | None = reduced(kind, config)
             key = kind, f"{small.to_json_string()} {config._attn_implementation}"
-        except Exception:  # a configuration with unusual settings
+        except Exception:
             small, key = None, (kind, config.to_json_string())
         if key not in _RESULTS:
             twin = _usable_twin(kind, small)
@@ -86,7 +85,6 @@ def _supported(kind: type[PreTrainedModel], config: PretrainedConfig, model: Pre
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress messages of `transformers` about the small model."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -100,20 +98,19 @@ def _usable_twin(kind: type[PreTrainedModel], small: PretrainedConfig | None) ->
         twin = None if small is None else small_twin(kind, small)
         if twin is not None:
             full_pass(twin, _source(twin))(torch.tensor([[0, 1]]))
-    except Exception:  # unknown dependencies of sizes: the loaded model is tested
+    except Exception:  # sizes depend on each other
         return None
     return twin
 
 
 @torch.inference_mode()
 def _packs(twin: PreTrainedModel) -> bool:
-    """Pack `twin`; return False if its class reads the weights of linear layers or its logits change."""
+    """Pack `twin`; return False if logits change or its class needs unpacked weights."""
     return not _problem(_Comparison(twin, full_pass(twin, _source(twin))).packed)
 
 
 @torch.inference_mode()
 def check_cache(model: PreTrainedModel) -> CacheSupport:
-    """Compare passes of `model`."""
     name, full = type(model).__name__, full_pass(model, _source(model))
     comparison = _Comparison(model, full)
     try:
@@ -166,13 +163,12 @@ class _Comparison:
     def __init__(self, model: PreTrainedModel, full: FullPass) -> None:
         self._model, self._full = model, full
         vocab = model.config.get_text_config(decoder=True).vocab_size
-        ids = range(3, min(vocab, 90)) if vocab > 8 else range(vocab)  # special tokens are mostly the first or last
+        ids = range(3, min(vocab, 90)) if vocab > 8 else range(vocab)  # ordinary tokens
         generator = torch.Generator().manual_seed(1)
         picks = torch.randint(len(ids), (2 * _TEXT,), generator=generator).tolist()
         tokens = [ids[i] for i in picks]
         self._text, self._others = tokens[:_TEXT], tokens[_TEXT:]
-        # Relative to the spread of logits: 2e-3 in float32, where rounding gives 1e-6 to 5e-4 and faults 0.1 to 5;
-        # 0.06 in float16, 0.14 in bfloat16.
+        # 2e-3 in float32 (rounding: up to 5e-4, faults: 0.1 to 5), 0.06 in float16, 0.14 in bfloat16
         self._tolerance = torch.finfo(model.dtype).eps ** 0.4
 
     def causal(self) -> bool:
@@ -180,7 +176,7 @@ class _Comparison:
         return self._equal(self._rows(self._text[:_PREFIX]), rows)
 
     def chains(self) -> bool:
-        """Prefill, draft, roll back to its middle, draft again, add a token."""
+        """Prefill, draft, roll back, draft, add a token."""
         engine, text, start = self._engine(), self._text, _CACHED
         rejected = self._others[:2]
         drafted = [*text[: start + 2], *rejected]
@@ -195,7 +191,7 @@ class _Comparison:
         return all(self._equal(rows, full) for rows, full in compared)
 
     def forests(self) -> bool:
-        """Two branches in one pass, then a text that continues the second."""
+        """Draft two branches; continue the second."""
         engine, text, start = self._engine(), self._text[:_CACHED], _CACHED
         draft = Draft(tuple(self._others[:4]), _BRANCHES.parents)
         a, b, c, d = draft.tokens
@@ -221,7 +217,6 @@ class _Comparison:
         return self._full(torch.tensor([tokens], device=self._model.device))
 
     def _equal(self, rows: Tensor, expected: Tensor) -> bool:
-        """Compare finite logits."""
         if rows.shape != expected.shape:
             return False
         rows, expected = rows.float(), expected.float()

@@ -14,34 +14,34 @@ if TYPE_CHECKING:
 
 _MOST_PARAMETERS = 20_000_000
 _VOCABULARY = 96
-_SIZES = (  # name and largest value (None: any); the first match counts
+_SIZES = (  # first match: largest value or any
     (r"_ids?$|_index$", _VOCABULARY - 1),
     (r"type_vocab|segment|^seed$|^(vision|audio|keep)_|chunk_size_feed_forward", None),
     (r"vocab", _VOCABULARY),
     (r"shared_layers|per_stack$", 2),
     (r"rotary_dim$|nope_head_dim", 8),
-    (r"v_head_dim", 12),  # unlike the keys
-    (r"qk_head_dim", 24),  # nope_head_dim + rope_head_dim
+    (r"v_head_dim", 12),
+    (r"qk_head_dim", 24),
     (r"(head_dim|d_head|d_kv|dim_head|head_size|kv_channels)$", 16),
     (r"(kv|key_value)_heads$", 2),
     (r"heads?(_per_layer)?$", 4),
     (r"top_?k_group|n_group|expert_group", 2),
     (r"top_?k|per_tok|moe_k$", 2),
     (r"(?<!shared_)experts?$|expert_num$", 4),
-    (r"rank$", 24),  # unlike rotated keys
+    (r"rank$", 24),
     (r"window|chunk|local_", 8),  # shorter than the compared texts
     (r"position|length|seq_len|n_ctx", 128),
     (r"first_k_dense|num_dense_layers", 1),
 )
-_WIDE, _NARROW = 256, 64  # other settings from the first value on become the second
+_WIDE, _NARROW = 256, 64  # other widths become narrow
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
 _ENCODER_DEPTHS = ("encoder_layers", "num_encoder_layers")
 _UNRELATED = {"dtype": None, "architectures": None, "_name_or_path": ""}
 
 
 def reduced(kind: type[PreTrainedModel], config: PretrainedConfig) -> PretrainedConfig:
-    """Return a copy of `config` with small widths and two layers of each sort."""
-    if not isinstance(config, kind.config_class):  # such as a text model inside a multimodal one
+    """Return a copy with small widths and two layers of each sort."""
+    if not isinstance(config, kind.config_class):  # multimodal
         config = config.get_text_config(decoder=True)
     small = copy.deepcopy(config)
     for part in _parts(small):
@@ -54,7 +54,7 @@ def reduced(kind: type[PreTrainedModel], config: PretrainedConfig) -> Pretrained
 
 
 def small_twin(kind: type[PreTrainedModel], small: PretrainedConfig) -> PreTrainedModel:
-    """Build a random float32 model on the CPU from a reduced configuration."""
+    """Build a random float32 model."""
     attention = small._attn_implementation if small._attn_implementation in ("eager", "sdpa") else None
     with torch.device("meta"):
         count = sum(weight.numel() for weight in kind._from_config(small).parameters())
@@ -65,7 +65,7 @@ def small_twin(kind: type[PreTrainedModel], small: PretrainedConfig) -> PreTrain
         model = kind._from_config(small, dtype=torch.float32, attn_implementation=attention)
         with torch.no_grad():
             for weight in model.parameters():
-                if weight.ndim > 1:  # default weights hide wrong masks by flat attention
+                if weight.ndim > 1:  # flat attention hides wrong masks
                     weight.normal_(0, 1.5 / weight.shape[-1] ** 0.5)
     return model.eval().requires_grad_(False)
 
@@ -77,7 +77,7 @@ def _parts(config: PretrainedConfig) -> list[PretrainedConfig]:
 
 def _reduce(config: PretrainedConfig) -> None:
     varied = config.__dict__.pop("_heterogeneity_spec", None)
-    overrides = varied.per_layer_overrides if varied else {}  # settings by layer
+    overrides = varied.per_layer_overrides if varied else {}
     settings = dict(vars(config))
     depth = next((settings[name] for name in _DEPTHS if settings.get(name)), 0)
     per_layer = [value for value in settings.values() if isinstance(value, (list, tuple)) and len(value) == depth]
@@ -107,14 +107,14 @@ def _reduce(config: PretrainedConfig) -> None:
 
 
 def _kept_layers(sorts: list[str]) -> list[int]:
-    """Return the first and last layer of each sort; the last may share keys and values."""
+    """Return the first and last layer of each sort."""
     first, last = {sort: i for i, sort in reversed([*enumerate(sorts)])}, {sort: i for i, sort in enumerate(sorts)}
     kept = {i for sort in [*dict.fromkeys(sorts)][:4] for i in (first[sort], last[sort])}
     return sorted({*kept, 0, len(sorts) - 1} if sorts else kept)
 
 
 def _smaller_than(usual: Any, name: str, value: Any) -> Any:
-    """Reduce a setting of a layer and keep it above or below `usual`."""
+    """Reduce a setting, keeping it above or below `usual`."""
     small = _smaller(name, value)
     if not isinstance(value, int) or not isinstance(usual, int) or small != _smaller(name, usual):
         return small
@@ -133,7 +133,6 @@ def _smaller(name: str, value: Any) -> Any:
 
 
 def _smaller_rotation(settings: dict[str, Any], shrink: float) -> dict[str, Any]:
-    """Reduce lists with a value per pair of channels."""
     small: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Engines for `transformers` models: their forward pass over a preallocated KV cache or without a cache."""
+"""Engines for `transformers` models: forward passes over a preallocated KV cache or without a cache."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def has_window(model: PreTrainedModel) -> bool:
 
 
 def refuse_recurrent(kind: type[PreTrainedModel], config: PretrainedConfig) -> None:
-    """Raise `UserError` if layers store more than keys and values, which cannot be rolled back."""
+    """Raise `UserError` if layers store more than keys and values."""
     layers = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
     others = sorted({*layers} - {"full_attention", "sliding_attention", "chunked_attention"})
     if kind._is_stateful or others:
@@ -138,7 +138,7 @@ class TransformersEngine:
         return sum(x.nbytes for layer in self._cache.layers for x in layer.buffers)
 
     def run(self, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
-        """See `CacheEngine.run`. `cache_support` reports the limits of forests."""
+        """See `CacheEngine.run`; `cache_support` reports limits."""
         device, dtype = self._model.device, self._model.dtype
         extra: dict[str, Any] = {"logits_to_keep": len(draft) + 1} if self._selects_rows else {}
         if not draft.is_chain:
@@ -204,7 +204,7 @@ class EncoderDecoderEngine(TransformersEngine):
 
 
 def full_pass(model: PreTrainedModel, source: Sequence[int]) -> FullPass:
-    """Return a pass without a KV cache; an encoder processes `source` once."""
+    """Return a pass without a KV cache."""
     inputs: dict[str, Any] = {}
 
     def run(ids: Tensor) -> Tensor:
@@ -219,7 +219,7 @@ def full_pass(model: PreTrainedModel, source: Sequence[int]) -> FullPass:
 
 
 class UncachedEngine:
-    """Engine without a KV cache: each pass processes the complete text."""
+    """Engine without a KV cache."""
 
     kv_bytes = reserved_bytes = 0
 
