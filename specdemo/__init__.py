@@ -45,7 +45,7 @@ def set_environment_defaults() -> None:
     """Set environment variables of oneDNN and OpenMP. Entry points call this before torch is imported.
 
     oneDNN compiles 0.5 MB per weight shape and number of rows, and caches 1,024 kernels twice by default; prompt
-    lengths produce as many numbers of rows. OpenMP threads that wait actively block each other on busy cores.
+    lengths produce as many numbers of rows.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):

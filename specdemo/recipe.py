@@ -386,7 +386,7 @@ def methods_with(declared: Option) -> list[str]:
 
 
 def refuse_ineffective(chosen: Recipe, given: Mapping[str, Any]) -> None:
-    """Raise `UserError` if a given option has no effect; models and sampling parameters are exempt."""
+    """Raise `UserError` for given options without effect."""
     for name, declared in Recipe.OPTIONS.items():
         if name not in given or declared.group == "Models and devices" or declared.applies == "samples":
             continue

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 
 class BannedText:
-    """Texts banned in a vocabulary, given as the bytes of each token."""
-
     def __init__(self, texts: Sequence[str], pieces: Sequence[bytes]) -> None:
         words = [text.encode() for text in texts]
         self._pieces = pieces
@@ -24,7 +22,7 @@ class BannedText:
         self._lengths = sorted({len(beginning) for beginning in self._completing})
 
     def tokens(self, path: Sequence[int]) -> set[int]:
-        """Return the tokens that would complete a banned text after the tokens `path`."""
+        """Return the tokens that complete a banned text after `path`."""
         before = self._tail(path)
         banned = set(self._always)
         for length in self._lengths:

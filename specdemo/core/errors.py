@@ -14,7 +14,6 @@ def check_name(kind: str, name: str, names: Collection[str]) -> None:
 
 
 def check_unicode(kind: str, text: str) -> None:
-    """Raise `UserError` if `text` contains a lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

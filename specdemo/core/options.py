@@ -40,7 +40,7 @@ class Option:
     limit: str = ""  # field of `HostLimits` that bounds the value
     host: bool = False  # fixed on a public page
     applies: str = ""  # attribute of `Method` that a method needs for this option to have an effect
-    policies: tuple[str, ...] = ()  # that use this option; empty: all
+    policies: tuple[str, ...] = ()  # empty: all
     flag: str = ""
     metavar: str | None = None
     name: str = ""

@@ -66,7 +66,7 @@ class Auto(PolicyDefaults):
 
     max_gamma: int
     costs: CostModel = field(default_factory=CostModel)
-    start: int | None = None  # first gamma; None: by estimates
+    start: int | None = None
     min_gamma: int = 0
     prior_acceptance: float = 0.7
     prior_weight: float = 12.0  # in tests
@@ -309,8 +309,6 @@ def _largest_prob(logits: Any) -> float:
 
 @dataclass(frozen=True)
 class DraftLengths:
-    """Longest first draft, bounds of all drafts, and EGAG's weight."""
-
     gamma: int
     least: int
     most: int
@@ -319,10 +317,7 @@ class DraftLengths:
 
 @dataclass(frozen=True)
 class Policy:
-    """Registry entry of a policy: title, factory, default bounds.
-
-    Gamma is the longest draft of the first step.
-    """
+    """Registry entry of a policy: title, factory, default bounds."""
 
     title: str
     make: Callable[[DraftLengths, CostModel], Any]
@@ -331,7 +326,6 @@ class Policy:
     most: int | None = None  # None: gamma
 
     def lengths(self, gamma: int, least: int | None, most: int | None, beta: float = 0.5) -> DraftLengths:
-        """Return the draft lengths; default bounds include gamma."""
         if not self.bounded:
             return DraftLengths(gamma, gamma, gamma)
         highest = max(self.most or 0, gamma, least or 0) if most is None else most

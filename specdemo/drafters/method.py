@@ -77,7 +77,7 @@ class Method:
     shape: Shape = "chain"
     drafts: bool = True
     exact: bool = True  # False for methods that do not sample from the target's distribution under any rule
-    samples: bool = True  # uses temperature, top-p, seed and top
+    samples: bool = True
     sampled: bool = False  # drafts are sampled above temperature 0, otherwise point masses
     second_model: bool = False
     local_target: bool = False

@@ -57,8 +57,7 @@ class NGramDrafter:
 
     Contexts have up to n - 1 tokens; with `levels` "multi" shorter contexts are a fallback. `filler_top_k` above 1 adds
     the target's top-k tokens at each committed position with lower weight; 1 is NAPD. Pass `store` to reuse counts;
-    `source` is additional text, for example an encoder's input. With `random_below`, unknown
-    contexts propose random tokens.
+    `source` is additional text, for example an encoder's input.
     """
 
     def __init__(

@@ -104,7 +104,7 @@ def load(
     on_large_pages(module.packed for module in model.modules() if isinstance(module, PackedLinear))
     cached = CachedModel(model)
     if warm:
-        cached.score([0], Draft.chain((0,)))  # may convert weights
+        cached.score([0], Draft.chain((0,)))
     return LoadedModel(spec, model, tokenizer, cached.weight_bytes, engine)
 
 

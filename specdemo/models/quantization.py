@@ -21,12 +21,11 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 64  # weights per scale in 4-bit formats
 
 
-_CODE_BYTES, _SCALE_CODE_BYTES = 64, 1024  # float32 tables per matrix
+_CODE_BYTES, _SCALE_CODE_BYTES = 64, 1024  # tables
 _SCALE_BLOCK = 256
 
 
 def scale_bytes(blocks: int, double: bool, device: str) -> int:
-    """Return the bytes of scales and tables of a 4-bit matrix."""
     if device == "cpu" and _cpu_converts_scales():
         return 2 * blocks + _CODE_BYTES
     if not double:
@@ -35,7 +34,7 @@ def scale_bytes(blocks: int, double: bool, device: str) -> int:
 
 
 def _cpu_converts_scales() -> bool:
-    """Return True if bitsandbytes stores bfloat16 scales on this CPU."""
+    """Return True if bitsandbytes stores bfloat16 scales."""
     from bitsandbytes.functional import has_avx512bf16
 
     return bool(has_avx512bf16())

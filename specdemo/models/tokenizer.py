@@ -130,7 +130,6 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
 
 
 def _byte_characters() -> dict[str, int]:
-    """Return the byte of each character of byte-level vocabularies (GPT-2)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -243,7 +243,6 @@ class RemoteVerifier:
         verified, unverified = self._cloud_tokens[length:], list(tokens[length:])
         same = common_prefix(verified, unverified)
         notes["confirmed"] = float(same)
-        # The cloud has not verified later tokens in their context.
         notes["overruled"] = float(same < min(len(verified), len(unverified)))
         if same < len(unverified) or same == len(verified):
             return None
@@ -366,10 +365,7 @@ def connect(
     *,
     edge: LoadedModel | None = None,
 ) -> RemoteModel:
-    """Connect to the service; raise `UserError` if it is unreachable or has another tokenizer.
-
-    With `edge`, an unreachable service is lost.
-    """
+    """Connect to the service; raise `UserError` if it is unreachable or has another tokenizer."""
     link = LinkEmulation(
         cloud.rtt_ms / 1000, cloud.jitter_ms / 1000, cloud.loss, cloud.up_mbit * 1e6, cloud.down_mbit * 1e6, seed
     )
