@@ -200,7 +200,7 @@ class Service:
             talk += [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
 
     def leave(self, visitor: str) -> None:
-        self.runs.leave(visitor)
+        """Release what belongs to a session. Its run ends separately, since the connection may only be interrupted."""
         self.stop_bench(visitor)
         self._stores.pop(visitor, None)
         self.talks.pop(visitor, None)
