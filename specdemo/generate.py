@@ -117,8 +117,8 @@ def _run(
             yield End("error", failure, metrics)
             return
         peak = MemoryUse(memory.peak_process_bytes(), memory.peak_device_bytes(device), kv_bytes)
-        stopped = last in target.stop
-        yield End("stop" if stopped else "length", None, metrics, peak, not stopped and room < running.max_tokens)
+        full = metrics.tokens == room < running.max_tokens
+        yield End("stop" if last in target.stop else "length", None, metrics, peak, full)
 
 
 def _room(pipeline: Pipeline, tokens: Sequence[int]) -> int:
