@@ -235,7 +235,7 @@ def ignore_progress(progress: TaskProgress) -> None:
 class BackgroundTask(Generic[T]):
     """Run `work(report)` in a background thread. `parked`: only while `progress` is being advanced.
 
-    `text` is the progress until the first report. Without any progress to yield, the task cannot be cancelled.
+    `text` is the progress until the first report.
     """
 
     def __init__(self, work: Callable[[ReportProgress], T], parked: bool = False, text: str = "") -> None:

@@ -89,7 +89,7 @@ class End:
     error: str | None = None
     metrics: Metrics = Metrics()
     peak: MemoryUse | None = None  # `kv` is the last value
-    context_full: bool = False  # reason length: the context ended before the token limit
+    context_full: bool = False
 
 
 Event = Loading | Header | StepEvent | End

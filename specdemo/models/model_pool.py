@@ -111,7 +111,7 @@ class ModelPool:
         return len(idle)
 
     def _load(self, spec: ModelSpec) -> Generator[TaskProgress, None, LoadedModel]:
-        downloaded = replace(self._hub, offline=True)  # a parked task cannot be cancelled during a network timeout
+        downloaded = replace(self._hub, offline=True)  # a parked task cannot be stopped
         loading = BackgroundTask(partial(load, spec, downloaded, warm=self._warm), parked=True)
         out = False
         try:

@@ -86,9 +86,9 @@ class Run:
     over: bool = False
     stop: Callable[[], None] = lambda: None
     size: int = 0  # characters of traces and records
-    pairs: int = 1  # how often each lane is decoded; only the first time is shown
-    recorded: Mapping[str, Any] | None = None  # settings of an imported trace
-    seen: float = field(default_factory=time.monotonic)  # last time a client received frames
+    pairs: int = 1  # repetitions, of which the first is shown
+    recorded: Mapping[str, Any] | None = None  # settings
+    seen: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         self.lanes = {name: Lane() for name in self.plan}
@@ -176,7 +176,7 @@ class Run:
         return phase, ", ".join(filter(None, (count, end.error or why)))
 
     def frame(self, at: int) -> str:
-        """Return the current state and the records from `at` on as a JSON string, which gradio transfers fastest."""
+        """Return the state and the records from `at` on as a JSON string, which gradio transfers fastest."""
         state = {
             "run": self.id,
             "plan": self.plan,
@@ -203,7 +203,7 @@ class Run:
 
 
 def read_traces(text: Any) -> Run:
-    """Return a finished run with the traces of a file, the first AR trace in the AR lane. Raises `UserError`."""
+    """Return a finished run of the traces, the first AR trace in the AR lane. Raises `UserError`."""
     traces = read(text, ReadLimits(traces=len(LANES)))
     methods = [trace.header.recipe["method"] for trace in traces]
     baseline = methods.index("ar") if "ar" in methods else None

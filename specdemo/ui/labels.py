@@ -69,7 +69,7 @@ def tiles(lanes: Mapping[str, Lane]) -> dict[str, tuple[str, str]]:
             f"weights {_size(lane.weights)} · KV {_size(lane.memory.kv)}{device}",
         ),
         "speedup": (
-            NOTHING if ratio is None else f"{ratio:.1f}×",  # a pair of runs does not support a second decimal
+            NOTHING if ratio is None else f"{ratio:.1f}×",
             "no baseline measured" if ratio is None else "against AR decoding",
         ),
     }
@@ -83,7 +83,6 @@ def _acceptance_note(m: Metrics) -> str:
 
 
 def _tokens_per_pass(lane: Lane) -> tuple[str, str]:
-    """Return the figure and the number of passes that were executed."""
     m = lane.metrics
     if mode(lane.recipe) == "edge_only":
         return NOTHING, f"{m.decode_steps} passes of the drafter, none of the target"
@@ -99,7 +98,6 @@ def lane_speedup(lanes: Mapping[str, Lane], name: str = SPEC) -> float | None:
 
 
 def unequal_lengths(lanes: Mapping[str, Lane]) -> str:
-    """Return a note if the texts of a comparison differ in length, so that their times are not comparable."""
     counts = {name: lane.metrics.tokens for name, lane in lanes.items() if lane.begun}
     if PLAIN not in counts or len(set(counts.values())) < 2:
         return ""
@@ -108,7 +106,7 @@ def unequal_lengths(lanes: Mapping[str, Lane]) -> str:
 
 
 def repeated_ratios(speeds: Mapping[str, Sequence[float]]) -> list[float]:
-    """Return the speed-up of each pair of runs of a repeated comparison; empty without repetitions."""
+    """Return the speed-up of each pair; empty without repetitions."""
     spec, plain = speeds.get(SPEC, ()), speeds.get(PLAIN, ())
     pairs = [(a, b) for a, b in zip(spec, plain, strict=False) if a and b]
     return [a / b for a, b in pairs] if len(pairs) > 1 else []
@@ -123,7 +121,6 @@ def repeated_tile(speeds: Mapping[str, Sequence[float]]) -> dict[str, tuple[str,
 
 
 def describe_repeats(speeds: Mapping[str, Sequence[float]]) -> str:
-    """Return median and range of a repeated comparison, and a difference only if the speeds do not overlap."""
     ratios = repeated_ratios(speeds)
     if not ratios:
         return ""
@@ -139,7 +136,6 @@ def describe_repeats(speeds: Mapping[str, Sequence[float]]) -> str:
 
 
 def describe_waiting(lanes: Mapping[str, Lane]) -> str:
-    """Return the share of the decoding time that each lane over a link spent waiting for messages."""
     shares = [
         f"{title(lane.recipe)} {percent(min(1.0, waited / lane.metrics.decode_s))}"
         for lane in lanes.values()

@@ -21,7 +21,7 @@ ALONE = {"edge_only": "edge only: the drafter alone", "cloud_only": "cloud only:
 
 @dataclass(eq=False)
 class Lane:
-    """A decoding of the prompt. The trace is stored as text, which takes a seventh of the memory of its events."""
+    """A decoding of the prompt. Its trace is text, a seventh of the memory of its events."""
 
     lines: list[str] = field(default_factory=list)
     header: Header | None = None
@@ -139,7 +139,7 @@ def lanes_of(recipe: Recipe, extra: Sequence[Recipe], plan: Sequence[str]) -> li
 
 
 def baseline_of(recipe: Recipe) -> Recipe:
-    """Return AR decoding by the same target at the same place: speculation over a link is compared over that link."""
+    """Return AR decoding by the same target, over the same link."""
     cloud = None
     if recipe.cloud is not None and recipe.cloud.mode == "speculative":
         cloud = replace(recipe.cloud, mode="cloud_only", provisional=False, gates=(), on_loss="end")

@@ -60,7 +60,7 @@ def steps(lane: Lane) -> list[Step]:
 def parts(steps: Sequence[Step]) -> list[list[Part]]:
     """Split each step into idle, draft, up, way, verify, way, down; or into draft and wait.
 
-    Verification is a wait if its response belongs to another step or the cloud's share is unknown.
+    Verification is a wait if the cloud's share is unknown.
     """
     result, end = [], 0.0
     for step in steps:
@@ -194,7 +194,6 @@ def timeline_svg(steps: Sequence[Step], first: int, count: int) -> str:
 
 
 def _edge_waits(step_parts: Sequence[Part]) -> Iterator[tuple[float, float]]:
-    """Yield start and duration of the time that the edge waits while link and cloud are active."""
     remote = [(begin, seconds) for activity, begin, seconds in step_parts if ACTIVITIES[activity][1] > 0]
     if remote:
         yield remote[0][0], sum(seconds for _, seconds in remote)

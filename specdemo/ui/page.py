@@ -50,7 +50,7 @@ from specdemo.worker import Worker, WorkerBusy, WorkerGroup
 __all__ = ["build", "launch_options"]
 
 EXAMPLES = ASSETS / "examples.json"
-REPEATS = 5  # pairs of runs of a repeated comparison
+REPEATS = 5
 RECORDED_TOP = 5  # tokens per distribution that a run on the page records, for the inspector
 
 _HEADER = """<header><h1>specdemo</h1><p>Speculative decoding, token by token: drafted, accepted and rejected tokens,
@@ -61,7 +61,6 @@ _PRIVATE = {"api_visibility": "private"}
 
 
 def toast(run: Run) -> None:
-    """Show the status of a run as a toast, with markup escaped."""
     gr.Warning(html.escape(run.phase[1]))
 
 
@@ -232,10 +231,9 @@ def _connect_settings(demo: gr.Blocks, parts: _Parts, handlers: _Handlers) -> No
 class _Handlers:
     def __init__(self, service: Service, sockets: Sockets, device: str, defaults: Settings) -> None:
         self._service, self._sockets, self._device, self._defaults = service, sockets, device, defaults
-        self._playing: set[asyncio.Task[None]] = set()  # asyncio itself keeps weak references only
+        self._playing: set[asyncio.Task[None]] = set()  # strong references
 
     async def show(self, request: gr.Request, pressed: Any) -> AsyncIterator[str]:
-        """Run the recipe and the stored lanes; yield frames for the cockpit."""
         visitor = request.session_hash or ""
         try:
             kept, *values = json.loads(pressed)
@@ -296,7 +294,7 @@ class _Handlers:
         return [*(kept or []), wanted], describe_kept_lanes(lanes)
 
     def find(self, saved: Any, kept: Any, request: gr.Request) -> tuple[str, str]:
-        """Return the settings to restore, from the link or the browser, and the text about stored lanes."""
+        """Return the settings to restore and the text about stored lanes."""
         link = from_link(dict(request.query_params), self._defaults)
         settings, errors = restored(link or saved, self._defaults, self._device)
         for error in errors:

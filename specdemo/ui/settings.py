@@ -23,7 +23,7 @@ MODES_WITH_OFF = {OFF: "the target runs on this machine"} | MODES
 OPTIONS: dict[str, Option] = {**Recipe.OPTIONS, **CloudConfig.OPTIONS}
 _PROMPT_CHARACTERS = 100_000
 _NAME_CHARACTERS = 300  # enough for a local directory
-_GRADIO = ("view", "deep_link", "logs")  # names in the query of a Gradio page
+_GRADIO = ("view", "deep_link", "logs")
 _MODEL_NAMES = ("pair", "target", "drafter", "method")
 
 
@@ -38,7 +38,7 @@ def setting_of(option: Option, value: Any) -> Any:
 
 
 def from_link(query: Mapping[str, str], defaults: Settings) -> Settings:
-    """Return the settings of a link's query, with the types of `defaults`; see `unknown_names` for other names."""
+    """Return the settings of a link's query, with the types of `defaults`."""
     settings: Settings = {}
     for name, text in query.items():
         if name in defaults:
@@ -49,12 +49,12 @@ def from_link(query: Mapping[str, str], defaults: Settings) -> Settings:
 
 
 def unknown_names(query: Mapping[str, str], defaults: Settings) -> list[str]:
-    """Return the names of a link's query that are no settings of this page, shortened; Gradio's own are excluded."""
+    """Return the names in a link's query that are neither settings nor Gradio's."""
     return [name[:40] for name in query if name not in defaults and not name.startswith("_") and name not in _GRADIO]
 
 
 def recorded_settings(header: Header, compare: bool) -> Settings:
-    """Return the settings of a recorded run as far as this version knows them, without those of the machine."""
+    """Return the valid settings of a run, without those of the machine."""
     recipe: Mapping[str, Any] = header.recipe
     values = {**recipe, **(recipe.get("cloud") or {})}
     options = {name: option for name, option in OPTIONS.items() if not option.host}
@@ -69,10 +69,7 @@ def recorded_settings(header: Header, compare: bool) -> Settings:
 
 
 def restored(wanted: Any, defaults: Settings, device: str) -> tuple[Settings, list[str]]:
-    """Return `defaults` updated with a largest valid subset of `wanted`, and a message per group of dropped values.
-
-    Values are checked together, since a target and its drafter, or a rule and its threshold, are valid together only.
-    """
+    """Return `defaults` updated with the values of `wanted` that are valid together, and messages about the others."""
     known = wanted.items() if isinstance(wanted, Mapping) else ()
     kept = {name: value for name, value in known if name in defaults and value != defaults[name]}
     dropped: dict[str, list[str]] = {}  # error message -> names
@@ -85,7 +82,6 @@ def restored(wanted: Any, defaults: Settings, device: str) -> tuple[Settings, li
 
 
 def _problem(settings: Settings, device: str) -> str:
-    """Return why `settings` are invalid, or an empty text."""
     prompt, compare = settings.get("prompt", ""), settings.get("compare", False)
     if not isinstance(prompt, str) or len(prompt) > _PROMPT_CHARACTERS:
         return f"the prompt must be a text of at most {_PROMPT_CHARACTERS:,} characters"
@@ -101,7 +97,7 @@ def _problem(settings: Settings, device: str) -> str:
 
 
 def _culprit(kept: Settings, defaults: Settings, device: str) -> str:
-    """Return the value to drop: one whose removal changes the first error, models last."""
+    """Return a value whose removal changes the error, models last."""
     error = _problem({**defaults, **kept}, device)
     names = sorted(kept, key=_MODEL_NAMES.__contains__)
 

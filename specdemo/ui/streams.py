@@ -1,8 +1,7 @@
 """Streams from the worker to the browser: polling, frames of a run, and their WebSocket.
 
 Sending a frame through gradio's events blocks the decoding thread (GIL) for about 4 ms, through a socket for 0.4 ms.
-The gradio event starts the run, and sends the frames where a socket cannot be opened. The run itself is a task of the
-server, which continues during an interruption of the network.
+The gradio event starts the run, a task of the server, and sends the frames where a socket cannot be opened.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from specdemo.ui.frames import Run
 from specdemo.ui.run_store import RunStore
 from specdemo.worker import Stream, Worker, WorkerBusy, WorkerGroup
 
-_POLL_S = 1 / 12  # seconds between polls: latency below 150 ms at low load on the decoding thread
-GRACE_S = 20.0  # a run that nobody receives is stopped after this time
-_GOING_AWAY = 1001  # close code of a browser that leaves the page
+_POLL_S = 1 / 12  # latency below 150 ms at low load on the decoding thread
+GRACE_S = 20.0  # without a listener
+_GOING_AWAY = 1001  # close code
 LONGEST_REASON = 600  # characters; error messages can quote arbitrary input
 LaneEvents = Stream[tuple[str, Event]]
 log = logging.getLogger(__name__)
@@ -57,14 +56,14 @@ def reason(error: BaseException) -> str:
 
 
 class Sockets:
-    """Advances runs and sends their frames to all listeners; access requires only the unguessable id of a run."""
+    """Advances runs and sends their frames; access requires only the unguessable id of a run."""
 
     def __init__(self, runs: RunStore) -> None:
         self._runs = runs
         self._listeners: dict[str, set[asyncio.Event]] = {}  # by run
 
     async def play(self, run: Run, stream: LaneEvents, worker: Worker | WorkerGroup) -> None:
-        """Add the events of `stream` to `run` and notify its listeners; finish the run."""
+        """Advance `run` to its end and notify its listeners."""
         shown = ""
         try:
             async with aclosing(drain(stream)) as batches:
@@ -80,7 +79,7 @@ class Sockets:
                     if self._abandoned(run):
                         break
             run.finish(reason(stream.error) if stream.error else None)
-        except Exception as error:  # otherwise its listeners would wait forever
+        except Exception as error:  # for the listeners
             run.finish(reason(error))
         self.tell(run)
 
@@ -90,7 +89,7 @@ class Sockets:
         return time.monotonic() - run.seen > GRACE_S
 
     async def unheard(self, run: Run) -> AsyncIterator[str]:
-        """Yield the frames of a run while no socket receives them, until its end."""
+        """Yield frames while no socket receives them."""
         start, shown = 0, ""
         while not run.over:
             run.seen = time.monotonic()
@@ -100,7 +99,7 @@ class Sockets:
             await asyncio.sleep(_POLL_S)
 
     def tell(self, run: Run) -> bool:
-        """Notify the listeners of `run`; return False if there are none. Call in the server's thread."""
+        """Notify the listeners of `run`; return False without any. Call in the server's thread."""
         listeners = self._listeners.get(run.id, ())
         for changed in listeners:
             changed.set()
@@ -109,8 +108,7 @@ class Sockets:
     def routes(self) -> list[WebSocketRoute]:
         """Return the route `/frames/{run}`, which sends a run's frames from record `from` (default 0) to the last.
 
-        A run ends when its page is left. Not so after an interruption, when Gradio reloads the page: then the browser
-        gives `from`.
+        Leaving the page stops the run, except with `from`: after an interruption Gradio reloads the page.
         """
         return [WebSocketRoute("/frames/{run}", self._serve)]
 
@@ -142,7 +140,6 @@ class Sockets:
             run.stop()
 
     async def _until_closed(self, socket: WebSocket, changed: asyncio.Event) -> int | None:
-        """Return the close code of the browser."""
         while (message := await socket.receive())["type"] != "websocket.disconnect":
             pass
         changed.set()

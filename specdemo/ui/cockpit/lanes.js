@@ -230,7 +230,7 @@ function finish() {
   over(state.phase[0], state.phase.filter(Boolean).join(": "));
 }
 
-function showRecorded({ prompt, ...settings }) { // the controls above may show other settings
+function showRecorded({ prompt, ...settings }) {
   const names = ["target", "drafter", "method", "gamma", "temperature", "top_p", "seed", "max_tokens", "mode"];
   if (!settings.target) names.unshift("pair");
   const words = names.filter((name) => settings[name] || settings[name] === 0).map((name) => `${name.replace("_", " ")} ${settings[name]}`);

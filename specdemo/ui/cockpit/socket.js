@@ -1,13 +1,13 @@
 // Frames of a run over a WebSocket, which costs the decoding thread less than gradio events (the fallback).
-// After an interruption of the network the page reconnects; when Gradio reloads it, the page resumes the run.
+// After an interruption of the network Gradio reloads the page, which then resumes the run.
 
-const RETRY_MS = 1000, GIVE_UP_MS = 20000; // the server stops a run that nobody receives for 20 s
-const RESUMED = "specdemo-run"; // id of an interrupted run, for the reloaded page
+const RETRY_MS = 1000, GIVE_UP_MS = 20000;
+const RESUMED = "specdemo-run";
 
 let socket = null;
 let retry = 0;
-let lostAt = null; // time of the first failure since the last frame
-let interrupted = false; // during the current run
+let lostAt = null; // first failure since the last frame
+let interrupted = false;
 
 function listen(id, from = null) {
   hangUp();
@@ -21,11 +21,11 @@ function listen(id, from = null) {
 function hangUp() {
   clearTimeout(retry);
   const closing = socket;
-  socket = null; // first, so that its `onclose` does not reconnect
+  socket = null; // its `onclose` must not reconnect
   closing?.close();
 }
 
-function lose() { // the connection is interrupted: retry until the server has given up the run
+function lose() {
   if (!busy || run === null) return;
   interrupted = true;
   lostAt ??= performance.now();
