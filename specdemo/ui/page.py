@@ -142,7 +142,7 @@ def _layout(service: Service, usual: Recipe, device: str, examples: dict[str, An
             buttons[name] = gr.Button(name.title(), variant="secondary", elem_id=name, scale=0)
         compare = gr.Checkbox(label="Compare with autoregressive decoding", elem_id="compare", container=False)
         buttons["repeat"] = gr.Button(f"Repeat ×{REPEATS}", size="sm", elem_id="repeat", scale=0)
-        buttons["use"] = gr.Button("Use", elem_id="use-recorded", visible="hidden")  # pressed by the cockpit
+        buttons["use"] = gr.Button("Use", elem_id="use-recorded", visible="hidden")
     with gr.Accordion("Examples", open=False, elem_id="all-examples"):
         examples_row(examples, prompt, controls)
     with gr.Accordion("More actions", open=False, elem_id="more-actions"), gr.Row():
@@ -231,7 +231,7 @@ def _connect_settings(demo: gr.Blocks, parts: _Parts, handlers: _Handlers) -> No
 class _Handlers:
     def __init__(self, service: Service, sockets: Sockets, device: str, defaults: Settings) -> None:
         self._service, self._sockets, self._device, self._defaults = service, sockets, device, defaults
-        self._playing: set[asyncio.Task[None]] = set()  # strong references
+        self._playing: set[asyncio.Task[None]] = set()
 
     async def show(self, request: gr.Request, pressed: Any) -> AsyncIterator[str]:
         visitor = request.session_hash or ""

@@ -79,7 +79,7 @@ class Sockets:
                     if self._abandoned(run):
                         break
             run.finish(reason(stream.error) if stream.error else None)
-        except Exception as error:  # for the listeners
+        except Exception as error:
             run.finish(reason(error))
         self.tell(run)
 
