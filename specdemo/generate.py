@@ -118,8 +118,12 @@ def _run(
         if failure is not None:
             yield End("error", failure, metrics)
             return
-        peak = MemoryUse(memory.peak_process_bytes(), memory.peak_device_bytes(device), kv_bytes)
-        yield End("stop" if last in target.stop else "length", None, metrics, peak)
+        full = metrics.tokens == room < running.max_tokens
+        yield End("stop" if last in target.stop else "length", None, metrics, _peak(device, kv_bytes), full)
+
+
+def _peak(device: torch.device, kv_bytes: int) -> MemoryUse:
+    return MemoryUse(memory.peak_process_bytes(), memory.peak_device_bytes(device), kv_bytes)
 
 
 def _room(pipeline: Pipeline, tokens: Sequence[int]) -> int:

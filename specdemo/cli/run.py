@@ -98,7 +98,7 @@ class Coloured:
             case StepEvent():
                 print("".join(_spans(event)), end="", flush=True)
             case End():
-                print(f"\n\n{summary(event.metrics)}  {'exact' if self._exact else 'LOSSY'}  end: {event.reason}")
+                print(f"\n\n{summary(event.metrics)}  {'exact' if self._exact else 'LOSSY'}  end: {_ending(event)}")
 
 
 class Steps:
@@ -113,7 +113,7 @@ class Steps:
                 print("\n".join(self._lines(event)), flush=True)
                 self._position += len(event.step.tokens)
             case End():
-                print(f"\n{summary(event.metrics)}  end: {event.reason}")
+                print(f"\n{summary(event.metrics)}  end: {_ending(event)}")
 
     def _lines(self, event: StepEvent) -> Iterator[str]:
         step, verdict = event.step, event.step.verdict
@@ -159,6 +159,10 @@ def _test(decision: Decision) -> str:
     q = 1.0 if decision.q is None else decision.q
     last = f"rank={decision.rank}" if decision.rank else f"bound={figure(decision.bound)}"
     return f"q={figure(q)}  p={figure(decision.p)}  {last:<11}"
+
+
+def _ending(end: End) -> str:
+    return f"{end.reason} (context full)" if end.context_full else end.reason
 
 
 def summary(metrics: Metrics) -> str:
