@@ -39,9 +39,9 @@ def generate(
 ) -> Iterator[Event]:
     """Run `recipe` on `prompt`, which may be a conversation if `recipe.chat` is set.
 
-    `pool` provides the models (default: a new pool), `stores` the n-grams of earlier runs; `drafter` replaces the
-    drafter that the recipe names. Raises `UserError` before the header; later failures end the run with
-    `End("error")`. Closing the iterator releases all resources; it then has no `End`.
+    `pool` provides models (default: a new pool), `stores` the n-grams of earlier runs; `drafter` replaces the recipe's.
+    Raises `UserError` before the header; later failures end the run with `End("error")`. Closing the iterator releases
+    all resources, without an `End`.
     """
     if not prompt:
         raise UserError("the prompt is empty: type something to continue")
@@ -110,7 +110,7 @@ def _run(
         except (UserError, RuntimeError, MemoryError) as error:  # a failing model ends its run with a message
             failure, exhausted = str(error) or type(error).__name__, memory.is_out_of_memory(error)
         kv_bytes = pipeline.kv_bytes
-        if exhausted:  # outside the handler, since its traceback references tensors
+        if exhausted:  # outside the handler: its traceback references tensors
             resources.close()
             del pipeline, steps
             pool.recover()

@@ -49,7 +49,7 @@ Stores = dict[Any, Any]  # state of a visitor's earlier runs: n-grams and KV cac
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Objects of a run: the roles of the decoding loop, and the caches for memory statistics."""
+    """Objects of a run: roles of the decoding loop, and caches."""
 
     verifier: Verifier
     drafter: Drafter
@@ -68,7 +68,7 @@ class Pipeline:
 
 
 class ModelContext:
-    """`BuildContext` of a run. Each cached model is created by the first `scorer` call that needs it."""
+    """`BuildContext` of a run; cached models are created when first needed."""
 
     def __init__(
         self,
@@ -102,7 +102,6 @@ class ModelContext:
         return _sampling_params(self.recipe, self.drafter)
 
     def scorer(self, role: str, layers: Callable[[int], Sequence[int]] | None = None) -> CachedModel:
-        """Return the cached model of a role; `layers` selects layers, given their number."""
         if role == "target" and layers is None:
             assert self.target_cache is not None
             return self.target_cache
@@ -116,11 +115,9 @@ class ModelContext:
         return cache
 
     def noise(self, name: str, *, shared: bool = True) -> Noise | SharedNoise:
-        """Return the random stream `name`, or the shared stream of the coupled rule."""
         return self._shared if shared and self._shared is not None else Noise(self.seed, name)
 
     def with_store(self, make: Callable[[Any], Any], *key: Any) -> Any:
-        """Return `make(store)` with the store of earlier runs, if the recipe uses them."""
         if self._stores is None or not self.recipe.ngram_keep:
             return make(None)
         key = (self.recipe.method, self.recipe.target_spec.name, *key)
@@ -267,7 +264,7 @@ def _gated(
 
 
 def word_rules(target: RemoteModel, rules: Sequence[str]) -> Callable[[Sequence[int], Draft], bool]:
-    """Return a test of drafts, given as tokens, by rules about words."""
+    """Return a test of drafts by rules about words."""
     always = AlwaysVerify(rules, _library() if "rare" in rules else None)
 
     def needs_verification(tokens: Sequence[int], draft: Draft) -> bool:
@@ -280,7 +277,7 @@ def word_rules(target: RemoteModel, rules: Sequence[str]) -> Callable[[Sequence[
 
 @cache
 def _library() -> Counter[str]:
-    """Count the files of Python's standard library, the bundled pair's training data, that contain each word."""
+    """Count files per word in Python's standard library, the bundled pair's training data."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     return document_frequency(path.read_text("utf-8", errors="replace") for path in files)
 

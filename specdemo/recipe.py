@@ -1,4 +1,4 @@
-"""Recipe of a run: the schema of all options, rules about several options, and derived values."""
+"""Schema of all options, rules about several options, and derived values."""
 
 from __future__ import annotations
 
@@ -328,7 +328,7 @@ class Recipe(*reversed(option_classes()), RunOptions):
 
     @property
     def drafter_spec(self) -> ModelSpec | None:
-        """Return how to load the drafter, `None` if the method needs no second model."""
+        """Specification of the drafter, `None` if the method needs none."""
         name = self.models[1]
         if not METHODS[self.method].second_model or name is None:
             return None
@@ -343,7 +343,7 @@ class Recipe(*reversed(option_classes()), RunOptions):
 
     @property
     def running(self) -> Recipe:
-        """Return the recipe that is executed: autoregressive decoding if edge or cloud decodes alone."""
+        """Executed recipe: AR decoding if edge or cloud decodes alone."""
         if self.cloud is None or self.cloud.mode == "speculative":
             return self
         if self.cloud.mode == "cloud_only":
@@ -379,7 +379,7 @@ def refuse_with_encoder(name: str) -> None:
 
 
 def methods_with(declared: Option) -> list[str]:
-    """Return the names of the methods for which an option has an effect."""
+    """Return the methods for which an option has an effect."""
     if declared.name in RunOptions.OPTIONS:
         return [name for name, method in METHODS.items() if getattr(method, declared.applies or "name")]
     return [name for name, method in METHODS.items() if declared.name in method.option_names]

@@ -45,7 +45,7 @@ def run_in_thread(call: Callable[[], T]) -> Future[T]:
 
 
 def interruptible(call: Callable[[], T]) -> T:
-    """Run the blocking `call()`. Raise `Stopped` if the job is stopped meanwhile; the call then runs on unobserved."""
+    """Run the blocking `call()`. Raise `Stopped` if the job is stopped meanwhile; the call continues unobserved."""
     stop_request = _stop_request.get(None)
     if stop_request is None:  # not in a job
         return call()
@@ -155,7 +155,7 @@ class Worker:
                 stream._on_change()
 
     def _next(self) -> Stream | None:
-        """Block until a job can be advanced. Return None once the worker is closed and all jobs have ended."""
+        """Block until a job can be advanced. Return None once closed and all jobs have ended."""
         with self._changed:
             while not self._open and not self._queued and not self._closed:
                 self._changed.wait()

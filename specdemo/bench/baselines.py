@@ -46,7 +46,7 @@ BASELINES = {
 
 
 class TokenClock(BaseStreamer):
-    """Record time and size of every batch of tokens, starting with the prompt."""
+    """Time and size of every batch of tokens, starting with the prompt."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -61,7 +61,7 @@ class TokenClock(BaseStreamer):
 
 
 class Baselines:
-    """A pair loaded by transformers, without the engines of this program."""
+    """A pair loaded by transformers."""
 
     def __init__(self, target: ModelSpec, drafter: ModelSpec | None) -> None:
         self._target, self._tokenizer = reference(target)
@@ -72,7 +72,7 @@ class Baselines:
     def run(
         self, baseline: Baseline, text: str, temperature: float, gamma: int, max_tokens: int, seed: int
     ) -> dict[str, Any]:
-        """Continue `text`; return its tokens and the figures measurable from outside `generate`."""
+        """Continue `text`; return its tokens and the figures measurable outside `generate`."""
         ids = self._tokenizer(text, return_tensors="pt").input_ids.to(self._target.device)
         free_positions = self._target.config.max_position_embeddings - ids.shape[1]
         arguments: dict[str, Any] = dict(baseline.arguments)

@@ -1,7 +1,6 @@
-"""Compare the text of every recipe with AR decoding, token by token, on this machine.
+"""Compare the text of every recipe with AR decoding, token by token.
 
-Exact recipes reproduce the text at temperature 0. Above it only the `coupled` rule does, since drafter and target share
-their noise; the other exact rules preserve the distribution.
+At temperature 0 exact recipes reproduce the text. Above it only the `coupled` rule does, by shared noise.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ _PREFIX_SHARES = (1.0, 0.75, 0.5, 0.25)
 
 @dataclass
 class EqualityResult:
-    """Comparison of a recipe with AR decoding."""
-
     recipe: Recipe
     texts: int = 0
     tokens: int = 0
@@ -49,7 +46,7 @@ def prompt_prefixes(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
 
 
 def prove(results: Sequence[EqualityResult], prompts: Sequence[Prompt], pool: ModelPool) -> Iterator[None]:
-    """Add the texts of every prompt, decoded with its index as seed, to `results`; yield after each prompt."""
+    """Add the texts of every prompt, with its index as seed, to `results`; yield after each prompt."""
     for seed, prompt in enumerate(prompts):
         ar_tokens: dict[float, list[int]] = {}
         for result in results:

@@ -1,7 +1,7 @@
-"""Run every recipe on every prompt and record the figures of each run.
+"""Run every recipe on every prompt and record figures.
 
-All lanes decode a prompt in shuffled order before the next prompt, so that other load affects them alike. A warm-up
-precedes the first timed run. Time spent by the caller between two steps counts only as `paused_s`.
+All lanes decode a prompt in shuffled order before the next prompt, so that other load affects them alike. The warm-up
+is not timed; time spent by the caller between steps counts only as `paused_s`.
 """
 
 from __future__ import annotations
@@ -73,9 +73,8 @@ def measure(
 ) -> Iterator[BenchProgress | dict[str, Any]]:
     """Yield a `BenchProgress` per run and step, and a record per prompt after its last run.
 
-    A record contains name and class of the prompt and the figures of each run: first `recipes`, then the transformers
-    baselines `peers` for each AR recipe. `repeat` repeats all prompts with other seeds. Raises `RuntimeError` if a run
-    fails.
+    A record contains name and class of the prompt and the figures of each run: `recipes`, then the baselines `peers`
+    for each AR recipe. `repeat` uses other seeds. Raises `RuntimeError` if a run fails.
     """
     ar = [recipe for recipe in recipes if recipe.method == "ar"]
     drafting = next((recipe for recipe in recipes if recipe.drafter_spec), None)
@@ -115,7 +114,7 @@ def measure(
 def _ours(
     recipe: Recipe, text: str, pool: ModelPool, turn: BenchProgress
 ) -> Generator[BenchProgress, None, dict[str, Any]]:
-    """A run's metrics, with its tokens, the seconds on the wall after the first one, and what it moved and held."""
+    """Return the run's metrics, tokens, seconds after the first token, and bytes moved and held."""
     environment: Mapping[str, Any] = {}
     steps: list[Step] = []
     pauses: list[float] = []
@@ -156,7 +155,7 @@ def _ours(
 
 @cache
 def copy_bandwidth(device: torch.device) -> float:
-    """Return the bytes per second read and written when copying a tensor (best of five)."""
+    """Return the bytes per second read and written by a tensor copy (best of five)."""
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     best = float("inf")

@@ -1,4 +1,4 @@
-"""Summarise benchmark records as a table, JSON line or report; progress line of long measurements."""
+"""Summarise benchmark records as a table, JSON line or report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specdemo.core.metrics import interval
 from specdemo.core.theory import speedup, walltime_improvement
 from specdemo.recipe import Recipe
 
-NON_TTY_INTERVAL_S = 30.0  # between two progress lines if standard error is not a terminal
+NON_TTY_INTERVAL_S = 30.0
 
 
 def markdown_table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
@@ -28,7 +28,7 @@ def markdown_table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> 
 
 
 class Progress:
-    """Progress on standard error: a line updated in place on a terminal, few lines in a file or pipe."""
+    """Progress on standard error: a line updated in place on a terminal, few lines otherwise."""
 
     def __init__(self) -> None:
         self._shown, self._due = "", 0.0
@@ -61,30 +61,30 @@ RunFigures = dict[str, Any]
 class BenchRow:
     """Medians of a lane over a class of prompts, with 95 % bootstrap intervals.
 
-    Costs are relative to a target pass of AR decoding on the same prompt. Fields are None if they do not apply.
+    Costs are relative to an AR target pass on the same prompt; None if not applicable.
     """
 
     kind: str  # class of prompts
-    lane: str  # label of the recipe or transformers baseline
+    lane: str  # recipe or baseline
     prompts: int
     tokens_per_second: float  # after the prefill
-    speedup: float | None  # over AR decoding on the same prompt
+    speedup: float | None  # over AR decoding
     interval: tuple[float, float] | None  # of the speed-up
     over_fixed: tuple[float, float, float] | None  # ratio to the best fixed gamma, interval
     slower: tuple[str, ...]  # prompts with a speed-up below 1
-    same_text: int | None  # prompts with the greedy text of AR decoding
+    same_text: int | None  # prompts with AR's greedy text
     acceptance_rate: float | None  # accepted / drafted
     alpha: float | None  # mean of sum min(p, q)
     tokens_per_pass: float | None
     c: float | None  # cost of a draft token
     v: float | None  # cost of a verification pass
     o: float | None  # host overhead per step
-    theory: float | None  # Theorem 3.8 of 2211.17192 for this alpha and c
+    theory: float | None  # Theorem 3.8 of 2211.17192
     realised: float | None  # measured speed-up / theory
-    explained: float | None  # measured speed-up / cost model; 1 if the model is complete
+    explained: float | None  # measured speed-up / cost model
     ttft_s: float
     held_bytes: float | None  # weights and KV cache
-    bandwidth: float | None  # weight bytes read per second / copy bandwidth of the machine
+    bandwidth: float | None  # weight bytes per second / copy bandwidth
 
 
 def table(
@@ -92,8 +92,7 @@ def table(
 ) -> list[BenchRow]:
     """Return a row per class and lane, compared with AR decoding at the same temperature.
 
-    Of each family of `peers` only the fastest setting is included. `bandwidth` is the copy bandwidth of the machine in
-    bytes per second, 0 if unknown.
+    Includes only the fastest setting of each family of `peers`. `bandwidth`: copied bytes per second, 0 if unknown.
     """
     records = list(records)
     ar = {recipe.temperature: i for i, recipe in enumerate(recipes) if recipe.method == "ar"}
@@ -162,16 +161,16 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def run_speed(run: RunFigures) -> float:
-    """Return tokens per second of wall time after the prefill."""
+    """Return tokens per second after the prefill."""
     if "decode_tokens" in run:
         return run["decode_tokens"] / run["wall_s"]
     return run["tokens_per_second"]
 
 
 def _over_fixed(recipes: Sequence[Recipe], index: int, records: Sequence[Record]) -> tuple[float, float, float] | None:
-    """Return median and interval of the speed ratio of a policy to the best fixed gamma of the same method.
+    """Return median and interval of a policy's speed relative to the best fixed gamma of its method.
 
-    The gamma is selected on the other prompts, since selection by the compared runs favours lucky values.
+    Gamma is selected on the other prompts, to avoid selection bias.
     """
     if recipes[index].method == "ar" or recipes[index].policy == "fixed":
         return None
@@ -211,7 +210,7 @@ def _cost_medians(records: Sequence[Record], index: int, base: int | None, recip
 
 
 def _costs(run: RunFigures, ar: RunFigures, recipe: Recipe) -> dict[str, float | None]:
-    """Return cost terms of a run, in AR passes, and its speed-up relative to theory and cost model."""
+    """Return cost terms in AR passes, and the speed-up relative to theory and cost model."""
     steps, ar_steps = run["steps"] - 1, ar["steps"] - 1
     unit = ar["verify_s"] / ar_steps
     measured = run_speed(run) / run_speed(ar)
@@ -275,7 +274,7 @@ def slower(rows: Sequence[BenchRow]) -> list[str]:
 
 
 def disturbed(records: Sequence[Record], share: float = 0.05) -> int:
-    """Count the runs that were paused for more than `share` of their time."""
+    """Count the runs paused for more than `share` of their time."""
     runs = [run for record in records for run in record["runs"]]
     return sum(run.get("paused_s", 0.0) > share * run["wall_s"] for run in runs)
 

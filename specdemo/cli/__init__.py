@@ -9,9 +9,9 @@ from specdemo.core.errors import UserError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; return the exit code: 0, 1 for a failed run, 2 for invalid input, 130 for Ctrl-C."""
+    """Return the exit code: 0, 1 for a failed run, 2 for invalid input, 130 for Ctrl-C."""
     options = parser().parse_args(arguments)
-    try:  # the modules of the commands take seconds to import
+    try:  # importing the commands takes seconds
         if options.command == "run":
             from specdemo.cli.run import run
 

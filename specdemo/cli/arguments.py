@@ -1,4 +1,4 @@
-"""Argument parser of the terminal; flags of recipe options derive from the schema, which also validates them."""
+"""Argument parser of the terminal; flags of recipe options derive from the schema."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MODEL_OPTIONS = ["pair", *(name for name, option in Recipe.OPTIONS.items() if op
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser that reports errors in a single line, with exit code 2, and lists its `arguments`."""
+    """Parser with single-line errors, exit code 2, and a list of its `arguments`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.arguments: list[argparse.Action] = []
@@ -43,7 +43,7 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
 
 
 def _add_options(command: argparse.ArgumentParser, options: Iterable[Option], **defaults: Any) -> None:
-    """Add a flag per option. `defaults` apply to options by name; lists of defaults make flags with several values."""
+    """Add a flag per option; a list in `defaults` makes a flag with several values."""
     for option in options:
         default = defaults.get(option.name)
         properties: dict[str, Any] = {"dest": option.name, "help": option_help(option, default)}
@@ -62,7 +62,6 @@ def _add_options(command: argparse.ArgumentParser, options: Iterable[Option], **
 
 
 def option_help(option: Option, default: Any = None) -> str:
-    """Return the help text of an option: description, valid names, default."""
     default = option.default if default is None else default
     shown = " ".join(map(str, default)) if isinstance(default, (list, tuple)) else default
     parts = [option.help + (": " + ", ".join(option.choices) if option.choices else "")]

@@ -24,7 +24,7 @@ from specdemo.remote.server import ServiceLimits
 
 
 def run_command(command: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    """Return the exit code of `command`: 2 after a `UserError`, which is printed to standard error."""
+    """Return the exit code: 2 after a `UserError`, which is printed."""
     try:
         return command(options)
     except UserError as error:

@@ -1,4 +1,4 @@
-"""The `run` command: show a run as its trace, its text in colour or its steps in words, and write its trace."""
+"""The `run` command: show a run as trace, coloured text or steps in words."""
 
 from __future__ import annotations
 
@@ -81,14 +81,12 @@ def _show(events: Iterator[Event], options: argparse.Namespace, file: TextIO | N
 
 
 class Json:
-    """Prints the trace."""
-
     def show(self, event: Event) -> None:
         print(trace.write(event), end="", flush=True)
 
 
 class Coloured:
-    """Prints the text in the colours of its outcomes, then a summary."""
+    """Text in the colours of its outcomes, then a summary."""
 
     def show(self, event: Event) -> None:
         match event:
@@ -102,7 +100,7 @@ class Coloured:
 
 
 class Steps:
-    """Prints each step: its position, every draft token with q, p and its outcome, and the target's token."""
+    """Position, draft tokens with q, p and outcome, and target token of each step."""
 
     def show(self, event: Event) -> None:
         match event:
@@ -130,7 +128,7 @@ class Steps:
 
 
 class LoadingLine:
-    """Prints loading progress: a line that is overwritten in a terminal, or a line per item."""
+    """Loading progress: a line overwritten in a terminal, or a line per item."""
 
     def __init__(self) -> None:
         self._shown = ""
@@ -155,7 +153,7 @@ def _spans(event: StepEvent) -> Iterator[str]:
 
 
 def _test(decision: Decision) -> str:
-    """Return the figures that decided about a draft token, in columns of equal width."""
+    """Figures of the decision, in columns of equal width."""
     q = 1.0 if decision.q is None else decision.q
     last = f"rank={decision.rank}" if decision.rank else f"bound={figure(decision.bound)}"
     return f"q={figure(q)}  p={figure(decision.p)}  {last:<11}"
@@ -166,7 +164,7 @@ def _ending(end: End) -> str:
 
 
 def summary(metrics: Metrics) -> str:
-    """Return the figures as a line; a dash where a denominator is 0."""
+    """Figures in a line; a dash where a denominator is 0."""
 
     def number(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)

@@ -14,18 +14,18 @@ from specdemo.core.step import Draft, Step, Verdict
 
 
 class DraftBudget:
-    """Draft length per step: the policy's decision, capped at `limit` tokens."""
+    """Draft length per step, capped at `limit` tokens."""
 
     def __init__(self, limit: int, policy: DraftLengthPolicy) -> None:
         self._limit, self._policy = limit, policy
 
     def may_extend(self, n: int, logits: Any) -> bool:
-        """Return True if a draft of n tokens may grow; `logits` (raw, next token) are None if unavailable."""
+        """Return True if a draft of n tokens may grow; `logits` (raw, next token) may be None."""
         return n < self._limit and self._policy.may_extend(n, logits)
 
     @property
     def unconditional(self) -> int:
-        """Number of tokens that may be drafted without transferring logits to the host."""
+        """Number of tokens that may be drafted without logits on the host."""
         return 0 if self._policy.needs_logits else self._limit
 
     def at_most(self, limit: int) -> DraftBudget:
@@ -33,10 +33,8 @@ class DraftBudget:
 
 
 class Drafter(Protocol):
-    """Proposes draft tokens."""
-
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
-        """Return a draft that continues `tokens`.
+        """Continue `tokens`.
 
         Query `budget` before sampling each token: discarding improbable samples biases the output.
         """
@@ -45,8 +43,6 @@ class Drafter(Protocol):
 
 
 class Verifier(Protocol):
-    """Selects the accepted draft tokens and appends tokens of the target."""
-
     def verify(self, tokens: Sequence[int], draft: Draft) -> Verdict:
         """Verify `draft` as a continuation of `tokens` in a single target pass."""
 
@@ -70,8 +66,6 @@ class DraftLengthPolicy(Protocol):
 
 
 class EmptyDrafter:
-    """Drafter of AR decoding."""
-
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
         return Draft()
 
@@ -91,10 +85,10 @@ def decode(
     start: float | None = None,
     first_target: bool = True,
 ) -> Iterator[Step]:
-    """Continue `prompt` by up to `max_tokens` tokens, ending after the first token in `stop`; yield each step.
+    """Continue `prompt` by up to `max_tokens` tokens, or to the first token in `stop`; yield each step.
 
     With `first_target`, step 0 has an empty draft, which separates time to first token from decoding speed. `start` is
-    the clock value at the request. The generator may be closed at any step. `t` alone includes time between steps.
+    the clock value at the request. Only `t` includes time between steps.
     """
     tokens, end = list(prompt), len(prompt) + max_tokens
     start = clock() if start is None else start

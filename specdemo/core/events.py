@@ -21,7 +21,7 @@ class Loading:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """First line of a trace. `recipe` is a plain mapping, since old traces need not satisfy the current schema."""
+    """First line of a trace. `recipe` is a plain mapping, since old traces may not satisfy the schema."""
 
     recipe: Mapping[str, Any]
     prompt: str
@@ -35,7 +35,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes of the process, of tensors on the device, of keys and values, if known."""
+    """Bytes of the process, of device tensors, of keys and values."""
 
     process: float | None = None
     device: float | None = None
@@ -54,7 +54,7 @@ class ShownToken:
 
 @dataclass(frozen=True, slots=True)
 class StepEvent:
-    """A step with its texts, the memory in use, and the metrics up to and including it."""
+    """A step with its texts, memory use and cumulative metrics."""
 
     step: Step
     pieces: tuple[str, ...]  # of the committed tokens
@@ -69,7 +69,7 @@ class StepEvent:
         return "".join(self.pieces)
 
     def shown(self) -> Iterator[ShownToken]:
-        """Yield tokens in reading order: accepted path, discarded drafts, token of the target."""
+        """Yield accepted path, discarded drafts, token of the target."""
         step, verdict = self.step, self.step.verdict
         for node, piece in zip(verdict.accepted, self.pieces, strict=False):
             yield ShownToken(step.outcome(node), piece, step.draft.tokens[node], node)

@@ -1,4 +1,4 @@
-"""Labels, styles and explanations of token outcomes, shared by terminal, tooltip, inspector and SVG export."""
+"""Labels, styles and explanations of token outcomes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specdemo.core.step import Outcome, Step
 
 @dataclass(frozen=True)
 class Style:
-    """Appearance of a token besides its colour, which is never the only signal."""
+    """Appearance besides colour, which is never the only signal."""
 
     label: str
     ansi: str = ""
@@ -80,10 +80,10 @@ _SAMPLED = {  # rules that accept the token that the target samples
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Figures that decided about a draft node; `None` where they played no part or are unknown.
+    """Figures that decided about a draft node; `None` if irrelevant or unknown.
 
-    With `rank`, the most probable token decides: `p` and `best` are probabilities of this and the most probable token.
-    Otherwise `draw`, or without a draw `p`, was compared with `bound`.
+    With `rank`, the most probable token decides: `p` and `best` are the probabilities of this and the most probable
+    token. Otherwise `draw`, or without a draw `p`, was compared with `bound`.
     """
 
     p: float | None = None
@@ -107,12 +107,12 @@ def decision_of(step: Step, node: int, recipe: Mapping[str, Any]) -> Decision:
 
 
 def takes_most_probable(recipe: Mapping[str, Any]) -> bool:
-    """Return True if the target's most probable token decides: greedy decoding, or rule top1."""
+    """Return True for greedy decoding and rule top1."""
     return recipe.get("temperature") == 0 or recipe.get("rule") == "top1"
 
 
 def explain(step: Step, node: int | None, recipe: Mapping[str, Any]) -> str:
-    """Explain the outcome of a draft node; without a node, the origin of the target's token."""
+    """Explain the outcome of a draft node, or the origin of the target's token."""
     text = reason_of(step, node, recipe).value
     if node is None:
         return text
@@ -143,7 +143,6 @@ def reason_of(step: Step, node: int | None, recipe: Mapping[str, Any]) -> Reason
 
 
 def _reason_of_tested(step: Step, node: int, accepted: bool) -> Reason:
-    """Return the reason of a random test or of a comparison with a threshold."""
     verdict, parents = step.verdict, step.draft.parents
     bound = verdict.bound[node] if verdict.bound else None
     if verdict.draw[node] is None:
@@ -156,7 +155,7 @@ def _reason_of_tested(step: Step, node: int, accepted: bool) -> Reason:
 
 
 def _reason_of_untested(step: Step, node: int) -> Reason:
-    """Return why the highest untested node above `node`, or the node itself, was not tested."""
+    """Return the reason for the highest untested node up to `node`."""
     verdict, draft = step.verdict, step.draft
     path = draft.path(node)
     if any(verdict.beta[above] is not None and above not in verdict.accepted for above in path):

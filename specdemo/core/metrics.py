@@ -1,7 +1,7 @@
-"""Figures of a run, folded over its steps, and bootstrap intervals of measured ratios.
+"""Figures of a run, folded over its steps, and bootstrap intervals.
 
 Two acceptance rates: `acceptance_rate` is accepted / drafted over verified drafts and falls with gamma; `alpha` is
-accepted / tested and estimates Leviathan's E[beta]. `mean_beta` estimates the same with lower variance.
+accepted / tested and estimates Leviathan's E[beta], as does `mean_beta` with lower variance.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from specdemo.core.step import Outcome, Step
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """Sums over steps, as an immutable snapshot. Speeds exclude the prefill, which is timed by `ttft_s`."""
+    """Sums over steps. Speeds exclude the prefill, which is timed by `ttft_s`."""
 
     tokens: int = 0
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
     unverified: int = 0  # draft tokens committed without the target
-    unverified_drafted: int = 0  # draft tokens of steps that the target did not verify
+    unverified_drafted: int = 0  # draft tokens of unverified steps
     target_passes: int = 0  # after the prefill
     beta: float = 0.0
     accepted_by_position: tuple[int, ...] = ()
@@ -119,7 +119,7 @@ class Metrics:
         }
 
     def _remote(self) -> dict[str, float]:
-        """Link measures of the practice guide (section 9): sums, and shares of the steps."""
+        """Link measures (practice guide, section 9): sums, and shares of the steps."""
         shares = {"escalated": "cloud_call_share", "provisional": "provisional_share", "hard_ratio": "mean_hard_ratio"}
         means = {to: self.remote[name] / self.steps for name, to in shares.items() if name in self.remote}
         return {**{name: total for name, total in self.remote.items() if name != "hard_ratio"}, **means}

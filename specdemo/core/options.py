@@ -1,4 +1,4 @@
-"""Schema of options: each is declared once; flags, controls, API, host limits and documentation derive from it."""
+"""Schema of options: source of flags, controls, API, host limits and documentation."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from specdemo.core.errors import UserError, check_name, check_unicode
 
 _CONFIG = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-_SHOWN_CHARACTERS = 500  # of a refused value in an error message
-_LARGEST = 1 << 1023  # integers above it are not representable as float
+_SHOWN_CHARACTERS = 500  # of a value in an error message
+_LARGEST = 1 << 1023  # larger integers have no float
 
 
 @dataclass(frozen=True)
 class Option:
-    """Declaration of an option."""
-
     default: Any
     label: str
     help: str = ""
@@ -31,20 +29,20 @@ class Option:
     above: float | None = None  # exclusive lower bound
     slider: tuple[float, float, float] | None = None  # lowest, highest, step; `None`: a number field
     step: float = 1  # of a number field
-    choices: Mapping[str, Any] | None = None  # valid names; values are titles or objects with a `title`
-    noun: str = ""  # of an invalid name in an error message
-    hint: str = ""  # remedy, appended to range errors
+    choices: Mapping[str, Any] | None = None  # valid name -> title or object with a `title`
+    noun: str = ""  # in error messages
+    hint: str = ""  # appended to range errors
     group: str = ""
     basic: bool = False  # visible without opening a group
     lossy: bool = False  # changes the distribution of the text unless off
     limit: str = ""  # field of `HostLimits` that bounds the value
     host: bool = False  # fixed on a public page
-    applies: str = ""  # attribute of `Method` that a method needs for this option to have an effect
+    applies: str = ""  # attribute of methods for which this option has an effect
     policies: tuple[str, ...] = ()  # empty: all
     flag: str = ""
     metavar: str | None = None
     name: str = ""
-    type: Any = None  # of present values: bool, int, float, str or a tuple type
+    type: Any = None  # bool, int, float, str or a tuple type
 
     @property
     def element(self) -> str:
@@ -85,8 +83,7 @@ def option(default: Any, label: str, help: str = "", **properties: Any) -> Any:
 def options(group: str = "", checks: tuple[Callable[[Any], None], ...] = ()) -> Callable[[type], type]:
     """Turn a class of options into a frozen, validated dataclass with a table `OPTIONS` of its fields by name.
 
-    Invalid values raise `UserError`. `checks` are rules about several fields; they run in order, after the checks of
-    base classes.
+    Invalid values raise `UserError`. `checks` of several fields run in order, after those of base classes.
     """
 
     def decorate(cls: type) -> type:
@@ -115,7 +112,7 @@ def options(group: str = "", checks: tuple[Callable[[Any], None], ...] = ()) -> 
 
 
 def _table(cls: type, group: str) -> dict[str, Option]:
-    """Return the options of a class by name; inherited options as declared in the base class."""
+    """Return options by name; inherited options as in the base class."""
     table = {}
     for name, field in cls.__pydantic_fields__.items():
         if not isinstance(field.json_schema_extra, dict):

@@ -1,7 +1,6 @@
 """Draft-length policies.
 
-Policies are queried before tokens are sampled, so they never bias the output. Without logits they allow their
-maximum.
+They are queried before tokens are sampled, so they never bias the output. Without logits they allow their maximum.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class CostModel:
     token: float = 0.0  # c, initial estimate
 
     def verify(self, rows: int) -> float:
-        """Return v(rows) by linear interpolation and extrapolation.
+        """Interpolate v(rows) linearly.
 
         Measurements are made non-decreasing downwards, since disturbances only lengthen them.
         """
@@ -56,12 +55,11 @@ class PolicyDefaults:
 
 @dataclass
 class Auto(PolicyDefaults):
-    """Maximise expected tokens per second, from acceptance per position and times measured during the run.
+    """Maximise expected tokens per second from measured acceptance and times.
 
     A draft of k tokens yields 1 + a_1 + a_1 a_2 + ... tokens (a_i: acceptance at position i) and costs k draft tokens
-    plus a pass over k + 1 rows. v comes from `costs`, c from medians over recent steps. Acceptance decays exponentially
-    and is shrunk towards the mean over positions, which is shrunk towards `prior_acceptance`. If drafting does not pay,
-    gamma is 0, with retries at intervals.
+    plus a pass over k + 1 rows. v comes from `costs`, c from recent medians. Acceptance decays exponentially and is
+    shrunk towards the mean over positions, then `prior_acceptance`. If drafting does not pay, gamma is 0, with retries.
     """
 
     max_gamma: int
@@ -72,7 +70,7 @@ class Auto(PolicyDefaults):
     prior_weight: float = 12.0  # in tests
     decay: float = 0.95  # per test of the same position
     min_gain: float = 1.06  # required speed-up over AR decoding
-    retry_after: tuple[int, int] = (64, 256)  # AR steps before drafting is retried: initial, maximum
+    retry_after: tuple[int, int] = (64, 256)  # AR steps before a retry: initial, maximum
 
     def __post_init__(self) -> None:
         self._verify = [self.costs.verify(rows) for rows in range(1, self.max_gamma + 2)]
@@ -134,7 +132,7 @@ class Auto(PolicyDefaults):
 
 
 def _acceptance(step: Step, position: int) -> float:
-    """Acceptance at `position`: beta if acceptance was random (lower variance), else 0 or 1."""
+    """Return beta if acceptance was random (lower variance), otherwise 0 or 1."""
     verdict = step.verdict
     if step.draft.is_chain and verdict.draw and verdict.draw[position] is not None:
         return verdict.beta[position] or 0.0
@@ -181,8 +179,8 @@ class Heuristic(PolicyDefaults):
 class Egag(PolicyDefaults):
     """EGAG: entropy-guided adaptive gamma.
 
-    H_norm = H(q) / ln V of the raw draft logits, smoothed over tokens with weight `beta` of the past. The limit
-    round(min_gamma + (max_gamma - min_gamma)(1 - H_norm)) is recomputed before each token.
+    H_norm = H(q) / ln V of the raw logits, smoothed with weight `beta` of the past, sets the limit round(min_gamma +
+    (max_gamma - min_gamma)(1 - H_norm)) before each token.
     """
 
     needs_logits = True
@@ -249,7 +247,7 @@ def svip(gamma: int, min_gamma: int = 0, threshold: float = 0.3) -> ThresholdPol
 
 
 def confidence(gamma: int, min_gamma: int = 0, threshold: float = 0.4) -> ThresholdPolicy:
-    """Stop if the largest probability is below the threshold: transformers' rule, applied before sampling."""
+    """Stop if the largest probability is below the threshold (transformers' rule, before sampling)."""
     return ThresholdPolicy(gamma, lambda logits: _largest_prob(logits) >= threshold, min_gamma)
 
 
@@ -285,7 +283,7 @@ class AdaEdl(StoppingPolicy):
 
 @dataclass
 class PathProbability(StoppingPolicy):
-    """Stop if the product of the largest draft probabilities along the path falls below the threshold."""
+    """Stop if the product of the largest probabilities along the path is below the threshold."""
 
     gamma: int
     min_gamma: int = 0
@@ -317,8 +315,6 @@ class DraftLengths:
 
 @dataclass(frozen=True)
 class Policy:
-    """Registry entry of a policy: title, factory, default bounds."""
-
     title: str
     make: Callable[[DraftLengths, CostModel], Any]
     bounded: bool = True

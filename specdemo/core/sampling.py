@@ -1,7 +1,4 @@
-"""Logits processing and sampling.
-
-Target and drafter share a `SamplingParams`. Temperature 0 is the one-hot distribution of the largest logit.
-"""
+"""Logits processing and sampling; temperature 0 is the one-hot distribution of the largest logit."""
 
 from __future__ import annotations
 
@@ -41,8 +38,8 @@ class SamplingParams:
     def process_logits(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         """Apply repetition penalty and bad words; return float32 logits `[rows, vocab]`.
 
-        `paths[r]` contains all tokens before row r, used only if `needs_paths`. Raise `UserError` if the largest logit
-        of a row is not finite.
+        `paths[r]`: all tokens before row r, if `needs_paths`. Raise `UserError` if the largest logit of a row is not
+        finite.
         """
         logits = logits.float()
         self.refuse_broken(logits.amax(-1).tolist())
@@ -94,7 +91,7 @@ class SamplingParams:
         return logits
 
     def refuse_broken(self, largest: Sequence[float]) -> None:
-        """Raise `UserError` unless largest logits are finite, also after division by the temperature."""
+        """Raise `UserError` unless logits are finite, also after division by the temperature."""
         limit = _LARGEST * min(1.0, self.temperature or 1.0)
         if not all(abs(logit) <= limit for logit in largest):
             raise UserError("the model returned NaN or infinite logits: try dtype float32, or another checkpoint")
@@ -103,9 +100,9 @@ class SamplingParams:
 def top_tokens(
     distributions: Tensor, count: int, also: Sequence[Collection[int]] | None = None
 ) -> tuple[TopTokens, ...]:
-    """Return the entropy and the `count` most probable tokens of each row of `[rows, vocab]`; omit zero mass.
+    """Return entropy and the `count` most probable tokens of each row `[rows, vocab]`, without zero mass.
 
-    The tokens `also[r]` are included for row r, even if their probability is 0.
+    The tokens `also[r]` are always included.
     """
     entropy = torch.special.entr(distributions).sum(-1).tolist()
     mass, tokens = distributions.topk(min(count, distributions.shape[-1]))
@@ -133,20 +130,20 @@ class Noise:
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def test(self, probability: float) -> tuple[bool, float]:
-        """Return True with this probability, and the uniform number in [0, 1) compared with it."""
+        """Return True with this probability, and the uniform number compared with it."""
         u = self._uniform.random()
         return u < probability, u
 
     def sample(self, probs: Tensor, position: int = 0) -> int:
-        """Sample a token from `probs` `[vocab]`; `position` is ignored."""
+        """Sample from `probs` `[vocab]`; `position` is ignored."""
         return int(self.sample_on_device(probs, position))
 
     def sample_on_device(self, probs: Tensor, position: int = 0) -> Tensor:
-        """Sample a token and leave it on the device: `[1]`."""
+        """Sample a token `[1]` and leave it on the device."""
         return self._inverse_cdf(probs) if probs.device.type == "cpu" else self._exponential_race(probs)
 
     def _inverse_cdf(self, probs: Tensor) -> Tensor:
-        """Invert the cumulative distribution: the fastest method on a CPU."""
+        """Invert the cumulative distribution: fastest on a CPU."""
         mass = probs.cumsum(0, dtype=torch.float64)
         token = torch.searchsorted(mass, self._uniform.random() * mass[-1:], right=True)
         return token if token < len(probs) else probs.nonzero()[-1]  # the product was rounded up to the total
@@ -163,8 +160,8 @@ class Noise:
 class SharedNoise:
     """Noise keyed by position and shared by drafter and target (Gumbel coupling, 2408.07978).
 
-    Both sample argmax p / E, where E is exponential and equal for both at each position, so the output depends only on
-    the target and the seed. E is generated on the CPU to be equal on all devices.
+    Both sample argmax p / E with the same exponential E per position, so the output depends only on target and seed. E
+    is generated on the CPU to be equal on all devices.
     """
 
     def __init__(self, seed: int, memory: int = 128) -> None:

@@ -1,4 +1,4 @@
-"""Drafts, verdicts and steps: frozen values without text, models or devices (`Draft.probs` alone is on the device)."""
+"""Drafts, verdicts and steps: frozen values; only `Draft.probs` is on the device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Outcome(StrEnum):
-    """Fate of a draft token, or origin of the token that the target added to a step."""
+    """Fate of a draft token, or origin of the target's token."""
 
     ACCEPTED = "accepted"
     REJECTED = "rejected"
@@ -25,7 +25,7 @@ class Outcome(StrEnum):
 
 
 class RowNeeded(Exception):
-    """An acceptance rule needs the draft distribution of a node that was not transmitted."""
+    """An acceptance rule needs a draft distribution that was not transmitted."""
 
     def __init__(self, node: int) -> None:
         super().__init__(f"the acceptance rule needs the draft distribution of node {node}")
@@ -36,8 +36,8 @@ class RowNeeded(Exception):
 class Draft:
     """A forest of proposed tokens: `parents[i] < i`, -1 is the last committed token, siblings in sampling order.
 
-    `probs` `[n, vocab]`: the distribution each token was sampled from; for a later sibling, the distribution
-    conditional on the earlier siblings not being chosen. `None`: point masses.
+    `probs` `[n, vocab]`: the distribution each token was sampled from, conditional on the earlier siblings not being
+    chosen. `None`: point masses.
     """
 
     tokens: tuple[int, ...] = ()
@@ -63,7 +63,7 @@ class Draft:
         return kids
 
     def path(self, node: int) -> list[int]:
-        """Return the nodes from the root down to `node`, which may be -1."""
+        """Nodes from the root to `node`, which may be -1."""
         nodes = []
         while node >= 0:
             nodes.append(node)
@@ -73,7 +73,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class TopTokens:
-    """Entropy of a distribution in nats, and its most probable tokens with their probabilities."""
+    """Entropy in nats, and the most probable tokens with their probabilities."""
 
     entropy: float
     top: tuple[tuple[int, float], ...]
@@ -83,11 +83,11 @@ class TopTokens:
 class Verdict:
     """Result of verifying a draft.
 
-    Per node: `p` is the target probability, `draw` the uniform number of the acceptance test, `beta` is
-    sum min(p, q) at its position (Leviathan et al. 2211.17192, Def. 3.3); `None` where not computed. A node is
-    accepted if `draw` is below `bound` or, without a draw, if p reaches it; siblings are tested against residuals.
-    `choices[r]` are the most probable target tokens after row r, best first: row 0 follows the last committed token,
-    row i + 1 follows node i. Empty if the target was not queried.
+    Per node: `p` is the target probability, `draw` the uniform number of the test, `beta` is sum min(p, q) at its
+    position (Leviathan et al. 2211.17192, Def. 3.3); `None` where not computed. A node is accepted if `draw` is below
+    `bound` or, without a draw, if p reaches it; siblings are tested against residuals. `choices[r]`: most probable
+    target tokens after row r, best first; row 0 follows the last committed token, row i + 1 node i. Empty if the target
+    was not queried.
     """
 
     accepted: tuple[int, ...]  # nodes, root to leaf
@@ -96,14 +96,14 @@ class Verdict:
     draw: tuple[float | None, ...] = ()
     beta: tuple[float | None, ...] = ()
     choices: tuple[tuple[int, ...], ...] = ()
-    committed: tuple[int, ...] = ()  # by a beam search: undrafted tokens on which all beams agree
+    committed: tuple[int, ...] = ()  # by a beam search: undrafted tokens shared by all beams
     pending: tuple[int, ...] = ()  # rest of the best beam
     bound: tuple[float | None, ...] = ()
-    rank: tuple[int, ...] = ()  # of each node's token in the target's distribution, from 1; if requested
+    rank: tuple[int, ...] = ()  # of node tokens in the target's distribution, from 1; if requested
     target_top: tuple[TopTokens, ...] = ()  # per row, if requested
     draft_top: tuple[TopTokens, ...] = ()  # per node, if requested
     token_top: TopTokens | None = None  # residual that `token` was sampled from, if requested
-    residual: Any = field(default=None, compare=False, repr=False)  # the same `[vocab]`; removed by the verifier
+    residual: Any = field(default=None, compare=False, repr=False)  # `[vocab]`; removed by the verifier
     notes: Mapping[str, float] = field(default_factory=dict)  # of the verifier: bytes, seconds, fallbacks
 
     @property
@@ -149,14 +149,14 @@ class Step:
 
     @property
     def kind(self) -> Outcome:
-        """Origin of the target's token: `PLAIN` (empty draft), `BONUS` (a leaf was reached) or `CORRECTION`."""
+        """`PLAIN` (empty draft), `BONUS` (a leaf was reached) or `CORRECTION`."""
         if not self.draft.tokens:
             return Outcome.PLAIN
         last = self.verdict.accepted[-1] if self.verdict.accepted else -1
         return Outcome.CORRECTION if last in self.draft.parents else Outcome.BONUS
 
     def outcome(self, node: int | None) -> Outcome:
-        """Return the fate of a draft node; without a node, the origin of the target's token."""
+        """Fate of a draft node, or origin of the target's token."""
         if node is None:
             return self.kind
         if node in self.verdict.accepted:
@@ -165,7 +165,7 @@ class Step:
 
     @property
     def fallback(self) -> str:
-        """Reason why the target did not verify this step: `provisional`, `alone`, `gate`; or empty."""
+        """Reason for a step without verification: `provisional`, `alone`, `gate`; or empty."""
         notes = self.verdict.notes
         if notes.get("provisional"):
             return "provisional"
@@ -175,7 +175,7 @@ class Step:
 
     @property
     def late(self) -> bool:
-        """True if a response to an earlier request verified this draft, without a target pass of its own."""
+        """True if a response to an earlier request verified this draft."""
         return "confirmed" in self.verdict.notes and not self.verdict.choices and not self.fallback
 
     @property
@@ -185,7 +185,7 @@ class Step:
 
     @property
     def target_passes(self) -> int:
-        """Return the number of target passes that this step requested: 0 or 1."""
+        """Target passes requested by this step: 0 or 1."""
         return int(self.verified or (self.fallback == "provisional" and not self.verdict.notes.get("pending")))
 
     @property
@@ -195,7 +195,6 @@ class Step:
 
     @property
     def accepted(self) -> int:
-        """Number of draft tokens that the target accepted."""
         return 0 if self.fallback else len(self.verdict.accepted)
 
     @property
@@ -208,7 +207,7 @@ class Step:
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the common prefix of two lists or two tuples, by bisection on slices."""
+    """Length of the common prefix of two lists or tuples, by bisection on slices."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

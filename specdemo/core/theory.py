@@ -1,8 +1,8 @@
 """Closed-form results on speculative decoding.
 
 `alpha` is E[beta], the acceptance probability per tested token, independent of gamma (2211.17192, section 3.1). `share`
-is accepted / drafted, which decreases with gamma and is also called alpha in the literature. `c` is the drafter's time
-per token divided by the target's.
+is accepted / drafted, which falls with gamma and is also called alpha. `c` is the drafter's time per token divided by
+the target's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def accepted_share(alpha: float, gamma: float) -> float:
 
 
 def alpha_of_share(share: float, gamma: float) -> float:
-    """Invert `accepted_share` by bisection: return alpha for `share` in [0, 1] and gamma > 0."""
+    """Return alpha for `share` in [0, 1] and gamma > 0, by bisection."""
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -36,15 +36,15 @@ def walltime_improvement(alpha: float, gamma: float, c: float) -> float:
 
 
 def speedup(tokens: float, drafted: float, c: float, v: float = 1.0, o: float = 0.0) -> float:
-    """Cost model: `tokens` per step divided by the cost of a step, in one-row target passes.
+    """Cost model: tokens per step / cost of a step, in one-row target passes.
 
-    `c` per draft token, `v` per verification pass, overhead `o`. Theorem 3.8 of 2211.17192 is v = 1, o = 0.
+    `c` per draft token, `v` per pass, overhead `o`. Theorem 3.8 of 2211.17192 is v = 1, o = 0.
     """
     return tokens / (v + drafted * c + o)
 
 
 def share_speedup(share: float, gamma: float, c: float) -> float:
-    """Speed-up formula of practice guides, (1 + gamma alpha) / (1 + gamma rho), with alpha = `share`, rho = `c`.
+    """Formula of practice guides, (1 + gamma alpha) / (1 + gamma rho), with alpha = `share`, rho = `c`.
 
     Equals Theorem 3.8 for `share = accepted_share(alpha, gamma)`.
     """
@@ -116,9 +116,9 @@ def bretagnolle_huber(kl: float) -> float:
 
 
 def speedup_over(alpha: float, gamma: float, c: float, r: float, v: float = 1.0) -> float:
-    """Speed-up over a network link relative to local AR decoding, S = E[tokens] / (v + gamma c + r).
+    """Speed-up over a link relative to local AR decoding, S = E[tokens] / (v + gamma c + r).
 
-    `r` is the round-trip time in AR steps of the target.
+    `r`: round-trip time in AR steps.
     """
     return speedup(expected_tokens(alpha, gamma), gamma, c, v, r)
 

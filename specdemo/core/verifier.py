@@ -16,7 +16,7 @@ from specdemo.core.step import Draft, Verdict
 
 
 def configured_rule(name: str, *, adjust: bool = True, threshold: float | None = None) -> Callable[..., Verdict]:
-    """Return the function of an acceptance rule with its options; `threshold` None: the rule's default."""
+    """Return an acceptance rule with its options; `threshold` None: the rule's default."""
     rule = RULES[name]
     options: dict[str, Any] = {} if adjust else {"adjust": False}
     if rule.threshold is not None:
@@ -28,7 +28,7 @@ class ModelVerifier:
     """Applies an acceptance rule to the target's distributions.
 
     `score(tokens, draft)` returns raw target logits `[n + 1, vocab]`. The verdict records the `candidates` most
-    probable tokens per row, and with `top` the most probable tokens of each distribution.
+    probable tokens per row, and `top` tokens of each distribution.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ModelVerifier:
         verdict = self._rule(draft, p, self._accept, self._correct, len(tokens))
         verdict = replace(verdict, choices=tuple(map(tuple, choices.tolist())))
         if self._top:
-            # Point masses are recorded as the softmax that they were taken from.
+            # Point masses are recorded as their softmax.
             verdict = with_top_tokens(verdict, draft, p if isinstance(p, Tensor) else logits.softmax(-1), self._top)
         return replace(verdict, residual=None)
 
@@ -69,7 +69,7 @@ class ModelVerifier:
 def with_top_tokens(verdict: Verdict, draft: Draft, p: Tensor, count: int) -> Verdict:
     """Record the `count` most probable tokens of p `[n + 1, vocab]`, q and residual, and the ranks of draft tokens.
 
-    All distributions of a position are recorded for the same tokens, including the drafted and the committed ones.
+    All distributions of a position are recorded for the same tokens, including drafted and committed tokens.
     """
     q = draft.probs if isinstance(draft.probs, Tensor) else None
     tokens = position_tokens(draft, verdict.token, verdict.accepted)
@@ -108,22 +108,22 @@ def _ranks(p: Tensor, draft: Draft) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Beam:
-    """Tokens after the prompt and their summed log-probabilities, after the length penalty if finished."""
+    """Tokens after the prompt and log-probability, after the length penalty if finished."""
 
     tokens: tuple[int, ...]
     score: float
 
 
 class BeamSearch:
-    """Search for a probable text instead of sampling, following transformers; one instance per prompt.
+    """Beam search following transformers; an instance per prompt.
 
-    The beams after the last committed token form a forest, so a target pass with a single KV cache scores all of them.
-    A token is committed when all beams and finished hypotheses share it.
+    The beams after the last committed token form a forest, scored in a single target pass. A token is committed when
+    all beams and finished hypotheses share it.
 
     Finished hypotheses are ranked by log p(text) / length ** `length_penalty`. The search ends when no running beam can
-    beat the worst of `num_beams` finished hypotheses at the current length, or at `max_tokens` or `context` tokens.
-    Candidates are limited to the `top_k` best tokens per beam (0: all) and exclude `stop` before `min_length` tokens.
-    Penalty and bad words of `sampling` apply, temperature does not.
+    beat the worst of `num_beams` hypotheses at the current length, or at `max_tokens` or `context` tokens. Candidates
+    are limited to the `top_k` best per beam (0: all) and exclude `stop` before `min_length` tokens. Penalty and bad
+    words of `sampling` apply, temperature does not.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class BeamSearch:
         return full and self._running[0].score / penalty <= self._finished[-1].score
 
     def _log_probs(self, tokens: Sequence[int], committed: int, length: int) -> Tensor:
-        """Log-probabilities of the next token, `[beams, vocab]`; excluded tokens have -inf."""
+        """Log-probabilities `[beams, vocab]` of the next token; -inf if excluded."""
         forest, leaves = self._forest(committed)
         logits = self._score(tokens, forest)[torch.tensor(leaves) + 1]
         paths = [[*tokens, *beam.tokens[committed:]] for beam in self._running]
@@ -204,9 +204,9 @@ class BeamSearch:
         ]
 
     def _forest(self, committed: int) -> tuple[Draft, list[int]]:
-        """Running beams after `committed` tokens as a forest in level order, and each beam's last node.
+        """Beams after `committed` tokens as a forest in level order, and each beam's last node.
 
-        Only the last level is new, so a model that caches nodes processes a node per beam.
+        Only the last level is new, so a cache processes a node per beam.
         """
         nodes: dict[tuple[int, int], int] = {}  # (parent, token) -> node
         leaves = [-1] * len(self._running)

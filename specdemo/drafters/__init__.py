@@ -15,5 +15,5 @@ def option_classes() -> tuple[type, ...]:
 
 
 def draft_shape(method: str) -> str:
-    """Return the draft shape of a method that may be unknown, as in traces of other versions."""
+    """Return the draft shape; the method may be unknown, as in traces of other versions."""
     return METHODS[method].shape if method in METHODS else "chain"

@@ -1,8 +1,8 @@
 """Lookahead decoding: the target drafts during verification (2402.02057).
 
-A draft contains a comb of guesses: a spine with a guess per position, and at each position a tooth of later guesses.
-The target's token after a tooth is the next guess there (Jacobi iteration); tooth and token form an n-gram. N-grams
-that start with the last committed token are drafted. All drafts are point masses.
+A draft contains a comb of guesses: a spine with a guess per position, each with a tooth of later guesses. The target's
+token after a tooth is the next guess there (Jacobi iteration) and completes an n-gram. N-grams starting with the last
+committed token are drafted, as point masses.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Forest:
 class LookaheadDrafter:
     """Guess `window` positions ahead; draft at most `guesses` n-grams of `n` tokens.
 
-    The comb has depth `window + n - 2`. It is omitted if the budget is smaller, since its tokens may be accepted.
+    The comb has depth `window + n - 2`; a smaller budget omits it, since its tokens may be accepted.
     """
 
     def __init__(self, window: int = 5, n: int = 4, guesses: int = 5, seed: int = 0) -> None:

@@ -1,6 +1,6 @@
-"""Prompt lookup as in transformers: copy the tokens that followed an earlier occurrence of the last few tokens.
+"""Prompt lookup as in transformers: copy the tokens after an earlier occurrence of the last few tokens.
 
-A baseline: each step scans the text.
+A baseline that scans the text in each step.
 """
 
 from __future__ import annotations

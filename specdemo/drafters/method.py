@@ -1,4 +1,4 @@
-"""Registry entry of a decoding method, and the context from which its objects are built."""
+"""Registry entry and build context of a decoding method."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Scorer(Protocol):
         """Return raw logits `[len(draft) + 1, vocab_size]`."""
 
     def extend(self, tokens: Sequence[int], count: int, pick: Callable[[Tensor, int], Tensor]) -> list[int]:
-        """Append `count` tokens, each chosen by `pick(logits, i)`, without host synchronisation."""
+        """Append `count` tokens chosen by `pick(logits, i)`, without host synchronisation."""
 
 
 class VocabularyBridge(Protocol):
@@ -40,7 +40,7 @@ class VocabularyBridge(Protocol):
 
 
 class BuildContext(Protocol):
-    """Inputs from which a method builds its drafter, and its verifier if it overrides the default."""
+    """Inputs for a method's drafter and verifier."""
 
     options: Any  # values of all options, by name
     sampling: SamplingParams  # in target tokens
@@ -67,8 +67,6 @@ def _one_candidate(options: Any) -> int:
 
 @dataclass(frozen=True)
 class Method:
-    """A decoding method: texts, options, requirements and factories."""
-
     name: str
     title: str
     notes: str  # Markdown for the page
@@ -76,18 +74,18 @@ class Method:
     options: tuple[type, ...] = ()  # classes of options, see `core.options`
     shape: Shape = "chain"
     drafts: bool = True
-    exact: bool = True  # False for methods that do not sample from the target's distribution under any rule
+    exact: bool = True  # False if no rule samples from the target's distribution
     samples: bool = True
-    sampled: bool = False  # drafts are sampled above temperature 0, otherwise point masses
+    sampled: bool = False  # drafts are sampled above temperature 0
     second_model: bool = False
     local_target: bool = False
     shared_vocabulary: bool = False
     decoder_only: bool = False
     gates: bool = False  # gates can evaluate the draft distributions
-    preflight: Literal["distributions", "replay"] | None = None  # how acceptance is estimated in advance
+    preflight: Literal["distributions", "replay"] | None = None  # how acceptance is estimated
     verifier: Callable[[BuildContext], Verifier] | None = None  # default: `ModelVerifier` with the acceptance rule
     policy: Callable[[Any], DraftLengthPolicy] | None = None  # default: the policy of the recipe
-    candidates: Callable[[Any], int] = _one_candidate  # most probable target tokens that a verdict must contain
+    candidates: Callable[[Any], int] = _one_candidate  # target tokens that a verdict must contain
 
     @property
     def uses_policy(self) -> bool:

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class ModelDrafter:
-    """Sample a chain from a model with the target's sampling parameters (2211.17192, Algorithm 1).
+    """Sample a chain with the target's sampling parameters (2211.17192, Algorithm 1).
 
     `score(tokens, draft)` returns raw logits `[1, own_size]`. Draft distributions have the target's `vocab_size`: ids
-    unknown to the target are masked before the softmax, ids unknown to the drafter get no mass. The draft is empty if
-    the text contains an id unknown to the drafter. With `extend` (`CachedModel.extend`), drafts of unconditional length
-    are sampled without host synchronisation.
+    unknown to the target are masked before the softmax, ids unknown to the drafter get no mass and, in the text, cause
+    an empty draft. With `extend` (`CachedModel.extend`), drafts of unconditional length are sampled without host
+    synchronisation.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ModelDrafter:
 
 
 def readable(tokens: Sequence[int], own_size: int, vocab_size: int) -> bool:
-    """Return True if a drafter with `own_size` ids accepts all of `tokens`, which are below `vocab_size`."""
+    """Return True if the drafter's `own_size` ids include all `tokens`, which are below `vocab_size`."""
     return own_size >= vocab_size or max(tokens) < own_size
 
 

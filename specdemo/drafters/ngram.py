@@ -1,6 +1,6 @@
 """NASD: n-gram assisted speculative decoding.
 
-Draft point masses from n-gram counts over prompt and output (ANPD, 2404.08698), with backoff and a top-k filler.
+Point masses from n-gram counts over prompt and output (ANPD, 2404.08698), with backoff and a top-k filler.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Weight = tuple[float, float]  # (count, filler), compared in this order: emitted
 
 
 class NGramStore:
-    """Next-token counts for contexts of `lengths` tokens, with constant-time `add` and `predict`."""
+    """Next-token counts for contexts of `lengths` tokens."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = sorted(lengths, reverse=True)
@@ -55,9 +55,9 @@ class NGramStore:
 class NGramDrafter:
     """Draft chains from an `NGramStore` updated with prompt and output.
 
-    Contexts have up to n - 1 tokens; with `levels` "multi" shorter contexts are a fallback. `filler_top_k` above 1 adds
-    the target's top-k tokens at each committed position with lower weight; 1 is NAPD. Pass `store` to reuse counts;
-    `source` is additional text, for example an encoder's input.
+    Contexts have up to n - 1 tokens; `levels` "multi" falls back to shorter contexts. `filler_top_k` above 1 adds the
+    target's top-k tokens at committed positions with lower weight; 1 is NAPD. `store` reuses counts; `source` is
+    additional text, such as an encoder's input.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class NGramDrafter:
         return Draft.chain(tuple(drafted))
 
     def observe(self, step: Step) -> None:
-        """Queue the step for filler tokens until its position is available in `propose`."""
+        """Queue the step for filler tokens, added in `propose`."""
         if self._filler_top_k > 1:
             self._pending.append(step)
 

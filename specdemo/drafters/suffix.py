@@ -75,7 +75,7 @@ class SuffixStore:
 class SuffixDrafter:
     """Draft chains from a `SuffixStore` updated with prompt and output, `factor` tokens per matched token.
 
-    Pass `store` to draft from earlier texts; `source` is additional text, for example an encoder's input.
+    `store` contains earlier texts; `source` is additional text, such as an encoder's input.
     """
 
     def __init__(self, factor: float = 2.0, store: SuffixStore | None = None, source: Sequence[int] = ()) -> None:

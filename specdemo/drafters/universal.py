@@ -1,8 +1,8 @@
-"""Draft with a model of a different vocabulary by re-encoding its tokens as target tokens.
+"""Draft with a different vocabulary by re-encoding tokens as target tokens.
 
 A text has many tokenisations, so the distribution over target tokens is unknown; drafts are verified as point masses.
-This is exact for sampled drafts too: a draft depends on the committed text and on random numbers independent of the
-target's. Given the draft, a point mass y is accepted with p(y) and corrected from p without y, so tokens follow p.
+This is exact for sampled drafts too, since they depend only on committed text and on random numbers independent of the
+target's: a point mass y is accepted with p(y) and corrected from p without y, so tokens follow p.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from specdemo.core.step import Draft, Step
 class UniversalDrafter:
     """Re-encode drafts of `inner` as chains of point masses.
 
-    `read(tokens)` encodes the committed text in drafter tokens; `write(tokens, new)` re-encodes drafter tokens `new` as
-    target tokens that continue `tokens`. `context` is the drafter's context length. The budget limits both.
+    `read(tokens)` encodes committed text in drafter tokens; `write(tokens, new)` re-encodes drafter tokens `new` as
+    target tokens after `tokens`. `context` is the drafter's context length. The budget limits both.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ _OWN_POSITIONS = "computes positions from the number of cached tokens"
 
 @dataclass(frozen=True)
 class CacheSupport:
-    """Reasons for the limits of an architecture, or empty."""
+    """Reasons for limits, or empty."""
 
     refusal: str = ""  # sentence for the user
     uncached: str = ""

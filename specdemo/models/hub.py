@@ -1,7 +1,7 @@
 """Model files from a local directory or the Hugging Face hub.
 
-Interrupted downloads resume, and a cached pinned revision needs no network. Only safetensors weights are requested,
-never files with code. Error messages contain no text of servers or libraries, hence no tokens or signed addresses.
+A cached pinned revision needs no network. Only safetensors weights are requested, never code. Error messages contain no
+text of servers or libraries, hence no tokens or signed addresses.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Hub:
         return folder
 
     def shapes(self, name: str, revision: str | None = None) -> TensorShapes:
-        """Return dtype and shape of every stored tensor, without downloading weights."""
+        """Return dtype and shape of every tensor without downloading weights."""
         folder = local_folder(name)
         with load_errors(name):
             if folder is None:
@@ -180,7 +180,7 @@ def _check_disk_space(name: str, missing: int, cache: Path) -> None:
 
 
 def _progress_bars(report: ReportProgress, name: str, total: int) -> type[tqdm]:
-    """Return a silent progress bar class that reports the downloaded bytes.
+    """Return a silent progress bar class that reports bytes.
 
     `huggingface_hub` creates two instances: for bytes and for files.
     """

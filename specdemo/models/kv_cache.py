@@ -1,7 +1,7 @@
-"""A language model with a KV cache that follows the given token list, and the batch invariance of its passes.
+"""A language model with a KV cache, and the batch invariance of its passes.
 
-Callers always pass all tokens. `CachedModel` compares them with the cached tokens, feeds the difference and decides
-every rollback, so rejected drafts and new chat turns need no special handling.
+Callers always pass all tokens. `CachedModel` feeds the difference to the cached tokens and decides every rollback, so
+rejected drafts and new chat turns need no special handling.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class CacheEngine(Protocol):
     """Forward passes over the KV cache of one request."""
 
     def run(self, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
-        """Feed `new` after `held` cached positions; the draft's nodes are the last of both together.
+        """Feed `new` after `held` cached positions; the draft's nodes are the last of both.
 
         Returns logits `[rows, vocab]` of the last `len(draft) + 1` rows, or of all rows if `new` is shorter.
         """
@@ -63,10 +63,10 @@ def _engine(model: PreTrainedModel, source: Sequence[int], uncached: bool) -> Ca
 
 
 class CachedModel:
-    """Function from tokens and a draft to logits, with the KV cache of one request.
+    """Function from tokens and a draft to logits, with the KV cache of a request.
 
-    Instances share `model`. Passes are padded to `pad` rows, see `BatchInvariance`. An encoder-decoder encodes
-    `source`; tokens are then decoder tokens. Raises `UserError` if `source` exceeds the context.
+    Instances share `model`. Passes are padded to `pad` rows (`BatchInvariance`). An encoder-decoder encodes `source`;
+    tokens are decoder tokens. Raises `UserError` if `source` exceeds the context.
     """
 
     def __init__(self, model: PreTrainedModel | LlamaWeights, pad: int = 1, source: Sequence[int] = ()) -> None:
@@ -159,7 +159,7 @@ class CachedModel:
         return self._engine.reserved_bytes + logits
 
     def _padded(self, draft: Draft, held: int, length: int) -> Draft:
-        """Append unused nodes to the draft, up to `pad` rows in the pass or the end of the context."""
+        """Append unused nodes, up to `pad` rows in the pass or the end of the context."""
         spare = min(self._pad - (length - held), self.context - length) - len(draft)
         if spare <= 0:
             return draft
@@ -169,7 +169,7 @@ class CachedModel:
     def _keep(self, tokens: Sequence[int], draft: Draft) -> tuple[int, Tensor]:
         """Cut the cache to its common prefix with `tokens` and the first nodes of `draft`.
 
-        Returns the number of remaining positions and the known logits `[rows, vocab]`.
+        Returns the remaining positions and the known logits `[rows, vocab]`.
         """
         assert self._logits is not None or not self._held
         shared = common_prefix(self._held, tokens)
@@ -201,26 +201,26 @@ class CachedModel:
 
 MEASURED_ROWS = (1, 2, 5, 8)
 _DRAFT_LENGTHS = (1, 2, 4, 7)
-NO_COST = 1.05  # relative cost up to which padding is accepted
+NO_COST = 1.05  # accepted relative cost of padding
 _START = 50  # compared rows cross a boundary of attention key counts
 
 
 @dataclass(frozen=True)
 class BatchInvariance:
-    """Batch invariance on the local machine, measured by `check_invariance`.
+    """Batch invariance, measured by `check_invariance`.
 
-    If each row has the same bits in every pass, greedy speculative text equals AR greedy text; otherwise near-ties may
-    resolve differently. `cost[n]` is v(n), the cost of a pass over n rows in AR steps.
+    If each row has the same bits in every pass, greedy speculative text equals AR text; otherwise near-ties may resolve
+    differently. `cost[n]` is v(n), the cost of a pass over n rows in AR steps.
     """
 
     equal: bool
-    pad: int  # rows to which each target pass is padded; 1: no padding
+    pad: int  # rows of target passes; 1: no padding
     compared: int
     cost: dict[int, float]
 
 
 def check_invariance(model: LlamaWeights | torch.nn.Module, budget_s: float = 0.5) -> BatchInvariance:
-    """Compare and measure for about `budget_s`, longer only if a dozen passes take longer."""
+    """Measure for about `budget_s`, longer if a dozen passes take longer."""
     cost = _cost(CachedModel(model), budget_s / 2)
     equal, compared = _compare(model, 1, budget_s / 2)
     pad = MEASURED_ROWS[-1]

@@ -1,4 +1,4 @@
-"""Loaded pairs for the Python API: models loaded by name, or `transformers` models already in memory."""
+"""Loaded pairs for the Python API, by name or from models in memory."""
 
 from __future__ import annotations
 

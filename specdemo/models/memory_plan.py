@@ -50,7 +50,7 @@ _SMALLER_FORMATS = ("bf16", "int8", "nf4")
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Estimated bytes of one model on its device."""
+    """Estimated bytes of a model."""
 
     spec: ModelSpec
     context: int  # tokens
@@ -144,7 +144,7 @@ def _inner_width(layer: PretrainedConfig) -> int:
 
 
 def missing_bytes(plans: Sequence[MemoryPlan]) -> dict[str, tuple[int, int]]:
-    """Return (required, free) bytes of every device with too little memory for `plans`."""
+    """Return (required, free) bytes of devices with too little memory."""
     needed: dict[str, int] = {}
     for plan in plans:
         device = "all devices" if plan.spec.device == SPREAD else plan.spec.device
@@ -213,7 +213,7 @@ def _weight_sizes(model: PreTrainedModel, spec: ModelSpec) -> Iterator[int]:
 
 
 def _stored_sizes(model: PreTrainedModel, spec: ModelSpec, shapes: TensorShapes) -> Iterator[int]:
-    """Yield the bytes of each tensor of a quantized checkpoint; parameters are cast."""
+    """Yield the bytes per tensor of a quantized checkpoint; parameters are cast."""
     parameters = {name for name, _ in model.named_parameters()}
     for name, (dtype, shape) in shapes.items():
         cast = name in parameters and dtype in ("F32", "BF16", "F16")
@@ -221,7 +221,7 @@ def _stored_sizes(model: PreTrainedModel, spec: ModelSpec, shapes: TensorShapes)
 
 
 def _head_copy(model: PreTrainedModel, spec: ModelSpec, lean: bool) -> int:
-    """Return the bytes of the copy of a tied head for packing or a folded norm."""
+    """Return the bytes of a copied tied head, for packing or a folded norm."""
     head, inner = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or head.weight is not inner.weight:
         return 0

@@ -22,7 +22,7 @@ IDLE_S = 30 * 60.0
 
 
 class ModelPool:
-    """Loaded models by resolved spec, in LRU order. `budget`: maximum bytes of all weights."""
+    """Loaded models in LRU order. `budget`: maximum bytes of all weights."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class ModelPool:
         return self._models[spec]
 
     def _make_room(self, plans: Sequence[MemoryPlan], wanted: Sequence[ModelSpec]) -> None:
-        """Unload least recently used models until `plans` fit. Raises `UserError` if they cannot."""
+        """Unload models until `plans` fit. Raises `UserError` if they cannot."""
         plans = [plan for plan in plans if plan.spec not in self._models]
         weights = sum(plan.weights for plan in plans)
         while missing_bytes(plans) or (self._budget is not None and self.weight_bytes + weights > self._budget):

@@ -1,4 +1,4 @@
-"""Quantization with bitsandbytes: availability, affected layers and `transformers` loading options."""
+"""Quantization with bitsandbytes: availability, affected layers, loading options."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _cpu_converts_scales() -> bool:
 
 
 def unavailable(quantization: str, device: torch.device) -> str | None:
-    """Return the reason why `quantization` is impossible on `device`, if any."""
+    """Return the reason why `quantization` is impossible, if any."""
     if QUANTIZATIONS[quantization].bits is None:
         return None
     if importlib.util.find_spec("bitsandbytes") is None:
@@ -108,7 +108,7 @@ def load_options(spec: ModelSpec) -> dict[str, Any]:
     if quantization.bits is None:
         return {}
     if quantization.bits == 8:
-        # A threshold selects outlier columns over all rows of a pass, so a row would depend on the drafts next to it.
+        # Outlier columns are selected over all rows, so a row would depend on the drafts next to it.
         return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)}
     return {
         "quantization_config": BitsAndBytesConfig(

@@ -107,7 +107,6 @@ def _reduce(config: PretrainedConfig) -> None:
 
 
 def _kept_layers(sorts: list[str]) -> list[int]:
-    """Return the first and last layer of each sort."""
     first, last = {sort: i for i, sort in reversed([*enumerate(sorts)])}, {sort: i for i, sort in enumerate(sorts)}
     kept = {i for sort in [*dict.fromkeys(sorts)][:4] for i in (first[sort], last[sort])}
     return sorted({*kept, 0, len(sorts) - 1} if sorts else kept)

@@ -140,7 +140,7 @@ TAIL = 16  # tokens re-encoded when the text grows
 
 
 class Bridge:
-    """Re-encode a growing text between the vocabularies of a drafter and a target, at constant cost per step.
+    """Re-encode a growing text between two vocabularies, at constant cost per step.
 
     Incomplete characters, special tokens and text altered by the tokenizer are dropped, which shortens the draft.
     """

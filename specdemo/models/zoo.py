@@ -1,4 +1,4 @@
-"""Catalogue of ready pairs and models; docs/models.md lists the sources. Imports neither torch nor transformers."""
+"""Catalogue of pairs and models; sources in docs/models.md. Imports neither torch nor transformers."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def title(recipe: Mapping[str, Any]) -> str:
 
 
 def plan_of(settings: Mapping[str, Any], compare: Any, extra: int) -> tuple[str, ...]:
-    """Return the lanes in use, given unvalidated settings and the number of extra recipes.
+    """Return the lanes in use, given unvalidated settings.
 
     A remote AR recipe without speculation occupies the first lane.
     """

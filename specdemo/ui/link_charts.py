@@ -1,6 +1,6 @@
-"""Charts and tables of a run over a link: parts of each step in time, the guide's table, the best draft length.
+"""Charts and tables of a run over a link.
 
-The delay per direction cannot be measured at an end of the link: it is split evenly around the cloud's pass.
+The delay per direction cannot be measured: it is split evenly around the cloud's pass.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _verification(step: Step) -> Iterator[tuple[str, float]]:
 
 
 def measures(steps: Sequence[Step]) -> list[list[str]]:
-    """Return the table of the practice guide, section 9: a total, then a row per step."""
+    """Table of the practice guide, section 9: a total, then a row per step."""
     drafted = list(accumulate(0 if step.fallback else len(step.draft) for step in steps))
     accepted = list(accumulate(step.accepted for step in steps))
     rows = [
@@ -157,7 +157,7 @@ def describe_link(lane: Lane) -> str:
 
 
 def timeline_svg(steps: Sequence[Step], first: int, count: int) -> str:
-    """Draw `count` steps from index `first`; each part has a tooltip with activity and duration."""
+    """Draw `count` steps from index `first`; tooltips contain activity and duration."""
     shown, drawn = steps[first : first + count], parts(steps)[first : first + count]
     flat = [part for step_parts in drawn for part in step_parts]
     if not flat:

@@ -1,6 +1,6 @@
-"""The page: `build` creates layout and event handlers, `launch_options` returns how to serve it.
+"""The page: layout, event handlers, launch options.
 
-Handlers consume streams of the service. Its single worker queues all runs. Gradio's concurrency limits are not used,
+Handlers consume streams of the service, whose single worker queues all runs. Gradio's concurrency limits are not used,
 since they release a slot before its work has ended.
 """
 
@@ -51,7 +51,7 @@ __all__ = ["build", "launch_options"]
 
 EXAMPLES = ASSETS / "examples.json"
 REPEATS = 5
-RECORDED_TOP = 5  # tokens per distribution that a run on the page records, for the inspector
+RECORDED_TOP = 5  # tokens recorded per distribution, for the inspector
 
 _HEADER = """<header><h1>specdemo</h1><p>Speculative decoding, token by token: drafted, accepted and rejected tokens,
 and the resulting speed.</p></header>"""
@@ -75,8 +75,8 @@ def build(
 ) -> gr.Blocks:
     """Return the page, ready to launch.
 
-    It has attributes `.worker`, which decodes; `.clouds`, local service processes; `.health`, the monitor; and
-    `.routes`, to be served with the page. Worker and clouds may be closed by the caller.
+    Attributes: `.worker`, which decodes; `.clouds`, local service processes; `.health`, the monitor; `.routes`, to be
+    served with the page. The caller may close worker and clouds.
     """
     limits = limits if limits is not None else HostLimits()
     pair = pair if pair is not None else limits.pairs[0]

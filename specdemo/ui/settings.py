@@ -69,7 +69,7 @@ def recorded_settings(header: Header, compare: bool) -> Settings:
 
 
 def restored(wanted: Any, defaults: Settings, device: str) -> tuple[Settings, list[str]]:
-    """Return `defaults` updated with the values of `wanted` that are valid together, and messages about the others."""
+    """Update `defaults` with the values that are valid together; return messages about the others."""
     known = wanted.items() if isinstance(wanted, Mapping) else ()
     kept = {name: value for name, value in known if name in defaults and value != defaults[name]}
     dropped: dict[str, list[str]] = {}  # error message -> names

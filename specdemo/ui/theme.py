@@ -64,13 +64,12 @@ def stylesheet() -> str:
 
 
 _FOLDER = Path(__file__).parent
-# Gradio's state of a browser session takes 440 kB and is never freed below its capacity of 10,000 sessions (4.4 GB).
-# 64 sessions (28 MB) match the capacity of the run store and of the event queue. The least recently used session is
-# evicted; the page has no `gr.State`, so Gradio recreates its state from the defaults at the next event.
+# Gradio keeps 440 kB per browser session, for up to 10,000 sessions (4.4 GB). 64 sessions (28 MB) match the capacity
+# of run store and event queue. The page has no `gr.State`, so Gradio recreates evicted sessions from the defaults.
 SESSION_CAPACITY = 64
 
 
-# Variables of gradio's theme: a name of the palette, or a colour of the light and one of the dark theme.
+# Variables of gradio's theme: a palette name, or a light and a dark colour.
 _VARIABLES: dict[str, str | tuple[str, str]] = {
     "body_background_fill": "ground",
     "body_text_color": "ink",
@@ -122,7 +121,7 @@ def theme() -> gr.themes.Base:
 
 
 def launch_options(page: gr.Blocks) -> dict[str, Any]:
-    """Return the keyword arguments of `page.launch`: theme, styles, routes, no telemetry."""
+    """Arguments of `page.launch`: theme, styles, routes, no telemetry."""
     return {
         "app_kwargs": {"routes": page.routes},
         "favicon_path": ASSETS / "icon.png",

@@ -188,7 +188,7 @@ def parse_settings(values: Sequence[Any]) -> TheorySettings | None:
 
 
 def settings_from_run(run: TheoryPoint) -> TheorySettings:
-    """Clamp a run's measurements to the sliders; use the default for missing measurements."""
+    """Clamp a run's measurements to the sliders; use defaults for missing measurements."""
     clamped = {}
     for name, (_, minimum, maximum, step) in SLIDERS.items():
         measured = getattr(run, name)

@@ -1,4 +1,4 @@
-"""Engines for `transformers` models: forward passes over a preallocated KV cache or without a cache."""
+"""Engines for `transformers` models, with a preallocated KV cache or none."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FullPass = Callable[[Tensor], Tensor]  # token ids [1, n] to logits [n, vocab]
 
 
 def positions(rows: int, held: int, draft: Draft) -> list[int]:
-    """Return the text position of each of `rows` new tokens, which end with the last nodes of `draft`.
+    """Return text positions of `rows` new tokens, which end with the last nodes of `draft`.
 
     `held`: cached positions of the text and possibly of the first nodes.
     """
@@ -204,7 +204,6 @@ class EncoderDecoderEngine(TransformersEngine):
 
 
 def full_pass(model: PreTrainedModel, source: Sequence[int]) -> FullPass:
-    """Return a pass without a KV cache."""
     inputs: dict[str, Any] = {}
 
     def run(ids: Tensor) -> Tensor:
@@ -219,8 +218,6 @@ def full_pass(model: PreTrainedModel, source: Sequence[int]) -> FullPass:
 
 
 class UncachedEngine:
-    """Engine without a KV cache."""
-
     kv_bytes = reserved_bytes = 0
 
     def __init__(self, model: PreTrainedModel, source: Sequence[int]) -> None:

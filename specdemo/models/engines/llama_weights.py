@@ -1,8 +1,7 @@
 """Packed linear layers, fused weights of the Llama family (Llama, Qwen2, Qwen3, Mistral, SmolLM), and model variants.
 
-Same arithmetic as `transformers` in fewer, larger products. bfloat16 and float16 round at the same points. In float32
-the gain of a norm is folded into the next product, and the components of each RoPE rotation are adjacent, as a complex
-number.
+Same arithmetic as `transformers` in fewer, larger products; equal rounding in bfloat16 and float16. In float32 a norm's
+gain is folded into the next product, and the components of each RoPE rotation are adjacent, as a complex number.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ def can_pack(weight: Tensor) -> bool:
 
 
 def _bfloat16_is_supported() -> bool:
-    """Return False for CPUs without AVX-512 or AVX-NE-CONVERT, where oneDNN refuses to pack bfloat16 weights."""
+    """Return False for CPUs without AVX-512 or AVX-NE-CONVERT: oneDNN cannot pack bfloat16."""
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 class PackedLinear(nn.Module):
-    """A frozen linear layer with weights packed for oneDNN: `[..., in]` to `[..., out]`.
+    """A frozen linear layer packed for oneDNN: `[..., in]` to `[..., out]`.
 
     `nn.Linear` repacks its weight for every product of several rows: on a 2-core Zen 4 in float32, a pass over five
     rows costs 1.41 AR steps, packed 1.09.
@@ -61,10 +60,7 @@ class PackedLinear(nn.Module):
 
 
 def pack(model: nn.Module) -> None:
-    """Replace linear layers by packed ones.
-
-    Skips quantized layers (subclasses) and layers in another dtype, whose weight T5 inspects.
-    """
+    """Pack linear layers except quantized layers (subclasses) and layers in another dtype, whose weight T5 inspects."""
     usual = next(model.parameters()).dtype
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
@@ -80,7 +76,7 @@ RowFunction = Callable[[Tensor], Tensor]
 
 
 def unsupported_reason(model: PreTrainedModel) -> str | None:
-    """Return the reason why a model must run through `transformers`, if any."""
+    """Return the reason why a model needs `transformers`, if any."""
     config = model.config
     if type(model).__name__ not in _FAMILY:
         return f"{type(model).__name__} is not in {', '.join(_FAMILY)}"
@@ -257,13 +253,13 @@ def rms_norm(gain: Tensor, eps: float) -> RowFunction:
 
 
 def head_norm(gain: Tensor, eps: float) -> RowFunction:
-    """RMSNorm of query and key heads, which have a row in `gain`; value heads are unchanged."""
+    """RMSNorm of query and key heads, which have a row in `gain`, not of value heads."""
     norm, count = rms_norm(gain, eps), len(gain)
     return lambda rows: torch.cat((norm(rows[:, :count]), rows[:, count:]), 1)
 
 
 def unit_norm(eps: float, device: torch.device) -> RowFunction:
-    """RMSNorm without gain and factor sqrt(width), which the next product contains: x / sqrt(|x|^2 + eps)."""
+    """RMSNorm without gain and factor sqrt(width), contained in the next product: x / sqrt(|x|^2 + eps)."""
     root, length = torch.tensor(math.sqrt(eps), device=device), torch.linalg.vector_norm
     return lambda rows: rows / length(rows, dim=-1, keepdim=True).hypot_(root)
 
@@ -309,7 +305,7 @@ def _with_layers(model: nn.Module, kept: Sequence[int], count: int) -> nn.Module
 
 
 def with_dropout(model: PreTrainedModel | LlamaWeights, seed: int, share: float = 0.1) -> LlamaWeights:
-    """Return the model with a dropout mask on its embedding channels for all positions (1512.05287, section 4)."""
+    """Apply a dropout mask to the embedding channels, equal for all positions (1512.05287, section 4)."""
     if not isinstance(model, LlamaWeights):
         raise UserError(f"dropout needs a drafter of the Llama family, not {type(model).__name__}: gate by entropy")
     generator = torch.Generator().manual_seed(seed)

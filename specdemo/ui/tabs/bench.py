@@ -53,8 +53,8 @@ def sweep(
 ) -> Sweep:
     """Convert values from the browser. Raises `UserError` if they are invalid or exceed the page's limits.
 
-    `make` converts varying settings (of `bench.grid`) to a recipe. `each` is the number of prompts per class. Classes
-    alternate, so that a partial result covers all.
+    `make` converts settings of `bench.grid` to a recipe; `each`: prompts per class. Classes alternate, so a partial
+    result covers all.
     """
     lists = {
         "method": methods,
@@ -104,7 +104,7 @@ PLAIN = "plain decoding"
 
 
 def bars(rows: Sequence[BenchRow]) -> dict[str, Any]:
-    """Return the bar plot of speed-ups: the baseline (1), then a bar per recipe and class."""
+    """Bar plot of speed-ups: the baseline (1), then a bar per recipe and class."""
     temperatures = {row.lane.rpartition(" ")[2] for row in rows}
 
     def name(row: BenchRow) -> str:
@@ -163,7 +163,7 @@ def bench_tab(service: Service, controls: Mapping[str, gr.components.Component],
         inputs,
         size,
         queue=False,
-        trigger_mode="always_last",  # gradio's default depends on the first trigger and would drop quick changes
+        trigger_mode="always_last",  # the default depends on the first trigger and would drop quick changes
         **UNPROCESSED,
     )
     panel.connect(inputs, [table, plot, notes, *files], make_sweep, SweepResult.rows, show_rows)

@@ -77,7 +77,7 @@ class Sweep:
         return self.runs * self.recipes[0].max_tokens
 
     def describe(self, latest: Run | None) -> str:
-        """Describe the size, and estimate the time from the slowest lane of the visitor's latest run."""
+        """Describe size and estimated time, from the slowest lane of the latest run."""
         speeds = [lane.metrics.tokens_per_second for lane in latest.lanes.values()] if latest else []
         measured = min(filter(None, speeds), default=None)
         basis = (
@@ -168,8 +168,8 @@ class MeasurementPanel:
     ) -> None:
         """Wire the buttons. `make_sweep(session, values)` validates raw inputs.
 
-        `compute_rows` runs in a thread after the last measurement, because bootstrapping intervals would disturb the
-        timings; `show_rows` returns the values of `outputs`.
+        `compute_rows` runs in a thread after the last measurement, not to disturb timings; `show_rows` returns the
+        values of `outputs`.
         """
 
         async def measure(request: gr.Request, *values: Any) -> AsyncIterator[dict[Any, Any]]:

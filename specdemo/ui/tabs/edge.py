@@ -1,4 +1,4 @@
-"""Edge-cloud tab: timeline, measurements and best draft length of a run over a link; comparison of modes."""
+"""Edge-cloud tab: charts of a run over a link; comparison of modes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def modes_sweep(settings: Mapping[str, Any], device: str, count: Any, max_tokens
 
 
 def mode_rows(result: SweepResult) -> list[list[str]]:
-    """Return a row per mode, by `MODE_TABLE_HEAD`. The speed-up compares median total times with cloud only."""
+    """Return a row per mode. The speed-up compares median total times with cloud only."""
     recipes = {recipe.cloud.mode: recipe for recipe in result.sweep.recipes}
     runs = {mode: [record["runs"][i] for record in result.records] for i, mode in enumerate(recipes)}
     totals = {mode: [run["ttft_s"] + run["wall_s"] for run in runs[mode]] for mode in recipes}
@@ -111,8 +111,6 @@ def edge_tab(service: Service, controls: Mapping[str, gr.components.Component], 
 
 
 class _RunSection:
-    """Timeline, measurements and best draft length of the displayed run."""
-
     def __init__(self, runs: RunStore, tab: gr.Tab) -> None:
         self._runs = runs
         run_id = gr.Textbox(visible=False)

@@ -1,6 +1,6 @@
-"""Theory tab: closed forms at the sliders' values, with the latest run in every plot and table.
+"""Theory tab: closed forms at the sliders' values, with the latest run.
 
-Only published measurements are quoted; all other values are computed.
+Only published measurements are quoted; other values are computed.
 """
 
 from __future__ import annotations
