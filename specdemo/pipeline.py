@@ -126,7 +126,7 @@ class ModelContext:
         return drafter
 
     def _cached(self, loaded: LoadedModel, pad: int = 1) -> CachedModel:
-        """Return the model with a KV cache; in a conversation, with the cache of earlier turns."""
+        """In a conversation the KV cache of earlier turns is reused."""
         if not self.recipe.chat or self._stores is None or loaded.encoder:
             return CachedModel(loaded.model, pad, _source(loaded, self._prompt))
         key = ("keys and values", loaded.spec, self.recipe.method)  # compared lanes share no cache

@@ -76,7 +76,7 @@ class Stream(Generic[T]):
 
     @property
     def done(self) -> bool:
-        """True after the job's last item and its `finally` blocks."""
+        """True after the last item and the job's `finally` blocks."""
         return self._done.is_set()
 
     @property
@@ -94,8 +94,6 @@ class Stream(Generic[T]):
 
 
 class Worker:
-    """Device thread with at most `at_once` open and `waiting` queued jobs."""
-
     def __init__(self, at_once: int = 4, waiting: int | None = 32) -> None:
         self._max_open = at_once
         self._max_queued = waiting
@@ -119,7 +117,6 @@ class Worker:
         return stream
 
     def ahead(self, stream: Stream) -> int:
-        """Number of jobs that must start or end first."""
         with self._changed:
             if stream not in self._queued:
                 return 0
@@ -187,7 +184,7 @@ class Worker:
 
 
 class WorkerGroup:
-    """Workers with an open job each, for jobs with separate devices (ZeroGPU)."""
+    """Workers for jobs with separate devices (ZeroGPU)."""
 
     def __init__(self, workers: int = 4, waiting: int | None = 32) -> None:
         each = None if waiting is None else -(-waiting // workers)
@@ -214,8 +211,6 @@ REPORT_INTERVAL_S = 0.1
 
 @dataclass(frozen=True)
 class TaskProgress:
-    """Progress of a background task; `total` is 0 if unknown."""
-
     text: str
     done: int = 0
     total: int = 0
@@ -225,7 +220,7 @@ ReportProgress = Callable[[TaskProgress], None]
 
 
 class TaskCancelled(Exception):
-    """Raised inside a task that reports progress after its cancellation."""
+    """Raised by progress reports of a cancelled task."""
 
 
 def ignore_progress(progress: TaskProgress) -> None:

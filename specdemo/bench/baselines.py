@@ -46,7 +46,7 @@ BASELINES = {
 
 
 class TokenClock(BaseStreamer):
-    """Time and size of every batch of tokens, starting with the prompt."""
+    """Time and size of every batch of tokens."""
 
     def __init__(self) -> None:
         self.times: list[float] = []

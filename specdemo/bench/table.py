@@ -161,7 +161,6 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def run_speed(run: RunFigures) -> float:
-    """Return tokens per second after the prefill."""
     if "decode_tokens" in run:
         return run["decode_tokens"] / run["wall_s"]
     return run["tokens_per_second"]
@@ -269,7 +268,7 @@ _METHOD = (
 
 
 def slower(rows: Sequence[BenchRow]) -> list[str]:
-    """Return a line per lane with the prompts on which it was slower than AR decoding."""
+    """Return a line per lane that was slower than AR decoding, with the prompts."""
     return [f"slower than AR decoding: {row.lane} on {', '.join(row.slower)}" for row in rows if row.slower]
 
 

@@ -61,7 +61,6 @@ def _values(option: Option) -> str:
 
 
 def _flags(command: Parser) -> Iterator[str]:
-    """Yield flags of options by name, other arguments with a description."""
     table = {**Recipe.OPTIONS, **CloudConfig.OPTIONS}
     actions = [action for action in command.arguments if action.dest != "help"]
     shared = [action for action in actions if action.dest in table]

@@ -86,8 +86,6 @@ class Json:
 
 
 class Coloured:
-    """Text in the colours of its outcomes, then a summary."""
-
     def show(self, event: Event) -> None:
         match event:
             case Header():
@@ -100,8 +98,6 @@ class Coloured:
 
 
 class Steps:
-    """Position, draft tokens with q, p and outcome, and target token of each step."""
-
     def show(self, event: Event) -> None:
         match event:
             case Header():
@@ -153,7 +149,6 @@ def _spans(event: StepEvent) -> Iterator[str]:
 
 
 def _test(decision: Decision) -> str:
-    """Figures of the decision, in columns of equal width."""
     q = 1.0 if decision.q is None else decision.q
     last = f"rank={decision.rank}" if decision.rank else f"bound={figure(decision.bound)}"
     return f"q={figure(q)}  p={figure(decision.p)}  {last:<11}"

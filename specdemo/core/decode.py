@@ -44,7 +44,7 @@ class Drafter(Protocol):
 
 class Verifier(Protocol):
     def verify(self, tokens: Sequence[int], draft: Draft) -> Verdict:
-        """Verify `draft` as a continuation of `tokens` in a single target pass."""
+        """Verify `draft` after `tokens` in a single target pass."""
 
 
 class DraftLengthPolicy(Protocol):

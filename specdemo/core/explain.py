@@ -155,7 +155,6 @@ def _reason_of_tested(step: Step, node: int, accepted: bool) -> Reason:
 
 
 def _reason_of_untested(step: Step, node: int) -> Reason:
-    """Return the reason for the highest untested node up to `node`."""
     verdict, draft = step.verdict, step.draft
     path = draft.path(node)
     if any(verdict.beta[above] is not None and above not in verdict.accepted for above in path):

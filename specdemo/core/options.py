@@ -112,7 +112,7 @@ def options(group: str = "", checks: tuple[Callable[[Any], None], ...] = ()) -> 
 
 
 def _table(cls: type, group: str) -> dict[str, Option]:
-    """Return options by name; inherited options as in the base class."""
+    """Inherited options as declared in the base class."""
     table = {}
     for name, field in cls.__pydantic_fields__.items():
         if not isinstance(field.json_schema_extra, dict):

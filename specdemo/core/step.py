@@ -134,7 +134,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A draft-verify iteration with its timings in seconds."""
+    """A draft-verify iteration; timings in seconds."""
 
     i: int
     tokens: tuple[int, ...]  # committed
@@ -156,7 +156,6 @@ class Step:
         return Outcome.CORRECTION if last in self.draft.parents else Outcome.BONUS
 
     def outcome(self, node: int | None) -> Outcome:
-        """Fate of a draft node, or origin of the target's token."""
         if node is None:
             return self.kind
         if node in self.verdict.accepted:

@@ -12,7 +12,7 @@ from specdemo.drafters.suffix import SuffixDrafter, build_suffix_drafter
 
 
 class HybridDrafter:
-    """Use the suffix drafter if its match has at least `trusted` tokens, otherwise the model."""
+    """`trusted`: number of matched tokens required for a suffix draft."""
 
     def __init__(self, suffixes: SuffixDrafter, model: Drafter, trusted: int = 4) -> None:
         self._suffixes, self._model, self._trusted = suffixes, model, trusted

@@ -81,7 +81,7 @@ class Method:
     local_target: bool = False
     shared_vocabulary: bool = False
     decoder_only: bool = False
-    gates: bool = False  # gates can evaluate the draft distributions
+    gates: bool = False  # gates can evaluate draft distributions
     preflight: Literal["distributions", "replay"] | None = None  # how acceptance is estimated
     verifier: Callable[[BuildContext], Verifier] | None = None  # default: `ModelVerifier` with the acceptance rule
     policy: Callable[[Any], DraftLengthPolicy] | None = None  # default: the policy of the recipe

@@ -98,7 +98,7 @@ def readable(tokens: Sequence[int], own_size: int, vocab_size: int) -> bool:
 
 
 def fitted(logits: Tensor, vocab_size: int) -> Tensor:
-    """Truncate logits to `[rows, vocab_size]`, or pad them with -inf."""
+    """Truncate logits or pad with -inf to `[rows, vocab_size]`."""
     import torch
 
     missing = vocab_size - logits.shape[-1]

@@ -53,7 +53,7 @@ class NGramStore:
 
 
 class NGramDrafter:
-    """Draft chains from an `NGramStore` updated with prompt and output.
+    """Draft chains from an `NGramStore`.
 
     Contexts have up to n - 1 tokens; `levels` "multi" falls back to shorter contexts. `filler_top_k` above 1 adds the
     target's top-k tokens at committed positions with lower weight; 1 is NAPD. `store` reuses counts; `source` is

@@ -73,7 +73,7 @@ class SuffixStore:
 
 
 class SuffixDrafter:
-    """Draft chains from a `SuffixStore` updated with prompt and output, `factor` tokens per matched token.
+    """Draft chains from a `SuffixStore`, `factor` tokens per matched token.
 
     `store` contains earlier texts; `source` is additional text, such as an encoder's input.
     """

@@ -72,7 +72,7 @@ class TreeDrafter:
         pass
 
     def _with_children(self, draft: Draft, node: int, row: Tensor, position: int) -> Draft:
-        """Return `draft` with the children of `node` added; `row` are processed logits `[1, vocab]`."""
+        """`row`: processed logits `[1, vocab]`."""
         import torch
 
         count = min(self._width, self._nodes - len(draft))

@@ -213,7 +213,6 @@ def _weight_sizes(model: PreTrainedModel, spec: ModelSpec) -> Iterator[int]:
 
 
 def _stored_sizes(model: PreTrainedModel, spec: ModelSpec, shapes: TensorShapes) -> Iterator[int]:
-    """Yield the bytes per tensor of a quantized checkpoint; parameters are cast."""
     parameters = {name for name, _ in model.named_parameters()}
     for name, (dtype, shape) in shapes.items():
         cast = name in parameters and dtype in ("F32", "BF16", "F16")
@@ -245,7 +244,7 @@ def _pass_bytes(model: PreTrainedModel, spec: ModelSpec, activations: int, vocab
 
 
 def _retained(model: PreTrainedModel, spec: ModelSpec) -> int:
-    """Return the bytes that remain after a run on a CPU, mostly oneDNN kernels."""
+    """Bytes after a run on a CPU, mostly of oneDNN kernels."""
     if not _packs(spec):
         return _RETAINED
     shapes = {linear.weight.shape for linear in _unquantized_linears(model, spec)}
@@ -253,7 +252,7 @@ def _retained(model: PreTrainedModel, spec: ModelSpec) -> int:
 
 
 def _loading_bytes(model: PreTrainedModel, spec: ModelSpec, lean: bool) -> int:
-    """Return the bytes of the largest matrix to be quantized, packed or fused."""
+    """Bytes of the largest matrix to be quantized, packed or fused."""
     head, inner = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head is not None and head.weight is inner.weight
     sizes = [linear.weight.numel() for linear in _unquantized_linears(model, spec) if linear is not head or not tied]

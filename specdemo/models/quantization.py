@@ -41,7 +41,6 @@ def _cpu_converts_scales() -> bool:
 
 
 def unavailable(quantization: str, device: torch.device) -> str | None:
-    """Return the reason why `quantization` is impossible, if any."""
     if QUANTIZATIONS[quantization].bits is None:
         return None
     if importlib.util.find_spec("bitsandbytes") is None:

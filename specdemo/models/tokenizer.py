@@ -55,7 +55,7 @@ class TextStream:
         return piece
 
     def rest(self) -> str:
-        """Return the remaining text, such as incomplete bytes."""
+        """Remaining text, such as incomplete bytes."""
         text = _decode(self._tokenizer, self._window)
         piece, self._shown = text[self._shown :], len(text)
         return piece

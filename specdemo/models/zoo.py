@@ -183,11 +183,9 @@ REVISIONS = {name: model.revision for name, model in MODELS.items()}  # default 
 
 @dataclass(frozen=True)
 class PairOffer:
-    """A ready pair with required and free memory in bytes."""
-
     name: str
     pair: Pair
-    needs: int  # weights in the default dtype plus KV cache of a typical text
+    needs: int  # weights plus KV cache of a typical text
     free: int
 
     @property

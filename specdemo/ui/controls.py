@@ -78,7 +78,6 @@ def _preset_buttons() -> list[tuple[gr.Button, Mapping[str, Any]]]:
 
 
 def _method_groups(make: _Factory, usual: Recipe) -> None:
-    """Build a group per class of method options, visible for methods that use it."""
     classes = option_classes()
 
     def visible(method: str) -> list[bool]:
@@ -171,7 +170,6 @@ def _sentence(option: Option) -> str | None:
 
 
 def examples_row(shown: dict[str, Any], prompt: gr.Textbox, controls: Controls) -> None:
-    """Build buttons for `shown`, the content of `examples.json`."""
     targets = [prompt, controls["method"], controls["temperature"]]
     with gr.Row(elem_id="examples"):
         for example in shown["ready"]:

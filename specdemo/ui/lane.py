@@ -1,4 +1,4 @@
-"""Lanes of the page: which a press of Run decodes, and the trace of each."""
+"""Lanes of the page and their traces."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Lane:
 
     @property
     def alpha(self) -> float | None:
-        """Acceptance rate of tested tokens; the mean of sum min(p, q), of lower variance, if the rule uses it."""
+        """Acceptance rate of tested tokens, or the mean of sum min(p, q), of lower variance, if the rule uses it."""
         return self.metrics.alpha if self.counted else self.metrics.mean_beta
 
     @property
@@ -124,10 +124,7 @@ def title(recipe: Mapping[str, Any]) -> str:
 
 
 def plan_of(settings: Mapping[str, Any], compare: Any, extra: int) -> tuple[str, ...]:
-    """Return the lanes in use, given unvalidated settings.
-
-    A remote AR recipe without speculation occupies the first lane.
-    """
+    """A remote AR recipe without speculation occupies the first lane."""
     if settings["method"] == "ar" and settings.get("mode", OFF) == OFF:
         return PLAIN, *EXTRA[:extra]
     return (SPEC, *((PLAIN,) if compare or extra else ()), *EXTRA[:extra])

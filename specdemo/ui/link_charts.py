@@ -210,10 +210,10 @@ def _bar(activity: str, seconds: float, x: float, width: float) -> str:
 class LinkModel:
     """Mean coefficients of a step over the link; times in seconds."""
 
-    alpha: float  # acceptance probability of a tested token
+    alpha: float  # per tested token
     gamma: float  # draft tokens per step
     token_s: float  # per draft token
-    verify_s: float  # cloud's pass, assumed independent of the draft length
+    verify_s: float  # cloud's pass for any draft length
     way_s: float  # from request to response, without the cloud's pass
     host_s: float
     measured: float | None  # tokens per second
@@ -238,7 +238,7 @@ class LinkModel:
 
 
 def link_of(lane: Lane) -> LinkModel:
-    """Average the steps that the cloud verified in time. Raises `UserError` without such steps."""
+    """Average the steps verified in time. Raises `UserError` without such steps."""
     verified = [step for step in steps(lane)[1:] if step.draft.tokens and len(list(_verification(step))) > 1]
     drafted = sum(len(step.draft) for step in verified)
     cloud = sum(step.verdict.notes["cloud_s"] for step in verified)

@@ -173,7 +173,7 @@ _MORE_ACTIONS = {
 
 def _connect_runs(parts: _Parts, handlers: _Handlers) -> None:
     settings = list(parts.settings.values())
-    # A single input with all values: Gradio visits every input of an event for every frame that the event yields.
+    # A single input with all values: Gradio visits every input of an event for every frame.
     pressed = gr.Textbox(visible=False)
     failed = "() => { window.dispatchEvent(new Event('specdemo:failed')) }"  # full queue or lost server
     for name, more in (("run", ""), ("repeat", f", {REPEATS}")):
@@ -294,7 +294,6 @@ class _Handlers:
         return [*(kept or []), wanted], describe_kept_lanes(lanes)
 
     def find(self, saved: Any, kept: Any, request: gr.Request) -> tuple[str, str]:
-        """Return the settings to restore and the text about stored lanes."""
         link = from_link(dict(request.query_params), self._defaults)
         settings, errors = restored(link or saved, self._defaults, self._device)
         for error in errors:

@@ -1,7 +1,7 @@
-"""Settings from links, browser storage and the API, checked against the schema of options.
+"""Settings from links, browser storage and the API.
 
 Settings are a flat mapping by option name, plus `prompt` and `compare`. A missing value (`None` in a recipe) is 0 or
-"", since browsers cannot leave every field empty. Tuples of numbers or texts are a single text.
+"", since browsers cannot leave every field empty. Tuples are a single text.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def from_link(query: Mapping[str, str], defaults: Settings) -> Settings:
 
 
 def unknown_names(query: Mapping[str, str], defaults: Settings) -> list[str]:
-    """Return the names in a link's query that are neither settings nor Gradio's."""
+    """Return names in a link's query that are neither settings nor Gradio's."""
     return [name[:40] for name in query if name not in defaults and not name.startswith("_") and name not in _GRADIO]
 
 
@@ -113,7 +113,7 @@ def recipe_settings(settings: Settings) -> Settings:
 
 
 def kept_recipes(kept: Any, defaults: Settings, device: str) -> list[Recipe]:
-    """Return the valid recipes among the lanes stored by a browser."""
+    """Return the valid recipes of stored lanes."""
     recipes = []
     for wanted in kept if isinstance(kept, list) else ():
         settings, errors = restored(wanted, defaults, device)
@@ -123,7 +123,7 @@ def kept_recipes(kept: Any, defaults: Settings, device: str) -> list[Recipe]:
 
 
 def recipe_of(settings: Mapping[str, Any], device: str) -> Recipe:
-    """Return the recipe of raw settings; `device` is the default device. Raises `UserError`."""
+    """Convert raw settings; `device` is the default device. Raises `UserError`."""
     values = {"device": device, **_values(Recipe.OPTIONS, settings)}
     if values.get("target"):
         values.pop("pair", None)  # model names replace a ready pair

@@ -1,4 +1,4 @@
-"""Colours, Gradio theme and launch options. Colours meet WCAG contrast in the light and the dark theme."""
+"""Colours, Gradio theme and launch options. Colours meet WCAG contrast in both themes."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ _VARIABLES: dict[str, str | tuple[str, str]] = {
 
 
 def theme() -> gr.themes.Base:
-    """Return a neutral theme, in which only token outcomes are coloured; system fonts avoid downloads."""
+    """Neutral theme: only token outcomes are coloured; system fonts avoid downloads."""
     colours: dict[str, Any] = {}
     for name, colour in _VARIABLES.items():
         pair = (LIGHT[colour], DARK[colour]) if isinstance(colour, str) else colour

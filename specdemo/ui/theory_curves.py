@@ -53,8 +53,8 @@ class TheoryPoint:
 
     method: str
     temperature: float
-    alpha: float  # acceptance probability of a tested token
-    counted: bool  # alpha is accepted / tested (otherwise the mean of sum min(p, q), with lower variance)
+    alpha: float  # per tested token
+    counted: bool  # alpha is accepted / tested, otherwise the mean of sum min(p, q)
     share: float  # accepted / drafted
     gamma: float  # mean draft tokens per step
     tokens: float  # per target pass
@@ -188,7 +188,7 @@ def parse_settings(values: Sequence[Any]) -> TheorySettings | None:
 
 
 def settings_from_run(run: TheoryPoint) -> TheorySettings:
-    """Clamp a run's measurements to the sliders; use defaults for missing measurements."""
+    """Clamp measurements to the sliders; use defaults for missing measurements."""
     clamped = {}
     for name, (_, minimum, maximum, step) in SLIDERS.items():
         measured = getattr(run, name)
@@ -199,7 +199,7 @@ def settings_from_run(run: TheoryPoint) -> TheorySettings:
 
 
 def token_curves(settings: TheorySettings, run: TheoryPoint | None) -> list[CurvePoint]:
-    """Expected tokens per target pass over alpha (2211.17192, Figure 2)."""
+    """Expected tokens per target pass (2211.17192, Figure 2)."""
     highest = max(11.0, settings.gamma + 1, run.tokens if run else 0)
     limit = [(alpha, 1 / (1 - alpha), UNBOUNDED_SERIES) for alpha in _ALPHAS[:-1] if 1 / (1 - alpha) <= highest]
     dots = _slider_curve(settings, expected_tokens, run, run and run.tokens)
@@ -207,7 +207,7 @@ def token_curves(settings: TheorySettings, run: TheoryPoint | None) -> list[Curv
 
 
 def speed_curves(settings: TheorySettings, run: TheoryPoint | None) -> list[CurvePoint]:
-    """Speed-up over alpha: Theorem 3.8 for `CURVE_GAMMAS`, cost model for the sliders (2211.17192, Figure 4)."""
+    """Theorem 3.8 for `CURVE_GAMMAS`, cost model for the sliders (2211.17192, Figure 4)."""
 
     def modelled(alpha: float, gamma: float) -> float:
         return speedup(expected_tokens(alpha, gamma), gamma, settings.c, settings.v, settings.o)
@@ -218,13 +218,13 @@ def speed_curves(settings: TheorySettings, run: TheoryPoint | None) -> list[Curv
 
 
 def operation_curves(settings: TheorySettings, run: TheoryPoint | None) -> list[CurvePoint]:
-    """Operations per token over alpha (2211.17192, Figure 4)."""
+    """Operations per token (2211.17192, Figure 4)."""
     factor = partial(operations, c=settings.c_hat)
     return [*_over_alpha(factor), *_slider_curve(settings, factor, run, run and run.operations)]
 
 
 def best_gamma_curves(settings: TheorySettings, run: TheoryPoint | None, longest: int = 20) -> list[CurvePoint]:
-    """Best gamma over alpha: Theorem 3.8 for `CURVE_COSTS`, cost model for the sliders (2211.17192, Figure 3)."""
+    """Theorem 3.8 for `CURVE_COSTS`, cost model for the sliders (2211.17192, Figure 3)."""
     modelled = partial(best_gamma, c=settings.c, longest=longest, v=settings.verify_cost, o=settings.o)
     rows = [(alpha, best_gamma(alpha, c, longest), str(c)) for c in CURVE_COSTS for alpha in _ALPHAS]
     rows += [(alpha, modelled(alpha), SLIDER_SERIES) for alpha in _ALPHAS]

@@ -174,7 +174,7 @@ def opening(model: PreTrainedModel) -> list[int]:
 
 
 class EncoderDecoderEngine(TransformersEngine):
-    """Engine for models such as T5 and BART (the models of 2211.17192).
+    """Engine for models such as T5 and BART (2211.17192).
 
     Encoder output and cross-attention states are computed once; rollback affects only self-attention.
     """

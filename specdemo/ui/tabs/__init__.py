@@ -17,7 +17,7 @@ from specdemo.ui.tabs.theory import theory_tab
 def build_tabs(
     service: Service, controls: Mapping[str, gr.components.Component], defaults: Recipe, device: str
 ) -> gr.Markdown:
-    """Lay out all tabs; return the description of the method, which the page updates."""
+    """Lay out all tabs; return the description of the method."""
     with gr.Tabs(elem_id="tabs"):
         with gr.Tab("Method", id="method"):
             about = gr.Markdown(METHODS[defaults.method].notes, elem_id="about")

@@ -1,4 +1,4 @@
-"""Parts shared by tabs: plots of rows (x, y, series), and measurements of recipes on prompts."""
+"""Parts shared by tabs: plots and measurements."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ progress::-webkit-progress-bar { background: var(--line) }
 progress::-webkit-progress-value { background: var(--ink) }
 progress::-moz-progress-bar { background: var(--ink) }
 p { margin: 4px 0 }"""
-ASSUMED = 100.0  # tokens per second before the visitor's first run
+ASSUMED = 100.0  # tokens per second before the first run
 
 
 def line_plot(
@@ -112,7 +112,7 @@ class SweepResult:
         return self.turn is not None and self.turn.number > 0
 
     def progress(self, seconds: float, ahead: int = 0) -> str:
-        """Return bar and text; `seconds` since the first timed run, jobs `ahead` in the queue."""
+        """`seconds` since the first timed run, jobs `ahead` in the queue."""
         if self.turn is None:
             return _bar(0, self.sweep.runs, f"queued: {ahead} ahead" if ahead else "waiting for the device")
         over, words = max(self.turn.number - 1, 0), str(self.turn)

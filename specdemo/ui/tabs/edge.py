@@ -57,7 +57,7 @@ rect { fill: var(--of); }
 .key li::before { content: ""; display: inline-block; width: 10px; height: 10px; margin-right: 6px; }
 .key li::before { background: var(--of); }"""
 _SERIES = {CURVE: "var(--curve-set)", RUN: "var(--dot-run)", BEST: "var(--dot-set)"}
-# Replace the first input by the id of the displayed run, which may be imported.
+# Replace the first input by the id of the displayed run.
 _SHOWN_RUN_JS = """(...values) => [document.querySelector("[data-run]")?.dataset.run ?? "", ...values.slice(1)]"""
 
 

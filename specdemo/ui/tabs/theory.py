@@ -123,7 +123,7 @@ def leviathan_table_2(run: TheoryPoint | None) -> str:
 
 
 def guide_table(run: TheoryPoint | None) -> str:
-    """Convert accepted / drafted to alpha per tested token; both formulas yield the same speed-up."""
+    """Convert accepted / drafted to alpha; both formulas yield the same speed-up."""
     inputs = [(gamma, gamma, share, _GUIDE_COST) for gamma, share in _GUIDE]
     if run:
         inputs.append((_run_label(run.gamma), run.gamma, run.share, run.c))

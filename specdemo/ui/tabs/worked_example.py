@@ -1,4 +1,4 @@
-"""Worked example in the Theory tab: p and q over four tokens, and trials of the acceptance rules."""
+"""Worked example: p and q over four tokens, and trials of the acceptance rules."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def rule_choices() -> dict[str, tuple[str, bool]]:
 
 
 def parse_probs(name: str, values: Sequence[float | None]) -> tuple[list[float], str]:
-    """Validate and normalize typed probabilities; return them with a note. Raises `UserError`."""
+    """Validate and normalize probabilities; return them with a note. Raises `UserError`."""
     weights: list[float] = []
     for token, value in zip(EXAMPLE_TOKENS, values, strict=True):
         if value is None or not math.isfinite(value):
