@@ -9,15 +9,20 @@ from typing import Any
 from specdemo.bench.table import markdown_table
 from specdemo.core.events import StepEvent
 from specdemo.core.metrics import Metrics
-from specdemo.core.theory import expected_tokens, walltime_improvement
+from specdemo.core.theory import better_gamma, can_improve, expected_tokens, walltime_improvement
 from specdemo.core.theory import speedup as cost_model
 from specdemo.drafters import draft_shape
 from specdemo.preflight import Preflight
 from specdemo.ui.lane import ALONE, PLAIN, SPEC, Lane, mode, title
 
 NOTHING = "–"
-SLOW_LINK = "The link takes most of each step: try a longer draft, or let the cloud decode alone."
+DISABLE = "disable speculation (method ar)"
+SMALLER_DRAFT = {  # options of forests
+    "tree": "Each node of the tree costs drafting and verification: lower “Nodes per draft”",
+    "lookahead": "Each guess adds a row to the pass: lower “Window, positions” or “Order n”",
+}
 NEAR_TIE = 0.05  # nats between the two most probable tokens: the range of bfloat16 rounding
+LONGEST_ADVISED = 16  # draft tokens
 CHANGED = "This rule changes the target's distribution with these settings."
 
 
@@ -58,7 +63,7 @@ def tiles(lanes: Mapping[str, Lane]) -> dict[str, tuple[str, str]]:
     return {
         "acceptance": (
             percent(m.acceptance_rate),
-            _acceptance_note(m),
+            _acceptance_note(lane),
         ),
         "tokens_per_pass": _tokens_per_pass(lane),
         "tokens_per_second": (number(m.tokens_per_second, 1), f"{m.tokens} tokens, without prefill"),
@@ -74,11 +79,17 @@ def tiles(lanes: Mapping[str, Lane]) -> dict[str, tuple[str, str]]:
     }
 
 
-def _acceptance_note(m: Metrics) -> str:
+def _acceptance_note(lane: Lane) -> str:
+    m = lane.metrics
     if not m.drafted:
         return "nothing drafted"
     unverified = f" · {m.unverified} unverified" if m.unverified else ""
-    return f"{m.accepted} of {m.drafted - m.unverified_drafted} drafted · α {number(m.alpha, 2)}{unverified}"
+    return f"{m.accepted} of {m.drafted - m.unverified_drafted} drafted · {_alpha_label(lane)}{unverified}"
+
+
+def _alpha_label(lane: Lane) -> str:
+    """Return α, the mean of sum min(p, q), or the share of accepted tests for rules that accept otherwise."""
+    return f"{'accepted/tested' if lane.counted else 'α'} {number(lane.alpha, 2)}"
 
 
 def _tokens_per_pass(lane: Lane) -> tuple[str, str]:
@@ -187,8 +198,8 @@ def _speculation(lane: Lane, spec: Metrics, baseline: Metrics, ratio: float, spe
         _prediction(lane, draft, verify, host),
     ]
     if ratio < 0.98:
-        link_s = spec.remote.get("rtt_s", 0.0)
-        words.append(SLOW_LINK if link_s > spec.verify_s / 2 else _advice(spec, draft, verify, host))
+        link = spec.remote.get("rtt_s", 0.0) / steps / ar_step
+        words.append(_advice(lane, draft, verify - link, host, link))
     return words
 
 
@@ -202,21 +213,35 @@ def _prediction(lane: Lane, draft: float, verify: float, host: float) -> str:
     theorem = walltime_improvement(alpha, drafted, c)
     model = cost_model(expected_tokens(alpha, drafted), drafted, c, verify, host)
     return (
-        f"With α {alpha:.2f}, {drafted:.1f} draft tokens per step and c {c:.2f}, Theorem 3.8 predicts {theorem:.2f}×. "
-        f"With the measured costs of verification and host it is {model:.2f}×."
+        f"With {_alpha_label(lane)}, {drafted:.1f} draft tokens per step and c {c:.2f}, Theorem 3.8 predicts "
+        f"{theorem:.2f}×. With the measured costs of verification and host it is {model:.2f}×."
     )
 
 
-def _advice(spec: Metrics, draft: float, verify: float, host: float) -> str:
+def _advice(lane: Lane, draft: float, verify: float, host: float, link: float) -> str:
+    """Return the change that improves the cost model's prediction; the costs of a step are in AR steps."""
+    spec, recipe, alpha = lane.metrics, lane.recipe, lane.alpha
     if not spec.drafted:
         return "Nothing was drafted: the drafter did not find a matching context."
-    if (spec.acceptance_rate or 0.0) < 0.5:
-        return f"Only {percent(spec.acceptance_rate)} of the draft tokens were accepted: try a shorter draft."
-    if draft >= max(verify, host):
-        return "The drafter is too expensive for this target: try a shorter draft, a smaller drafter, or NASD."
-    if verify > 1.3:
-        return "Verifying several tokens is expensive on this device: try a shorter draft."
-    return "The steps cost more than they gained: try a shorter draft or a larger target."
+    if recipe["method"] in SMALLER_DRAFT:
+        return f"{SMALLER_DRAFT[recipe['method']]}, or {DISABLE}."
+    if alpha is None:
+        return "The target tested no draft token: the speed does not depend on acceptance."
+    drafted, gamma = spec.drafted / spec.decode_steps, recipe["gamma"]
+    fixed = recipe.get("policy", "fixed") == "fixed" and drafted > gamma - 0.5
+    longest = LONGEST_ADVISED if fixed else max(1, round(drafted))  # other drafts end before gamma
+    c, current = draft / drafted, gamma if fixed else drafted
+    better = better_gamma(alpha, current, c, verify, host + link, longest)
+    cause = "The link takes most of each step. " if link > verify else ""
+    if better and better[0]:
+        return f"{cause}By the cost model γ {better[0]} reaches {better[1]:.2f}×: try it."
+    if link > verify:
+        return "The link takes most of each step: let the cloud decode alone."
+    if not can_improve(alpha, c):
+        return f"{_alpha_label(lane)} does not exceed c {c:.2f}: {DISABLE}, or choose a cheaper drafter."
+    if better:
+        return f"No draft length pays at these costs of verification and host: {DISABLE}."
+    return "The cost model names no better draft length: run again, since timings vary."
 
 
 def sameness(lanes: Mapping[str, Lane]) -> dict[str, str] | None:
