@@ -81,7 +81,7 @@ class ModelContext:
         self.target, self.drafter = target, drafter
         self._stores, self._prompt = stores, prompt
         self.seed = recipe.seed
-        self.sampling = _sampling_params(recipe, target)
+        self.sampling = sampling_params(recipe, target)
         self.bridge = _bridge(recipe, target, drafter)
         self.source = _source(target, prompt)
         self.stop = target.stop
@@ -98,7 +98,7 @@ class ModelContext:
     @cached_property
     def drafter_sampling(self) -> SamplingParams:
         assert self.drafter is not None
-        return _sampling_params(self.recipe, self.drafter)
+        return sampling_params(self.recipe, self.drafter)
 
     def scorer(self, role: str, layers: Callable[[int], Sequence[int]] | None = None) -> CachedModel:
         """Return the cached model of a role; `layers` selects layers, given their number."""
@@ -273,7 +273,8 @@ def _library() -> Counter[str]:
     return document_frequency(path.read_text("utf-8", errors="replace") for path in files)
 
 
-def _sampling_params(recipe: Recipe, loaded: LoadedModel | RemoteModel) -> SamplingParams:
+def sampling_params(recipe: Recipe, loaded: LoadedModel | RemoteModel) -> SamplingParams:
+    """Return the sampling parameters of a recipe in tokens of `loaded`."""
     words = tuple(tuple(loaded.tokenizer.encode(word, add_special_tokens=False)) for word in recipe.bad_words)
     return SamplingParams(recipe.temperature, recipe.top_k, recipe.top_p, recipe.repetition_penalty, words)
 

@@ -110,7 +110,7 @@ def lane_speedup(lanes: Mapping[str, Lane], name: str = SPEC) -> float | None:
 
 def describe_preflight(estimate: Preflight) -> str:
     rows = [
-        (row.gamma, row.tokens_per_pass, f"{row.speedup:.2f}×", f"{row.low:.2f}–{row.high:.2f}")
+        (estimate.label(row), row.tokens_per_pass, f"{row.speedup:.2f}×", f"{row.low:.2f}–{row.high:.2f}")
         for row in estimate.estimates
     ]
     last = max(estimate.v)
@@ -118,7 +118,8 @@ def describe_preflight(estimate: Preflight) -> str:
         f"**Preflight of {estimate.recipe.method}:** {estimate.advice}. α is {estimate.alpha:.2f}. "
         f"A draft token costs {estimate.c:.2f} AR steps, a pass over {last} rows {estimate.v[last]:.2f}. "
         f"Weights take {_size(estimate.weight_bytes)}, keys and values {_size(estimate.kv_bytes)} per 1,000 tokens. "
-        f"Nothing was generated.\n\n{figures_table(('γ', 'tokens per pass', 'expected speed-up', '95 %'), rows)}"
+        f"Texts of the target: {estimate.texts}.\n\n"
+        f"{figures_table(('settings', 'tokens per pass', 'expected speed-up', '95 %'), rows)}"
     )
 
 

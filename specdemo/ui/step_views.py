@@ -252,7 +252,7 @@ def what_if(lane: Lane, baseline: Lane | None = None) -> tuple[dict[str, Any] | 
         return None, "The trace does not contain the cost of passes over several rows."
     steps = [event.step for event in lane.steps]
     longest = MAX_WHAT_IF
-    if method and method.preflight == "replay":  # drafts end with the known context
+    if method and method.preflight == "replay" and not method.sampled:  # drafts end with the known context
         longest = max((len(step.draft) for step in steps), default=0)
     cost_model = CostModel({int(rows): value for rows, value in cost.items()})
     plain = [event.step for event in baseline.steps] if baseline and _comparable(lane, baseline) else []
