@@ -274,7 +274,6 @@ def _library() -> Counter[str]:
 
 
 def sampling_params(recipe: Recipe, loaded: LoadedModel | RemoteModel) -> SamplingParams:
-    """Return the sampling parameters of a recipe in tokens of `loaded`."""
     words = tuple(tuple(loaded.tokenizer.encode(word, add_special_tokens=False)) for word in recipe.bad_words)
     return SamplingParams(recipe.temperature, recipe.top_k, recipe.top_p, recipe.repetition_penalty, words)
 

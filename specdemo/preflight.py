@@ -1,9 +1,7 @@
 """Estimate the speed-up of a recipe from texts of the target, before a run.
 
-The texts are recorded or sampled with the settings of the recipe. Chains are replayed on them: given that the text
-continues with x, a draft token of a model was accepted with probability min(1, q(x) / p(x)) (2211.17192, section 2.2),
-a point mass if it equals x. Forests need the target's scores outside of the text, so they are decoded. Costs come from
-a few timed steps.
+Chains are replayed: if the text continues with x, a model's draft was accepted with probability min(1, q(x) / p(x))
+(2211.17192, section 2.2), a point mass if it equals x. Forests need scores outside of the text and are decoded.
 """
 
 from __future__ import annotations
@@ -39,8 +37,8 @@ from specdemo.recipe import METHODS, Recipe
 
 MAX_GAMMA = 8
 MAX_TEXT_TOKENS = 512
-SAMPLED_TEXTS = 12  # texts generated at most
-MIN_SAMPLED_TEXTS = 4  # and at least, if generation exceeds the time
+SAMPLED_TEXTS = 12
+MIN_SAMPLED_TEXTS = 4
 GENERATION_S = 12.0
 WORTHWHILE_SPEEDUP = 1.03
 EXPENSIVE_DRAFT = 0.3  # value of c
@@ -48,7 +46,7 @@ BASELINE_RUNS = 5  # consecutive AR steps; CPU caches are cold after a draft
 WARMUP_RUNS = 2  # the first of these, not counted
 
 TimedText = tuple[Sequence[int], int]  # tokens and length of the prompt
-Chances = list[list[float]]  # acceptance probabilities of the draft at each position after the first generated token
+Chances = list[list[float]]  # acceptance probabilities of the draft at each position
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class StepCosts:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Totals over the texts, with the 95 % interval of the speed-up."""
+    """Totals over texts; 95 % interval of the speed-up."""
 
     gamma: int
     tokens_per_pass: float
@@ -70,7 +68,7 @@ class Estimate:
 
     @classmethod
     def of(cls, gamma: int, texts: Sequence[tuple[float, float, float]]) -> Estimate:
-        """Combine tokens, steps and cost in AR steps of each text."""
+        """Combine (tokens, steps, cost) of each text."""
         tokens, steps, cost = map(sum, zip(*texts, strict=True))
         interval = ratio_interval([(text[0], text[2]) for text in texts])
         return cls(gamma, tokens / steps, tokens / cost, *interval)
@@ -79,10 +77,10 @@ class Estimate:
 @dataclass(frozen=True)
 class Preflight:
     recipe: Recipe
-    alpha: float  # acceptance probability of a tested token; of chains at the first draft position
+    alpha: float  # of chains at the first draft position
     c: float  # cost of a draft token, in AR passes
     v: dict[int, float]  # cost of a pass by number of rows, in AR passes
-    estimates: tuple[Estimate, ...]  # by gamma; one for methods that are decoded
+    estimates: tuple[Estimate, ...]  # by gamma; one for decoded methods
     weight_bytes: int  # of all models
     kv_bytes: int  # per 1,000 tokens
     texts: str = ""  # origin of the texts
@@ -104,12 +102,11 @@ class Preflight:
         return f"{self.label(best)}: about {best.speedup:.2f}x the speed of AR decoding{doubt}"
 
     def label(self, estimate: Estimate) -> str:
-        """Name the settings of an estimate."""
         return f"gamma {estimate.gamma}" if len(self.estimates) > 1 else f"method {self.recipe.method}"
 
 
 def preflight(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool) -> Preflight:
-    """Estimate `recipe`, for chains with drafts of 1 to `MAX_GAMMA` tokens. Raises `UserError` if unsupported."""
+    """Estimate `recipe`, chains for gamma 1 to `MAX_GAMMA`. Raises `UserError` if unsupported."""
     if METHODS[recipe.method].preflight is None:
         names = ", ".join(name for name, method in METHODS.items() if method.preflight)
         raise UserError(f"preflight supports the methods {names}, not {recipe.method}: run or bench it")
@@ -121,7 +118,7 @@ def preflight(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool) -> Pre
     texts, origin = usable_texts(recipe, target, prompts, pipeline.context)
     costs = measure_costs(lambda: build_pipeline(recipe, target, drafter), texts, MAX_GAMMA)
     v = dict(enumerate(costs.v, 1))
-    replayed: list[tuple[Chances, float]] = []  # per text, with the drafter's cost of its prompt
+    replayed: list[tuple[Chances, float]] = []  # with the cost of its prompt
     for tokens, start in texts:
         opening = prompt_cost(build_pipeline(recipe, target, drafter), (tokens, start), costs)
         replayed.append((replay(recipe, target, drafter, (tokens, start)), opening))
@@ -138,7 +135,6 @@ def preflight(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool) -> Pre
 
 
 def is_replayed(recipe: Recipe) -> bool:
-    """Return True if acceptance follows from a text and the distributions at its positions."""
     method = METHODS[recipe.method]
     sampled = method.sampled and recipe.temperature > 0
     return method.preflight != "decoding" and (recipe.rule == "rejection" or (recipe.exact and not sampled))
@@ -160,7 +156,7 @@ def load_comparable(recipe: Recipe, pool: ModelPool) -> tuple[LoadedModel, Loade
 
 
 def texts_for(recipe: Recipe, kinds: Sequence[str] = ()) -> list[Prompt]:
-    """Return prompts, for the bundled target with continuations recorded with the same sampling parameters."""
+    """Return prompts, with continuations if recorded with these sampling parameters."""
     if recipe.models[0] != PAIRS["bundled"].target:
         return load_prompts(kinds=kinds)
     prompts = load_written(recipe.temperature, kinds)
@@ -179,10 +175,7 @@ def usable_texts(
     most: int = SAMPLED_TEXTS,
     seconds: float = GENERATION_S,
 ) -> tuple[list[TimedText], str]:
-    """Return encoded texts and their origin; sample continuations that are not recorded.
-
-    Raise `UserError` if the target ends every text at once.
-    """
+    """Return encoded texts and their origin; sample missing continuations."""
     length = min(recipe.max_tokens, MAX_TEXT_TOKENS)
     recorded = [_recorded_text(target, prompt, length) for prompt in prompts if prompt.written]
     ar, others = replace(recipe, method="ar", cloud=None), [prompt for prompt in prompts if not prompt.written]
@@ -212,8 +205,6 @@ def _recorded_text(target: LoadedModel, prompt: Prompt, length: int) -> TimedTex
 
 @dataclass(frozen=True)
 class DecodedRun:
-    """A short run of a recipe and the median time of an AR step after it."""
-
     prompt: Sequence[int]
     steps: list[Step]
     ar_s: float
@@ -230,7 +221,7 @@ def decoded_runs(
     seconds: float = GENERATION_S,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[DecodedRun]:
-    """Decode at most `most` prompts of alternating classes, fewer after `seconds`."""
+    """Decode up to `most` prompts of alternating classes, fewer after `seconds`."""
     ar, began = replace(recipe, method="ar", cloud=None), clock()
     for seed, prompt in enumerate(_alternating(prompts)[:most]):
         if seed >= MIN_SAMPLED_TEXTS and clock() - began > seconds:
@@ -258,7 +249,6 @@ def _decoded(
 
 
 def _alternating(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Return the prompts with classes in turn."""
     kinds: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         kinds.setdefault(prompt.kind, []).append(prompt)
@@ -266,12 +256,11 @@ def _alternating(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def _of_runs(recipe: Recipe, runs: Sequence[DecodedRun], weight_bytes: int, origin: str) -> Preflight:
-    """Estimate a method at its own settings from short runs."""
     known = [run.ar_s for run in runs if run.ar_s]
     metrics = [Metrics.of(run.steps) for run in runs if len(run.steps) > 1]
     if not known or not metrics:
         raise UserError("the target ends these texts at once: provide other prompts")
-    ar_s = statistics.median(known)  # of all runs, since a run has few AR steps
+    ar_s = statistics.median(known)
     totals = [(m.decode_tokens, m.decode_steps, m.decode_s / ar_s) for m in metrics]
     drafted, tested, steps = (sum(getattr(m, name) for m in metrics) for name in ("drafted", "tested", "decode_steps"))
     rows, verify_s = round(1 + drafted / steps), sum(m.verify_s for m in metrics) / steps
@@ -288,10 +277,7 @@ def distributions(cached: CachedModel, tokens: Sequence[int], sampling: Sampling
 
 
 def replay(recipe: Recipe, target: LoadedModel, drafter: LoadedModel | None, text: TimedText) -> Chances:
-    """Return the acceptance probabilities of the drafts at each position after the first token of the continuation.
-
-    The drafter learns from the text token by token, including the target's most probable tokens.
-    """
+    """Return acceptance probabilities after the first token of the continuation."""
     (tokens, start), pipeline = text, build_pipeline(recipe, target, drafter)
     sampling, vocab_size = sampling_params(recipe, target), pipeline.caches[0].vocab_size
     p = distributions(pipeline.caches[0], tokens, sampling, vocab_size)
@@ -312,9 +298,9 @@ def replay(recipe: Recipe, target: LoadedModel, drafter: LoadedModel | None, tex
 
 
 def acceptance_of_text(p: Tensor, q: Tensor, tokens: Sequence[int]) -> list[float]:
-    """Acceptance probability of a draft of each token of a text after the first, given that the text continues with it.
+    """Acceptance probability of a draft of each token after the first, given the text; `p`, `q` `[n, vocab]`.
 
-    `p`, `q` `[n, vocab]`. Where p is 0, since the text was encoded again, it is sum min(p, q).
+    It is sum min(p, q) where p is 0 (text encoded again).
     """
     x = torch.tensor(tokens[1:], device=p.device)[:, None]
     px, qx = p[:-1].gather(1, x)[:, 0], q[:-1].gather(1, x)[:, 0]
@@ -323,7 +309,6 @@ def acceptance_of_text(p: Tensor, q: Tensor, tokens: Sequence[int]) -> list[floa
 
 
 def _draft_chances(drafter: Any, tokens: Sequence[int], i: int, of_model: Sequence[float]) -> list[float]:
-    """Return the acceptance probability of each token of the draft after `tokens[:i]`."""
     if isinstance(drafter, HybridDrafter):
         drafter = drafter.choose(tokens[:i])
     if of_model and isinstance(drafter, ModelDrafter):
@@ -336,10 +321,7 @@ def _draft_chances(drafter: Any, tokens: Sequence[int], i: int, of_model: Sequen
 def expected_cost(
     chances: Sequence[Sequence[float]], gamma: int, c: float, v: dict[int, float], opening: float = 0.0
 ) -> tuple[float, float, float]:
-    """Return tokens, expected steps and their expected cost in AR passes, without the prefill.
-
-    `opening` is the cost of reading the prompt with the drafter.
-    """
+    """Return tokens, expected steps and expected cost in AR passes; `opening` is the drafter's prompt pass."""
     drafts = [draft[: min(gamma, len(chances) - i - 1)] for i, draft in enumerate(chances)]
     starts = step_starts(drafts)
     cost = sum(start * (v[len(draft) + 1] + c * len(draft)) for start, draft in zip(starts, drafts, strict=True))

@@ -144,7 +144,7 @@ def interval(ratios: Sequence[float], seed: int = 0, draws: int = 2000) -> tuple
 
 
 def ratio_interval(pairs: Sequence[tuple[float, float]], seed: int = 0, draws: int = 2000) -> tuple[float, float]:
-    """Return the 95 % bootstrap interval of the ratio of totals."""
+    """Return the 95 % bootstrap interval of total / total."""
     rng = random.Random(seed)
     samples = (zip(*rng.choices(pairs, k=len(pairs)), strict=True) for _ in range(draws))
     ratios = sorted(sum(a) / sum(b) for a, b in samples)

@@ -88,11 +88,7 @@ def rare_distance(p: Sequence[float], count: int, odds: float = 1e-3) -> float:
 
 
 def step_starts(chances: Sequence[Sequence[float]]) -> list[float]:
-    """Probability that a step starts at each position of a text.
-
-    `chances[i]` are the acceptance probabilities of a draft at position i, each after the acceptance of its
-    predecessors. A step commits the accepted tokens and a target token, so drafts end before the last position.
-    """
+    """Probability that a step starts at each position; `chances[i]`: conditional acceptance of a draft there."""
     starts = [1.0, *[0.0] * len(chances)]
     for i, draft in enumerate(chances):
         path = starts[i]
@@ -105,21 +101,18 @@ def step_starts(chances: Sequence[Sequence[float]]) -> list[float]:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """A decoding step as a part of its text."""
-
-    betas: tuple[float | None, ...]  # acceptance probability of each committed token; None: not tested
+    betas: tuple[float | None, ...]  # of committed tokens; None: not tested
     draft: int  # length
-    ended: bool  # before its limit: the drafter had no further token
+    ended: bool  # before its limit
     draft_s: float
     verify_s: float
     host_s: float
 
 
 def recorded_steps(steps: Iterable[Step], *, counted: bool = False) -> list[RecordedStep]:
-    """Convert the steps after the prefill; the drafter's prompt pass is removed from the first draft.
+    """Convert the steps after the prefill, without the drafter's prompt pass, or raise `ValueError` for forests.
 
-    `counted` replaces probabilities by outcomes, for rules that accept otherwise. Raise `ValueError` for drafts other
-    than chains.
+    `counted` replaces probabilities by outcomes.
     """
     decoding = [step for step in steps if step.i > 0]
     if not all(step.draft.is_chain for step in decoding):
@@ -138,17 +131,17 @@ def recorded_steps(steps: Iterable[Step], *, counted: bool = False) -> list[Reco
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of a step: `plain` for a pass over one row, `scale` AR steps of v(rows) for longer passes."""
+    """Seconds of the parts of a step."""
 
-    plain: float
-    scale: float
-    token: float  # of drafting
+    plain: float  # pass over one row
+    scale: float  # longer passes, per AR step of v
+    token: float  # drafting
     host: float
     pass_cost: Callable[[float], float]
 
     @classmethod
     def of(cls, steps: Sequence[RecordedStep], pass_cost: Callable[[float], float], plain_s: float | None) -> StepTimes:
-        """Return the means over `steps`; without empty drafts, `plain_s` is the time of a pass over one row."""
+        """Return means; `plain_s` is used without empty drafts."""
         rows = sum(pass_cost(step.draft + 1) for step in steps if step.draft) or math.inf
         scale = sum(step.verify_s for step in steps if step.draft) / rows
         empty = [step.verify_s for step in steps if not step.draft]
@@ -157,14 +150,13 @@ class StepTimes:
         return cls(plain, scale, token, statistics.fmean(step.host_s for step in steps), pass_cost)
 
     def step(self, drafted: int) -> float:
-        """Return the seconds of a step with `drafted` tokens."""
         verify = self.scale * self.pass_cost(drafted + 1) if drafted else self.plain
         return verify + self.token * drafted + self.host
 
 
 @dataclass(frozen=True)
 class GammaEstimate:
-    """Estimated figures of a draft length, and the range of the speed of 95 % of the runs."""
+    """Figures of a draft length; `low` to `high` contains 95 % of the runs."""
 
     gamma: int
     tokens_per_pass: float
@@ -182,10 +174,9 @@ def other_gammas(
     counted: bool = False,
     draws: int = 120,
 ) -> list[GammaEstimate]:
-    """Estimate tokens per pass and per second for each of `gammas` on the text of `steps`.
+    """Estimate other draft lengths on the text of `steps`; `pass_cost(rows)` is v.
 
-    `pass_cost(rows)` is v in AR steps, scaled to the run's verification times; draft and host times are the run's.
-    Gamma 0 equals the AR run `baseline` where available. The ranges are those of simulated runs over resampled steps.
+    Gamma 0 is the AR run `baseline`, if any. Ranges come from simulated runs of resampled steps.
     """
     recorded, plain = recorded_steps(steps, counted=counted), [step for step in baseline if step.i > 0]
     if not any(beta is not None for step in recorded for beta in step.betas):
@@ -217,10 +208,7 @@ def other_gammas(
 
 
 def _chances(steps: Sequence[RecordedStep], gamma: int) -> list[list[float]]:
-    """Acceptance probabilities of drafts of `gamma` tokens at each position; untested tokens have the mean.
-
-    Where the drafter had no further token, drafts are not longer than the recorded draft.
-    """
+    """Acceptance probabilities of drafts at each position; untested tokens have the mean."""
     known = [beta for step in steps for beta in step.betas if beta is not None]
     mean = statistics.fmean(known) if known else 0.0
     probs = [mean if beta is None else beta for step in steps for beta in step.betas]
@@ -229,7 +217,7 @@ def _chances(steps: Sequence[RecordedStep], gamma: int) -> list[list[float]]:
 
 
 def _simulated_drafts(chances: Sequence[Sequence[float]], rng: random.Random) -> list[int]:
-    """Simulate a run and return the draft length of each step."""
+    """Return the draft length of each step of a simulated run."""
     drafted, position = [], 0
     while position < len(chances):
         draft = chances[position]
@@ -240,7 +228,6 @@ def _simulated_drafts(chances: Sequence[Sequence[float]], rng: random.Random) ->
 
 
 def _of_baseline(steps: Sequence[Step], rng: random.Random, draws: int) -> GammaEstimate:
-    """Return the measured figures of AR decoding."""
     rates = []
     for sample in [steps, *(rng.choices(steps, k=len(steps)) for _ in range(draws))]:
         seconds = sum(step.draft_s + step.verify_s + step.host_s for step in sample)
@@ -249,6 +236,5 @@ def _of_baseline(steps: Sequence[Step], rng: random.Random, draws: int) -> Gamma
 
 
 def _range(rates: Sequence[float]) -> tuple[float, float]:
-    """Return the 2.5 % and 97.5 % quantiles."""
     ordered = sorted(rates)
     return ordered[int(0.025 * len(ordered))], ordered[int(0.975 * len(ordered))]

@@ -89,10 +89,9 @@ def best_gamma(
 def better_gamma(
     alpha: float, gamma: float, c: float, v: float = 1.0, o: float = 0.0, longest: int = 16, least: float = 1.02
 ) -> tuple[int, float] | None:
-    """Return the best draft length (0: AR decoding) and its `speedup`, or None if `gamma` > 0 is as good.
+    """Return the best draft length (0: AR) and its `speedup` if it exceeds that of `gamma` > 0 by the factor `least`.
 
-    `v` is the cost of the current pass over gamma + 1 rows; other passes follow by linear interpolation from one row.
-    The gain over the current length must reach the factor `least`.
+    `v` is the cost of gamma + 1 rows, interpolated linearly.
     """
 
     def pass_cost(rows: float) -> float:

@@ -21,7 +21,6 @@ class HybridDrafter:
         return self.choose(tokens).propose(tokens, budget)
 
     def choose(self, tokens: Sequence[int]) -> Drafter:
-        """Return the drafter for the continuation of `tokens`."""
         return self._suffixes if self._suffixes.match(tokens) >= self._trusted else self._model
 
     def observe(self, step: Step) -> None:

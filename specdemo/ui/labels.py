@@ -17,7 +17,7 @@ from specdemo.ui.lane import ALONE, PLAIN, SPEC, Lane, mode, title
 
 NOTHING = "–"
 DISABLE = "disable speculation (method ar)"
-SMALLER_DRAFT = {  # options of forests
+SMALLER_DRAFT = {
     "tree": "Each node of the tree costs drafting and verification: lower “Nodes per draft”",
     "lookahead": "Each guess adds a row to the pass: lower “Window, positions” or “Order n”",
 }
@@ -88,7 +88,6 @@ def _acceptance_note(lane: Lane) -> str:
 
 
 def _alpha_label(lane: Lane) -> str:
-    """Return α, the mean of sum min(p, q), or the share of accepted tests for rules that accept otherwise."""
     return f"{'accepted/tested' if lane.counted else 'α'} {number(lane.alpha, 2)}"
 
 
@@ -220,7 +219,7 @@ def _prediction(lane: Lane, draft: float, verify: float, host: float) -> str:
 
 
 def _advice(lane: Lane, draft: float, verify: float, host: float, link: float) -> str:
-    """Return the change that improves the cost model's prediction; the costs of a step are in AR steps."""
+    """Return a change that improves the cost model's prediction; costs in AR steps."""
     spec, recipe, alpha = lane.metrics, lane.recipe, lane.alpha
     if not spec.drafted:
         return "Nothing was drafted: the drafter did not find a matching context."
@@ -230,7 +229,7 @@ def _advice(lane: Lane, draft: float, verify: float, host: float, link: float) -
         return "The target tested no draft token: the speed does not depend on acceptance."
     drafted, gamma = spec.drafted / spec.decode_steps, recipe["gamma"]
     fixed = recipe.get("policy", "fixed") == "fixed" and drafted > gamma - 0.5
-    longest = LONGEST_ADVISED if fixed else max(1, round(drafted))  # other drafts end before gamma
+    longest = LONGEST_ADVISED if fixed else max(1, round(drafted))
     c, current = draft / drafted, gamma if fixed else drafted
     better = better_gamma(alpha, current, c, verify, host + link, longest)
     cause = "The link takes most of each step. " if link > verify else ""

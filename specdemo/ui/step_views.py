@@ -223,10 +223,7 @@ def as_csv(lane: Lane) -> str:
 
 
 def figures(lane: Lane, baseline: Lane | None = None) -> dict[str, Any]:
-    """Return data of table and charts: steps, acceptance by position, other draft lengths on the same text.
-
-    `baseline` is the AR lane of the run.
-    """
+    """Return data of table and charts; `baseline` is the AR lane."""
     counts = zip(lane.metrics.accepted_by_position, lane.metrics.tested_by_position, strict=True)
     positions = [[accepted / tested, tested] for accepted, tested in counts if tested]
     rows, why_not = what_if(lane, baseline)
@@ -240,10 +237,9 @@ def figures(lane: Lane, baseline: Lane | None = None) -> dict[str, Any]:
 
 
 def what_if(lane: Lane, baseline: Lane | None = None) -> tuple[dict[str, Any] | None, str]:
-    """Estimate tokens per pass and per second of other draft lengths on this text, or return the obstacle.
+    """Estimate tokens per pass and per second of other draft lengths, with ranges, or return the obstacle.
 
-    A row contains gamma, tokens per pass, tokens per second and the range of 95 % of the runs. `fits` is False if the
-    lane itself is outside its range.
+    `fits` is False if the lane is outside its own range.
     """
     method = METHODS.get(lane.recipe["method"])
     if method and not method.drafts:
@@ -278,7 +274,6 @@ def what_if(lane: Lane, baseline: Lane | None = None) -> tuple[dict[str, Any] | 
 
 
 def _comparable(lane: Lane, baseline: Lane) -> bool:
-    """Return True if the AR lane has the same target on the same machine."""
     target = ("pair", "target", "dtype", "quantization", "device")
     same = all(lane.recipe.get(name) == baseline.recipe.get(name) for name in target)
     return same and baseline.metrics.decode_steps > 0 and not mode(lane.recipe)
