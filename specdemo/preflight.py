@@ -42,7 +42,7 @@ MIN_SAMPLED_TEXTS = 4
 GENERATION_S = 12.0
 WORTHWHILE_SPEEDUP = 1.03
 EXPENSIVE_DRAFT = 0.3  # value of c
-BASELINE_RUNS = 5  # consecutive AR steps; CPU caches are cold after a draft
+BASELINE_RUNS = 5  # consecutive AR steps
 WARMUP_RUNS = 2  # the first of these, not counted
 
 TimedText = tuple[Sequence[int], int]  # tokens and length of the prompt
@@ -156,7 +156,7 @@ def load_comparable(recipe: Recipe, pool: ModelPool) -> tuple[LoadedModel, Loade
 
 
 def texts_for(recipe: Recipe, kinds: Sequence[str] = ()) -> list[Prompt]:
-    """Return prompts, with continuations if recorded with these sampling parameters."""
+    """Return prompts, with continuations if recorded."""
     if recipe.models[0] != PAIRS["bundled"].target:
         return load_prompts(kinds=kinds)
     prompts = load_written(recipe.temperature, kinds)
