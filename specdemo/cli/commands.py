@@ -101,6 +101,7 @@ def _prove(options: argparse.Namespace) -> int:
 def _preflight(options: argparse.Namespace) -> int:
     recipe = Recipe(**{**given(options), "top_p": 1.0})
     estimate = preflight(recipe, texts_for(recipe, options.kind), ModelPool())
+    print(f"texts of the target: {estimate.texts}")
     print(f"weights {estimate.weight_bytes / 1e6:,.0f} MB, KV cache {estimate.kv_bytes / 1e6:.2f} MB per 1,000 tokens")
     print(
         f"alpha {estimate.alpha:.2f}  c {estimate.c:.2f}  "
@@ -108,7 +109,7 @@ def _preflight(options: argparse.Namespace) -> int:
     )
     for length in estimate.estimates:
         print(
-            f"gamma {length.gamma}: {length.tokens_per_pass:.2f} tokens per pass, "
+            f"{estimate.label(length)}: {length.tokens_per_pass:.2f} tokens per pass, "
             f"{length.speedup:.2f}x [{length.low:.2f}, {length.high:.2f}]"
         )
     print(estimate.advice)

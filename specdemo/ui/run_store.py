@@ -13,7 +13,7 @@ from specdemo.core.errors import UserError
 from specdemo.models.zoo import ASSETS
 from specdemo.ui import step_views
 from specdemo.ui.frames import Run, read_traces
-from specdemo.ui.lane import Lane
+from specdemo.ui.lane import PLAIN, Lane
 
 RECORDED = ASSETS / "traces"
 
@@ -113,8 +113,8 @@ class RunStore:
 
     def figures(self, query: Any) -> str | None:
         """Return table and chart data of `[run id, lane]`, as JSON."""
-        lane = self._begun(query)
-        return _json(step_views.figures(lane)) if lane else None
+        (run, _), lane = self._run_and_lane(query), self._begun(query)
+        return _json(step_views.figures(lane, run.lanes.get(PLAIN))) if run and lane else None
 
     def import_trace(self, text: Any) -> str:
         """Return a frame that shows the traces of a file, or `{"refused": cause}`."""

@@ -228,7 +228,7 @@ def test_speed_up_is_the_ratio_of_the_two_measured_speeds() -> None:
 def test_slowdown_is_reported() -> None:
     words = verdict(compared(0.006).lanes)
     assert words.startswith("Speculation lost: 0.5× the speed of AR decoding")
-    assert "try" in words
+    assert "disable speculation" in words
 
 
 def probs(*top: tuple[int, float]) -> dict:
