@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import random
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -16,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
+from starlette.middleware import Middleware
 
 from specdemo.core.errors import UserError, check_name
+from specdemo.core.trace import MAX_CHARACTERS
 from specdemo.drafters import METHODS
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
@@ -27,6 +30,7 @@ from specdemo.ui.api import address_of, endpoints
 from specdemo.ui.cockpit import cockpit, script
 from specdemo.ui.controls import Controls, examples_row, sidebar
 from specdemo.ui.frames import Run
+from specdemo.ui.gateway import Gateway, space_hosts
 from specdemo.ui.labels import describe_preflight
 from specdemo.ui.lane import EXTRA, describe_kept_lanes, lanes_of, plan_of
 from specdemo.ui.limits import HostLimits
@@ -66,7 +70,8 @@ def build(
     """Return the page, ready to launch.
 
     It has attributes `.worker`, which decodes; `.clouds`, local service processes; `.health`, the monitor; and
-    `.routes`, to be served with the page. Worker and clouds may be closed by the caller.
+    `.routes` and `.middleware`, to be served with the page; `.hosts`, its host names. Worker and clouds may be closed
+    by the caller.
     """
     limits = limits if limits is not None else HostLimits()
     pair = pair if pair is not None else limits.pairs[0]
@@ -88,6 +93,8 @@ def build(
     demo.worker, demo.clouds = service.worker, service.clouds
     probe = replace(usual, method="ar", max_tokens=2)
     demo.health = Health(service, probe) if isinstance(service.worker, Worker) else None  # probes would cost quota
+    demo.hosts = None if limits.hosts is None else {*limits.hosts, *space_hosts(os.environ)}
+    demo.middleware = [Middleware(Gateway, limits=limits, hosts=demo.hosts, framed="SPACE_ID" in os.environ)]
     demo.routes = [*sockets.routes(), *(demo.health.routes() if demo.health else ())]
     return demo
 
@@ -143,7 +150,7 @@ def _layout(service: Service, usual: Recipe, device: str, examples: dict[str, An
         buttons,
         kept_lanes=gr.Markdown(elem_id="kept-lanes"),
         estimate=gr.Markdown(elem_id="estimate"),
-        cockpit=cockpit(service.runs.queries),
+        cockpit=cockpit(service.runs.queries, service.limits.max_trace or MAX_CHARACTERS),
         about=build_tabs(service, controls, usual, device),
         saved=gr.BrowserState(storage_key="specdemo-settings", secret="specdemo"),
         kept=gr.BrowserState(storage_key="specdemo-lanes", secret="specdemo"),
@@ -218,20 +225,20 @@ class _Handlers:
 
     async def show(self, request: gr.Request, pressed: Any) -> AsyncIterator[str]:
         """Run the recipe and the stored lanes; yield frames for the cockpit."""
-        visitor = request.session_hash or ""
+        visitor, address = request.session_hash or "", address_of(request)
         try:
             kept, *values = json.loads(pressed)
             settings = dict(zip(self._defaults, values, strict=True))
         except (TypeError, ValueError):  # sent by a script
             raise gr.Error("a run needs a JSON list of the kept lanes and all settings of the page") from None
         extra = self._lanes(kept)
-        run = self._service.runs.new(visitor, plan_of(settings, settings["compare"], len(extra)))
+        run = self._service.runs.new(visitor, plan_of(settings, settings["compare"], len(extra)), address)
         try:
             first = run.frame(0)
             yield first
             lanes = lanes_of(self._recipe(settings), extra, run.plan)
             random.shuffle(lanes)  # no lane is always the first on a cold machine
-            stream = self._service.start(lanes, settings["prompt"], visitor, address_of(request))
+            stream = self._service.start(lanes, settings["prompt"], visitor, address)
             run.stop = stream.stop
             async with aclosing(played(run, stream, self._service.worker, first)) as frames:
                 async for frame in frames:

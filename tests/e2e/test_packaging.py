@@ -191,7 +191,7 @@ def test_the_hosting_guide_lists_every_limit_with_its_values():
     assert list(rows) == [field.name.upper() for field in fields(HostLimits)]
     for limits, column in ((HostLimits(), 0), (PUBLIC, 1)):
         expected = {name.lower(): str(getattr(limits, name.lower())).lower() for name in rows}
-        expected |= {"pairs": "all", "remote": {None: "any", (): "nobody"}[limits.remote]}
+        expected |= {"pairs": "all", "remote": {None: "any", (): "nobody"}[limits.remote], "hosts": "local"}
         assert expected == {name.lower(): row[column] for name, row in rows.items()}
 
 
