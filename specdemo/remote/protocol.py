@@ -297,7 +297,8 @@ def check_response(response: VerifyResponse, draft: Draft, vocab_size: int = MAX
         raise UserError(f"the cloud sent a token outside of its {vocab_size:,} ids: use the same version at both ends")
     nodes = response.accepted_nodes
     if (
-        len(response.p) != len(draft)
+        max(response.accepted_len, len(nodes)) > len(draft)
+        or len(response.p) != len(draft)
         or len(response.choices) != len(draft) + 1
         or any(
             node >= len(draft) or draft.parents[node] != parent

@@ -99,7 +99,10 @@ def create_app(
     limits: ServiceLimits | None = None,
     local: bool = False,
 ) -> FastAPI:
-    """Create the application; `token` is the required bearer token. `local`: without a token, refuse names of other hosts."""
+    """Create the application.
+
+    `token`: required bearer token. `local`: without a token, refuse requests to names of other hosts.
+    """
     limits = limits or ServiceLimits()
     app = FastAPI(
         title="specdemo cloud",

@@ -9,10 +9,9 @@ import tracemalloc
 from typing import Any
 
 import pytest
-from fakes.remote import contexts
+from fakes.remote import DRAFTED, INFO, OPEN, contexts
 from fastapi.testclient import TestClient
 
-from remote.test_cloud_service import DRAFTED, INFO, OPEN
 from specdemo.cli import main
 from specdemo.remote import serve
 from specdemo.remote.protocol import CODECS, VerifyRequest

@@ -95,7 +95,9 @@ def test_hosts_of_a_page_are_configured() -> None:
     assert read_limits({"SPECDEMO_HOSTS": "any"}).hosts is None
     space = space_hosts({"SPACE_HOST": "someone-page.hf.space"})
     assert is_known_host("someone-page.hf.space", space) and not is_known_host("other-page.hf.space", space)
-    assert is_known_host("x.gradio.live", ["*.gradio.live"]) and not is_known_host("gradio.live.evil", ["*.gradio.live"])
+    assert is_known_host("x.gradio.live", ["*.gradio.live"]) and not is_known_host(
+        "gradio.live.evil", ["*.gradio.live"]
+    )
 
 
 FOREIGN = [
@@ -139,7 +141,7 @@ def call(browser: TestClient, function: str, data: Any) -> Any:
 
 def test_large_requests_are_refused(browser: TestClient) -> None:
     assert "at most 100,000 are read" in call(browser, "import_trace", "x" * 200_000).json()
-        assert browser.post(f"{API}/component_server", content=b"x" * 2_300_000).status_code == 413
+    assert browser.post(f"{API}/component_server", content=b"x" * 2_300_000).status_code == 413
     assert browser.post(f"{API}/queue/join", content=b"x" * 2_000_001).status_code == 413
     chunks = iter([b"[" + b"1," * 600_000, b"1," * 600_000 + b"1]"])  # of unknown length
     response = browser.post(f"{API}/component_server", content=chunks, headers={"Content-Type": "application/json"})
