@@ -164,7 +164,7 @@ def _steps(
             step,
             tuple(pieces),
             tuple(draft_texts),
-            names.fresh(token for top in (*verdict.target_top, *verdict.draft_top) for token, _ in top.top),
+            names.fresh(token for top in verdict.tops for token, _ in top.top),
             "".join(pending),
             MemoryUse(sampler.process_bytes(), memory.device_bytes(pipeline.device), pipeline.kv_bytes),
             metrics,

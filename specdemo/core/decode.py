@@ -95,8 +95,7 @@ def decode(
     Step 0 has an empty draft (prefill), which separates time to first token from decoding speed. `start` is the clock
     value at the request. The generator may be closed at any step. Time between steps is included in `t` only.
     """
-    tokens = list(prompt)
-    end = len(tokens) + max_tokens
+    tokens, end = list(prompt), len(prompt) + max_tokens
     start = clock() if start is None else start
     for i in count():
         began = clock()
@@ -124,7 +123,7 @@ def decode(
             t=finished - start,
             policy=policy.notes if limit else {},
         )
-        if step.verified:  # other steps contain neither an acceptance test nor the time of a pass
+        if step.verified:  # otherwise it has neither acceptance tests nor the time of a pass
             policy.observe(step)
         drafter.observe(step)
         yield (step := replace(step, host_s=clock() - verified))

@@ -84,9 +84,8 @@ class Verdict:
     """Result of verifying a draft.
 
     Per node: `p` is the target probability, `draw` the uniform number of the acceptance test, `beta` is
-    sum min(p, q) at its position (Leviathan et al. 2211.17192, Def. 3.3); `None` where not computed. `bound` is the
-    value that decided the test: the node was accepted if `draw` was below it or, without a draw, if p reached it. Later
-    siblings are tested against the residual of the earlier ones, so their bound is not min(1, p / q).
+    sum min(p, q) at its position (Leviathan et al. 2211.17192, Def. 3.3); `None` where not computed. A node is
+    accepted if `draw` is below `bound` or, without a draw, if p reaches it; siblings are tested against residuals.
     `choices[r]` are the most probable target tokens after row r, best first: row 0 follows the last committed token,
     row i + 1 follows node i. Empty if the target was not queried.
     """
@@ -110,6 +109,11 @@ class Verdict:
     @property
     def target_tokens(self) -> tuple[int, ...]:
         return self.committed if self.token is None else (*self.committed, self.token)
+
+    @property
+    def tops(self) -> tuple[TopTokens, ...]:
+        """Return all recorded distributions."""
+        return (*self.target_top, *self.draft_top, *((self.token_top,) if self.token_top else ()))
 
     def cut(self, draft: Draft, keep: int) -> Verdict:
         """Keep the first `keep` accepted tokens, and the tests up to that depth."""

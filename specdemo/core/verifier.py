@@ -67,19 +67,17 @@ class ModelVerifier:
 
 
 def with_top_tokens(verdict: Verdict, draft: Draft, p: Tensor, count: int) -> Verdict:
-    """Record the `count` most probable tokens of every distribution, and the rank of each draft token.
+    """Record the `count` most probable tokens of p `[n + 1, vocab]`, q and residual, and the ranks of draft tokens.
 
-    `p` `[n + 1, vocab]`. The distributions of one position are recorded for the same tokens: the most probable of
-    either, the drafted ones and the token of the target. A residual can then be computed from the recorded values.
+    All distributions of a position are recorded for the same tokens, including the drafted and the committed ones.
     """
     q = draft.probs if isinstance(draft.probs, Tensor) else None
     tokens = position_tokens(draft, verdict.token, verdict.accepted)
-    tops = list(p.topk(min(count, p.shape[-1])).indices.tolist())
-    for row, top in zip(tokens, tops, strict=True):
-        row.update(top)
+    for row, top in zip(tokens, top_tokens(p, count), strict=True):
+        row.update(token for token, _ in top.top)
     if q is not None:
-        for parent, top in zip(draft.parents, q.topk(min(count, q.shape[-1])).indices.tolist(), strict=True):
-            tokens[parent + 1].update(top)
+        for parent, top in zip(draft.parents, top_tokens(q, count), strict=True):
+            tokens[parent + 1].update(token for token, _ in top.top)
     end = (verdict.accepted[-1] if verdict.accepted else -1) + 1
     return replace(
         verdict,
@@ -91,7 +89,7 @@ def with_top_tokens(verdict: Verdict, draft: Draft, p: Tensor, count: int) -> Ve
 
 
 def position_tokens(draft: Draft, token: int | None, accepted: Sequence[int]) -> list[set[int]]:
-    """Return for each row r the drafted tokens that follow node r - 1, and the target's token after its row."""
+    """Return the drafted and committed tokens that follow each row."""
     tokens: list[set[int]] = [set() for _ in range(len(draft) + 1)]
     for node, parent in enumerate(draft.parents):
         tokens[parent + 1].add(draft.tokens[node])

@@ -38,7 +38,7 @@ def _cell(
 ) -> Cell:
     kind = Outcome.ACCEPTED if outcome is Outcome.UNVERIFIED else outcome
     if node is None:
-        return [kind, text, token]
+        return [kind, text, token, *[None] * 6]
     d = decision_of(event.step, node, recipe)
     return [kind, text, token, _short(d.p), _short(d.q), _short(d.draw), _short(d.bound), d.rank, _short(d.best)]
 

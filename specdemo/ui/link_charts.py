@@ -101,6 +101,7 @@ def measures(steps: Sequence[Step]) -> list[list[str]]:
 def _row(name: str, steps: Sequence[Step], cumulative: float | None) -> list[str]:
     """Sums over `steps`; ratios of sums, means of shares."""
     k, accepted = sum(len(step.draft) for step in steps), sum(step.accepted for step in steps)
+    verified = sum(len(step.draft) for step in steps if not step.fallback)
     betas = [beta for step in steps for beta in step.betas]
 
     def noted(name: str) -> list[float]:
@@ -115,7 +116,7 @@ def _row(name: str, steps: Sequence[Step], cumulative: float | None) -> list[str
         name,
         str(k),
         str(accepted),
-        number(accepted / k if k else None, 2),
+        number(accepted / verified if verified else None, 2),
         number(sum(betas) / len(betas) if betas else None, 3),
         *(number(None if seconds is None else 1000 * seconds, 2) for seconds in times),
         *(number(total(name), 0) for name in ("bytes_up", "bytes_down")),

@@ -71,6 +71,7 @@ def _node(lane: Lane, event: StepEvent, node: int, names: Mapping[int, str]) -> 
         "parent": step.draft.parents[node],
         "state": Outcome.ACCEPTED if outcome is Outcome.UNVERIFIED else outcome,
         **asdict(decision),
+        "point": decision.q is None,
         "beta": None if takes_most_probable(lane.recipe) else verdict.beta[node],
         "entropy_p": target.entropy if target else None,
         "entropy_q": drafter.entropy if drafter else None,

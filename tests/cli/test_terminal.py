@@ -71,8 +71,8 @@ def test_steps_as_text(models: dict[str, str], capsys: pytest.CaptureFixture[str
     assert main(["run", PROMPT, *pair(models), "--steps", "--gamma", "4"]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"step 1  position \d+  gamma 4  drafted 4  accepted \d", shown)
-    assert re.search(r"Rejected: the draw 0\.\d+ is above p/q = 0\.\d+", shown) and "Not tested" in shown
-    assert re.search(r"q=\d\.\d+  p=\d\.\d+", shown) and "correction" in shown
+    assert re.search(r"Rejected: the draw \S+ is not below p/q = \S+", shown) and "Not tested" in shown
+    assert re.search(r"q=\S+  p=\S+", shown) and "correction" in shown
 
 
 def test_lossy_options_say_so(models: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import resource
 import subprocess
@@ -114,7 +115,8 @@ def test_memory_is_constant_over_loading_and_unloading() -> None:
     command = [sys.executable, "-m", "benchmarks.memory", *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     output = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
-    taken = [float(figure) for figure in output.partition(":")[2].split()]
+    rows, _ = json.JSONDecoder().raw_decode(output, output.index("[{"))
+    taken = rows[0]["used_mb"]
     assert len(taken) == 3 and min(taken) > 100
     assert max(taken) - taken[0] < 11, taken
 

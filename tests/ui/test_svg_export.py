@@ -30,7 +30,7 @@ def texts(svg: str, kind: str) -> str:
 
 def test_every_kind_has_its_colour() -> None:
     made = lane(PREFILL, REJECTION, ALL_KEPT)
-    svg, drawn = as_svg(made), [cell for event in made.steps for cell in cells(event)]
+    svg, drawn = as_svg(made), [cell for event in made.steps for cell in cells(event, made.recipe)]
     for kind, legend in (("accepted", "accepted"), ("rejected", "rejected"), ("plain", "")):
         wanted = "".join(text for k, text, *_ in drawn if k == kind)
         assert texts(svg, kind) == wanted + legend

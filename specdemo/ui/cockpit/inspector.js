@@ -88,7 +88,7 @@ function drawBars(bars, ...names) { // a row per token: p above q, their minimum
     const masses = names.length > 1 ? `${number(p)} ${number(q)}` : number(p);
     return make("div", { class: "law" }, make("code", { text: shown(text) }), track, make("span", { class: "mass", text: masses }));
   });
-  const key = (kind) => make("span", { class: `key ${kind}`, "aria-hidden": "true" });
+  const key = (kind) => make("span", { class: `swatch ${kind}`, "aria-hidden": "true" });
   const legend = names.length > 1 ? [key("p"), "p target ", key("q"), "q drafter ", key("both"), "both"] : [key("p"), names[0]];
   return make("div", { class: "laws" }, make("p", { class: "quiet" }, ...legend), ...rows);
 }

@@ -19,7 +19,7 @@ function decisionRows({ p, q, draw, bound, rank, best }) { // the figures that d
   return rows;
 }
 
-function show(x) { return x === null ? "–" : x !== 0 && x < 0.001 ? x.toExponential(1) : x.toFixed(3); }
+function show(x) { return x === null ? "–" : x !== 0 && x < 0.01 ? x.toExponential(1) : x.toFixed(3); }
 
 function showTip(span) {
   hideTip();
