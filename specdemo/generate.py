@@ -61,7 +61,9 @@ def generate(
     loaded = [pool.take(spec) if spec is not None else None for spec in specs]
     if running.cloud:
         yield Loading(f"connecting to the cloud at {running.cloud.remote}")
-        with closing(connect(running.cloud, running.target_spec, running.seed)) as remote:
+        with closing(
+            connect(running.cloud, running.target_spec, running.seed, hub=getattr(pool, "hub", None))
+        ) as remote:
             yield from _run(recipe, running, prompt, pool, remote, loaded[0], stores, drafter)
     else:
         assert loaded[0] is not None

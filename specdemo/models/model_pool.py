@@ -34,7 +34,7 @@ class ModelPool:
         """`warm`: run each model once after loading, which needs the device."""
         share_one_heap()
         self.idle_s, self._warm = idle_s, warm
-        self._budget, self._hub, self._clock = budget, hub or Hub(), clock
+        self._budget, self.hub, self._clock = budget, hub or Hub(), clock
         self._models: OrderedDict[ModelSpec, LoadedModel] = OrderedDict()  # least recently used first
         self._used: dict[ModelSpec, float] = {}
 
@@ -60,13 +60,13 @@ class ModelPool:
         plans = []
         for spec in specs:
             if spec not in self._models:
-                planning = BackgroundTask(partial(plan_spec, spec, context, self._hub))
+                planning = BackgroundTask(partial(plan_spec, spec, context, self.hub))
                 yield from planning.progress()
                 plans.append(planning.result)
         for i, plan in enumerate(plans):
             spec = plan.spec
             self._make_room(plans[i:], specs)
-            fetching = BackgroundTask(partial(self._hub.weights, spec.name, spec.revision))
+            fetching = BackgroundTask(partial(self.hub.weights, spec.name, spec.revision))
             yield from fetching.progress()
             if spec in self._models:  # loaded by another job meanwhile
                 continue
@@ -108,7 +108,7 @@ class ModelPool:
         return len(idle)
 
     def _load(self, spec: ModelSpec) -> Generator[TaskProgress, None, LoadedModel]:
-        loading = BackgroundTask(partial(load, spec, self._hub, warm=self._warm), parked=True)
+        loading = BackgroundTask(partial(load, spec, self.hub, warm=self._warm), parked=True)
         out = False
         try:
             yield from loading.progress()
@@ -141,7 +141,7 @@ class ModelPool:
             self.drop(unused)
         if missing_bytes(plans):
             largest = max(plans, key=lambda plan: plan.total)
-            check_memory(plans, [plan_spec(spec, largest.context, self._hub) for spec in smaller(largest.spec)])
+            check_memory(plans, [plan_spec(spec, largest.context, self.hub) for spec in smaller(largest.spec)])
         if self._budget is not None and self.weight_bytes + weights > self._budget:
             names = " and ".join(plan.spec.title for plan in plans)
             raise UserError(

@@ -23,6 +23,7 @@ from specdemo.core.rules import RULES
 from specdemo.core.sampling import top_tokens
 from specdemo.core.step import Draft, TopTokens, Verdict, common_prefix
 from specdemo.core.verifier import position_tokens
+from specdemo.models.hub import Hub
 from specdemo.models.load import read_tokenizer
 from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import fingerprint
@@ -364,7 +365,11 @@ class RemoteModel:
 
 
 def connect(
-    cloud: CloudConfig, target: ModelSpec, seed: int, clock: Callable[[], float] = time.monotonic
+    cloud: CloudConfig,
+    target: ModelSpec,
+    seed: int,
+    clock: Callable[[], float] = time.monotonic,
+    hub: Hub | None = None,
 ) -> RemoteModel:
     """Connect to the service; raise `UserError` if it is unreachable or has another tokenizer."""
     link = LinkEmulation(
@@ -372,7 +377,7 @@ def connect(
     )
     if not cloud.remote:
         raise UserError("the service address is missing: set it to http://host:port")
-    tokenizer = read_tokenizer(target)
+    tokenizer = read_tokenizer(target, hub)
     token = token_for(cloud.remote, os.environ)
     http = HttpClient(cloud.remote, content_type=ENCODINGS[cloud.encoding], token=token, link=link)
     start, timeout = clock(), max(1.0, cloud.deadline_ms / 1000)

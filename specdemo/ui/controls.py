@@ -55,11 +55,12 @@ def sidebar(usual: Recipe, limits: HostLimits, unload: Callable[[], Awaitable[st
                     )
     pair = make.built["pair"]
     pair.change(
-        lambda name: PAIRS[name].gamma if name in PAIRS else gr.skip(),
+        lambda name: PAIRS[name].gamma if isinstance(name, str) and name in PAIRS else gr.skip(),
         pair,
         make.built["gamma"],
         show_progress="hidden",
         queue=False,
+        preprocess=False,
         api_visibility="private",
     )
     return make.built
@@ -69,8 +70,8 @@ def _method_groups(make: _Factory, usual: Recipe) -> None:
     """Build a group per class of method options, visible while a method that uses it is selected."""
     classes = option_classes()
 
-    def visible(method: str) -> list[bool]:
-        used = METHODS[method].options if method in METHODS else ()
+    def visible(method: Any) -> list[bool]:
+        used = METHODS[method].options if isinstance(method, str) and method in METHODS else ()
         return [group in used for group in classes]
 
     groups = []
@@ -85,6 +86,7 @@ def _method_groups(make: _Factory, usual: Recipe) -> None:
         groups,
         show_progress="hidden",
         queue=False,
+        preprocess=False,
         api_visibility="private",
     )
 

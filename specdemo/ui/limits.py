@@ -17,6 +17,7 @@ from specdemo.core.errors import UserError, check_name
 from specdemo.core.events import End, Event, Header, StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.core.trace import MAX_CHARACTERS
+from specdemo.models.hub import Hub
 from specdemo.models.zoo import PAIRS
 from specdemo.recipe import Recipe, methods_with
 from specdemo.remote.access import TOKEN
@@ -73,6 +74,12 @@ class HostLimits:
                 raise UserError(f"{name} may be {highest:,} at most here, not {value:,}")
         self._check_service(recipe.cloud)
         return self._within_gamma(recipe)
+
+    @property
+    def hub(self) -> Hub:
+        """Hub of the page: on a public page the host's token is used for the offered pairs only."""
+        offered = (name for pair in self.pairs for name in (PAIRS[pair].target, PAIRS[pair].drafter))
+        return Hub(trusted=frozenset(offered) if self.public else None)
 
     def check_settings(self, settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         """Raise `UserError` if a visitor of a public page changes an option of the host."""

@@ -76,7 +76,7 @@ def build(
     limits = limits if limits is not None else HostLimits()
     pair = pair if pair is not None else limits.pairs[0]
     check_name("pair", pair, limits.pairs)
-    service = Service(pool if pool is not None else ModelPool(), engine, limits, worker)
+    service = Service(pool if pool is not None else ModelPool(hub=limits.hub), engine, limits, worker)
     usual = limits.fit(replace(Recipe(pair=pair, device=device), gamma=PAIRS[pair].gamma, top=RECORDED_TOP))
     shown_examples = json.loads(examples.read_text(encoding="utf-8")) if examples else {"ready": [], "methods": {}}
     sockets = Sockets(service.runs)
@@ -195,7 +195,11 @@ def _connect_runs(parts: _Parts, handlers: _Handlers) -> None:
         handlers.estimate, settings, parts.estimate, preprocess=False, trigger_mode="once", **_QUEUED
     )
     method = parts.controls["method"]
-    method.change(lambda name: METHODS[name].notes if name in METHODS else "", method, parts.about, **_IMMEDIATE)
+    method.change(describe_method, method, parts.about, preprocess=False, **_IMMEDIATE)
+
+
+def describe_method(name: Any) -> str:
+    return METHODS[name].notes if isinstance(name, str) and name in METHODS else ""
 
 
 def _connect_lanes(parts: _Parts, handlers: _Handlers) -> None:
@@ -230,7 +234,8 @@ class _Handlers:
             kept, *values = json.loads(pressed)
             settings = dict(zip(self._defaults, values, strict=True))
         except (TypeError, ValueError):  # sent by a script
-            raise gr.Error("a run needs a JSON list of the kept lanes and all settings of the page") from None
+            message = "a run needs a JSON list of the kept lanes and all settings of the page"
+            raise gr.Error(message, print_exception=False) from None
         extra = self._lanes(kept)
         run = self._service.runs.new(visitor, plan_of(settings, settings["compare"], len(extra)), address)
         try:
@@ -267,6 +272,9 @@ class _Handlers:
 
     def keep(self, kept: Any, *values: Any) -> tuple[Any, str]:
         wanted = recipe_settings(dict(zip(self._defaults, values, strict=False)))
+        if not isinstance(kept, (list, type(None))):
+            gr.Warning("the kept lanes must be a list: drop them first")
+            return gr.skip(), ""
         lanes = self._lanes(kept)
         try:
             lanes = [*lanes, recipe_of(wanted, self._device)]

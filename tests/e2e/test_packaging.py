@@ -67,6 +67,16 @@ def test_requirements_cover_imports_of_the_tests():
     assert used <= named
 
 
+def test_the_image_installs_locked_versions(tmp_path: Path) -> None:
+    lines = [line for line in (ROOT / "requirements.lock").read_text().splitlines() if not line.startswith("#")]
+    locked = dict(line.split("==") for line in lines)
+    for name, requirement in required("requirements.txt").items():
+        assert requirement.specifier.contains(locked[name.replace("_", "-")]), name
+    assert len(locked) > 2 * len(required("requirements.txt"))
+    for variant in ("VARIANT=cpu", "VARIANT=cuda"):
+        assert "-c requirements.lock" in installed(tmp_path, variant)[1]
+
+
 def test_installed_versions_match_the_requirements():
     for name, requirement in {**required("requirements.txt"), **required("requirements-dev.txt")}.items():
         assert requirement.specifier.contains(version(name), prereleases=True), name
