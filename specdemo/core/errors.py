@@ -9,7 +9,7 @@ class UserError(ValueError):
 
 
 def plain_text(text: str, limit: int = 300) -> str:
-    """Return external `text` as a single line without control characters and direction marks, shortened to `limit`."""
+    """Return external `text` as a printable line."""
     line = "".join(" " if unicodedata.category(c) in ("Cc", "Cf", "Zl", "Zp") else c for c in text[: limit + 1])
     return line if len(line) <= limit else f"{line[:limit]} …"
 

@@ -423,7 +423,7 @@ def _lines(text: str) -> Iterator[tuple[int, str, type[_Line]]]:
 
 
 def _check_size(line: str, number: int) -> None:
-    """Bound length, number of values and depth of a line before objects are built from it."""
+    """Bound a line before it is parsed."""
     if len(line) > MAX_LINE:
         raise UserError(f"line {number} has {len(line):,} characters: at most {MAX_LINE:,} are read")
     structure = "".join(line.replace("\\\\", "").replace('\\"', "").split('"')[::2])  # without texts

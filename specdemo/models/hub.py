@@ -58,8 +58,7 @@ TensorShapes = Mapping[str, tuple[str, tuple[int, ...]]]  # tensor name -> (safe
 class Hub:
     """Hub and cache directory; the defaults come from `HF_ENDPOINT`, `HF_HUB_CACHE` and `HF_TOKEN`.
 
-    `trusted`: models that may use the token, and the cache filled with it. Others are requested anonymously and have a
-    cache of their own, so that visitors cannot read private models of the host. None: all models are trusted.
+    `trusted`: models that may use the token and the cache filled with it; None: all.
     """
 
     endpoint: str | None = None
@@ -68,7 +67,6 @@ class Hub:
     trusted: frozenset[str] | None = None
 
     def _access(self, name: str) -> tuple[str | bool | None, Path | None]:
-        """Return token and cache directory for the model `name`."""
         if self.trusted is None or name in self.trusted:
             return self.token, self.cache
         return False, Path(self.cache or constants.HF_HUB_CACHE) / "visitors"

@@ -1,4 +1,4 @@
-"""Access control shared by page and service: host names, origins, secrets, and the description of routes."""
+"""Access control of page and service: host names, origins, token, list of routes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ _PORTS = {"http": 80, "https": 443}
 
 @dataclass(frozen=True)
 class RouteInfo:
-    """Public route: methods, path pattern, purpose, and the limits of a request."""
-
     methods: str
     path: str
     purpose: str
@@ -25,7 +23,6 @@ class RouteInfo:
 
 
 def route_table(routes: Iterable[RouteInfo]) -> str:
-    """Return the routes as a Markdown table."""
     rows = [f"| `{route.methods} {route.path}` | {route.purpose} | {route.limits} |" for route in routes]
     return "\n".join(["| route | purpose | limits |", "|---|---|---|", *rows])
 
@@ -40,10 +37,7 @@ def is_loopback(name: str) -> bool:
 
 
 def is_known_host(host: str, names: Collection[str]) -> bool:
-    """Return True for IP addresses, localhost, and `names`; `*.name` covers subdomains.
-
-    A page of another site reaches this machine under a name of that site only (DNS rebinding), not under an address.
-    """
+    """Return True for IP addresses (DNS rebinding needs a name), localhost, and `names`."""
     name = _endpoint(f"//{host}")[0]
     try:
         ipaddress.ip_address(name)
@@ -55,7 +49,7 @@ def is_known_host(host: str, names: Collection[str]) -> bool:
 
 
 def is_foreign(headers: Mapping[str, str], names: Collection[str] = ()) -> bool:
-    """Return True if a browser sent the request for another site. Other clients send no such headers."""
+    """Return True if a browser sent the request for another site."""
     if "sec-fetch-site" in headers:  # absent on plain http
         return headers["sec-fetch-site"] not in ("same-origin", "none")
     origin = headers.get("origin")
@@ -74,7 +68,6 @@ def _endpoint(url: str, default_port: int | None = None) -> tuple[str, int | Non
 
 
 def read_token(environment: Mapping[str, str]) -> str | None:
-    """Return the token of the service. Raises `UserError` if the variable is empty."""
     token = environment.get(TOKEN)
     if token is not None and not token.strip():
         raise UserError(f"{TOKEN} is empty: set it to a secret, or unset it to serve without authentication")
@@ -82,7 +75,7 @@ def read_token(environment: Mapping[str, str]) -> str | None:
 
 
 def token_for(url: str, environment: Mapping[str, str]) -> str | None:
-    """Return the token if it may be sent to `url`: this machine, or https addresses in `SPECDEMO_REMOTE`."""
+    """Return the token for this machine and https addresses in `SPECDEMO_REMOTE`."""
     parts = urlsplit(url)
     if is_loopback(parts.hostname or ""):
         return environment.get(TOKEN)

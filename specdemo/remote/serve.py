@@ -84,7 +84,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class _HeaderTimeout(H11Protocol):
-    """Close connections whose next request has incomplete headers; uvicorn waits without limit."""
+    """Close connections with incomplete headers."""
 
     _timer: asyncio.TimerHandle | None = None
 

@@ -66,7 +66,6 @@ class RateLimiter:
         self._buckets: dict[str, tuple[float, float]] = {}  # remaining requests, time
 
     def allow(self, address: str, cost: int = 1) -> bool:
-        """Spend `cost` requests of this address; return False if none is left."""
         if not self._rate:
             return True
         now = self._clock()
@@ -99,23 +98,15 @@ def create_app(
     limits: ServiceLimits | None = None,
     local: bool = False,
 ) -> FastAPI:
-    """Create the application.
-
-    `token`: required bearer token. `local`: without a token, refuse requests to names of other hosts.
-    """
+    """Create the application. `local`: without a token, refuse names of other hosts."""
     limits = limits or ServiceLimits()
     app = FastAPI(
         title="specdemo cloud",
         version="1",
         description="Verifies drafts of token ids with the target model (docs/edge-cloud.md).",
-        docs_url=None,  # the default routes are public
-        redoc_url=None,
-        openapi_url=None,
+        **dict.fromkeys(("docs_url", "redoc_url", "openapi_url")),  # public by default
     )
     app.state.worker = worker
-    app.exception_handler(ServiceError)(lambda request, error: _problem(request, error.status, error.problem))
-    app.exception_handler(HTTPException)(_http_error)
-    app.exception_handler(RequestValidationError)(_invalid_request)
     problems = {status: {"model": ErrorResponse} for status in (400, 401, 403, 404, 408, 409, 413, 415, 422, 429)}
     common: dict[str, Any] = {"dependencies": [Depends(_admission(token, limits, local))], "responses": problems}
 
@@ -128,8 +119,7 @@ def create_app(
     async def rounds(request: Request) -> Response:
         """Verify a draft."""
         message = await _read(request, VerifyRequest, limits.body_bytes)
-        owner = _address(request)
-        return _message(request, await run_queued(worker, request, lambda: contexts.verify(message, owner)))
+        return _message(request, await run_queued(worker, request, lambda: contexts.verify(message, _address(request))))
 
     @app.post("/v1/texts", response_class=StreamingResponse, openapi_extra=_body(StreamRequest), **common)
     async def texts(request: Request) -> Response:
@@ -142,11 +132,22 @@ def create_app(
     @app.delete("/v1/contexts/{ctx_id}", response_model=DeleteResponse, **common)
     async def forget(request: Request, ctx_id: str) -> Response:
         """Delete a context."""
-        owner = _address(request)
-        deleted = await run_queued(worker, request, lambda: contexts.delete(ctx_id, owner))
+        deleted = await run_queued(worker, request, lambda: contexts.delete(ctx_id, _address(request)))
         return _message(request, DeleteResponse(deleted=deleted))
 
-    hidden = {"dependencies": common["dependencies"], "include_in_schema": False}
+    _add_error_handlers(app)
+    _add_documentation(app, common["dependencies"])
+    return app
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    app.exception_handler(ServiceError)(lambda request, error: _problem(request, error.status, error.problem))
+    app.exception_handler(HTTPException)(_http_error)
+    app.exception_handler(RequestValidationError)(_invalid_request)
+
+
+def _add_documentation(app: FastAPI, dependencies: list[Any]) -> None:
+    hidden: dict[str, Any] = {"dependencies": dependencies, "include_in_schema": False}
 
     @app.get("/openapi.json", **hidden)
     async def schema() -> Response:
@@ -157,7 +158,6 @@ def create_app(
         return get_swagger_ui_html(openapi_url="openapi.json", title=app.title)
 
     app.openapi = partial(_openapi, app)  # type: ignore[method-assign]  # documented by FastAPI
-    return app
 
 
 def _address(request: Request) -> str:

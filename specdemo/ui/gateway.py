@@ -1,7 +1,4 @@
-"""Access to the page over HTTP: listed routes, known host names, same-site requests, sizes and rates.
-
-Gradio serves about 90 routes; the page needs those of `PAGE_ROUTES`, and all others respond with 404.
-"""
+"""Access to the page over HTTP: routes, host names, origins, sizes and rates."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware import Middleware
 from starlette.responses import JSONResponse
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,7 +17,7 @@ from specdemo.remote.access import RouteInfo, is_foreign, is_known_host
 from specdemo.remote.server import RateLimiter
 from specdemo.ui.limits import HostLimits, household
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 _API = "/gradio_api"
 _FILES = "files of the installed packages"
@@ -61,9 +59,9 @@ PAGE_ROUTES = (
     ),
 )
 _MAX_BODY = 2_000_000  # bytes
-_REQUESTS_PER_RUN = 25  # POST requests per allowed run: a visitor of the page inspects steps and changes settings
+_REQUESTS_PER_RUN = 25  # POST requests, for example to inspect steps
 
-# Gradio's page consists of inline scripts and compiles functions, so scripts are limited by origin only.
+# Gradio uses inline scripts and compiles functions.
 _POLICY = {
     "default-src": "'self'",
     "script-src": "'self' 'unsafe-inline' 'unsafe-eval'",
@@ -78,16 +76,17 @@ _POLICY = {
 
 
 def space_hosts(environment: Mapping[str, str]) -> list[str]:
-    """Return the host names of a Hugging Face Space."""
     return environment.get("SPACE_HOST", "").replace(",", " ").lower().split()
 
 
-class Gateway:
-    """ASGI middleware that refuses requests outside of `PAGE_ROUTES` and the limits, and sets security headers.
+def gateway(limits: HostLimits, environment: Mapping[str, str]) -> tuple[Middleware, set[str] | None]:
+    """Return the middleware and its permitted host names, a mutable set."""
+    hosts = None if limits.hosts is None else {*limits.hosts, *space_hosts(environment)}
+    return Middleware(Gateway, limits=limits, hosts=hosts, framed="SPACE_ID" in environment), hosts
 
-    `hosts` contains the permitted host names besides localhost and IP addresses; None permits all. `framed`: Hugging
-    Face may frame the page.
-    """
+
+class Gateway:
+    """ASGI middleware for `PAGE_ROUTES`. `framed`: Hugging Face may frame the page."""
 
     def __init__(self, app: ASGIApp, limits: HostLimits, hosts: Collection[str] | None, framed: bool = False) -> None:
         self._app, self._hosts = app, hosts
@@ -127,7 +126,6 @@ class Gateway:
         await self._app(scope, body.receive, send_with_headers)
 
     def _refusal(self, scope: Scope, headers: Headers) -> tuple[int, str] | None:
-        """Return status and cause of the refusal of a request."""
         method = scope.get("method", "WEBSOCKET")
         if self._hosts is not None and not is_known_host(headers.get("host", ""), self._hosts):
             return 403, "unknown host name: set SPECDEMO_HOSTS to the names of this page"
@@ -147,14 +145,14 @@ class Gateway:
 
     async def _refuse(self, refusal: tuple[int, str], scope: Scope, receive: Receive, send: Send) -> None:
         status, cause = refusal
-        log.info("refused with status %d: %s", status, cause)
+        _log.info("refused with status %d: %s", status, cause)
         if scope["type"] == "websocket":
             return await WebSocketClose(1008)(scope, receive, send)
         await JSONResponse({"detail": cause}, status, self._headers)(scope, receive, send)
 
 
 class _Body:
-    """Request body of at most `max_bytes`; a longer one ends like a closed connection."""
+    """Bounded request body; a longer one ends like a closed connection."""
 
     def __init__(self, receive: Receive, max_bytes: int) -> None:
         self._receive, self.max_bytes, self._count = receive, max_bytes, 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,11 @@ NOTHING = "–"
 SLOW_LINK = "The link takes most of each step: try a longer draft, or let the cloud decode alone."
 NEAR_TIE = 0.05  # nats between the two most probable tokens: the range of bfloat16 rounding
 CHANGED = "This rule changes the target's distribution with these settings."
+
+
+def escape_markdown(text: str) -> str:
+    """Escape text of traces: an image in Markdown sends a request to another host."""
+    return re.sub(r"([^\w\s,.])", r"\\\1", text)
 
 
 def guarantee(lane: Lane) -> tuple[str, str]:

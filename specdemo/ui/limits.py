@@ -77,7 +77,6 @@ class HostLimits:
 
     @property
     def hub(self) -> Hub:
-        """Hub of the page: on a public page the host's token is used for the offered pairs only."""
         offered = (name for pair in self.pairs for name in (PAIRS[pair].target, PAIRS[pair].drafter))
         return Hub(trusted=frozenset(offered) if self.public else None)
 
@@ -224,7 +223,6 @@ class Visitors:
             raise UserError(f"this host allows {limits.per_minute} runs per minute: try again in {wait:.0f} s")
 
     def admit_request(self, address: str) -> None:
-        """Count a request without a stream, such as an opened trace, as a run."""
         self.admit(address)
         self.entered(address, _Finished())
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
-from starlette.middleware import Middleware
 
 from specdemo.core.errors import UserError, check_name
 from specdemo.core.trace import MAX_CHARACTERS
@@ -30,7 +29,7 @@ from specdemo.ui.api import address_of, endpoints
 from specdemo.ui.cockpit import cockpit, script
 from specdemo.ui.controls import Controls, examples_row, sidebar
 from specdemo.ui.frames import Run
-from specdemo.ui.gateway import Gateway, space_hosts
+from specdemo.ui.gateway import gateway
 from specdemo.ui.labels import describe_preflight
 from specdemo.ui.lane import EXTRA, describe_kept_lanes, lanes_of, plan_of
 from specdemo.ui.limits import HostLimits
@@ -93,8 +92,8 @@ def build(
     demo.worker, demo.clouds = service.worker, service.clouds
     probe = replace(usual, method="ar", max_tokens=2)
     demo.health = Health(service, probe) if isinstance(service.worker, Worker) else None  # probes would cost quota
-    demo.hosts = None if limits.hosts is None else {*limits.hosts, *space_hosts(os.environ)}
-    demo.middleware = [Middleware(Gateway, limits=limits, hosts=demo.hosts, framed="SPACE_ID" in os.environ)]
+    middleware, demo.hosts = gateway(limits, os.environ)
+    demo.middleware = [middleware]
     demo.routes = [*sockets.routes(), *(demo.health.routes() if demo.health else ())]
     return demo
 

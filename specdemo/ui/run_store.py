@@ -21,10 +21,9 @@ _RUN_CHARACTERS = 4_000  # memory of a run without text, in characters
 
 
 class RunStore:
-    """Finished runs, bounded per visitor and in total, and all active runs.
+    """All active runs, and bounded finished runs; a visitor is an address.
 
-    Arguments of queries are lists, as the browser sends them. `admit(address)` raises `UserError` for visitors who
-    open too many traces; a visitor's runs are those of an address.
+    Arguments of queries are lists, as the browser sends them.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class RunStore:
                 self._latest = {session: run_id for session, run_id in self._latest.items() if run_id != dropped}
 
     def _surplus(self, newest: Run) -> str | None:
-        """Return the run to drop: of this visitor if above a limit, else of the visitor with the most characters."""
+        """Return a run to drop, of this visitor if above a limit, else of the largest one."""
         sizes: Counter[str] = Counter()
         counts = Counter(self._owners.values())
         for run_id, run in self._runs.items():

@@ -17,10 +17,7 @@ _SCRIPTS = ("lanes", "socket", "tiles", "tooltip", "replay", "charts", "inspecto
 
 
 def cockpit(server_functions: list[Callable], max_trace: int) -> gr.HTML:
-    """Create the component; the browser calls `server_functions` by name with one argument.
-
-    Functions with a parameter `address` also receive the address of the client.
-    """
+    """Create the component; the browser calls `server_functions` by name with one argument."""
 
     def copy(function: Callable) -> Callable:
         with_address = "address" in inspect.signature(function).parameters

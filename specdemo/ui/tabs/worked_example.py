@@ -46,7 +46,7 @@ def parse_probs(name: str, values: Sequence[float | None]) -> tuple[list[float],
     weights: list[float] = []
     for token, value in zip(EXAMPLE_TOKENS, values, strict=True):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < math.inf:
-            raise UserError(f"{name}({token}) must be a finite number")
+            raise UserError(f"{name}({token}) must be a number{', not empty' if value is None else ''}")
         if value < 0:
             raise UserError(f"{name}({token}) is {value:g}, but probabilities must be at least 0")
         weights.append(value)
