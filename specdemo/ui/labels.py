@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -25,6 +26,11 @@ SMALLER_DRAFT = {
 NEAR_TIE = 0.05  # nats between the two most probable tokens: the range of bfloat16 rounding
 LONGEST_ADVISED = 16  # draft tokens
 CHANGED = "This rule changes the target's distribution with these settings."
+
+
+def escape_markdown(text: str) -> str:
+    """Escape text of traces: an image in Markdown sends a request to another host."""
+    return re.sub(r"([^\w\s,.])", r"\\\1", text)
 
 
 def guarantee(lane: Lane) -> tuple[str, str]:
