@@ -80,7 +80,7 @@ class LlamaEngine:
         self._kv = torch.empty(0, 0, 0, 0)  # [layers, key heads + value heads, positions, dim]
         self._angles = torch.empty(0)
         self._shapes: dict[int, PassShape] = {}
-        self._masks: dict[int, Tensor] = {}
+        self._masks: dict[int, tuple[Tensor, Tensor]] = {}  # causal mask of twice the capacity, aligned buffer
         self._states: tuple[int, tuple[Tensor, ...], tuple[Tensor, ...]] = (0, (), ())
 
     def keep(self, length: int, slots: list[int]) -> None:
@@ -211,14 +211,19 @@ class LlamaEngine:
         return shape
 
     def _chain_mask(self, n: int, held: int, width: int) -> Tensor:
-        """Return the mask of a chain; for few rows a view into a cached causal mask."""
+        """Return the mask of a chain; for few rows copied from a cached causal mask.
+
+        A view would start at any element, but CUDA's memory-efficient attention requires 16-byte alignment.
+        """
         ones = partial(torch.ones, dtype=torch.bool, device=self._model.device)
         if n > _CACHED_ROWS:
             return self._mask(ones(n, width).tril(held))
         if n not in self._masks:
-            self._masks[n] = self._mask(ones(n, 2 * self._capacity).tril(self._capacity))
+            causal = self._mask(ones(n, 2 * self._capacity).tril(self._capacity))
+            self._masks[n] = causal, causal.new_empty(len(causal) * self._capacity)
+        causal, buffer = self._masks[n]
         first = self._capacity - held
-        return self._masks[n][:, first : first + width]
+        return buffer[: len(causal) * width].view(len(causal), width).copy_(causal[:, first : first + width])
 
     def _mask(self, seen: Tensor) -> Tensor:
         """Convert to an additive mask `[n * group + padding, keys]`."""
