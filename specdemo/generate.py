@@ -88,6 +88,9 @@ def _run(
         if drafter is not None:
             pipeline = replace(pipeline, drafter=drafter)
         room = _room(pipeline, tokens)
+        began = time.perf_counter()
+        pipeline.prepare(running, len(tokens), len(tokens) + min(running.max_tokens, room))
+        start += time.perf_counter() - began  # a wait, but no part of decoding
         yield Header(
             recipe=asdict(recipe),
             prompt=text,
@@ -97,7 +100,7 @@ def _run(
             # compared for chains only
             bit_equal=target.bit_equal and METHODS[running.method].shape == "chain" and drafter is None,
             encoder=target.encoder,
-            environment={**environment, "drafter_bytes": model.weight_bytes if model else None},
+            environment={**environment, **target.environment, "drafter_bytes": model.weight_bytes if model else None},
         )
         device, metrics, last, failure, exhausted = pipeline.device, Metrics(), None, None, False
         steps = _steps(pipeline, target, tokens, min(running.max_tokens, room), start)

@@ -23,6 +23,8 @@ from specdemo.core.step import Draft
 from specdemo.core.verifier import ModelVerifier, configured_rule
 from specdemo.drafters import METHODS
 from specdemo.drafters.model import fitted
+from specdemo.models.engines.cuda_graphs import MAX_ROWS
+from specdemo.models.engines.llama import PROMPT_CHUNK
 from specdemo.models.engines.llama_weights import layer_count, with_dropout, with_layers
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
@@ -64,6 +66,13 @@ class Pipeline:
     @property
     def kv_bytes(self) -> int:
         return sum(cache.kv_bytes for cache in self.caches)
+
+    def prepare(self, recipe: Recipe, tokens: int, length: int) -> None:
+        """Record the passes of a run that continues `tokens` up to `length` tokens, before they are timed."""
+        longest = recipe.gamma if recipe.policy == "fixed" and METHODS[recipe.method].shape == "chain" else MAX_ROWS
+        opening = (tokens - 1) % PROMPT_CHUNK + 1  # rows of the last pass over the prompt
+        for cached in self.caches:
+            cached.prepare({*range(1, longest + 3), opening}, tokens, length + MAX_ROWS)
 
 
 class ModelContext:

@@ -64,11 +64,12 @@ class LoadedModel:
 
     @property
     def environment(self) -> dict[str, Any]:
+        failure = getattr(self.model, "graph_failure", "")
         return {
             "device": str(self.model.device),
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
-            "engine": self.engine,
+            "engine": f"{self.engine}; no CUDA graphs: {failure}" if failure else self.engine,
             "parity": asdict(self.invariance),
             "target_bytes": self.weight_bytes,
         }
@@ -104,8 +105,18 @@ def load(
     del model
     on_large_pages(module.packed for module in loaded.model.modules() if isinstance(module, PackedLinear))
     if warm:
-        CachedModel(loaded.model).score([0], Draft.chain((0,)))
+        _warm_up(loaded.model)
     return loaded
+
+
+def _warm_up(model: PreTrainedModel | LlamaWeights) -> None:
+    """Run a pass without recording it: in this thread, a CUDA graph would be captured beside the device thread."""
+    lean = isinstance(model, LlamaWeights)
+    if lean:
+        model.graphs = False
+    CachedModel(model).score([0], Draft.chain((0,)))
+    if lean:
+        model.graphs = True
 
 
 def reference(

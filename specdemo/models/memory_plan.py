@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from specdemo.core.errors import UserError
+from specdemo.models.engines.cuda_graphs import graph_bytes
 from specdemo.models.engines.generic import has_encoder
 from specdemo.models.engines.llama import KEY_BLOCK, PROMPT_CHUNK
 from specdemo.models.engines.llama_weights import can_pack, unsupported_reason
@@ -101,6 +102,9 @@ def plan_config(
     activations = rows * (4 * text.hidden_size + 2 * (heads + 2 * kv_heads) * head_dim + 3 * inner) * width
     if lean:
         activations += rows * heads // kv_heads * capacity * width  # mask of a prompt chunk
+    settled = _retained(model, spec) if spec.device == "cpu" else activations // 2
+    if lean and spec.device.startswith("cuda"):
+        settled += graph_bytes(text.vocab_size, width)
     attentions = config.get_text_config(decoder=True).num_hidden_layers
     if has_encoder(config):
         attentions *= 2
@@ -111,7 +115,7 @@ def plan_config(
         weights=sum(weights) + _head_copy(model, spec, lean),
         kv=2 * attentions * kv_heads * head_dim * capacity * width,
         keeps_kv=lean,
-        settled=_retained(model, spec) if spec.device == "cpu" else activations // 2,
+        settled=settled,
         passing=_pass_bytes(model, spec, activations, text.vocab_size),
         loading=_loading_bytes(model, spec, lean),
     )

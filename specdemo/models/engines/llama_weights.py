@@ -123,7 +123,7 @@ class LlamaWeights:
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         self._parts: list[nn.Module | Tensor] = []
         self.idle: list[Any] = []
-        self.graphs = True
+        self.graphs, self.graph_failure = True, ""
         self._consume = consume
         self.paired = self.dtype == torch.float32 and all(
             type(getattr(layer.self_attn, name)) is nn.Linear
@@ -139,12 +139,12 @@ class LlamaWeights:
 
     @property
     def recordable(self) -> bool:
-        """True if passes can be CUDA graphs; LLM.int8() synchronises with the host."""
-        return (
-            self.graphs
-            and self.device.type == "cuda"
-            and not any("8bit" in type(module).__name__ for module in self.modules())
-        )
+        """True if passes can be CUDA graphs; LLM.int8() with a threshold synchronises with the host."""
+        states = (getattr(module, "state", None) for module in self.modules())
+        return self.device.type == "cuda" and not any(getattr(state, "threshold", 0) > 0 for state in states)
+
+    def stop_recording(self, error: RuntimeError) -> None:
+        self.graphs, self.graph_failure = False, next(iter(str(error).splitlines()), type(error).__name__)
 
     def modules(self) -> list[nn.Module]:
         return [part for part in self._parts if isinstance(part, nn.Module)]
