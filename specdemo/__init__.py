@@ -51,6 +51,14 @@ def limit_onednn_cache() -> None:
         os.environ.setdefault(name, "128")
 
 
+def load_sequentially() -> None:
+    """Make transformers read weights in the calling thread by an environment variable. Entry points call this.
+
+    Its other threads would allocate during captures of CUDA graphs, and ZeroGPU emulates CUDA only in the main thread.
+    """
+    os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
+
+
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -78,7 +78,13 @@ def _run(
     stores: Stores | None,
     drafter: Drafter | None,
 ) -> Iterator[Event]:
-    environment = {**_versions(), **target.environment}  # measured before the clock starts
+    local = [loaded.model.device for loaded in (target, model) if isinstance(loaded, LoadedModel)]
+    gpu = next((device for device in local if device.type == "cuda"), None)
+    environment = {
+        **_versions(),
+        "processor": _processor(gpu),
+        **target.environment,
+    }  # measured before the clock starts
     start = time.perf_counter()
     text, prompt_tokens = render_prompt(target.tokenizer, prompt, running.chat)
     tokens = target.opening if target.encoder else prompt_tokens  # an encoder's input is not part of the text
@@ -110,6 +116,8 @@ def _run(
                 yield event
         except (UserError, RuntimeError, MemoryError) as error:  # a failing model ends its run with a message
             failure, exhausted = str(error) or type(error).__name__, memory.is_out_of_memory(error)
+            if memory.is_device_failure(error):
+                failure = f"{failure.splitlines()[0]}: restart the program, which cannot use the GPU any more"
         kv_bytes = pipeline.kv_bytes
         if exhausted:  # outside the handler, since its traceback references tensors
             resources.close()
@@ -181,13 +189,13 @@ def _versions() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
-        "processor": _processor(),
     }
 
 
-def _processor() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
+@cache
+def _processor(gpu: torch.device | None) -> str:
+    if gpu is not None:
+        return torch.cuda.get_device_name(gpu)
     try:
         with open("/proc/cpuinfo") as lines:
             return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

@@ -187,6 +187,7 @@ class CachedModel:
 
 MEASURED_ROWS = (1, 2, 5, 8)
 _DRAFT_LENGTHS = (1, 2, 4, 7)
+NO_COSTS = dict.fromkeys(MEASURED_ROWS, 1.0)  # of passes, if not measured
 NO_COST = 1.05  # relative cost up to which padding is accepted
 _START = 50  # compared rows cross a boundary of attention key counts
 

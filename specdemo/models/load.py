@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from logging import ERROR, getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from specdemo.core.step import Draft
 from specdemo.models.engines.generic import auto_class, has_encoder, opening, refuse_recurrent
 from specdemo.models.engines.llama_weights import LlamaWeights, PackedLinear, pack, unsupported_reason
 from specdemo.models.hub import Hub
-from specdemo.models.kv_cache import BatchInvariance, CachedModel, check_invariance
+from specdemo.models.kv_cache import NO_COSTS, BatchInvariance, CachedModel, check_invariance
 from specdemo.models.llama_checkpoint import read_checkpoint
 from specdemo.models.memory import drop_mapped_files, free_bytes, given_back_at_once, on_large_pages, weight_bytes
 from specdemo.models.quantization import check_quantization, load_options, skeleton
@@ -41,10 +42,11 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase
     weight_bytes: int
     engine: str  # "lean", or "transformers: REASON"
+    measured: bool = True  # False: batch invariance is not measured but denied
 
     @cached_property
     def invariance(self) -> BatchInvariance:
-        return check_invariance(self.model)
+        return check_invariance(self.model) if self.measured else BatchInvariance(False, 1, 0, NO_COSTS)
 
     @property
     def encoder(self) -> bool:
@@ -86,7 +88,7 @@ def load(
 ) -> LoadedModel:
     """Load a model into the fastest supported engine. Raises `UserError`.
 
-    `warm`: run one pass, so that later timings exclude first-call costs.
+    `warm`: run one pass, so that later timings exclude first-call costs. Otherwise no measurement is made either.
     """
     hub = hub or Hub()
     with given_back_at_once():
@@ -98,10 +100,10 @@ def load(
         pack(model)
     drop_mapped_files(model)
     if reason:
-        loaded = LoadedModel(spec, model, tokenizer, weight_bytes(model), f"transformers: {reason}")
+        loaded = LoadedModel(spec, model, tokenizer, weight_bytes(model), f"transformers: {reason}", warm)
     else:
         lean = LlamaWeights(model, consume=True)
-        loaded = LoadedModel(spec, lean, tokenizer, lean.weight_bytes, "lean")
+        loaded = LoadedModel(spec, lean, tokenizer, lean.weight_bytes, "lean", warm)
     del model
     on_large_pages(module.packed for module in loaded.model.modules() if isinstance(module, PackedLinear))
     if warm:
@@ -128,6 +130,7 @@ def reference(
     config = configuration(spec, hub, report)
     folder = hub.weights(spec.name, spec.revision, report)
     logging.disable_progress_bar()
+    getLogger("bitsandbytes.autograd._functions").setLevel(ERROR)  # LLM.int8() warns in every bfloat16 layer
     try:
         with _weight_errors(spec), _report_weights(spec.title, report):
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -195,10 +198,11 @@ def place(spec: ModelSpec, config: PretrainedConfig) -> dict[str, Any]:
     """Return the `from_pretrained` option that assigns devices."""
     if spec.device != SPREAD:
         return {"device_map": {"": find_device(spec.device)}}
-    room: dict[str | int, int] = {
-        i: int(free_bytes(torch.device("cuda", i)) * (1 - _RESERVE)) for i in range(torch.cuda.device_count())
-    }
-    return {"device_map": spread(spec, config, {**room, "cpu": int(free_bytes(torch.device("cpu")) * (1 - _RESERVE))})}
+    gpus = range(torch.cuda.device_count())
+    room: dict[str | int, int] = {i: int(free_bytes(torch.device("cuda", i)) * (1 - _RESERVE)) for i in gpus}
+    if not (gpus and QUANTIZATIONS[spec.quantization].bits):  # transformers refuses GPU and host together
+        room["cpu"] = int(free_bytes(torch.device("cpu")) * (1 - _RESERVE))
+    return {"device_map": spread(spec, config, room)}
 
 
 def spread(spec: ModelSpec, config: PretrainedConfig, room: dict[str | int, int]) -> dict[str, str | int]:

@@ -14,6 +14,13 @@ import psutil
 import torch
 from torch import Tensor
 
+_OUT_OF_MEMORY = (
+    "can't allocate memory",  # CPU
+    "CUDA error: out of memory",  # AcceleratorError
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "MPS backend out of memory",
+)
+
 
 def format_bytes(count: float) -> str:
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -129,14 +136,21 @@ def release_memory() -> None:
     gc.collect()  # models and idle engines are cyclic
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    if torch.backends.mps.is_available():
+        torch.mps.empty_cache()
     _libc("malloc_trim", 0)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Detect out-of-memory errors; on a CPU torch raises a plain RuntimeError."""
+    """Detect out-of-memory errors; only some are `torch.OutOfMemoryError`."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+        isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
     )
+
+
+def is_device_failure(error: BaseException) -> bool:
+    """Detect CUDA errors after which every further operation of the process fails."""
+    return isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error)
 
 
 def free_bytes(device: torch.device) -> int:

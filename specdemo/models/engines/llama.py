@@ -241,7 +241,7 @@ class LlamaEngine:
 
         A view would start at any element, but CUDA's memory-efficient attention requires 16-byte alignment.
         """
-        ones = partial(torch.ones, dtype=torch.bool, device=self._model.device)
+        ones = partial(torch.ones, dtype=torch.bool)
         if n > MAX_ROWS:
             return self._mask(ones(n, width).tril(held))
         if n not in self._masks:
@@ -252,8 +252,8 @@ class LlamaEngine:
         return buffer[: len(causal) * width].view(len(causal), width).copy_(causal[:, first : first + width])
 
     def _mask(self, seen: Tensor) -> Tensor:
-        """Convert to an additive mask `[n * group + padding, keys]`."""
+        """Convert a mask on the host to an additive mask `[n * group + padding, keys]`."""
         model = self._model
-        mask = torch.zeros(seen.shape, dtype=model.dtype).masked_fill_(~seen.cpu(), torch.finfo(model.dtype).min)
+        mask = torch.zeros(seen.shape, dtype=model.dtype).masked_fill_(~seen, torch.finfo(model.dtype).min)
         mask = mask.repeat_interleave(model.heads // model.kv_heads, 0)
         return F.pad(mask, (0, 0, 0, -len(mask) % _QUERY_ROWS)).to(model.device)
