@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -18,12 +19,13 @@ from specdemo.core.errors import UserError
 from specdemo.core.events import End, Event, Header, Loading, MemoryUse, StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.models import memory
+from specdemo.models.kv_cache import COMPARED_ROWS, compared_context
 from specdemo.models.load import LoadedModel
 from specdemo.models.loaded_pair import LoadedPair
 from specdemo.models.memory import format_bytes
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.tokenizer import ChatMessage, TextStream, TokenNames, render_prompt
-from specdemo.pipeline import Pipeline, Stores, build_pipeline
+from specdemo.pipeline import Pipeline, Stores, build_pipeline, longest_chain
 from specdemo.recipe import METHODS, Recipe
 from specdemo.remote.client import RemoteModel, connect
 
@@ -103,8 +105,7 @@ def _run(
             prompt_tokens=tuple(prompt_tokens),
             vocab_size=target.vocab_size,
             exact=recipe.exact,
-            # compared for chains only
-            bit_equal=target.bit_equal and METHODS[running.method].shape == "chain" and drafter is None,
+            bit_equal=target.bit_equal and drafter is None and _is_compared(running, target, len(tokens)),
             encoder=target.encoder,
             environment={**environment, **target.environment, "drafter_bytes": model.weight_bytes if model else None},
         )
@@ -129,6 +130,13 @@ def _run(
             return
         peak = MemoryUse(memory.peak_process_bytes(), memory.peak_device_bytes(device), kv_bytes)
         yield End("stop" if last in target.stop else "length", None, metrics, peak)
+
+
+def _is_compared(recipe: Recipe, target: LoadedModel | RemoteModel, tokens: int) -> bool:
+    """Return True if the comparison of logits covers the passes of a run: chains, rows and context."""
+    length = longest_chain(recipe)
+    context = compared_context(target.model) if isinstance(target, LoadedModel) else sys.maxsize
+    return length is not None and length < COMPARED_ROWS and tokens + recipe.max_tokens <= context
 
 
 def _room(pipeline: Pipeline, tokens: Sequence[int]) -> int:

@@ -69,10 +69,15 @@ class Pipeline:
 
     def prepare(self, recipe: Recipe, tokens: int, length: int) -> None:
         """Record the passes of a run that continues `tokens` up to `length` tokens, before they are timed."""
-        longest = recipe.gamma if recipe.policy == "fixed" and METHODS[recipe.method].shape == "chain" else MAX_ROWS
+        longest = longest_chain(recipe) or MAX_ROWS
         opening = (tokens - 1) % PROMPT_CHUNK + 1  # rows of the last pass over the prompt
         for cached in self.caches:
             cached.prepare({*range(1, longest + 3), opening}, tokens, length + MAX_ROWS)
+
+
+def longest_chain(recipe: Recipe) -> int | None:
+    """Return the largest draft length if all drafts are chains of a fixed length, otherwise None."""
+    return recipe.gamma if recipe.policy == "fixed" and METHODS[recipe.method].shape == "chain" else None
 
 
 class ModelContext:

@@ -19,7 +19,7 @@ from specdemo.core.events import End, Header, StepEvent
 from specdemo.core.step import Draft
 from specdemo.models.engines.cuda_graphs import GRAPH_LIMIT, GRAPH_ROWS, GraphRecorder, graph_keys, graph_rows
 from specdemo.models.engines.llama_weights import LlamaWeights
-from specdemo.models.kv_cache import CachedModel, check_invariance
+from specdemo.models.kv_cache import BatchInvariance, CachedModel, check_invariance
 from specdemo.models.memory_plan import plan_config
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
@@ -171,3 +171,41 @@ def test_graphs_are_part_of_the_memory_plan(cuda: FakeCuda, monkeypatch: pytest.
     config = LlamaConfig(**{**LLAMA, "vocab_size": 100_000})
     plans = [plan_config(ModelSpec("x", "bfloat16", device=device), config, 100) for device in ("cuda:0", "mps")]
     assert plans[0].settled - plans[1].settled > 32 << 20
+
+
+@pytest.mark.parametrize(
+    ("changed", "device", "claimed"),
+    [
+        ({"gamma": 7}, "cpu", True),
+        ({"gamma": 8}, "cpu", False),  # nine rows
+        ({"policy": "auto"}, "cpu", False),
+        ({"method": "tree"}, "cpu", False),
+        ({"gamma": 7, "max_tokens": 1500}, "cuda", True),
+        ({"gamma": 7, "max_tokens": 2500}, "cuda", False),
+    ],
+)
+def test_equal_bits_are_claimed_for_compared_rows_and_contexts_only(
+    changed: dict[str, Any], device: str, claimed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(save_model(tmp_path / "model", byte_level_tokenizer(), max_position_embeddings=4096))
+    pool, recipe = ModelPool(), Recipe(target=folder, drafter=folder, device="cpu", temperature=0.0, **changed)
+    loaded = pool.take(recipe.target_spec)
+    loaded.__dict__["invariance"] = BatchInvariance(True, 1, 10, {1: 1.0})
+    monkeypatch.setattr("specdemo.models.kv_cache._depends_on_keys", lambda model: device == "cuda")
+    header = next(event for event in run_recipe(recipe, "abcd", pool) if isinstance(event, Header))
+    assert header.bit_equal == claimed
+
+
+def test_cuda_compares_long_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+    score = CachedModel.score
+
+    def recorded(cached: CachedModel, tokens: list[int], draft: Draft) -> torch.Tensor:
+        lengths.append(len(tokens))
+        return score(cached, tokens, draft)
+
+    monkeypatch.setattr("specdemo.models.kv_cache._depends_on_keys", lambda model: True)
+    monkeypatch.setattr(CachedModel, "score", recorded)
+    model = weights(num_hidden_layers=1)
+    result = check_invariance(model, 0.01)
+    assert max(lengths) > 2000 or not result.equal
