@@ -143,6 +143,17 @@ def test_a_failed_capture_continues_eagerly(error: Exception, cuda: FakeCuda, pa
     assert cuda.current is cuda.default and not cuda.devices
 
 
+@pytest.mark.parametrize("method", ["ar", "self"])
+def test_a_second_run_captures_nothing(method: str, cuda: FakeCuda, pair: dict[str, Any]) -> None:
+    pool = ModelPool()
+    for _ in range(2):
+        captures = len(cuda.captures)
+        list(run_recipe(Recipe(**pair, method=method), "abcd", pool))
+    assert len(cuda.captures) == captures > 0
+    pool.recover()
+    assert not cuda.graphs
+
+
 def test_nothing_is_captured_while_models_load(cuda: FakeCuda, pair: dict[str, Any]) -> None:
     ModelPool().take(Recipe(**pair).target_spec)
     assert not cuda.captures

@@ -123,6 +123,7 @@ class LlamaWeights:
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         self._parts: list[nn.Module | Tensor] = []
         self.idle: list[Any] = []
+        self._thin: tuple[list[int], LlamaWeights] | None = None  # of `with_layers`
         self.graphs, self.graph_failure = True, ""
         self._consume = consume
         self.paired = self.dtype == torch.float32 and all(
@@ -156,9 +157,19 @@ class LlamaWeights:
         )
 
     def with_layers(self, kept: Sequence[int]) -> LlamaWeights:
+        """Return the model restricted to the layers `kept`; retained if passes are recorded, for its graphs."""
+        if self._thin and self._thin[0] == list(kept):
+            return self._thin[1]
         thin = copy.copy(self)
-        thin.layers, thin.idle = [self.layers[i] for i in kept], []
+        thin.layers, thin.idle, thin._thin = [self.layers[i] for i in kept], [], None
+        if self.recordable:
+            self._thin = list(kept), thin
         return thin
+
+    def release(self) -> None:
+        """Release idle engines, with their caches and graphs."""
+        self.idle.clear()
+        self._thin = None
 
     def rotation(self, token_positions: Tensor) -> Tensor:
         """Return the angles for `turn`: complex `[1, n, 1, dim / 2]`, or cosines and signed sines `[2, n, 1, dim]`."""
@@ -316,5 +327,5 @@ def with_dropout(model: PreTrainedModel | LlamaWeights, seed: int, share: float 
     width = model.embedding.shape[1]
     mask = (torch.rand(width, generator=generator) >= share).to(model.embedding)
     thin = copy.copy(model)
-    thin.embedding, thin.idle = model.embedding * mask / (1 - share), []
+    thin.embedding, thin.idle, thin._thin = model.embedding * mask / (1 - share), [], None
     return thin
