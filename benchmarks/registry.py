@@ -33,6 +33,7 @@ RUNS = (
     TableRun("python -m benchmarks.preflight_accuracy --prompts 40 --write", ("preflight_accuracy",), 8),
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.memory --write", ("memory",), 6),
     TableRun("python -m benchmarks.memory --rounds 10 --write", ("memory-rounds",), 1),
+    TableRun("OMP_NUM_THREADS=1 python -m benchmarks.architectures --write", ("architectures",), 4),
     TableRun("python -m training.quantised --write", ("quantised-perplexity", "quantised-speed"), 6),
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.gates --write", ("gates",), 2),
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.link --write", ("link",), 6),

@@ -170,6 +170,8 @@ def build_pipeline(
         refuse_with_encoder(recipe.method)
     method, context = METHODS[recipe.method], ModelContext(recipe, target, drafter, stores, prompt)
     proposer, caches = method.build(context), tuple(context.draft_caches)
+    if method.shape == "forest":
+        _refuse_forests(method.name, (context.target_cache, *caches))
     if method.policy is not None:
         policy = method.policy(recipe)
     else:
@@ -183,6 +185,15 @@ def build_pipeline(
         return Pipeline(remote, proposer, policy, caches, context_length, remote.close)
     verifier = method.verifier(context) if method.verifier else _verifier(context)
     return Pipeline(verifier, proposer, policy, (*local, *caches), context_length)
+
+
+def _refuse_forests(method: str, models: Sequence[CachedModel | None]) -> None:
+    for cached in models:
+        if cached is not None and cached.chains_only:
+            raise UserError(
+                f"method {method} verifies several continuations in one pass, and {type(cached.model).__name__} "
+                f"{cached.chains_only}: choose method draft, nasd, suffix or ar"
+            )
 
 
 def _bridge(recipe: Recipe, target: LoadedModel | RemoteModel, drafter: LoadedModel | None) -> Bridge | None:

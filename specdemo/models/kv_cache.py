@@ -18,7 +18,14 @@ from torch import Tensor
 
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft, common_prefix
-from specdemo.models.engines.generic import EncoderDecoderEngine, TransformersEngine, has_encoder, opening
+from specdemo.models.cache_check import cache_support
+from specdemo.models.engines.generic import (
+    EncoderDecoderEngine,
+    TransformersEngine,
+    UncachedEngine,
+    has_encoder,
+    opening,
+)
 from specdemo.models.engines.llama import LlamaEngine
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.memory import weight_bytes
@@ -48,6 +55,13 @@ class CacheEngine(Protocol):
     def reserved_bytes(self) -> int: ...
 
 
+def _engine(model: PreTrainedModel, source: Sequence[int], uncached: bool) -> CacheEngine:
+    if has_encoder(model.config):
+        source = source or opening(model)
+        return UncachedEngine(model, source) if uncached else EncoderDecoderEngine(model, source)
+    return UncachedEngine(model, ()) if uncached else TransformersEngine(model)
+
+
 class CachedModel:
     """Function from tokens and a draft to logits, with the KV cache of one request.
 
@@ -65,12 +79,12 @@ class CachedModel:
                 f"the prompt has {len(source):,} tokens and the encoder reads {self.context:,}: shorten it by at least "
                 f"{len(source) - self.context:,}"
             )
+        self.chains_only = ""  # or the reason why forests are not exact
         if isinstance(model, LlamaWeights):
             self._engine: CacheEngine = model.idle.pop() if model.idle else LlamaEngine(model)
-        elif has_encoder(model.config):
-            self._engine = EncoderDecoderEngine(model, source or opening(model))
         else:
-            self._engine = TransformersEngine(model)
+            support = cache_support(model)
+            self.chains_only, self._engine = support.forests, _engine(model, source, bool(support.uncached))
         self._pad = pad
         self._held: list[int] = []
         self._draft = Draft()
@@ -82,6 +96,11 @@ class CachedModel:
 
         Row 0 follows `tokens`, row i + 1 follows node i. Raises `UserError` for an unsupported draft shape.
         """
+        if self.chains_only and not draft.is_chain:
+            raise UserError(
+                f"{type(self.model).__name__} supports chains only, because it {self.chains_only}: choose a method "
+                "that drafts a chain"
+            )
         if not tokens:
             raise UserError("the prompt is empty: give a prompt of at least one token")
         held, known = self._keep(tokens, draft)

@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
+from specdemo.models.cache_check import cache_support
 from specdemo.models.engines.generic import auto_class, has_encoder, opening, refuse_recurrent
 from specdemo.models.engines.llama_weights import LlamaWeights, PackedLinear, pack, unsupported_reason
 from specdemo.models.hub import Hub
@@ -95,12 +96,14 @@ def load(
         with _weight_errors(spec):
             checkpoint = read_checkpoint(spec.resolved(), hub, report)
         model, tokenizer = checkpoint or reference(spec, hub, report)
-    reason = unsupported_reason(model)
-    if reason:
-        pack(model)
+    if reason := unsupported_reason(model):
+        support = cache_support(model)
+        if support.packs:
+            pack(model)
     drop_mapped_files(model)
     if reason:
-        loaded = LoadedModel(spec, model, tokenizer, weight_bytes(model), f"transformers: {reason}", warm)
+        engine = f"transformers: {reason}{support.note}"
+        loaded = LoadedModel(spec, model, tokenizer, weight_bytes(model), engine, warm)
     else:
         lean = LlamaWeights(model, consume=True)
         loaded = LoadedModel(spec, lean, tokenizer, lean.weight_bytes, "lean", warm)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from specdemo.core.errors import UserError, check_name
 from specdemo.core.step import Draft
+from specdemo.models.cache_check import cache_support
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.memory import weight_bytes
@@ -121,7 +122,7 @@ def _in_memory_pair(
         spec = ModelSpec(f"in-memory {role} {type(model).__name__}{origin}")
         shared = share_weights(model)
         CachedModel(shared).score([0], Draft.chain((0,)))  # rejects unsupported models
-        engine = "transformers: in-memory model, weights shared"
+        engine = f"transformers: in-memory model, weights shared{cache_support(shared).note}"
         pool.add(LoadedModel(spec, shared, own, weight_bytes(shared), engine))
         settings[role] = spec.name
     return LoadedPair(pool, **settings)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from specdemo.core.errors import UserError
+from specdemo.models.cache_check import refuse_architecture
 from specdemo.models.engines.cuda_graphs import graph_bytes
 from specdemo.models.engines.generic import has_encoder
 from specdemo.models.engines.llama import KEY_BLOCK, PROMPT_CHUNK
@@ -87,38 +88,62 @@ def plan_spec(
 def plan_config(
     spec: ModelSpec, config: PretrainedConfig, context: int, shapes: TensorShapes | None = None, apart: bool = False
 ) -> MemoryPlan:
-    """Estimate memory. `shapes`: tensors of a quantized checkpoint; `apart`: see `head_apart`."""
+    """Estimate memory. `shapes`: tensors of a quantized checkpoint; `apart`: see `head_apart`.
+
+    Raises `UserError` for an architecture that gives wrong logits.
+    """
     model = skeleton(config, apart)
     lean = unsupported_reason(model) is None and spec.device != SPREAD
+    if not lean:
+        refuse_architecture(type(model), config)
     text = config.get_text_config()
     width = _DTYPE_BYTES[spec.dtype]
-    heads = text.num_attention_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    layers = list(text.per_layer_config)
+    queries, keys_and_values = (max(map(widths, layers)) for widths in (_query_width, _kv_width))
     capacity = _doubled(context, KEY_BLOCK) if lean else max(context, 1)  # unwritten memory is not resident
     rows = min(max(context, 1), PROMPT_CHUNK) if lean else max(context, 1)
-    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    inner = max(map(_inner_width, layers))
     weights = _weight_sizes(model, spec) if shapes is None else _stored_sizes(model, spec, shapes)
-    activations = rows * (4 * text.hidden_size + 2 * (heads + 2 * kv_heads) * head_dim + 3 * inner) * width
-    if lean:
-        activations += rows * heads // kv_heads * capacity * width  # mask of a prompt chunk
+    activations = rows * (4 * text.hidden_size + 2 * (queries + keys_and_values) + 3 * inner) * width
+    if lean:  # mask of a prompt chunk
+        activations += rows * text.num_attention_heads // text.num_key_value_heads * capacity * width
     settled = _retained(model, spec) if spec.device == "cpu" else activations // 2
     if lean and spec.device.startswith("cuda"):
         settled += graph_bytes(text.vocab_size, width)
-    attentions = config.get_text_config(decoder=True).num_hidden_layers
+    cached = sum(map(_kv_width, config.get_text_config(decoder=True).per_layer_config))
     if has_encoder(config):
-        attentions *= 2
+        cached *= 2
     return MemoryPlan(
         spec,
         context,
         sum(weight.numel() for weight in model.parameters()),
         weights=sum(weights) + _head_copy(model, spec, lean),
-        kv=2 * attentions * kv_heads * head_dim * capacity * width,
+        kv=cached * capacity * width,
         keeps_kv=lean,
         settled=settled,
         passing=_pass_bytes(model, spec, activations, text.vocab_size),
         loading=_loading_bytes(model, spec, lean),
     )
+
+
+def _query_width(layer: PretrainedConfig) -> int:
+    return layer.num_attention_heads * _head_dim(layer)
+
+
+def _kv_width(layer: PretrainedConfig) -> int:
+    if getattr(layer, "kv_lora_rank", None):  # compressed, and rotated keys
+        return layer.kv_lora_rank + layer.qk_rope_head_dim
+    kv_heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+    return kv_heads * (_head_dim(layer) + (getattr(layer, "v_head_dim", None) or _head_dim(layer)))
+
+
+def _head_dim(layer: PretrainedConfig) -> int:
+    return getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+
+
+def _inner_width(layer: PretrainedConfig) -> int:
+    width = getattr(layer, "intermediate_size", None) or 4 * layer.hidden_size
+    return max(width) if isinstance(width, (list, tuple)) else width
 
 
 def missing_bytes(plans: Sequence[MemoryPlan]) -> dict[str, tuple[int, int]]:

@@ -1,9 +1,10 @@
-"""Engines for attention-only `transformers` models: their forward pass over a preallocated KV cache."""
+"""Engines for `transformers` models: forward passes over a preallocated KV cache or without a cache."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from specdemo.core.step import Draft
 
 if TYPE_CHECKING:
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PretrainedConfig, PreTrainedModel
+
+FullPass = Callable[[Tensor], Tensor]  # token ids [1, n] to logits [n, vocab]
 
 
 def positions(rows: int, held: int, draft: Draft) -> list[int]:
@@ -102,11 +105,14 @@ def has_window(model: PreTrainedModel) -> bool:
 
 
 def refuse_recurrent(kind: type[PreTrainedModel], config: PretrainedConfig) -> None:
-    layers = getattr(config.get_text_config(), "layer_types", None) or ["full_attention"]
-    if kind._is_stateful or not set(layers) <= {"full_attention", "sliding_attention"}:
+    """Raise `UserError` if layers store more than keys and values."""
+    layers = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
+    others = sorted({*layers} - {"full_attention", "sliding_attention", "chunked_attention"})
+    if kind._is_stateful or others:
+        named = f" ({', '.join(others)})" if others else ""
         raise UserError(
-            f"{kind.__name__} keeps a recurrent state that cannot take back a rejected token: "
-            "choose a model with attention layers only"
+            f"{kind.__name__} keeps a state{named} that cannot take back a rejected token: choose a model with "
+            "ordinary attention layers only"
         )
 
 
@@ -115,8 +121,9 @@ class TransformersEngine:
 
     def __init__(self, model: PreTrainedModel) -> None:
         refuse_recurrent(type(model), model.config)
-        self._model, self._windowed = model, has_window(model)
+        self._model = model
         self._cache = Cache(layer_class_to_replicate=InPlaceCacheLayer)
+        self._selects_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def keep(self, length: int, slots: list[int]) -> None:
         for layer in self._cache.layers:
@@ -131,25 +138,18 @@ class TransformersEngine:
         return sum(x.nbytes for layer in self._cache.layers for x in layer.buffers)
 
     def run(self, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
-        """See `CacheEngine.run`. Raises `UserError` for forests on a model with a sliding window."""
-        if self._windowed and not draft.is_chain:
-            raise UserError(
-                f"{type(self._model).__name__} has a sliding window, which supports chains only: choose a method "
-                "that drafts a chain"
-            )
+        """See `CacheEngine.run`; `cache_support` reports limits."""
         device, dtype = self._model.device, self._model.dtype
-        extra = {}
+        extra: dict[str, Any] = {"logits_to_keep": len(draft) + 1} if self._selects_rows else {}
         if not draft.is_chain:
             mask = torch.zeros(len(new), held + len(new), dtype=dtype)
             mask.masked_fill_(~visible(len(new), held, draft), torch.finfo(dtype).min)
             position_ids = torch.tensor([positions(len(new), held, draft)], device=device)
-            extra = {"attention_mask": mask[None, None].to(device), "position_ids": position_ids}
-        return self._model(
-            input_ids=torch.as_tensor(new, device=device)[None],
-            past_key_values=self._cache,
-            logits_to_keep=len(draft) + 1,
-            **extra,
+            extra |= {"attention_mask": mask[None, None].to(device), "position_ids": position_ids}
+        logits = self._model(
+            input_ids=torch.as_tensor(new, device=device)[None], past_key_values=self._cache, use_cache=True, **extra
         ).logits[0]
+        return logits[-len(draft) - 1 :]
 
 
 def has_encoder(config: PretrainedConfig) -> bool:
@@ -186,9 +186,7 @@ class EncoderDecoderEngine(TransformersEngine):
         self._both = EncoderDecoderCache(self._cache, self._crossed)
 
     def run(self, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
-        """See `CacheEngine.run`. Raises `UserError` for forests: these decoders compute positions internally."""
-        if not draft.is_chain:
-            raise UserError(f"{type(self._model).__name__} supports chains only: choose a method that drafts a chain")
+        """See `CacheEngine.run`; `draft` is a chain."""
         device = self._model.device
         if self._encoded is None:
             self._encoded = self._model.get_encoder()(input_ids=torch.tensor([self._source], device=device))
@@ -203,3 +201,37 @@ class EncoderDecoderEngine(TransformersEngine):
     @property
     def kv_bytes(self) -> int:
         return super().kv_bytes + sum(x.nbytes for layer in self._crossed.layers for x in (layer.keys, layer.values))
+
+
+def full_pass(model: PreTrainedModel, source: Sequence[int]) -> FullPass:
+    """Return a pass without a KV cache."""
+    inputs: dict[str, Any] = {}
+
+    def run(ids: Tensor) -> Tensor:
+        if not has_encoder(model.config):
+            return model(input_ids=ids, use_cache=False).logits[0]
+        if not inputs:  # FSMT masks later tokens only if `input_ids` is given
+            inputs["input_ids"] = torch.tensor([list(source)], device=ids.device)
+            inputs["encoder_outputs"] = model.get_encoder()(input_ids=inputs["input_ids"])
+        return model(decoder_input_ids=ids, use_cache=False, **inputs).logits[0]
+
+    return run
+
+
+class UncachedEngine:
+    """Engine without a KV cache."""
+
+    kv_bytes = reserved_bytes = 0
+
+    def __init__(self, model: PreTrainedModel, source: Sequence[int]) -> None:
+        self._pass = full_pass(model, source)
+        self._tokens = torch.empty(0, dtype=torch.long, device=model.device)
+
+    def run(self, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
+        """See `CacheEngine.run`; `draft` is a chain."""
+        added = torch.as_tensor(new, device=self._tokens.device)
+        self._tokens = torch.cat([self._tokens[:held], added])
+        return self._pass(self._tokens[None])[held:][-len(draft) - 1 :]
+
+    def keep(self, length: int, slots: list[int]) -> None:
+        self._tokens = torch.cat([self._tokens[:length], self._tokens[slots]])
