@@ -52,10 +52,7 @@ def limit_onednn_cache() -> None:
 
 
 def load_sequentially() -> None:
-    """Make transformers read weights in the calling thread by an environment variable. Entry points call this.
-
-    Its other threads would allocate during captures of CUDA graphs, and ZeroGPU emulates CUDA only in the main thread.
-    """
+    """Make transformers load in one thread: ZeroGPU emulates CUDA in the main thread only."""
     os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
 
 

@@ -80,13 +80,7 @@ def _run(
     stores: Stores | None,
     drafter: Drafter | None,
 ) -> Iterator[Event]:
-    local = [loaded.model.device for loaded in (target, model) if isinstance(loaded, LoadedModel)]
-    gpu = next((device for device in local if device.type == "cuda"), None)
-    environment = {
-        **_versions(),
-        "processor": _processor(gpu),
-        **target.environment,
-    }  # measured before the clock starts
+    environment = _environment(target, model)  # measured before the clock starts
     start = time.perf_counter()
     text, prompt_tokens = render_prompt(target.tokenizer, prompt, running.chat)
     tokens = target.opening if target.encoder else prompt_tokens  # an encoder's input is not part of the text
@@ -96,9 +90,7 @@ def _run(
         if drafter is not None:
             pipeline = replace(pipeline, drafter=drafter)
         room = _room(pipeline, tokens)
-        began = time.perf_counter()
-        pipeline.prepare(running, len(tokens), len(tokens) + min(running.max_tokens, room))
-        start += time.perf_counter() - began  # a wait, but no part of decoding
+        start += _prepare(pipeline, running, len(tokens), room)
         yield Header(
             recipe=asdict(recipe),
             prompt=text,
@@ -107,7 +99,7 @@ def _run(
             exact=recipe.exact,
             bit_equal=target.bit_equal and drafter is None and _is_compared(running, target, len(tokens)),
             encoder=target.encoder,
-            environment={**environment, **target.environment, "drafter_bytes": model.weight_bytes if model else None},
+            environment={**environment, **target.environment},
         )
         device, metrics, last, failure, exhausted = pipeline.device, Metrics(), None, None, False
         steps = _steps(pipeline, target, tokens, min(running.max_tokens, room), start)
@@ -116,9 +108,7 @@ def _run(
                 metrics, last = event.metrics, event.step.tokens[-1] if event.step.tokens else last
                 yield event
         except (UserError, RuntimeError, MemoryError) as error:  # a failing model ends its run with a message
-            failure, exhausted = str(error) or type(error).__name__, memory.is_out_of_memory(error)
-            if memory.is_device_failure(error):
-                failure = f"{failure.splitlines()[0]}: restart the program, which cannot use the GPU any more"
+            failure, exhausted = memory.describe_failure(error), memory.is_out_of_memory(error)
         kv_bytes = pipeline.kv_bytes
         if exhausted:  # outside the handler, since its traceback references tensors
             resources.close()
@@ -133,7 +123,6 @@ def _run(
 
 
 def _is_compared(recipe: Recipe, target: LoadedModel | RemoteModel, tokens: int) -> bool:
-    """Return True if the comparison of logits covers the passes of a run: chains, rows and context."""
     length = longest_chain(recipe)
     context = compared_context(target.model) if isinstance(target, LoadedModel) else sys.maxsize
     return length is not None and length < COMPARED_ROWS and tokens + recipe.max_tokens <= context
@@ -188,6 +177,20 @@ def _steps(
             MemoryUse(sampler.process_bytes(), memory.device_bytes(pipeline.device), pipeline.kv_bytes),
             metrics,
         )
+
+
+def _prepare(pipeline: Pipeline, recipe: Recipe, tokens: int, room: int) -> float:
+    """Return the seconds taken."""
+    start = time.perf_counter()
+    pipeline.prepare(recipe, tokens, tokens + min(recipe.max_tokens, room))
+    return time.perf_counter() - start
+
+
+def _environment(target: LoadedModel | RemoteModel, model: LoadedModel | None) -> dict[str, Any]:
+    local = [loaded.model.device for loaded in (target, model) if isinstance(loaded, LoadedModel)]
+    gpu = next((device for device in local if device.type == "cuda"), None)
+    drafter_bytes = model.weight_bytes if model else None
+    return {**_versions(), "processor": _processor(gpu), **target.environment, "drafter_bytes": drafter_bytes}
 
 
 @cache

@@ -68,15 +68,15 @@ class Pipeline:
         return sum(cache.kv_bytes for cache in self.caches)
 
     def prepare(self, recipe: Recipe, tokens: int, length: int) -> None:
-        """Record the passes of a run that continues `tokens` up to `length` tokens, before they are timed."""
+        """Record the passes of a run from `tokens` to `length` tokens."""
         longest = longest_chain(recipe) or MAX_ROWS
-        opening = (tokens - 1) % PROMPT_CHUNK + 1  # rows of the last pass over the prompt
+        opening = (tokens - 1) % PROMPT_CHUNK + 1
         for cached in self.caches:
             cached.prepare({*range(1, longest + 3), opening}, tokens, length + MAX_ROWS)
 
 
 def longest_chain(recipe: Recipe) -> int | None:
-    """Return the largest draft length if all drafts are chains of a fixed length, otherwise None."""
+    """Return the largest draft length of fixed-length chains."""
     return recipe.gamma if recipe.policy == "fixed" and METHODS[recipe.method].shape == "chain" else None
 
 

@@ -62,7 +62,7 @@ class TokenClock(BaseStreamer):
 
 
 class Baselines:
-    """A pair loaded by transformers, in addition to that of this program. Raises `UserError` if memory is short."""
+    """A pair loaded by transformers. Raises `UserError` if memory is short."""
 
     def __init__(self, target: ModelSpec, drafter: ModelSpec | None) -> None:
         check_memory([plan_spec(spec.resolved(), 0) for spec in (target, drafter) if spec is not None])

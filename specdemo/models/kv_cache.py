@@ -132,7 +132,7 @@ class CachedModel:
         return new
 
     def prepare(self, rows: Iterable[int], start: int, end: int) -> None:
-        """Record passes of these row counts over `start` to `end` positions, if the engine records passes."""
+        """Record passes of these row counts over `start` to `end` positions on CUDA."""
         if isinstance(self._engine, LlamaEngine):
             self._engine.prepare(rows, start, end)
 
@@ -209,7 +209,7 @@ _DRAFT_LENGTHS = (1, 2, 4, 7)
 NO_COSTS = dict.fromkeys(MEASURED_ROWS, 1.0)  # of passes, if not measured
 NO_COST = 1.05  # relative cost up to which padding is accepted
 _STARTS = (50,)  # cached tokens; compared rows cross a boundary of attention key counts
-_CUDA_STARTS = (50, 600, 2000)  # kernels depend on the number of keys
+_CUDA_STARTS = (50, 600, 2000)
 _COMPARED = 24  # tokens
 COMPARED_ROWS = max(_DRAFT_LENGTHS) + 1
 
@@ -264,12 +264,10 @@ def _cost(cached: CachedModel, budget_s: float) -> dict[int, float]:
 
 
 def compared_context(model: LlamaWeights | torch.nn.Module) -> int:
-    """Return the longest text in tokens to which `BatchInvariance.equal` applies."""
     return _CUDA_STARTS[-1] + _COMPARED if _depends_on_keys(model) else sys.maxsize
 
 
 def _depends_on_keys(model: LlamaWeights | torch.nn.Module) -> bool:
-    """Return True if kernels depend on the number of keys; the CPU engine pads keys to a few block shapes."""
     return model.device.type == "cuda"
 
 

@@ -43,7 +43,7 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase
     weight_bytes: int
     engine: str  # "lean", or "transformers: REASON"
-    measured: bool = True  # False: batch invariance is not measured but denied
+    measured: bool = True  # False: no batch invariance
 
     @cached_property
     def invariance(self) -> BatchInvariance:
@@ -115,7 +115,7 @@ def load(
 
 
 def _warm_up(model: PreTrainedModel | LlamaWeights) -> None:
-    """Run a pass without recording it: in this thread, a CUDA graph would be captured beside the device thread."""
+    """Run a pass; CUDA graphs are recorded only in the device thread."""
     lean = isinstance(model, LlamaWeights)
     if lean:
         model.graphs = False
@@ -133,7 +133,7 @@ def reference(
     config = configuration(spec, hub, report)
     folder = hub.weights(spec.name, spec.revision, report)
     logging.disable_progress_bar()
-    getLogger("bitsandbytes.autograd._functions").setLevel(ERROR)  # LLM.int8() warns in every bfloat16 layer
+    getLogger("bitsandbytes.autograd._functions").setLevel(ERROR)  # a warning per layer and pass
     try:
         with _weight_errors(spec), _report_weights(spec.title, report):
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -203,7 +203,7 @@ def place(spec: ModelSpec, config: PretrainedConfig) -> dict[str, Any]:
         return {"device_map": {"": find_device(spec.device)}}
     gpus = range(torch.cuda.device_count())
     room: dict[str | int, int] = {i: int(free_bytes(torch.device("cuda", i)) * (1 - _RESERVE)) for i in gpus}
-    if not (gpus and QUANTIZATIONS[spec.quantization].bits):  # transformers refuses GPU and host together
+    if not (gpus and QUANTIZATIONS[spec.quantization].bits):  # refused by transformers
         room["cpu"] = int(free_bytes(torch.device("cpu")) * (1 - _RESERVE))
     return {"device_map": spread(spec, config, room)}
 

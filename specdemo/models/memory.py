@@ -148,9 +148,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def is_device_failure(error: BaseException) -> bool:
-    """Detect CUDA errors after which every further operation of the process fails."""
-    return isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error)
+def describe_failure(error: BaseException) -> str:
+    """Return the message of an error, with the remedy for CUDA errors."""
+    text = str(error) or type(error).__name__
+    if isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error):
+        return f"{text.splitlines()[0]}: restart the program, which cannot use the GPU any more"
+    return text
 
 
 def free_bytes(device: torch.device) -> int:

@@ -112,15 +112,14 @@ def find_device(name: str) -> torch.device:
 
 
 def _has_fast_bfloat16(device: torch.device) -> bool:
-    """Return False below compute capability 8.0, where bfloat16 has no tensor cores and attention is slow."""
     import torch
 
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+    return torch.cuda.get_device_capability(device) >= (8, 0)  # tensor cores
 
 
 @cache
 def unused_gpu() -> str | None:
-    """Return why torch cannot use an NVIDIA GPU of this machine, with the remedy; None if there is no GPU."""
+    """Return why torch cannot use this machine's NVIDIA GPU, with the remedy."""
     import torch
 
     windows = sys.platform == "win32" and os.path.exists(r"C:\Windows\System32\nvcuda.dll")

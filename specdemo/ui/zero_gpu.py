@@ -61,7 +61,7 @@ def loaded(recipes: list[Recipe]) -> ModelPool:
     """Return a pool with the models of these recipes, which are never unloaded."""
     specs = dict.fromkeys(spec for recipe in recipes for spec in specs_of(recipe))
     pool = ModelPool(idle_s=math.inf, warm=False)
-    for spec in specs:  # in this thread, since `spaces` emulates CUDA only here; no measurements in leased time
+    for spec in specs:  # in the thread that emulates CUDA
         pool.add(load(spec.resolved(), warm=False))
     return pool
 

@@ -97,7 +97,7 @@ def test_the_gpu_is_named_only_if_used(folder: str, gpus: SimpleNamespace) -> No
     ],
 )
 def test_exhausted_memory_is_recognised(error: Exception) -> None:
-    assert memory.is_out_of_memory(error) and not memory.is_device_failure(error)
+    assert memory.is_out_of_memory(error) and "restart" not in memory.describe_failure(error)
 
 
 def test_a_lasting_cuda_error_recommends_a_restart(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""CUDA graphs of one engine: shapes, recording on a stream of its own, memory."""
+"""CUDA graphs of an engine."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-GRAPH_ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16)  # recorded row counts; passes are padded to the next one
+GRAPH_ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16)  # passes are padded to the next one
 MAX_ROWS = GRAPH_ROWS[-1]
 GRAPH_LIMIT = 32  # graphs of an engine
 _FIRST_KEYS = 256
-_STREAMS = 32  # `torch.cuda.Stream` returns the streams of a pool in turn
-_POOL_BYTES = 22 << 20  # estimates, not measured: intermediate results
+_STREAMS = 32  # of torch, returned in turn
+_POOL_BYTES = 22 << 20  # estimate
 _WORKSPACE_BYTES = 32 << 20  # of cuBLAS, per stream
 
 
@@ -29,16 +29,16 @@ def graph_keys(count: int) -> int:
 
 
 def graph_bytes(vocab_size: int, width: int) -> int:
-    """Estimate the memory of an engine's graphs; each retains its logits, `width` bytes per value."""
+    """Estimate the bytes of an engine's graphs; `width`: bytes per logit."""
     rows = GRAPH_LIMIT * sum(GRAPH_ROWS) // len(GRAPH_ROWS)
     return _POOL_BYTES + _WORKSPACE_BYTES + rows * vocab_size * width
 
 
 class GraphRecorder:
-    """Records passes of one engine on a stream and a memory pool that no other engine uses.
+    """Records passes of an engine on its own stream and memory pool.
 
-    Graphs contain the address of their stream's cuBLAS workspace, which torch frees with any graph of that stream
-    (pytorch#193402). Therefore streams are not shared, and an engine must drop all of its graphs at once.
+    Torch frees a stream's cuBLAS workspace with any graph of the stream (pytorch#193402), so engines share no streams
+    and drop all graphs at once.
     """
 
     _recorders: weakref.WeakSet[GraphRecorder] = weakref.WeakSet()
@@ -50,27 +50,23 @@ class GraphRecorder:
         self._recorders.add(self)
 
     def __call__(self, forward: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Capture `forward`. Each replay overwrites the returned tensor. Raises `RuntimeError`.
-
-        Two warm-up runs on the same stream initialise libraries, which must not be captured.
-        """
+        """Capture `forward` after two runs that initialise libraries. Each replay overwrites the returned tensor."""
         with torch.cuda.device(self._device):
             if self._stream is None:
                 self._stream = self._unused_stream()
-            if not self._graphs:  # a pool ends with its last graph
+            if not self._graphs:
                 self._pool = torch.cuda.graph_pool_handle()
             current, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
             self._stream.wait_stream(current)
-            with torch.cuda.stream(self._stream):  # `graph` does not restore the stream if the capture fails
+            with torch.cuda.stream(self._stream):  # not restored by a failed `graph`
                 forward(), forward()
-                # Other threads may allocate meanwhile.
                 options = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
                 with torch.cuda.graph(graph, **options):
                     out = forward()
             current.wait_stream(self._stream)
         self._graphs.add(graph)
 
-        def replay(_recorder: GraphRecorder = self) -> Tensor:  # the stream stays in use as long as the graph
+        def replay(_recorder: GraphRecorder = self) -> Tensor:  # reserves the stream
             graph.replay()
             return out
 

@@ -99,12 +99,11 @@ class LlamaEngine:
 
     @torch.inference_mode()
     def prepare(self, rows: Iterable[int], start: int, end: int) -> None:
-        """Record passes of these row counts over `start` to `end` positions, if passes are recorded at all."""
         if not self._records or max(start, self._length) + MAX_ROWS > end:
             return
         try:
             self._reserve(graph_keys(end))
-        except RuntimeError:  # no memory: reported by the run, if it needs that much
+        except RuntimeError:  # memory: reported by the run
             return
         counts = sorted({graph_rows(n) for n in rows if n <= MAX_ROWS})
         width = graph_keys(start + 1)
@@ -121,7 +120,6 @@ class LlamaEngine:
     def _inputs(
         self, new: list[int] | Tensor, held: int, draft: Draft, width: int
     ) -> tuple[tuple[Tensor, Tensor, Tensor], PassShape]:
-        """Return token ids, mask and positions, with the buffers of the pass."""
         n, end, device = len(new), held + len(new), self._model.device
         self._reserve(max(end, width))
         if draft.is_chain:
@@ -162,8 +160,7 @@ class LlamaEngine:
         return model.head(model.leave(rows[-last:]))
 
     def _replay(self, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor | None:
-        """Return the logits of all rows and of padding, or None if the pass cannot be recorded."""
-        if padding := graph_rows(len(new)) - len(new):  # further nodes of the draft, overwritten by the next pass
+        if padding := graph_rows(len(new)) - len(new):  # overwritten by the next pass
             first = len(draft) - 1 if draft.is_chain else -1
             parents = (*draft.parents, first, *range(len(draft), len(draft) + padding - 1))
             draft = Draft((*draft.tokens, *[0] * padding), parents)
@@ -178,7 +175,6 @@ class LlamaEngine:
         return recording.replay().clone()
 
     def _record_pass(self, inputs: tuple[Tensor, Tensor, Tensor], shape: PassShape, width: int) -> Recording | None:
-        """Record a pass. After a failure, this model records no further passes."""
         ids, mask, slots = buffers = tuple(values.clone() for values in inputs)
         if len(self._recordings) >= GRAPH_LIMIT:
             self._recordings.clear()

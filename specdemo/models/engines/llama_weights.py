@@ -123,7 +123,7 @@ class LlamaWeights:
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         self._parts: list[nn.Module | Tensor] = []
         self.idle: list[Any] = []
-        self._thin: tuple[list[int], LlamaWeights] | None = None  # of `with_layers`
+        self._thin: tuple[list[int], LlamaWeights] | None = None
         self.graphs, self.graph_failure = True, ""
         self._consume = consume
         self.paired = self.dtype == torch.float32 and all(
@@ -157,7 +157,7 @@ class LlamaWeights:
         )
 
     def with_layers(self, kept: Sequence[int]) -> LlamaWeights:
-        """Return the model restricted to the layers `kept`; retained if passes are recorded, for its graphs."""
+        """Return the model with the layers `kept`; retain its graphs."""
         if self._thin and self._thin[0] == list(kept):
             return self._thin[1]
         thin = copy.copy(self)
@@ -167,7 +167,6 @@ class LlamaWeights:
         return thin
 
     def release(self) -> None:
-        """Release idle engines, with their caches and graphs."""
         self.idle.clear()
         self._thin = None
 
