@@ -12,7 +12,7 @@ import time
 import webbrowser
 from typing import Any
 
-from specdemo import limit_onednn_cache, load_sequentially
+from specdemo import set_environment_defaults
 from specdemo.worker import handle_signals
 
 PORT = 7860
@@ -84,8 +84,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _serve(args: argparse.Namespace, port: int) -> int:
-    limit_onednn_cache()  # before torch is imported
-    load_sequentially()
+    set_environment_defaults()  # before torch is imported
     # Imported after the options are checked: these imports take seconds.
     from specdemo.core.errors import UserError
     from specdemo.ui.page import launch_options

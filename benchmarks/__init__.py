@@ -1,6 +1,5 @@
 """Studies cited by the documents in docs/. Run: `python benchmarks/NAME.py` or `python -m benchmarks.NAME`."""
 
-from specdemo import limit_onednn_cache, load_sequentially
+from specdemo import set_environment_defaults
 
-limit_onednn_cache()  # before torch is imported
-load_sequentially()
+set_environment_defaults()  # before torch is imported

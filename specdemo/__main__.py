@@ -2,11 +2,10 @@
 
 import sys
 
-from specdemo import limit_onednn_cache, load_sequentially
+from specdemo import set_environment_defaults
 
 if __name__ == "__main__":
-    limit_onednn_cache()  # before torch is imported
-    load_sequentially()
+    set_environment_defaults()  # before torch is imported
     from specdemo.cli import main
 
     sys.exit(main())

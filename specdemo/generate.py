@@ -63,7 +63,9 @@ def generate(
     loaded = [pool.take(spec) if spec is not None else None for spec in specs]
     if running.cloud:
         yield Loading(f"connecting to the cloud at {running.cloud.remote}")
-        with closing(connect(running.cloud, running.target_spec, running.seed)) as remote:
+        with closing(connect(running.cloud, running.target_spec, running.seed, edge=loaded[0])) as remote:
+            if remote.lost:
+                yield Loading("no response from the cloud: the drafter decodes alone")
             yield from _run(recipe, running, prompt, pool, remote, loaded[0], stores, drafter)
     else:
         assert loaded[0] is not None
@@ -102,7 +104,7 @@ def _run(
             environment={**environment, **target.environment},
         )
         device, metrics, last, failure, exhausted = pipeline.device, Metrics(), None, None, False
-        steps = _steps(pipeline, target, tokens, min(running.max_tokens, room), start)
+        steps = _steps(pipeline, target, tokens, min(running.max_tokens, room), start, running.first_target)
         try:
             for event in steps:
                 metrics, last = event.metrics, event.step.tokens[-1] if event.step.tokens else last
@@ -118,8 +120,12 @@ def _run(
         if failure is not None:
             yield End("error", failure, metrics)
             return
-        peak = MemoryUse(memory.peak_process_bytes(), memory.peak_device_bytes(device), kv_bytes)
-        yield End("stop" if last in target.stop else "length", None, metrics, peak)
+        full = metrics.tokens == room < running.max_tokens
+        yield End("stop" if last in target.stop else "length", None, metrics, _peak(device, kv_bytes), full)
+
+
+def _peak(device: torch.device, kv_bytes: int) -> MemoryUse:
+    return MemoryUse(memory.peak_process_bytes(), memory.peak_device_bytes(device), kv_bytes)
 
 
 def _is_compared(recipe: Recipe, target: LoadedModel | RemoteModel, tokens: int) -> bool:
@@ -146,7 +152,12 @@ def _memory_ran_out(kv_bytes: int, device: torch.device) -> str:
 
 
 def _steps(
-    pipeline: Pipeline, target: LoadedModel | RemoteModel, tokens: Sequence[int], max_tokens: int, start: float
+    pipeline: Pipeline,
+    target: LoadedModel | RemoteModel,
+    tokens: Sequence[int],
+    max_tokens: int,
+    start: float,
+    first_target: bool,
 ) -> Iterator[StepEvent]:
     metrics, stream, names = Metrics(), TextStream(target.tokenizer, tokens), TokenNames(target.tokenizer)
     sampler = memory.MemorySampler()
@@ -159,6 +170,7 @@ def _steps(
         stop=target.stop,
         clock=time.perf_counter,
         start=start,
+        first_target=first_target,
     )
     for step in steps:
         metrics = metrics.plus(step)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdemo.core.banned_text import BannedText
 from specdemo.core.decode import Drafter, DraftLengthPolicy, Verifier
 from specdemo.core.errors import UserError
 from specdemo.core.policies import POLICIES, CostModel
@@ -28,7 +29,7 @@ from specdemo.models.engines.llama import PROMPT_CHUNK
 from specdemo.models.engines.llama_weights import layer_count, with_dropout, with_layers
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
-from specdemo.models.tokenizer import Bridge
+from specdemo.models.tokenizer import Bridge, token_bytes
 from specdemo.models.zoo import check_pair
 from specdemo.recipe import Recipe, refuse_with_encoder
 from specdemo.remote.client import RemoteModel, remote_verifier
@@ -175,7 +176,7 @@ def build_pipeline(
     if method.policy is not None:
         policy = method.policy(recipe)
     else:
-        policy = POLICIES[recipe.policy].make(recipe.gamma, *recipe.gamma_bounds, _cost_model(context))
+        policy = POLICIES[recipe.policy].make(recipe.draft_lengths, _cost_model(context))
     local = (context.target_cache,) if context.target_cache else ()
     same_tokens = (*local, *(() if context.bridge else caches))  # a drafter of another vocabulary has other counts
     context_length = min([cache.context for cache in same_tokens] + [sys.maxsize])
@@ -243,7 +244,7 @@ def build_remote_verifier(
         top_k=sampling.top_k,
         top_p=float(sampling.top_p),
         rep_penalty=float(sampling.repetition_penalty),
-        bad_words=[list(word) for word in sampling.bad_words],
+        bad_texts=list(recipe.bad_words),
         seed=recipe.seed,
         rule=recipe.rule,
         threshold=RULES[recipe.rule].threshold if recipe.threshold is None else recipe.threshold,
@@ -299,8 +300,8 @@ def _library() -> Counter[str]:
 
 
 def _sampling_params(recipe: Recipe, loaded: LoadedModel | RemoteModel) -> SamplingParams:
-    words = tuple(tuple(loaded.tokenizer.encode(word, add_special_tokens=False)) for word in recipe.bad_words)
-    return SamplingParams(recipe.temperature, recipe.top_k, recipe.top_p, recipe.repetition_penalty, words)
+    banned = BannedText(recipe.bad_words, token_bytes(loaded.tokenizer)) if recipe.bad_words else None
+    return SamplingParams(recipe.temperature, recipe.top_k, recipe.top_p, recipe.repetition_penalty, banned=banned)
 
 
 def _source(loaded: LoadedModel | RemoteModel, prompt: str) -> list[int]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from specdemo.core.errors import UserError
 from specdemo.core.options import Option, option, options
-from specdemo.core.policies import POLICIES
+from specdemo.core.policies import POLICIES, DraftLengths
 from specdemo.core.rules import RULES
 from specdemo.drafters import METHODS, option_classes
 from specdemo.models.spec import DTYPES, QUANTIZATIONS, ModelSpec
@@ -38,41 +40,72 @@ class RunOptions:
     gamma: int = option(
         4,
         "Draft length γ",
-        "longest draft",
+        "longest draft of the first step, and of the others unless the policy changes it",
         low=1,
         high=64,
         slider=(1, 16, 1),
         hint=" (method ar decodes without drafts)",
         basic=True,
         limit="max_gamma",
-        applies="drafts",
+        applies="uses_policy",
     )
     policy: str = option(
-        "fixed", "Draft-length policy", "draft-length policy", choices=POLICIES, group="Draft length", applies="drafts"
+        "fixed",
+        "Draft-length policy",
+        "draft-length policy",
+        choices=POLICIES,
+        group="Draft length",
+        applies="uses_policy",
     )
     gamma_min: int | None = option(
         None,
         "Shortest draft (0: default of the policy)",
-        "shortest draft of a policy that varies it",
+        "shortest draft of policies other than fixed",
         low=0,
         high=64,
         group="Draft length",
         limit="max_gamma",
-        applies="drafts",
+        applies="uses_policy",
     )
     gamma_max: int | None = option(
         None,
         "Longest draft (0: default of the policy)",
-        "longest draft of a policy that varies it",
+        "longest draft of policies other than fixed",
         low=1,
         high=64,
         group="Draft length",
         limit="max_gamma",
+        applies="uses_policy",
+    )
+    egag_ema_beta: float = option(
+        0.5,
+        "EGAG: weight of past entropy",
+        "weight of past entropy in policy egag; 0 uses the current entropy",
+        low=0,
+        high=0.99,
+        slider=(0, 0.95, 0.05),
+        group="Draft length",
+        applies="uses_policy",
+        policies=("egag",),
+    )
+    first_target: bool = option(
+        True,
+        "First token from the target alone",
+        "process the prompt and choose the first token without a draft",
+        group="Draft length",
         applies="drafts",
     )
     rule: str = option("rejection", "Acceptance rule", "acceptance rule", choices=RULES, group="Rule", applies="drafts")
     temperature: float = option(
-        0.5, "Temperature", "0 is greedy", low=0, high=100, slider=(0, 2, 0.05), hint=" (0 is greedy)", basic=True
+        0.5,
+        "Temperature",
+        "0 is greedy",
+        low=0,
+        high=100,
+        slider=(0, 2, 0.05),
+        hint=" (0 is greedy)",
+        basic=True,
+        applies="samples",
     )  # with this top-p, the bundled pair writes best
     top_k: int = option(
         0,
@@ -87,16 +120,18 @@ class RunOptions:
         0.95,
         "Top-p",
         "sample from the smallest set of tokens with this probability",
-        above=0,
+        low=0.001,
         high=1,
         slider=(0.05, 1, 0.05),
         group="Sampling",
+        applies="samples",
     )
     repetition_penalty: float = option(
         1.0,
         "Repetition penalty (1: off)",
         "divides logits of earlier tokens; 1 is off",
-        above=0,
+        low=0.01,
+        high=100,
         step=0.05,
         hint=" (1 is off)",
         group="Sampling",
@@ -104,12 +139,20 @@ class RunOptions:
     bad_words: tuple[str, ...] = option(
         (),
         "Banned words",
-        "text never to produce; may be repeated",
+        "text never to produce, in any tokenisation; may be repeated",
         flag="--bad-word",
         metavar="TEXT",
         group="Sampling",
     )
-    seed: int = option(0, "Seed", "seed of all random streams", group="Sampling")
+    seed: int = option(
+        0,
+        "Seed",
+        "seed of all random streams",
+        low=-(1 << 63),
+        high=(1 << 63) - 1,
+        group="Sampling",
+        applies="samples",
+    )
     max_tokens: int = option(
         256,
         "Max new tokens",
@@ -128,6 +171,7 @@ class RunOptions:
         slider=(0, 16, 1),
         group="Recording",
         metavar="N",
+        applies="samples",
     )
     dtype: str = option(
         "auto",
@@ -205,7 +249,10 @@ def _models_fit(chosen: Recipe) -> None:
         refuse_with_encoder(chosen.method)  # before gigabytes are downloaded
 
 
-def _gamma_bounds_in_order(chosen: Recipe) -> None:
+def _gamma_bounds_fit(chosen: Recipe) -> None:
+    for name in ("gamma_min", "gamma_max"):
+        if getattr(chosen, name) is not None and not POLICIES[chosen.policy].bounded:
+            raise UserError(f"{name} has no effect with policy {chosen.policy}: set gamma, or choose policy dynamic")
     if chosen.gamma_bounds[0] > chosen.gamma_bounds[1]:
         raise UserError("gamma_min {} is above gamma_max {}: exchange them".format(*chosen.gamma_bounds))
 
@@ -218,15 +265,13 @@ def _rule_fits(chosen: Recipe) -> None:
         raise UserError(f"rule {chosen.rule} has no sample adjustment to skip: choose rule rejection")
 
 
-def _network_values_fit(chosen: Recipe) -> None:
-    if chosen.cloud is None:
-        return
-    if 0 < chosen.temperature < COLDEST or not 0.01 <= chosen.repetition_penalty <= 100:
-        raise UserError(
-            f"with a remote target, temperature is 0 or at least {COLDEST}, repetition_penalty from 0.01 to 100"
-        )
-    if not -(1 << 63) <= chosen.seed < 1 << 63:
-        raise UserError("with a remote target, a seed has 64 bits: choose a smaller number")
+def _sampling_fits(chosen: Recipe) -> None:
+    if 0 < chosen.temperature < COLDEST:
+        raise UserError(f"temperature must be 0 or at least {COLDEST}, not {chosen.temperature} (0 is greedy)")
+    if not all(chosen.bad_words):
+        raise UserError("bad_words contains an empty text: remove it")
+    if len(chosen.bad_words) > 64 or any(len(word) > 300 for word in chosen.bad_words):
+        raise UserError("bad_words has more than 64 texts or 300 characters in a text: shorten the list")
 
 
 def _cloud_fits_method(chosen: Recipe) -> None:
@@ -244,11 +289,13 @@ def _cloud_fits_method(chosen: Recipe) -> None:
     if cloud.gates and not method.gates:
         names = ", ".join(one.name for one in METHODS.values() if one.gates)
         raise UserError(f"gates need the distributions of a draft model: choose method {names}, not {method.name}")
+    if cloud.gates and chosen.universal:
+        raise UserError("gates need drafts in the target's vocabulary: disable universal, or remove the gates")
     if cloud.provisional and not method.drafts:
         raise UserError(f"method {method.name} has no drafts to commit after the deadline: choose another method")
 
 
-CHECKS = (_models_fit, _gamma_bounds_in_order, _rule_fits, _network_values_fit, _cloud_fits_method)
+CHECKS = (_models_fit, _gamma_bounds_fit, _rule_fits, _sampling_fits, _cloud_fits_method)
 
 
 @options(checks=CHECKS)
@@ -257,12 +304,11 @@ class Recipe(*reversed(option_classes()), RunOptions):
 
     @property
     def gamma_bounds(self) -> tuple[int, int]:
-        """Return the shortest and longest draft of a policy that varies gamma."""
-        policy = POLICIES[self.policy]
-        return (
-            policy.least if self.gamma_min is None else self.gamma_min,
-            policy.most if self.gamma_max is None else self.gamma_max,
-        )
+        return self.draft_lengths.least, self.draft_lengths.most
+
+    @property
+    def draft_lengths(self) -> DraftLengths:
+        return POLICIES[self.policy].lengths(self.gamma, self.gamma_min, self.gamma_max, self.egag_ema_beta)
 
     @property
     def models(self) -> tuple[str, str | None]:
@@ -337,3 +383,36 @@ def methods_with(declared: Option) -> list[str]:
     if declared.name in RunOptions.OPTIONS:
         return [name for name, method in METHODS.items() if getattr(method, declared.applies or "name")]
     return [name for name, method in METHODS.items() if declared.name in method.option_names]
+
+
+def refuse_ineffective(chosen: Recipe, given: Mapping[str, Any]) -> None:
+    """Raise `UserError` for given options without effect."""
+    for name, declared in Recipe.OPTIONS.items():
+        if name not in given or declared.group == "Models and devices" or declared.applies == "samples":
+            continue
+        methods = methods_with(declared)
+        if chosen.method not in methods:
+            raise UserError(f"{name} has no effect with method {chosen.method}: choose {', '.join(methods)}")
+        if declared.policies and chosen.policy not in declared.policies:
+            raise UserError(f"{name} has no effect with policy {chosen.policy}: choose {', '.join(declared.policies)}")
+
+
+@dataclass(frozen=True)
+class Preset:
+    title: str
+    values: Mapping[str, Any]
+
+
+PRESETS = {
+    "sources": Preset(
+        "the practice guide's defaults: T = 1, top-p 0.9, penalty 1.1, dynamic γ from 6",
+        {
+            "temperature": 1.0,
+            "top_p": 0.9,
+            "repetition_penalty": 1.1,
+            "gamma": 6,
+            "policy": "dynamic",
+            "egag_ema_beta": 0.0,
+        },
+    ),
+}

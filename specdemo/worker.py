@@ -233,12 +233,15 @@ def ignore_progress(progress: TaskProgress) -> None:
 
 
 class BackgroundTask(Generic[T]):
-    """Run `work(report)` in a background thread. `parked`: only while `progress` is being advanced."""
+    """Run `work(report)` in a background thread. `parked`: only while `progress` is being advanced.
 
-    def __init__(self, work: Callable[[ReportProgress], T], parked: bool = False) -> None:
+    `text` is the progress until the first report.
+    """
+
+    def __init__(self, work: Callable[[ReportProgress], T], parked: bool = False, text: str = "") -> None:
         self._work, self._can_park = work, parked
         self._changed = threading.Condition()
-        self._latest: TaskProgress | None = None
+        self._latest = TaskProgress(text) if text else None
         self._parked = self._cancelled = False
         self._next_report = 0.0
         self._future: Future[T] | None = None

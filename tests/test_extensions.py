@@ -26,7 +26,7 @@ from specdemo.cli.arguments import given, parser
 from specdemo.cli.reference import cli_reference
 from specdemo.core.decode import DraftBudget
 from specdemo.core.errors import UserError
-from specdemo.core.policies import POLICIES, CostModel, Fixed, Policy
+from specdemo.core.policies import POLICIES, CostModel, DraftLengths, Fixed, Policy
 from specdemo.core.rules import RULES, Rule, match
 from specdemo.core.sampling import SamplingParams
 from specdemo.core.step import Draft, Step
@@ -89,7 +89,7 @@ def check_theorem(method: str, policy: str = "fixed", rule: Any = RULES["rejecti
             nonlocal drafted
             verifier = ModelVerifier(TARGET.score, sampling, rule, explorer, explorer, 2)
             drafter = METHODS[method].build(FakeContext(sampling, explorer))
-            steps = run(PROMPT, verifier, drafter, POLICIES[policy].make(2, 1, 3, CostModel()), 3)
+            steps = run(PROMPT, verifier, drafter, POLICIES[policy].make(DraftLengths(2, 1, 3), CostModel()), 3)
             drafted += sum(len(step.draft) for step in steps)
             return tuple(committed(steps))
 
@@ -140,7 +140,7 @@ def test_a_rule_needs_one_registry_entry(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_policy_needs_one_registry_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(POLICIES, "pairs", Policy("always two tokens", lambda gamma, least, most, costs: Fixed(2)))
+    monkeypatch.setitem(POLICIES, "pairs", Policy("always two tokens", lambda lengths, costs: Fixed(2)))
     assert check_theorem("draft", policy="pairs") > 0
     assert Recipe(**given(parser().parse_args(["run", "x", "--policy", "pairs"]))).policy == "pairs"
     assert "`pairs`" in cli_reference() and "pairs" in names(shown()["policy"])

@@ -155,6 +155,9 @@ def test_the_context_ends_the_text(target: str) -> None:
     *_, end = generate(Recipe(target=target, method="ar", max_tokens=5000, device="cpu"), PROMPT, ModelPool())
     assert end.reason in ("length", "stop")
     assert end.metrics.tokens == 128 - tokens or end.reason == "stop"
+    assert end.context_full == (end.reason == "length")
+    *_, limited = generate(Recipe(target=target, method="ar", max_tokens=2, device="cpu"), PROMPT, ModelPool())
+    assert not limited.context_full
 
 
 @pytest.mark.parametrize("method", ["ar", "draft", "nasd", "self", "tree", "lookahead"])

@@ -58,19 +58,19 @@ def test_help_loads_no_framework() -> None:
 
 KERNEL_CACHE = """
 import os
-names = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+names = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY", "OMP_WAIT_POLICY")
 for name in names:
     os.environ.pop(name, None)
 import specdemo, app, specdemo.__main__
 print([os.environ.get(name) for name in names])
-specdemo.limit_onednn_cache()
+specdemo.set_environment_defaults()
 print([os.environ.get(name) for name in names])
 """
 
 
-def test_only_programs_limit_the_kernel_cache() -> None:
-    assert in_new_process(KERNEL_CACHE).splitlines() == ["[None, None]", "['128', '128']"]
-    assert all("limit_onednn_cache()" in (ROOT / path).read_text() for path in ("app.py", "specdemo/__main__.py"))
+def test_only_programs_limit_the_kernel_cache_and_wait_passively() -> None:
+    assert in_new_process(KERNEL_CACHE).splitlines() == ["[None, None, None]", "['128', '128', 'PASSIVE']"]
+    assert all("set_environment_defaults()" in (ROOT / path).read_text() for path in ("app.py", "specdemo/__main__.py"))
 
 
 def test_the_docstring_examples_run() -> None:

@@ -17,7 +17,7 @@ from specdemo.cli.arguments import given, parser
 from specdemo.cli.reference import cli_reference
 from specdemo.core.errors import UserError
 from specdemo.core.options import Option
-from specdemo.recipe import Recipe, methods_with
+from specdemo.recipe import PRESETS, Recipe, methods_with
 from specdemo.remote.config import CloudConfig
 from specdemo.ui.limits import PUBLIC
 from specdemo.ui.page import build
@@ -39,7 +39,7 @@ def other(option: Option) -> Any:
     special = {
         "pair": "smollm2-360m", "mode": "cloud_only", "remote": ADDRESS, "device": "cpu", "drafter_device": "cpu",
         "target": "some/target", "drafter": "some/drafter", "bad_words": ("a b", "c"), "skip_layers": (5, 7),
-        "gates": ("nll", "rare"), "threshold": 0.25, "seed": 9,
+        "gates": ("nll", "rare"), "threshold": 0.25, "seed": 9, "temperature": 0.625,
     }  # fmt: skip
     if option.name in special:
         return special[option.name]
@@ -55,7 +55,7 @@ def around(option: Option) -> dict[str, Any]:
     """Return further values without which the value of `other` is refused."""
     needed = {
         "drafter": {"target": "some/target"}, "threshold": {"rule": "ratio"}, "target": {"method": "nasd"},
-        "on_loss": {"method": "draft"},
+        "on_loss": {"method": "draft"}, "gamma_min": {"policy": "svip"}, "gamma_max": {"policy": "svip"},
     }  # fmt: skip
     return needed.get(option.name, {})
 
@@ -84,8 +84,8 @@ def test_every_option_is_in_terminal_page_link_and_api(name: str, page: Any) -> 
     flags = ["--remote", ADDRESS] if name in CloudConfig.OPTIONS and name != "remote" else []
     for key, value in values.items():
         repeated = OPTIONS[key].many and not OPTIONS[key].choices
-        if value is True:
-            flags.append(OPTIONS[key].flag)
+        if isinstance(value, bool):
+            flags.append(OPTIONS[key].flag if value else OPTIONS[key].flag.replace("--", "--no-"))
         elif repeated:
             flags += [word for item in value for word in (OPTIONS[key].flag, str(item))]
         else:
@@ -137,12 +137,17 @@ def test_values_outside_the_range_are_refused(name: str) -> None:
         ({"skip_layers": ("a",)}, "skip_layers must be a list of whole numbers, not 'a'"),
         ({"bad_words": "word"}, "bad_words must be a list of names, not 'word'"),
         ({"gama": 3}, "unknown option 'gama': known are pair, "),
-        ({"gamma_min": 5, "gamma_max": 4}, "gamma_min 5 is above gamma_max 4"),
+        ({"policy": "egag", "gamma_min": 5, "gamma_max": 4}, "gamma_min 5 is above gamma_max 4"),
         ({"exit_layer": 1, "skip_layers": (2,)}, "either exit_layer or skip_layers"),
         ({"threshold": 0.5}, "rule rejection has no threshold"),
         ({"rule": "match", "skip_sample_adjustment": True}, "no sample adjustment to skip"),
-        ({"seed": 1 << 63, "cloud": CloudConfig()}, "a seed has 64 bits"),
-        ({"temperature": 1e-4, "cloud": CloudConfig()}, "temperature is 0 or at least"),
+        ({"bad_words": ("",)}, "bad_words contains an empty text"),
+        ({"bad_words": ("\ud800",)}, "bad_words has an invalid character at position 1"),
+        ({"bad_words": (5,)}, "bad_words must be a list of names, not 5"),
+        ({"target": 5}, "target must be a name, not 5"),
+        ({"cloud": 5}, "cloud must be a CloudConfig, not 5"),
+        ({"cloud": CloudConfig(gates=("nll",)), "universal": True}, "disable universal, or remove the gates"),
+        ({"temperature": 1e-38}, "temperature must be 0 or at least 0.001, not 1e-38"),
     ],
 )
 def test_invalid_values_get_one_sentence(values: dict[str, Any], sentence: str) -> None:
@@ -184,6 +189,14 @@ def test_few_controls_are_visible_at_first(page: Any) -> None:
     assert 10 <= visible(page) <= 14
     basic = {name for name, option in OPTIONS.items() if option.basic}
     assert basic == {"pair", "method", "gamma", "temperature", "max_tokens"}
+
+
+def test_a_preset_button_sets_its_controls(page: Any) -> None:
+    events = [event for event in page.fns.values() if event.js and "0.9" in str(event.js) and len(event.outputs) == 6]
+    (applied,) = events
+    values = PRESETS["sources"].values
+    assert [output.elem_id for output in applied.outputs] == [OPTIONS[name].element for name in values]
+    assert applied.js == f"() => {json.dumps(list(values.values()))}"
 
 
 def test_visitors_of_a_public_page_cannot_change_the_host(page: Any) -> None:

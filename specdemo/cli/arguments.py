@@ -9,7 +9,7 @@ from typing import Any
 
 from specdemo.core.errors import UserError
 from specdemo.core.options import Option
-from specdemo.recipe import Recipe
+from specdemo.recipe import PRESETS, Recipe
 from specdemo.remote.config import CloudConfig
 
 MODEL_OPTIONS = ["pair", *(name for name, option in Recipe.OPTIONS.items() if option.group == "Models and devices")]
@@ -47,6 +47,9 @@ def _add_options(command: argparse.ArgumentParser, options: Iterable[Option], **
     for option in options:
         default = defaults.get(option.name)
         properties: dict[str, Any] = {"dest": option.name, "help": option_help(option, default)}
+        if option.type is bool and option.default:
+            command.add_argument(option.flag, action=argparse.BooleanOptionalAction, **properties)
+            continue
         if option.type is bool:
             command.add_argument(option.flag, action="store_const", const=True, **properties)
             continue
@@ -86,6 +89,10 @@ def _run(command: Parser) -> None:
         output.add_argument("--steps", action="store_true", help="explain each step instead of showing the text"),
     ]
     command.add_argument("--trace", type=Path, metavar="FILE", help="also write the trace to a file")
+    presets = "; ".join(f"{name}: {preset.title}" for name, preset in PRESETS.items())
+    command.add_argument(
+        "--preset", metavar="NAME", help=f"values of several options; other flags override it. {presets}"
+    )
 
 
 def _bench(command: Parser) -> None:

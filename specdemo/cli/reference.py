@@ -42,6 +42,8 @@ def _options() -> Iterator[str]:
         for name, option in table.items():
             methods = methods_with(option) if table is Recipe.OPTIONS else list(METHODS)
             applicable = {tuple(METHODS): "all", drafting: "all that draft"}.get(tuple(methods), ", ".join(methods))
+            if 0 < len(missing := [method for method in METHODS if method not in methods]) <= 3:
+                applicable = f"all but {', '.join(missing)}"
             badges = [badge for badge in ("lossy", "host") if getattr(option, badge)]
             about = option.help + (f" ({', '.join(badges)})" if badges else "")
             yield _row(f"`{name}`", f"`{option.flag}`", _default(option), _values(option), applicable, about)

@@ -12,12 +12,12 @@ from typing import TextIO
 
 from specdemo.cli.arguments import given
 from specdemo.core import trace
-from specdemo.core.errors import UserError
+from specdemo.core.errors import UserError, check_name
 from specdemo.core.events import End, Event, Header, Loading, StepEvent
 from specdemo.core.explain import STYLES, Decision, decision_of, explain, figure
 from specdemo.core.metrics import Metrics
 from specdemo.generate import generate
-from specdemo.recipe import Recipe
+from specdemo.recipe import PRESETS, Recipe, refuse_ineffective
 from specdemo.worker import handle_signals
 
 RESET = "\x1b[0m"
@@ -25,10 +25,22 @@ RESET = "\x1b[0m"
 
 def run(options: argparse.Namespace) -> int:
     """Return the exit code: 0, 1 for a failed run, 130 if interrupted. Raises `UserError` for invalid input."""
-    recipe = Recipe(**given(options))
+    recipe = recipe_of_flags(options)
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     with _open(options.trace) as file, handle_signals(signal.default_int_handler, signal.SIGTERM):
         return _show(generate(recipe, prompt), options, file)
+
+
+def recipe_of_flags(options: argparse.Namespace) -> Recipe:
+    values = given(options)
+    if options.preset is not None:
+        check_name("preset", options.preset, PRESETS)
+        values = {**PRESETS[options.preset].values, **values}
+    recipe = Recipe(**values)
+    refuse_ineffective(recipe, given(options))
+    if recipe.ngram_keep:
+        raise UserError("ngram_keep has no effect in the terminal, which has no earlier runs: use the page")
+    return recipe
 
 
 def _open(path: Path | None) -> AbstractContextManager[TextIO | None]:
@@ -86,7 +98,7 @@ class Coloured:
             case StepEvent():
                 print("".join(_spans(event)), end="", flush=True)
             case End():
-                print(f"\n\n{summary(event.metrics)}  {'exact' if self._exact else 'LOSSY'}  end: {event.reason}")
+                print(f"\n\n{summary(event.metrics)}  {'exact' if self._exact else 'LOSSY'}  end: {_ending(event)}")
 
 
 class Steps:
@@ -101,7 +113,7 @@ class Steps:
                 print("\n".join(self._lines(event)), flush=True)
                 self._position += len(event.step.tokens)
             case End():
-                print(f"\n{summary(event.metrics)}  end: {event.reason}")
+                print(f"\n{summary(event.metrics)}  end: {_ending(event)}")
 
     def _lines(self, event: StepEvent) -> Iterator[str]:
         step, verdict = event.step, event.step.verdict
@@ -147,6 +159,10 @@ def _test(decision: Decision) -> str:
     q = 1.0 if decision.q is None else decision.q
     last = f"rank={decision.rank}" if decision.rank else f"bound={figure(decision.bound)}"
     return f"q={figure(q)}  p={figure(decision.p)}  {last:<11}"
+
+
+def _ending(end: End) -> str:
+    return f"{end.reason} (context full)" if end.context_full else end.reason
 
 
 def summary(metrics: Metrics) -> str:

@@ -11,3 +11,10 @@ def check_name(kind: str, name: str, names: Collection[str]) -> None:
     """Raise `UserError` if `name` is not in `names`."""
     if name not in names:
         raise UserError(f"unknown {kind} {name!r}: known are {', '.join(names)}")
+
+
+def check_unicode(kind: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{kind} has an invalid character at position {error.start + 1}: remove it") from None

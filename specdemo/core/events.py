@@ -89,6 +89,7 @@ class End:
     error: str | None = None
     metrics: Metrics = Metrics()
     peak: MemoryUse | None = None  # `kv` is the last value
+    context_full: bool = False
 
 
 Event = Loading | Header | StepEvent | End

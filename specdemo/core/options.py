@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from specdemo.core.errors import UserError, check_name
+from specdemo.core.errors import UserError, check_name, check_unicode
 
 _CONFIG = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 _SHOWN_CHARACTERS = 500  # of a refused value in an error message
@@ -40,6 +40,7 @@ class Option:
     limit: str = ""  # field of `HostLimits` that bounds the value
     host: bool = False  # fixed on a public page
     applies: str = ""  # attribute of `Method` that a method needs for this option to have an effect
+    policies: tuple[str, ...] = ()  # empty: all
     flag: str = ""
     metavar: str | None = None
     name: str = ""
@@ -102,6 +103,7 @@ def options(group: str = "", checks: tuple[Callable[[Any], None], ...] = ()) -> 
             except ValidationError as error:
                 raise UserError(_sentence(error, cls.OPTIONS)) from None
             for declared in cls.OPTIONS.values():
+                _check_text(declared.name, getattr(self, declared.name))
                 _check_names(declared, getattr(self, declared.name))
             for check in cls.CHECKS:
                 check(self)
@@ -131,6 +133,12 @@ def _table(cls: type, group: str) -> dict[str, Option]:
     return table
 
 
+def _check_text(name: str, value: Any) -> None:
+    for text in value if isinstance(value, tuple) else [value]:
+        if isinstance(text, str):
+            check_unicode(name, text)
+
+
 def _check_names(declared: Option, value: Any) -> None:
     if declared.choices is None or (not value and declared.default is None):
         return
@@ -147,8 +155,10 @@ def _value_type(annotation: Any) -> Any:
 def _sentence(error: ValidationError, table: Mapping[str, Option]) -> str:
     problem = error.errors(include_url=False)[0]
     name, value = str(problem["loc"][0]), problem["input"]
-    if name not in table:
+    if problem["type"].startswith("unexpected"):
         return f"unknown option {name!r}: known are {', '.join(table)}"
+    if name not in table:
+        return f"{name} must be a {problem.get('ctx', {}).get('class_name', 'valid object')}{_not(value)}"
     declared = table[name]
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     out_of_range = problem["type"].startswith(("greater", "less")) or (number and _beyond(value, declared))

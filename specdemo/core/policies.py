@@ -1,7 +1,7 @@
 """Draft-length policies.
 
-Policies are queried before tokens are sampled, so they never bias the output. Without logits (None), policies based on
-them allow their maximum length.
+Policies are queried before tokens are sampled, so they never bias the output. Without logits they allow their
+maximum.
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ class Auto(PolicyDefaults):
 
     max_gamma: int
     costs: CostModel = field(default_factory=CostModel)
+    start: int | None = None
+    min_gamma: int = 0
     prior_acceptance: float = 0.7
     prior_weight: float = 12.0  # in tests
     decay: float = 0.95  # per test of the same position
@@ -79,7 +81,7 @@ class Auto(PolicyDefaults):
         self._pass_s: deque[float] = deque(maxlen=15)  # one-row pass, by step
         self._drafted_before = False
         self._idle, self._retry_after = 0, self.retry_after[0]
-        self.gamma = self._best()
+        self.gamma = self._best() if self.start is None else self.start
 
     @property
     def notes(self) -> dict[str, float]:
@@ -120,13 +122,13 @@ class Auto(PolicyDefaults):
 
     def _best(self) -> int:
         c = self._c
-        best, best_rate = 0, self.min_gain / self._verify[0]
+        best, best_rate = self.min_gamma, self.min_gain / self._verify[0]
         expected, path = 1.0, 1.0
         for k, acceptance in enumerate(self._acceptances(), 1):
             path *= acceptance
             expected += path
             rate = expected / (self._verify[k] + c * k)
-            if rate > best_rate:
+            if k >= self.min_gamma and rate > best_rate:
                 best, best_rate = k, rate
         return best
 
@@ -167,11 +169,12 @@ class Heuristic(PolicyDefaults):
 
     gamma: int
     max_gamma: int
+    min_gamma: int = 1
 
     def observe(self, step: Step) -> None:
         if step.draft.tokens:
             full = len(step.verdict.accepted) == len(step.draft)
-            self.gamma = min(self.max_gamma, self.gamma + 2) if full else max(1, self.gamma - 1)
+            self.gamma = min(self.max_gamma, self.gamma + 2) if full else max(self.min_gamma, self.gamma - 1)
 
 
 @dataclass
@@ -214,39 +217,51 @@ class Egag(PolicyDefaults):
         return n < self.entropy_gamma
 
 
-@dataclass
-class ThresholdPolicy(PolicyDefaults):
-    """Draft while `is_confident(logits)`."""
+class StoppingPolicy(PolicyDefaults):
+    """Draft `min_gamma` tokens, then up to `gamma` while `is_confident(n, logits)`."""
 
     needs_logits = True
-
-    gamma: int
-    is_confident: Callable[[Any], bool]
+    min_gamma: int = 0
 
     def may_extend(self, n: int, logits: Any) -> bool:
-        return n < self.gamma and (logits is None or self.is_confident(logits))
+        if n >= self.gamma:
+            return False
+        confident = logits is None or self.is_confident(n, logits)
+        return confident or n < self.min_gamma
 
-
-def svip(gamma: int, threshold: float = 0.3) -> ThresholdPolicy:
-    """SVIP (2411.18462): stop if sqrt(0.15 H) exceeds the threshold."""
-    return ThresholdPolicy(gamma, lambda logits: math.sqrt(0.15 * _entropy(logits)) <= threshold)
-
-
-def confidence(gamma: int, threshold: float = 0.4) -> ThresholdPolicy:
-    """Stop if the largest probability is below the threshold: transformers' rule, applied before sampling."""
-    return ThresholdPolicy(gamma, lambda logits: _largest_prob(logits) >= threshold)
+    def is_confident(self, n: int, logits: Any) -> bool:
+        raise NotImplementedError
 
 
 @dataclass
-class AdaEdl(PolicyDefaults):
+class ThresholdPolicy(StoppingPolicy):
+    gamma: int
+    test: Callable[[Any], bool]
+    min_gamma: int = 0
+
+    def is_confident(self, n: int, logits: Any) -> bool:
+        return self.test(logits)
+
+
+def svip(gamma: int, min_gamma: int = 0, threshold: float = 0.3) -> ThresholdPolicy:
+    """SVIP (2411.18462): stop if sqrt(0.15 H) exceeds the threshold."""
+    return ThresholdPolicy(gamma, lambda logits: math.sqrt(0.15 * _entropy(logits)) <= threshold, min_gamma)
+
+
+def confidence(gamma: int, min_gamma: int = 0, threshold: float = 0.4) -> ThresholdPolicy:
+    """Stop if the largest probability is below the threshold: transformers' rule, applied before sampling."""
+    return ThresholdPolicy(gamma, lambda logits: _largest_prob(logits) >= threshold, min_gamma)
+
+
+@dataclass
+class AdaEdl(StoppingPolicy):
     """AdaEDL (2410.18351): stop if 1 - sqrt(0.2 H), a lower bound on acceptance, is below lambda.
 
     Lambda decreases while the smoothed acceptance rate is at least `target_acceptance`, and increases otherwise.
     """
 
-    needs_logits = True
-
     gamma: int
+    min_gamma: int = 0
     target_acceptance: float = 0.9
     rate: float = 0.5  # weight of past acceptance
     step: float = 0.01
@@ -257,8 +272,8 @@ class AdaEdl(PolicyDefaults):
     def notes(self) -> dict[str, float]:
         return {"lambda": self.threshold}
 
-    def may_extend(self, n: int, logits: Any) -> bool:
-        return n < self.gamma and (logits is None or 1 - math.sqrt(0.2 * _entropy(logits)) >= self.threshold)
+    def is_confident(self, n: int, logits: Any) -> bool:
+        return 1 - math.sqrt(0.2 * _entropy(logits)) >= self.threshold
 
     def observe(self, step: Step) -> None:
         if step.draft.tokens:
@@ -269,20 +284,15 @@ class AdaEdl(PolicyDefaults):
 
 
 @dataclass
-class PathProbability(PolicyDefaults):
+class PathProbability(StoppingPolicy):
     """Stop if the product of the largest draft probabilities along the path falls below the threshold."""
 
-    needs_logits = True
-
     gamma: int
+    min_gamma: int = 0
     threshold: float = 0.2
     product: float = 1.0
 
-    def may_extend(self, n: int, logits: Any) -> bool:
-        if n >= self.gamma:
-            return False
-        if logits is None:
-            return True
+    def is_confident(self, n: int, logits: Any) -> bool:
         self.product = _largest_prob(logits) * (self.product if n else 1.0)
         return self.product >= self.threshold
 
@@ -298,46 +308,67 @@ def _largest_prob(logits: Any) -> float:
 
 
 @dataclass(frozen=True)
-class Policy:
-    """Registry entry of a policy: title, factory, default bounds.
+class DraftLengths:
+    gamma: int
+    least: int
+    most: int
+    beta: float = 0.5
 
-    `make(gamma, least, most, prices)`: initial gamma, minimum, maximum, cost model.
-    """
+
+@dataclass(frozen=True)
+class Policy:
+    """Registry entry of a policy: title, factory, default bounds."""
 
     title: str
-    make: Callable[[int, int, int, CostModel], Any]
-    least: int = 1
-    most: int = 8
+    make: Callable[[DraftLengths, CostModel], Any]
+    bounded: bool = True
+    least: int = 0
+    most: int | None = None  # None: gamma
+
+    def lengths(self, gamma: int, least: int | None, most: int | None, beta: float = 0.5) -> DraftLengths:
+        if not self.bounded:
+            return DraftLengths(gamma, gamma, gamma)
+        highest = max(self.most or 0, gamma, least or 0) if most is None else most
+        lowest = min(self.least, gamma, highest) if least is None else least
+        return DraftLengths(min(highest, max(lowest, gamma)), lowest, highest, beta)
 
 
 POLICIES = {
-    "fixed": Policy("always gamma tokens", lambda gamma, least, most, prices: Fixed(gamma)),
+    "fixed": Policy("always gamma tokens", lambda lengths, costs: Fixed(lengths.gamma), bounded=False),
     "dynamic": Policy(
         "+1 after 80 % accepted, -1 after 40 %",
-        lambda gamma, least, most, prices: Dynamic(min(most, max(least, gamma)), least, most),
+        lambda lengths, costs: Dynamic(lengths.gamma, lengths.least, lengths.most),
         least=3,
         most=12,
     ),
     "heuristic": Policy(
         "+2 after full acceptance, otherwise -1",
-        lambda gamma, least, most, prices: Heuristic(min(most, gamma), most),
+        lambda lengths, costs: Heuristic(lengths.gamma, lengths.most, lengths.least),
+        least=1,
         most=20,
     ),
     "egag": Policy(
-        "by the entropy of the draft distribution (EGAG)", lambda gamma, least, most, prices: Egag(least, most)
+        "by the entropy of the draft distribution (EGAG)",
+        lambda lengths, costs: Egag(lengths.least, lengths.most, lengths.beta),
+        least=1,
     ),
     "adaedl": Policy(
-        "until an entropy bound on acceptance fails (AdaEDL)", lambda gamma, least, most, prices: AdaEdl(most)
+        "until an entropy bound on acceptance fails (AdaEDL)",
+        lambda lengths, costs: AdaEdl(lengths.most, lengths.least),
     ),
-    "svip": Policy("until the drafter's entropy is high (SVIP)", lambda gamma, least, most, prices: svip(most)),
+    "svip": Policy(
+        "until the drafter's entropy is high (SVIP)", lambda lengths, costs: svip(lengths.most, lengths.least)
+    ),
     "confidence": Policy(
-        "until no token has a probability of 0.4", lambda gamma, least, most, prices: confidence(most)
+        "until no token has a probability of 0.4", lambda lengths, costs: confidence(lengths.most, lengths.least)
     ),
     "path": Policy(
-        "until the path's probability is below 0.2", lambda gamma, least, most, prices: PathProbability(most)
+        "until the path's probability is below 0.2",
+        lambda lengths, costs: PathProbability(lengths.most, lengths.least),
     ),
     "auto": Policy(
         "highest tokens per second by measured costs and acceptance",
-        lambda gamma, least, most, prices: Auto(most, prices),
+        lambda lengths, costs: Auto(lengths.most, costs, lengths.gamma, lengths.least),
+        most=8,
     ),
 }

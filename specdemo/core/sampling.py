@@ -5,7 +5,6 @@ Target and drafter share a `SamplingParams`. Temperature 0 is the one-hot distri
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -13,9 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specdemo.core.banned_text import BannedText
 from specdemo.core.errors import UserError
 from specdemo.core.step import TopTokens
 
+_LARGEST = torch.finfo(torch.float32).max
 _TOP_P_WIDTH = 256  # initial number of candidates for top-p
 
 
@@ -27,11 +28,12 @@ class SamplingParams:
     top_k: int = 0  # 0: all
     top_p: float = 1.0
     repetition_penalty: float = 1.0
-    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences, as in transformers
+    banned: BannedText | None = None
 
     @property
     def needs_paths(self) -> bool:
-        return self.repetition_penalty != 1.0 or bool(self.bad_words)
+        return self.repetition_penalty != 1.0 or bool(self.bad_words) or self.banned is not None
 
     def __call__(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         return self.logits_to_probs(self.process_logits(logits, paths))
@@ -43,10 +45,12 @@ class SamplingParams:
         of a row is not finite.
         """
         logits = logits.float()
-        refuse_broken(logits.amax(-1).tolist())
+        self.refuse_broken(logits.amax(-1).tolist())
         if not self.needs_paths:
             return logits
-        return torch.stack([self._process_row(row, path) for row, path in zip(logits, paths, strict=True)])
+        logits = torch.stack([self._process_row(row, path) for row, path in zip(logits, paths, strict=True)])
+        self.refuse_broken(logits.amax(-1).tolist())
+        return logits
 
     def logits_to_probs(self, logits: Tensor) -> Tensor:
         """Apply temperature, top-k, top-p and softmax to processed logits; return `[rows, vocab]`."""
@@ -81,17 +85,19 @@ class SamplingParams:
         banned = [
             word[-1] for word in self.bad_words if len(word) == 1 or tuple(path[1 - len(word) :]) == tuple(word[:-1])
         ]
+        if self.banned is not None:
+            banned += [token for token in self.banned.tokens(path) if token < len(logits)]
         if banned:
             logits = logits.index_fill(0, torch.tensor(banned, device=logits.device), -torch.inf)
-            if not torch.isfinite(logits.amax()):
+            if torch.isneginf(logits.amax()):
                 raise UserError("the bad words exclude every token: ban fewer words")
         return logits
 
-
-def refuse_broken(largest: Sequence[float]) -> None:
-    """Raise `UserError` if the largest logit of any row is not finite."""
-    if not all(map(math.isfinite, largest)):
-        raise UserError("the model returned NaN or infinite logits: try dtype float32, or another checkpoint")
+    def refuse_broken(self, largest: Sequence[float]) -> None:
+        """Raise `UserError` unless largest logits are finite, also after division by the temperature."""
+        limit = _LARGEST * min(1.0, self.temperature or 1.0)
+        if not all(abs(logit) <= limit for logit in largest):
+            raise UserError("the model returned NaN or infinite logits: try dtype float32, or another checkpoint")
 
 
 def top_tokens(

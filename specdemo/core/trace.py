@@ -67,7 +67,8 @@ def to_json(event: Event) -> dict[str, Any]:
         case StepEvent():
             return _step_to_json(event)
         case End():
-            return {"end": event.reason, "error": event.error, "metrics": event.metrics.as_dict() | _peaks(event.peak)}
+            end = {"end": event.reason, "error": event.error, "metrics": event.metrics.as_dict() | _peaks(event.peak)}
+            return end | {"context_full": True} if event.context_full else end
 
 
 def _step_to_json(event: StepEvent) -> dict[str, Any]:
@@ -150,7 +151,8 @@ def from_json(value: Mapping[str, Any], metrics: Metrics) -> Event:
         figures = value.get("metrics", {})
         peaks = [figures.get(name) for name in ("peak_rss_bytes", "peak_device_bytes", "kv_bytes")]
         known = any(peak is not None for peak in peaks)
-        return End(value["end"], value.get("error"), metrics, MemoryUse(*peaks) if known else None)
+        peak = MemoryUse(*peaks) if known else None
+        return End(value["end"], value.get("error"), metrics, peak, value.get("context_full", False))
     step, memory = step_from_json(value), value.get("memory", {})
     return StepEvent(
         step,
@@ -359,6 +361,7 @@ class _End(_Line):
     end: Literal["stop", "length", "cancelled", "error"]
     error: Annotated[str, Field(max_length=10_000)] | None = None
     metrics: _Peaks = _Peaks()  # the other figures are recomputed from the steps
+    context_full: bool = False
 
 
 def read(text: Any, limits: ReadLimits = ReadLimits()) -> list[Trace]:

@@ -68,6 +68,7 @@ moment. There is no sampling, and open-ended text tends to repeat. It is slower 
     shape="forest",
     drafts=False,
     exact=False,
+    samples=False,
     local_target=True,
     verifier=_verifier,
 )

@@ -69,7 +69,7 @@ class LookaheadDrafter:
             self._comb.append(nodes)
 
     def observe(self, step: Step) -> None:
-        if not self._comb or not step.draft.tokens:
+        if not self._comb or not step.draft.tokens or not step.verdict.choices:
             return
         last = [step.verdict.choices[node + 1][0] for node in self._comb[-1]]
         for position, end in enumerate(last):

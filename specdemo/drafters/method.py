@@ -77,6 +77,7 @@ class Method:
     shape: Shape = "chain"
     drafts: bool = True
     exact: bool = True  # False for methods that do not sample from the target's distribution under any rule
+    samples: bool = True
     sampled: bool = False  # drafts are sampled above temperature 0, otherwise point masses
     second_model: bool = False
     local_target: bool = False
@@ -87,6 +88,10 @@ class Method:
     verifier: Callable[[BuildContext], Verifier] | None = None  # default: `ModelVerifier` with the acceptance rule
     policy: Callable[[Any], DraftLengthPolicy] | None = None  # default: the policy of the recipe
     candidates: Callable[[Any], int] = _one_candidate  # most probable target tokens that a verdict must contain
+
+    @property
+    def uses_policy(self) -> bool:
+        return self.drafts and self.policy is None
 
     @property
     def option_names(self) -> tuple[str, ...]:

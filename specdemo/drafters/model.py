@@ -69,8 +69,6 @@ class ModelDrafter:
     def _propose_fixed(self, tokens: Sequence[int], count: int) -> Draft:
         import torch
 
-        from specdemo.core.sampling import refuse_broken
-
         largest, distributions = [], []
 
         def pick(logits: Tensor, i: int) -> Tensor:
@@ -84,7 +82,7 @@ class ModelDrafter:
 
         assert self._extend is not None
         new = tuple(self._extend(tokens, count, pick))
-        refuse_broken(torch.cat(largest).tolist())
+        self._sampling.refuse_broken(torch.cat(largest).tolist())
         if not distributions:
             return Draft.chain(new)
         probs = torch.stack(distributions)

@@ -5,6 +5,7 @@ Draft point masses from n-gram counts over prompt and output (ANPD, 2404.08698),
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 from specdemo.core.decode import DraftBudget
@@ -66,12 +67,15 @@ class NGramDrafter:
         filler_top_k: int = 1,
         store: NGramStore | None = None,
         source: Sequence[int] = (),
+        random_below: int = 0,
+        seed: int = 0,
     ) -> None:
         if n < 2:
             raise UserError(f"n-grams of order {n} have no context: choose n of at least 2")
         lengths = range(1, n) if levels == "multi" else (n - 1,)
         self.store = store or NGramStore(lengths)
         self._filler_top_k = filler_top_k
+        self._random_below, self._rng = random_below, random.Random(f"{seed}/n-gram")
         self._longest = n - 1
         self._counted = 0  # tokens of the current text added to the store
         self._pending: list[Step] = []  # steps without filler
@@ -83,8 +87,9 @@ class NGramDrafter:
         context, drafted = list(tokens[-self._longest :]), []
         while budget.may_extend(len(drafted), None):
             token = self.store.predict(context)
-            if token is None:
+            if token is None and not self._random_below:
                 break
+            token = self._rng.randrange(self._random_below) if token is None else token
             drafted.append(token)
             context = [*context, token][-self._longest :]
         return Draft.chain(tuple(drafted))
@@ -109,7 +114,8 @@ class NGramDrafter:
         for offset, row in zip(range(len(step.tokens)), rows, strict=False):
             position = start + offset
             before = tokens[max(0, position - self._longest) : position]
-            for rank, token in reversed(list(enumerate(step.verdict.choices[row][: self._filler_top_k]))):
+            choices = step.verdict.choices[row] if step.verdict.choices else ()
+            for rank, token in reversed(list(enumerate(choices[: self._filler_top_k]))):
                 if token != tokens[position]:
                     self.store.add(before, token, seen=0.0, filler=1.0 / (rank + 1))
 
@@ -132,13 +138,22 @@ class NGramOptions:
     ngram_levels: str = option(
         "multi", "Contexts", "NASD's context lengths", choices=NGRAM_LEVELS, noun="n-gram storage"
     )
+    ngram_random: bool = option(
+        False,
+        "Random token for unknown contexts",
+        "draft a random token for a context that NASD has not seen; it counts as drafted and is usually rejected",
+    )
 
 
 def _build(context: BuildContext) -> NGramDrafter:
     chosen = context.options
     order, levels, filler = chosen.ngram, chosen.ngram_levels, chosen.filler_top_k
+    below = context.vocab_size if chosen.ngram_random else 0
     return context.with_store(
-        lambda store: NGramDrafter(order, levels, filler, store, context.source), "nasd", order, levels
+        lambda store: NGramDrafter(order, levels, filler, store, context.source, below, context.seed),
+        "nasd",
+        order,
+        levels,
     )
 
 

@@ -56,11 +56,15 @@ TensorShapes = Mapping[str, tuple[str, tuple[int, ...]]]  # tensor name -> (safe
 
 @dataclass(frozen=True)
 class Hub:
-    """Hub and cache directory; the defaults come from `HF_ENDPOINT`, `HF_HUB_CACHE` and `HF_TOKEN`."""
+    """Hub and cache directory; the defaults come from `HF_ENDPOINT`, `HF_HUB_CACHE` and `HF_TOKEN`.
+
+    `offline`: use the cache only.
+    """
 
     endpoint: str | None = None
     cache: Path | None = None
     token: str | None = None
+    offline: bool = False
 
     def settings(self, name: str, revision: str | None = None, report: ReportProgress = ignore_progress) -> Path:
         """Return a directory with configuration and tokenizer, downloaded if necessary."""
@@ -101,6 +105,8 @@ class Hub:
             "cache_dir": self.cache,
             "token": self.token,
         }
+        if self.offline:
+            return Path(snapshot_download(name, **options, local_files_only=True))
         missing = 0
         try:
             files = snapshot_download(

@@ -23,7 +23,7 @@ from specdemo.models.engines.llama_weights import LlamaWeights, PackedLinear, pa
 from specdemo.models.hub import Hub
 from specdemo.models.kv_cache import NO_COSTS, BatchInvariance, CachedModel, check_invariance
 from specdemo.models.llama_checkpoint import read_checkpoint
-from specdemo.models.memory import drop_mapped_files, free_bytes, given_back_at_once, on_large_pages, weight_bytes
+from specdemo.models.memory import drop_mapped_files, free_bytes, given_back_at_once, on_large_pages
 from specdemo.models.quantization import check_quantization, load_options, skeleton
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device
 from specdemo.worker import ReportProgress, TaskProgress, ignore_progress
@@ -101,27 +101,24 @@ def load(
         if support.packs:
             pack(model)
     drop_mapped_files(model)
-    if reason:
-        engine = f"transformers: {reason}{support.note}"
-        loaded = LoadedModel(spec, model, tokenizer, weight_bytes(model), engine, warm)
-    else:
-        lean = LlamaWeights(model, consume=True)
-        loaded = LoadedModel(spec, lean, tokenizer, lean.weight_bytes, "lean", warm)
-    del model
-    on_large_pages(module.packed for module in loaded.model.modules() if isinstance(module, PackedLinear))
+    engine = f"transformers: {reason}{support.note}" if reason else "lean"
+    if not reason:
+        model = LlamaWeights(model, consume=True)
+    on_large_pages(module.packed for module in model.modules() if isinstance(module, PackedLinear))
+    cached = CachedModel(model)
     if warm:
-        _warm_up(loaded.model)
-    return loaded
+        _warm_up(cached)
+    return LoadedModel(spec, model, tokenizer, cached.weight_bytes, engine, warm)
 
 
-def _warm_up(model: PreTrainedModel | LlamaWeights) -> None:
+def _warm_up(cached: CachedModel) -> None:
     """Run a pass; CUDA graphs are recorded only in the device thread."""
-    lean = isinstance(model, LlamaWeights)
+    lean = isinstance(cached.model, LlamaWeights)
     if lean:
-        model.graphs = False
-    CachedModel(model).score([0], Draft.chain((0,)))
+        cached.model.graphs = False
+    cached.score([0], Draft.chain((0,)))
     if lean:
-        model.graphs = True
+        cached.model.graphs = True
 
 
 def reference(

@@ -76,10 +76,19 @@ def memory_limit(device: torch.device) -> tuple[int, int]:
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
-    """Return the stored bytes of parameters and buffers; tied tensors count once."""
-    tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}
+    """Return the stored bytes of parameters, buffers and quantization scales; shared tensors count once."""
+    tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers(), *_scales(model))}
     packed = (getattr(module, "nbytes", 0) for module in model.modules())  # see `PackedLinear`
     return sum(t.numel() * t.element_size() for t in tensors.values()) + sum(packed)
+
+
+def _scales(model: torch.nn.Module) -> Iterator[Tensor]:
+    for module in model.modules():
+        states = [getattr(getattr(module, "weight", None), "quant_state", None), getattr(module, "state", None)]
+        states += [getattr(state, "state2", None) for state in states]
+        for state in states:
+            if hasattr(state, "absmax") or hasattr(state, "SCB"):
+                yield from (value for value in vars(state).values() if isinstance(value, Tensor))
 
 
 def is_mapped(tensor: Tensor) -> bool:

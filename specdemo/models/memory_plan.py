@@ -24,6 +24,7 @@ from specdemo.models.quantization import (
     BLOCK_SIZE,
     kept_wide,
     quantised_layers,
+    scale_bytes,
     skeleton,
     stored_quantised,
     unavailable,
@@ -212,8 +213,7 @@ def _weight_sizes(model: PreTrainedModel, spec: ModelSpec) -> Iterator[int]:
         elif quantization.bits == 8:
             yield weight.numel() + 4 * weight.shape[0 if isinstance(layer, nn.Linear) else 1]
         else:
-            blocks = weight.numel() // BLOCK_SIZE
-            yield weight.numel() // 2 + (blocks + blocks // BLOCK_SIZE if quantization.double else 4 * blocks)
+            yield weight.numel() // 2 + scale_bytes(weight.numel() // BLOCK_SIZE, quantization.double, spec.device)
 
 
 def _stored_sizes(model: PreTrainedModel, spec: ModelSpec, shapes: TensorShapes) -> Iterator[int]:

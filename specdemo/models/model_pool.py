@@ -6,6 +6,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 from specdemo.core.errors import UserError
@@ -60,13 +61,15 @@ class ModelPool:
         plans = []
         for spec in specs:
             if spec not in self._models:
-                planning = BackgroundTask(partial(plan_spec, spec, context, self._hub))
+                text = f"reading the configuration of {spec.name}"
+                planning = BackgroundTask(partial(plan_spec, spec, context, self._hub), text=text)
                 yield from planning.progress()
                 plans.append(planning.result)
         for i, plan in enumerate(plans):
             spec = plan.spec
             self._make_room(plans[i:], specs)
-            fetching = BackgroundTask(partial(self._hub.weights, spec.name, spec.revision))
+            text = f"looking for the weights of {spec.name}"
+            fetching = BackgroundTask(partial(self._hub.weights, spec.name, spec.revision), text=text)
             yield from fetching.progress()
             if spec in self._models:  # loaded by another job meanwhile
                 continue
@@ -108,7 +111,8 @@ class ModelPool:
         return len(idle)
 
     def _load(self, spec: ModelSpec) -> Generator[TaskProgress, None, LoadedModel]:
-        loading = BackgroundTask(partial(load, spec, self._hub, warm=self._warm), parked=True)
+        downloaded = replace(self._hub, offline=True)  # a parked task cannot be stopped
+        loading = BackgroundTask(partial(load, spec, downloaded, warm=self._warm), parked=True)
         out = False
         try:
             yield from loading.progress()

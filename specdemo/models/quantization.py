@@ -21,6 +21,25 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 64  # weights per scale in 4-bit formats
 
 
+_CODE_BYTES, _SCALE_CODE_BYTES = 64, 1024  # tables
+_SCALE_BLOCK = 256
+
+
+def scale_bytes(blocks: int, double: bool, device: str) -> int:
+    if device == "cpu" and _cpu_converts_scales():
+        return 2 * blocks + _CODE_BYTES
+    if not double:
+        return 4 * blocks + _CODE_BYTES
+    return blocks + 4 * -(-blocks // _SCALE_BLOCK) + 4 + _CODE_BYTES + _SCALE_CODE_BYTES
+
+
+def _cpu_converts_scales() -> bool:
+    """Return True if bitsandbytes stores bfloat16 scales."""
+    from bitsandbytes.functional import has_avx512bf16
+
+    return bool(has_avx512bf16())
+
+
 def unavailable(quantization: str, device: torch.device) -> str | None:
     """Return the reason why `quantization` is impossible on `device`, if any."""
     if QUANTIZATIONS[quantization].bits is None:

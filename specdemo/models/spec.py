@@ -40,8 +40,8 @@ QUANTIZATIONS = {
     "bf16": Quantization("bfloat16 weights: 2 bytes per weight", dtype="bfloat16"),
     "fp16": Quantization("float16 weights: 2 bytes per weight", dtype="float16"),
     "int8": Quantization("bitsandbytes LLM.int8(): 1 byte per weight", 8),
-    "nf4": Quantization("4-bit NormalFloat with quantized scales: 0.5 bytes per weight", 4, "nf4", double=True),
-    "fp4": Quantization("4-bit floats with quantized scales: 0.5 bytes per weight", 4, "fp4", double=True),
+    "nf4": Quantization("4-bit NormalFloat with quantized scales: 0.52 bytes per weight", 4, "nf4", double=True),
+    "fp4": Quantization("4-bit floats with quantized scales: 0.52 bytes per weight", 4, "fp4", double=True),
     "nf4-single": Quantization("4-bit NormalFloat with float32 scales: 0.56 bytes per weight", 4, "nf4"),
     "fp4-single": Quantization("4-bit floats with float32 scales: 0.56 bytes per weight", 4, "fp4"),
 }

@@ -11,7 +11,7 @@ from copy import copy
 
 from transformers import PreTrainedTokenizerBase
 
-from specdemo.core.errors import UserError
+from specdemo.core.errors import UserError, check_unicode
 
 UNFINISHED = "\ufffd"  # decoded form of an incomplete character
 _WINDOW = 6  # tokens of left context: 4 bytes of a character and a space
@@ -85,11 +85,13 @@ def render_prompt(
     """Return the model input as text and tokens. With `chat`, `prompt` is a user message or a conversation."""
     if not chat:
         assert isinstance(prompt, str)
+        check_unicode("the prompt", prompt)
         return prompt, tokenizer.encode(prompt)
     if not tokenizer.chat_template:
         raise UserError("this model has no chat template: disable the chat option")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    check_unicode("the prompt", text)
     return text, tokenizer.encode(text, add_special_tokens=False)
 
 
@@ -106,6 +108,34 @@ class TokenNames:
         return {token: self._tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in new}
 
 
+def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
+    """Return the bytes of each token, empty for special tokens."""
+    names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    byte_level, special = "ByteLevel" in repr(decoder), set(tokenizer.all_special_ids)
+    added, known = tokenizer.get_added_vocab(), tokenizer.get_vocab()
+
+    def piece(token: int, name: str | None) -> bytes:
+        if name is None or token in special:
+            return b""
+        if name in added:
+            return name.encode()
+        if byte_level:
+            return bytes(_BYTE_OF[character] for character in name)
+        if len(name) == 6 and name.startswith("<0x"):
+            return bytes([int(name[3:5], 16)])
+        return name.replace("\u2581", " ").encode() if "<0x00>" in known else _decode(tokenizer, [token]).encode()
+
+    return [piece(token, name) for token, name in enumerate(names)]
+
+
+def _byte_characters() -> dict[str, int]:
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_characters()
 TAIL = 16  # tokens re-encoded when the text grows
 
 

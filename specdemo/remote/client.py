@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
@@ -23,13 +24,14 @@ from specdemo.core.rules import RULES
 from specdemo.core.sampling import top_tokens
 from specdemo.core.step import Draft, TopTokens, Verdict, common_prefix
 from specdemo.core.verifier import position_tokens
-from specdemo.models.load import read_tokenizer
+from specdemo.models.load import LoadedModel, read_tokenizer
 from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import fingerprint
 from specdemo.remote.config import ENCODINGS, CloudConfig
 from specdemo.remote.gates import first_path, provisional_verdict, unverified_verdict, verdict_from_tokens
 from specdemo.remote.link import ContextGone, HttpClient, LinkEmulation, NoResponse, RequestSuperseded, ServiceBusy
 from specdemo.remote.protocol import (
+    MAX_TEXT,
     DeleteResponse,
     DraftRow,
     ServiceInfo,
@@ -78,6 +80,7 @@ class RemoteVerifier:
         deadlines: Deadlines = Deadlines(),  # noqa: B008 - frozen
         edge: Verifier | None = None,
         context_id: str | None = None,
+        alone: bool = False,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -87,14 +90,17 @@ class RemoteVerifier:
         self._context_id, self._epoch, self._step = context_id or uuid.uuid4().hex, 0, -1
         self._cloud_tokens: list[int] = []
         self._late: tuple[Future[tuple[VerifyResponse, dict[str, float]]], int] | None = None  # with text length
-        self._alone = self._closed = False
+        self._alone, self._announce_loss = alone, alone
+        self._closed = False
         self._sender = ThreadPoolExecutor(1, "cloud")  # requests may outlive deadlines
 
     def verify(self, tokens: Sequence[int], draft: Draft, hard_mask: Sequence[int] | None = None) -> Verdict:
         if self._alone:
-            return self._verify_locally(tokens, draft, {})
+            notes = {"lost": 1.0} if self._announce_loss else {}
+            self._announce_loss = False
+            return self._verify_locally(tokens, draft, notes)
         before = replace(self._http.network.counts)
-        notes: dict[str, float] = {"escalated": 1.0}
+        notes = {"escalated": 1.0}
         try:
             verdict = self._resolve_late(tokens, draft, notes) if self._late else None
             verdict = verdict or self._verify_remotely(tokens, draft, hard_mask, notes)
@@ -237,7 +243,7 @@ class RemoteVerifier:
         verified, unverified = self._cloud_tokens[length:], list(tokens[length:])
         same = common_prefix(verified, unverified)
         notes["confirmed"] = float(same)
-        notes["overruled"] = float(len(unverified) - same if same < min(len(verified), len(unverified)) else 0)
+        notes["overruled"] = float(same < min(len(verified), len(unverified)))
         if same < len(unverified) or same == len(verified):
             return None
         return verdict_from_tokens(draft, verified[same:], notes)
@@ -320,6 +326,7 @@ class RemoteModel:
     info: ServiceInfo
     tokenizer: Any
     cloud: CloudConfig
+    lost: bool = False
 
     encoder = False  # unsupported by the service
 
@@ -351,7 +358,12 @@ class RemoteModel:
 
 
 def connect(
-    cloud: CloudConfig, target: ModelSpec, seed: int, clock: Callable[[], float] = time.monotonic
+    cloud: CloudConfig,
+    target: ModelSpec,
+    seed: int,
+    clock: Callable[[], float] = time.monotonic,
+    *,
+    edge: LoadedModel | None = None,
 ) -> RemoteModel:
     """Connect to the service; raise `UserError` if it is unreachable or has another tokenizer."""
     link = LinkEmulation(
@@ -368,6 +380,10 @@ def connect(
             break
         except NoResponse as failure:
             if clock() - start > min(3.0, cloud.lost_after_s) or not cloud.loss:
+                if edge is not None and cloud.on_loss == "edge":
+                    return RemoteModel(
+                        http, _info_without_service(target, tokenizer, edge), tokenizer, cloud, lost=True
+                    )
                 raise ConnectionLost(
                     f"there is no service at {cloud.remote} ({failure}): start one with serve"
                 ) from failure
@@ -379,6 +395,22 @@ def connect(
     return RemoteModel(http, info, tokenizer, cloud)
 
 
+def _info_without_service(target: ModelSpec, tokenizer: Any, edge: LoadedModel) -> ServiceInfo:
+    return ServiceInfo(
+        name=Path(target.name).name,
+        vocab_size=max(edge.vocab_size, len(tokenizer)),
+        context=MAX_TEXT,
+        stop=sorted(edge.stop),
+        tokenizer=fingerprint(tokenizer),
+        engine="none",
+        dtype=target.dtype,
+        device="no device",
+        threads=0,
+        weight_bytes=0,
+        bit_equal=False,
+    )
+
+
 def remote_verifier(
     model: RemoteModel, config: VerifyConfig, *, max_tokens: int, edge: Verifier | None, **display: int
 ) -> RemoteVerifier | StreamingVerifier:
@@ -386,4 +418,6 @@ def remote_verifier(
     deadlines = Deadlines(cloud.deadline_ms / 1000, cloud.lost_after_s, not cloud.provisional)
     if cloud.mode == "cloud_only":
         return StreamingVerifier(model.http, config, max_tokens, deadlines)
-    return RemoteVerifier(model.http, config, rows=cloud.q_rows, deadlines=deadlines, edge=edge, **display)
+    return RemoteVerifier(
+        model.http, config, rows=cloud.q_rows, deadlines=deadlines, edge=edge, alone=model.lost, **display
+    )

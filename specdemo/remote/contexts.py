@@ -9,12 +9,13 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from specdemo.core.banned_text import BannedText
 from specdemo.core.errors import UserError, check_name
 from specdemo.core.rules import RULES
 from specdemo.core.sampling import Noise, SharedNoise
@@ -33,6 +34,7 @@ from specdemo.remote.protocol import (
 )
 
 Score = Callable[[Sequence[int], Draft], Tensor]
+Ban = Callable[[tuple[str, ...]], BannedText]
 NoiseSources = Callable[[VerifyConfig, int], tuple[Any, Any]]  # config, position -> acceptance noise, token noise
 
 
@@ -93,13 +95,23 @@ def draft_from_request(request: VerifyRequest, vocab_size: int, device: torch.de
 
 
 def build_verifier(
-    config: VerifyConfig, score: Score, position: int, sources: NoiseSources = position_noise, **display: int
+    config: VerifyConfig,
+    score: Score,
+    position: int,
+    sources: NoiseSources = position_noise,
+    ban: Ban | None = None,
+    **display: int,
 ) -> ModelVerifier:
     check_name("rule", config.rule, RULES)
     if not (config.adjust or RULES[config.rule].adjusts):
         raise UserError(f"rule {config.rule} has no sample adjustment to skip: choose rule rejection")
     rule = configured_rule(config.rule, adjust=config.adjust, threshold=config.threshold)
-    return ModelVerifier(score, config.sampling, rule, *sources(config, position), **display)
+    sampling = config.sampling
+    if config.bad_texts:
+        if ban is None:
+            raise UserError("this service has no tokenizer for bad_texts: send bad_words")
+        sampling = replace(sampling, banned=ban(tuple(config.bad_texts)))
+    return ModelVerifier(score, sampling, rule, *sources(config, position), **display)
 
 
 def verify_request(
@@ -109,8 +121,10 @@ def verify_request(
     config: VerifyConfig,
     score: Score,
     sources: NoiseSources = position_noise,
+    ban: Ban | None = None,
 ) -> VerifyResponse:
-    verifier = build_verifier(config, score, len(tokens), sources, candidates=request.candidates, top=request.top)
+    display = {"candidates": request.candidates, "top": request.top}
+    verifier = build_verifier(config, score, len(tokens), sources, ban, **display)
     try:
         verdict = verifier.verify(tokens, draft)
     except RowNeeded as missing:
@@ -191,7 +205,9 @@ class Contexts:
         expiry_s: float = 600.0,
         clock: Callable[[], float] = time.monotonic,
         sources: NoiseSources = position_noise,
+        ban: Ban | None = None,
     ) -> None:
+        self._ban = ban
         self._make_cache, self._vocab_size, self._max_tokens, self._stop = make_cache, vocab_size, context, stop
         self._device, self._sources, self._clock = torch.device(device), sources, clock
         self._budget_bytes, self._max_contexts, self._expiry_s = budget_bytes, max_contexts, expiry_s
@@ -223,7 +239,7 @@ class Contexts:
         tokens = [*context.tokens[: request.base], *request.tokens]
         self._check_length(len(tokens) + len(draft))
         start = self._clock()
-        response = verify_request(request, tokens, draft, context.config, context.cache.score, self._sources)
+        response = verify_request(request, tokens, draft, context.config, context.cache.score, self._sources, self._ban)
         response.metrics.cloud_s = self._clock() - start
         context.request, context.response, context.last_used = request, response, self._clock()
         context.tokens = tokens
@@ -242,7 +258,7 @@ class Contexts:
         check_token_ids(tokens, self._vocab_size)
         self._check_length(len(tokens))
         for _ in range(min(request.max_tokens, self._max_tokens - len(tokens) + 1)):
-            verifier = build_verifier(request.config, cache.score, len(tokens), self._sources)
+            verifier = build_verifier(request.config, cache.score, len(tokens), self._sources, self._ban)
             token = verifier.verify(tokens, Draft()).token
             assert token is not None
             tokens.append(token)
@@ -285,7 +301,7 @@ class Contexts:
         return context
 
     def _check_config(self, config: VerifyConfig) -> None:
-        build_verifier(config, _no_score, 0, self._sources)
+        build_verifier(config, _no_score, 0, self._sources, self._ban)
         check_token_ids([token for word in config.bad_words for token in word], self._vocab_size)
 
     def _check_length(self, count: int) -> None:

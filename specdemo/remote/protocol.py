@@ -63,9 +63,10 @@ class VerifyConfig(NetworkMessage):
 
     temperature: Annotated[float, _key("temp"), AfterValidator(_check_temperature), Field(le=100)] = 1.0
     top_k: Count = 0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: Annotated[float, Field(ge=0.001, le=1)] = 1.0
     repetition_penalty: Annotated[float, _key("rep_penalty"), Field(ge=0.01, le=100)] = 1.0
     bad_words: Annotated[list[Annotated[list[Token], Field(min_length=1, max_length=64)]], Field(max_length=1024)] = []
+    bad_texts: Annotated[list[Annotated[str, Field(min_length=1, max_length=300)]], Field(max_length=64)] = []
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] = 0
     rule: str = "rejection"
     threshold: Probability | None = None

@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import IO
 
@@ -16,9 +17,11 @@ import torch
 import uvicorn
 from fastapi import FastAPI
 
+from specdemo.core.banned_text import BannedText
 from specdemo.core.errors import UserError
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
+from specdemo.models.tokenizer import token_bytes
 from specdemo.models.zoo import fingerprint
 from specdemo.remote.contexts import Contexts
 from specdemo.remote.protocol import ServiceInfo
@@ -54,6 +57,7 @@ def serve_model(
         weight_bytes=target.weight_bytes,
         bit_equal=invariance.equal,
     )
+    pieces = cache(lambda: token_bytes(target.tokenizer))
     contexts = Contexts(
         lambda: CachedModel(model, invariance.pad),
         vocab_size=vocab_size,
@@ -63,6 +67,7 @@ def serve_model(
         budget_bytes=budget_bytes,
         max_contexts=max_contexts,
         expiry_s=expiry_s,
+        ban=lru_cache(maxsize=8)(lambda texts: BannedText(texts, pieces())),
     )
     return create_app(info, contexts, Worker(waiting=waiting), token=token, limits=limits)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import nullcontext
 from itertools import groupby, islice
 from typing import Any
@@ -15,7 +15,7 @@ from specdemo.drafters import METHODS, option_classes
 from specdemo.models.quantization import unavailable
 from specdemo.models.spec import find_device
 from specdemo.models.zoo import PAIRS, offers
-from specdemo.recipe import Recipe, RunOptions
+from specdemo.recipe import PRESETS, Recipe, RunOptions
 from specdemo.remote.config import CloudConfig
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.settings import MODES_WITH_OFF, setting_of
@@ -41,6 +41,7 @@ def sidebar(usual: Recipe, limits: HostLimits, unload: Callable[[], Awaitable[st
         make.controls(option for option in shown if option.basic)
         _method_groups(make, usual)
         with gr.Accordion("Advanced settings", open=False, elem_id="advanced"):
+            presets = _preset_buttons()
             for group in dict.fromkeys(option.group for option in shown if not option.basic):
                 with gr.Accordion(group, open=False):
                     make.controls(option for option in shown if option.group == group and not option.basic)
@@ -53,6 +54,10 @@ def sidebar(usual: Recipe, limits: HostLimits, unload: Callable[[], Awaitable[st
                         for option in CloudConfig.OPTIONS.values()
                         if limits.remote is None or option.name not in _EMULATED
                     )
+    for button, values in presets:
+        chosen = {name: value for name, value in values.items() if name in make.built}
+        script = f"() => {json.dumps(list(chosen.values()))}"
+        button.click(None, None, [make.built[name] for name in chosen], js=script, api_visibility="private")
     pair = make.built["pair"]
     pair.change(
         lambda name: PAIRS[name].gamma if name in PAIRS else gr.skip(),
@@ -65,8 +70,15 @@ def sidebar(usual: Recipe, limits: HostLimits, unload: Callable[[], Awaitable[st
     return make.built
 
 
+def _preset_buttons() -> list[tuple[gr.Button, Mapping[str, Any]]]:
+    return [
+        (gr.Button(f"Apply preset {name}", size="sm", elem_id=f"preset-{name}"), preset.values)
+        for name, preset in PRESETS.items()
+    ]
+
+
 def _method_groups(make: _Factory, usual: Recipe) -> None:
-    """Build a group per class of method options, visible while a method that uses it is selected."""
+    """Build a group per class of method options, visible for methods that use it."""
     classes = option_classes()
 
     def visible(method: str) -> list[bool]:
@@ -159,7 +171,7 @@ def _sentence(option: Option) -> str | None:
 
 
 def examples_row(shown: dict[str, Any], prompt: gr.Textbox, controls: Controls) -> None:
-    """Build buttons that set prompt, method and temperature from `shown`, the content of `examples.json`."""
+    """Build buttons for `shown`, the content of `examples.json`."""
     targets = [prompt, controls["method"], controls["temperature"]]
     with gr.Row(elem_id="examples"):
         for example in shown["ready"]:

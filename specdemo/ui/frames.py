@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,10 +17,21 @@ from specdemo.core.events import End, Event, Header, Loading, StepEvent
 from specdemo.core.explain import FATES, REASON_INDEX, Reason, decision_of, reason_of
 from specdemo.core.step import Outcome
 from specdemo.core.trace import ReadLimits, read
-from specdemo.ui.labels import guarantee, sameness, tiles, verdict
+from specdemo.ui.labels import (
+    describe_repeats,
+    describe_waiting,
+    guarantee,
+    repeated_tile,
+    sameness,
+    tiles,
+    unequal_lengths,
+    verdict,
+)
 from specdemo.ui.lane import LANES, PLAIN, SPEC, Lane, mode, title
+from specdemo.ui.settings import recorded_settings
 
-ENDS = {"stop": ("done", "the text ended"), "length": ("done", "limit reached"), "cancelled": ("stopped", "")}
+ENDS = {"stop": ("done", "the text ended"), "length": ("done", "token limit reached"), "cancelled": ("stopped", "")}
+CONTEXT_FULL = "context full"
 LOST = "Connection to the cloud lost: the drafter continues alone."
 
 Cell = list  # [kind, text, token id, p, q, draw, bound, rank, best]: positional, since a page has thousands
@@ -56,6 +68,8 @@ def _record_of_step(name: str, event: StepEvent, recipe: Any) -> dict[str, Any]:
         record["ahead"] = event.pending_text
     if step.fallback:
         record["by"] = step.fallback
+    if notes.get("rows"):
+        record["trips"] = 1 + int(notes["rows"])
     if "confirmed" in notes:
         record["fate"] = [int(notes["confirmed"]), int(notes.get("overruled", 0))]
     return record
@@ -72,12 +86,18 @@ class Run:
     over: bool = False
     stop: Callable[[], None] = lambda: None
     size: int = 0  # characters of traces and records
+    pairs: int = 1  # repetitions, of which the first is shown
+    recorded: Mapping[str, Any] | None = None  # settings
+    seen: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         self.lanes = {name: Lane() for name in self.plan}
+        self.speeds: dict[str, list[float]] = {name: [] for name in self.plan}
 
     def absorb(self, name: str, event: Event) -> None:
         lane = self.lanes[name]
+        if lane.ended:
+            return self._repeat(name, event)
         self.size += lane.add(event)
         match event:
             case Loading():
@@ -96,6 +116,17 @@ class Run:
             case End():
                 self._end(name, lane, event)
 
+    def _repeat(self, name: str, event: Event) -> None:
+        match event:
+            case StepEvent():
+                self.phase = ("decoding", f"pair {len(self.speeds[name]) + 1} of {self.pairs}")
+            case End(reason="error"):
+                self.phase = ("failed", event.error or "the model gave no reason")
+            case End():
+                self.speeds[name].append(event.metrics.tokens_per_second or 0.0)
+                if self._complete:
+                    self.phase = ("done", f"{self.pairs} pairs")
+
     def _begin(self, name: str, lane: Lane, header: Header) -> None:
         self.phase = ("prefill", f"{len(header.prompt_tokens)} prompt tokens")
         badge, why = guarantee(lane)
@@ -105,13 +136,18 @@ class Run:
         self._record({"l": name, "head": {**head, "title": title(lane.recipe), **words}})
 
     def _end(self, name: str, lane: Lane, end: End) -> None:
+        self.speeds[name].append(lane.metrics.tokens_per_second or 0.0)
         if mode(lane.recipe) and end.reason == "error":
             self._record({"l": name, "note": end.error})
         if end.reason not in ENDS:
             self.phase = ("failed", end.error or "the model gave no reason")
-        elif all(other.ended for other in self.lanes.values()) or end.error:
+        elif self._complete or end.error:
             first = self.lanes[self.plan[0]].end
-            self.phase = self._ending(end.reason if end.error or first is None else first.reason, end.error)
+            self.phase = self._ending(end if end.error or first is None else first)
+
+    @property
+    def _complete(self) -> bool:
+        return all(len(speeds) == self.pairs for speeds in self.speeds.values())
 
     def _record(self, record: dict[str, Any]) -> None:
         text = json.dumps(record, separators=(",", ":"))
@@ -124,35 +160,42 @@ class Run:
         self.over = True
         if error:
             self.phase = ("failed", error)
-        elif self.phase[0] not in ("failed", "stopped") and not all(lane.ended for lane in self.lanes.values()):
-            self.phase = self._ending("cancelled")
+        elif self.phase[0] not in ("failed", "stopped") and not self._complete:
+            self.phase = self._ending(End("cancelled"))
         for lane in self.lanes.values():
             if lane.begun and not lane.ended:
                 self.size += lane.add(End("error" if error else "cancelled", error, lane.metrics))
 
-    def _ending(self, end: str, error: str | None = None) -> tuple[str, str]:
-        phase, why = ENDS[end]
+    def _ending(self, end: End) -> tuple[str, str]:
+        phase, why = ENDS[end.reason]
+        why = CONTEXT_FULL if end.context_full else why
         name = next((name for name in self.plan if self.lanes[name].begun), self.plan[0])
         count = f"{self.lanes[name].metrics.tokens} tokens"
         if name != self.plan[0]:
             count += f" of {'the AR baseline' if name == PLAIN else title(self.lanes[name].recipe)}"
-        return phase, ", ".join(filter(None, (count, error or why)))
+        return phase, ", ".join(filter(None, (count, end.error or why)))
 
     def frame(self, at: int) -> str:
-        """Return the current state and the records from `at` on as a JSON string, which gradio transfers fastest."""
+        """Return the state and the records from `at` on as a JSON string, which gradio transfers fastest."""
         state = {
             "run": self.id,
             "plan": self.plan,
             "at": at,
             "phase": self.phase,
-            "tiles": tiles(self.lanes),
+            "tiles": tiles(self.lanes) | repeated_tile(self.speeds),
             "rates": {name: lane.rate for name, lane in self.lanes.items()},
-            "verdict": verdict(self.lanes) if self.over else "",
+            "verdict": self._verdict() if self.over else "",
+            "lengths": unequal_lengths(self.lanes) if self.over else "",
             "same": sameness(self.lanes) if self.over else None,
             "over": self.over,
+            "recorded": self.recorded,
         }
         text = json.dumps(state, separators=(",", ":"))[:-1] + f',"r":[{",".join(self.records[at:])}]}}'
         return text.replace("<", "\\u003c")  # model text must never be parsed as markup
+
+    def _verdict(self) -> str:
+        texts = (describe_repeats(self.speeds) or verdict(self.lanes), describe_waiting(self.lanes))
+        return " ".join(filter(None, texts))
 
     def trace(self, name: str) -> str | None:
         lane = self.lanes.get(name)
@@ -160,7 +203,7 @@ class Run:
 
 
 def read_traces(text: Any) -> Run:
-    """Return a finished run with the traces of a file, the first AR trace in the AR lane. Raises `UserError`."""
+    """Return a finished run of the traces, the first AR trace in the AR lane. Raises `UserError`."""
     traces = read(text, ReadLimits(traces=len(LANES)))
     methods = [trace.header.recipe["method"] for trace in traces]
     baseline = methods.index("ar") if "ar" in methods else None
@@ -172,6 +215,7 @@ def read_traces(text: Any) -> Run:
             if event is not None:
                 run.absorb(name, event)
     run.finish()
+    run.recorded = recorded_settings(traces[names.index(run.plan[0])].header, compare=len(run.plan) > 1)
     truncated = ", truncated" if any(trace.end is None for trace in traces) else ""
     tokens = " and ".join(str(lane.metrics.tokens) for lane in run.lanes.values())
     run.phase = ("done", f"recorded trace, {tokens} tokens{truncated}")

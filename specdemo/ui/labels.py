@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -68,7 +69,7 @@ def tiles(lanes: Mapping[str, Lane]) -> dict[str, tuple[str, str]]:
             f"weights {_size(lane.weights)} · KV {_size(lane.memory.kv)}{device}",
         ),
         "speedup": (
-            NOTHING if ratio is None else f"{ratio:.2f}×",
+            NOTHING if ratio is None else f"{ratio:.1f}×",
             "no baseline measured" if ratio is None else "against AR decoding",
         ),
     }
@@ -82,7 +83,6 @@ def _acceptance_note(m: Metrics) -> str:
 
 
 def _tokens_per_pass(lane: Lane) -> tuple[str, str]:
-    """Return the figure and the number of passes that were executed."""
     m = lane.metrics
     if mode(lane.recipe) == "edge_only":
         return NOTHING, f"{m.decode_steps} passes of the drafter, none of the target"
@@ -95,6 +95,55 @@ def lane_speedup(lanes: Mapping[str, Lane], name: str = SPEC) -> float | None:
         return None
     speed, baseline = (lanes[lane].metrics.tokens_per_second for lane in (name, PLAIN))
     return speed / baseline if speed and baseline else None
+
+
+def unequal_lengths(lanes: Mapping[str, Lane]) -> str:
+    counts = {name: lane.metrics.tokens for name, lane in lanes.items() if lane.begun}
+    if PLAIN not in counts or len(set(counts.values())) < 2:
+        return ""
+    parts = (f"{'AR' if name == PLAIN else title(lanes[name].recipe)} {count} tokens" for name, count in counts.items())
+    return f"{'; '.join(parts)}: speeds are compared, not times."
+
+
+def repeated_ratios(speeds: Mapping[str, Sequence[float]]) -> list[float]:
+    """Return the speed-up of each pair; empty without repetitions."""
+    spec, plain = speeds.get(SPEC, ()), speeds.get(PLAIN, ())
+    pairs = [(a, b) for a, b in zip(spec, plain, strict=False) if a and b]
+    return [a / b for a, b in pairs] if len(pairs) > 1 else []
+
+
+def repeated_tile(speeds: Mapping[str, Sequence[float]]) -> dict[str, tuple[str, str]]:
+    ratios = repeated_ratios(speeds)
+    if not ratios:
+        return {}
+    note = f"median of {len(ratios)} pairs, {min(ratios):.2f} to {max(ratios):.2f}"
+    return {"speedup": (f"{statistics.median(ratios):.2f}×", note)}
+
+
+def describe_repeats(speeds: Mapping[str, Sequence[float]]) -> str:
+    ratios = repeated_ratios(speeds)
+    if not ratios:
+        return ""
+    spec, plain = speeds[SPEC], speeds[PLAIN]
+    figures = f"median {statistics.median(ratios):.2f}×, range {min(ratios):.2f}× to {max(ratios):.2f}×"
+    if min(spec) > max(plain):
+        outcome = "Speculation was faster"
+    elif max(spec) < min(plain):
+        outcome = "Speculation lost"
+    else:
+        outcome = "No clear difference, since the ranges of the speeds overlap"
+    return f"{outcome}: {figures}, over {len(ratios)} alternating pairs."
+
+
+def describe_waiting(lanes: Mapping[str, Lane]) -> str:
+    shares = [
+        f"{title(lane.recipe)} {percent(min(1.0, waited / lane.metrics.decode_s))}"
+        for lane in lanes.values()
+        if mode(lane.recipe)
+        and lane.metrics.decode_s
+        and (waited := sum(event.step.verdict.notes.get("rtt_s", 0.0) for event in lane.steps[1:]))
+    ]
+    return f"Waiting for the link took part of the time: {', '.join(shares)}." if shares else ""
 
 
 def describe_preflight(estimate: Preflight) -> str:
@@ -156,15 +205,15 @@ def verdict(lanes: Mapping[str, Lane]) -> str:
     speeds = f"{spec.tokens_per_second:.1f} against {baseline.tokens_per_second:.1f} tokens per second."
     if lane.recipe["method"] == "beam":
         words = [
-            f"The search ran at {ratio:.2f}× the speed of AR decoding: {speeds}",
+            f"The search ran at {ratio:.1f}× the speed of AR decoding: {speeds}",
             "Its aim is a probable text, not speed.",
         ]
     elif mode(lane.recipe) in ALONE:
-        words = [f"{title(lane.recipe).capitalize()}, at {ratio:.2f}× the speed of AR decoding here: {speeds}"]
+        words = [f"{title(lane.recipe).capitalize()}, at {ratio:.1f}× the speed of AR decoding here: {speeds}"]
     else:
         words = _speculation(lane, spec, baseline, ratio, speeds)
     words += [
-        f"{title(other.recipe)} ran at {value:.2f}× the speed of AR decoding."
+        f"{title(other.recipe)} ran at {value:.1f}× the speed of AR decoding."
         for name, other in lanes.items()
         if name not in (SPEC, PLAIN) and (value := lane_speedup(lanes, name)) is not None
     ]
@@ -174,12 +223,12 @@ def verdict(lanes: Mapping[str, Lane]) -> str:
 def _speculation(lane: Lane, spec: Metrics, baseline: Metrics, ratio: float, speeds: str) -> list[str]:
     steps, ar_step = spec.decode_steps, baseline.decode_s / max(baseline.decode_steps, 1)
     draft, verify, host = (seconds / steps / ar_step for seconds in (spec.draft_s, spec.verify_s, spec.host_s))
-    if ratio > 1.02:
-        outcome = f"Speculation was {ratio:.2f}× as fast"
-    elif ratio < 0.98:
-        outcome = f"Speculation lost: {ratio:.2f}× the speed of AR decoding"
+    if ratio >= 1.05:
+        outcome = f"Speculation was {ratio:.1f}× as fast"
+    elif ratio < 0.95:
+        outcome = f"Speculation lost: {ratio:.1f}× the speed of AR decoding"
     else:
-        outcome = "Speculation made no difference"
+        outcome = "Speculation made no clear difference"
     words = [
         f"{outcome}: {speeds}",
         f"A step gave {spec.tokens_per_step:.2f} tokens and took {draft + verify + host:.2f} AR steps "

@@ -21,7 +21,7 @@ ALONE = {"edge_only": "edge only: the drafter alone", "cloud_only": "cloud only:
 
 @dataclass(eq=False)
 class Lane:
-    """A decoding of the prompt. The trace is stored as text, which takes a seventh of the memory of its events."""
+    """A decoding of the prompt. Its trace is text, a seventh of the memory of its events."""
 
     lines: list[str] = field(default_factory=list)
     header: Header | None = None
@@ -126,7 +126,7 @@ def title(recipe: Mapping[str, Any]) -> str:
 def plan_of(settings: Mapping[str, Any], compare: Any, extra: int) -> tuple[str, ...]:
     """Return the lanes in use, given unvalidated settings and the number of extra recipes.
 
-    The AR lane decodes on this machine; a remote AR recipe occupies the first lane.
+    A remote AR recipe without speculation occupies the first lane.
     """
     if settings["method"] == "ar" and settings.get("mode", OFF) == OFF:
         return PLAIN, *EXTRA[:extra]
@@ -134,9 +134,21 @@ def plan_of(settings: Mapping[str, Any], compare: Any, extra: int) -> tuple[str,
 
 
 def lanes_of(recipe: Recipe, extra: Sequence[Recipe], plan: Sequence[str]) -> list[tuple[str, Recipe]]:
-    baseline = replace(recipe, method="ar", cloud=None)
-    lanes = {SPEC: recipe, PLAIN: baseline, **dict(zip(EXTRA, extra, strict=False))}
+    lanes = {SPEC: recipe, PLAIN: baseline_of(recipe), **dict(zip(EXTRA, extra, strict=False))}
     return [(name, lane) for name, lane in lanes.items() if name in plan]
+
+
+def baseline_of(recipe: Recipe) -> Recipe:
+    """Return AR decoding by the same target, over the same link."""
+    cloud = None
+    if recipe.cloud is not None and recipe.cloud.mode == "speculative":
+        cloud = replace(recipe.cloud, mode="cloud_only", provisional=False, gates=(), on_loss="end")
+    return replace(recipe, method="ar", cloud=cloud)
+
+
+def alternating(lanes: Sequence[tuple[str, Recipe]], pairs: int) -> list[tuple[str, Recipe]]:
+    """Repeat `lanes`, every second time in reverse order."""
+    return [lane for i in range(pairs) for lane in (reversed(lanes) if i % 2 else lanes)]
 
 
 def describe_kept_lanes(recipes: list[Recipe]) -> str:

@@ -28,7 +28,7 @@ ACTIVITIES = {  # label, row of the timeline
     "way": ("link delay", 1),
     "verify": ("cloud's pass", 2),
     "down": ("receiving", 1),
-    "wait": ("waiting", 1),
+    "wait": ("waiting", 0),
     "idle": ("idle", 0),
 }
 _TOTALS = {"provisional": "committed provisionally", "confirmed": "confirmed", "overruled": "overruled"}
@@ -60,7 +60,7 @@ def steps(lane: Lane) -> list[Step]:
 def parts(steps: Sequence[Step]) -> list[list[Part]]:
     """Split each step into idle, draft, up, way, verify, way, down; or into draft and wait.
 
-    Verification is a wait if its response belongs to another step or the cloud's share is unknown.
+    Verification is a wait if the cloud's share is unknown.
     """
     result, end = [], 0.0
     for step in steps:
@@ -123,8 +123,12 @@ def _row(name: str, steps: Sequence[Step], cumulative: float | None) -> list[str
         number(sum(hard) / len(hard) if hard else None, 2),
         number(total("escalated"), 0),
         percent(cumulative),
-        VERDICTS[steps[0].fallback] if len(steps) == 1 else "",
+        _verdict_note(steps[0]) if len(steps) == 1 else "",
     ]
+
+
+def _verdict_note(step: Step) -> str:
+    return "two round trips" if step.verdict.notes.get("rows") else VERDICTS[step.fallback]
 
 
 def describe_link(lane: Lane) -> str:
@@ -135,16 +139,19 @@ def describe_link(lane: Lane) -> str:
         spent[activity] += seconds
     total = sum(spent.values())
     shares = [f"{ACTIVITIES[activity][0]} {percent(spent[activity] / total)}" for activity in spent if spent[activity]]
+    waiting = sum(seconds for activity, seconds in spent.items() if activity not in ("draft", "idle"))
     sentences = [
         f"**{title(lane.recipe)}**: {m.tokens} tokens in {m.steps} steps, {number(m.tokens_per_second, 1)} tokens per "
         f"second. {percent(remote.get('escalated', 0.0) / m.steps)} of the steps queried the cloud. The link carried "
         f"{remote.get('bytes_up', 0.0) / 1e3:,.1f} kB up and {remote.get('bytes_down', 0.0) / 1e3:,.1f} kB down, "
         "including HTTP headers.",
-        f"Time: {', '.join(shares)}.",
+        f"Time: {', '.join(shares)}. The edge waited {percent(waiting / total)} of it.",
     ]
     retries = remote.get("sent", 0.0) - sum("sent" in step.verdict.notes for step in run_steps)
     if retries > (rows := remote.get("rows", 0.0)):
         sentences.append(f"{retries - rows:.0f} messages were sent again.")
+    if rows:
+        sentences.append(f"{rows:.0f} rejections needed a second round trip, which sent a row of q.")
     sentences += [f"{remote[name]:.0f} tokens were {words}." for name, words in _TOTALS.items() if remote.get(name)]
     return " ".join(sentences)
 
@@ -177,12 +184,19 @@ def timeline_svg(steps: Sequence[Step], first: int, count: int) -> str:
             shapes.append(f'<text class="caption" x="{at + 2:.1f}" y="14">{caption}</text>')
             last = at
         shapes += [_bar(activity, seconds, x(begin), seconds * scale) for activity, begin, seconds in step_parts]
+        shapes += [_bar("wait", seconds, x(begin), seconds * scale) for begin, seconds in _edge_waits(step_parts)]
     label = f"Steps {shown[0].i} to {shown[-1].i} over time"
     key = "".join(f'<li class="{activity}">{words}</li>' for activity, (words, _) in ACTIVITIES.items())
     return (
         f'<div class="timeline" role="region" aria-label="Timeline of steps" tabindex="0"><svg viewBox="0 0 {WIDTH} '
         f'{height}" role="img" aria-label="{label}">{"".join(shapes)}</svg></div><ul class="key">{key}</ul>'
     )
+
+
+def _edge_waits(step_parts: Sequence[Part]) -> Iterator[tuple[float, float]]:
+    remote = [(begin, seconds) for activity, begin, seconds in step_parts if ACTIVITIES[activity][1] > 0]
+    if remote:
+        yield remote[0][0], sum(seconds for _, seconds in remote)
 
 
 def _bar(activity: str, seconds: float, x: float, width: float) -> str:

@@ -6,6 +6,7 @@ since they release a slot before its work has ended.
 
 from __future__ import annotations
 
+import asyncio
 import html
 import json
 import random
@@ -28,11 +29,20 @@ from specdemo.ui.cockpit import cockpit, script
 from specdemo.ui.controls import Controls, examples_row, sidebar
 from specdemo.ui.frames import Run
 from specdemo.ui.labels import describe_preflight
-from specdemo.ui.lane import EXTRA, describe_kept_lanes, lanes_of, plan_of
+from specdemo.ui.lane import EXTRA, SPEC, alternating, describe_kept_lanes, lanes_of, plan_of
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.service import Engine, Health, Service
-from specdemo.ui.settings import OFF, Settings, from_link, kept_recipes, recipe_of, recipe_settings, restored
-from specdemo.ui.streams import Sockets, played, reason
+from specdemo.ui.settings import (
+    OFF,
+    Settings,
+    from_link,
+    kept_recipes,
+    recipe_of,
+    recipe_settings,
+    restored,
+    unknown_names,
+)
+from specdemo.ui.streams import LaneEvents, Sockets, reason
 from specdemo.ui.tabs import build_tabs
 from specdemo.ui.theme import launch_options
 from specdemo.worker import Worker, WorkerBusy, WorkerGroup
@@ -40,6 +50,7 @@ from specdemo.worker import Worker, WorkerBusy, WorkerGroup
 __all__ = ["build", "launch_options"]
 
 EXAMPLES = ASSETS / "examples.json"
+REPEATS = 5
 RECORDED_TOP = 5  # tokens per distribution that a run on the page records, for the inspector
 
 _HEADER = """<header><h1>specdemo</h1><p>Speculative decoding, token by token: drafted, accepted and rejected tokens,
@@ -50,7 +61,6 @@ _PRIVATE = {"api_visibility": "private"}
 
 
 def toast(run: Run) -> None:
-    """Show the status of a run as a toast, with markup escaped."""
     gr.Warning(html.escape(run.phase[1]))
 
 
@@ -131,6 +141,8 @@ def _layout(service: Service, usual: Recipe, device: str, examples: dict[str, An
         for name in ("stop", "preflight"):
             buttons[name] = gr.Button(name.title(), variant="secondary", elem_id=name, scale=0)
         compare = gr.Checkbox(label="Compare with autoregressive decoding", elem_id="compare", container=False)
+        buttons["repeat"] = gr.Button(f"Repeat ×{REPEATS}", size="sm", elem_id="repeat", scale=0)
+        buttons["use"] = gr.Button("Use", elem_id="use-recorded", visible="hidden")
     with gr.Accordion("Examples", open=False, elem_id="all-examples"):
         examples_row(examples, prompt, controls)
     with gr.Accordion("More actions", open=False, elem_id="more-actions"), gr.Row():
@@ -163,27 +175,28 @@ def _connect_runs(parts: _Parts, handlers: _Handlers) -> None:
     settings = list(parts.settings.values())
     # A single input with all values: Gradio visits every input of an event for every frame that the event yields.
     pressed = gr.Textbox(visible=False)
-    run = (
-        parts.buttons["run"]
-        .click(
-            None,
-            [parts.kept, *settings],
-            pressed,
-            js="(...values) => JSON.stringify(values)",
-            trigger_mode="multiple",
-            **_PRIVATE,
-        )
-        .then(
-            handlers.show,
-            pressed,
-            parts.cockpit,
-            preprocess=False,  # the schema validates raw values
-            trigger_mode="multiple",  # the cockpit passes clicks one by one
-            **_QUEUED,
-        )
-    )
     failed = "() => { window.dispatchEvent(new Event('specdemo:failed')) }"  # full queue or lost server
-    run.failure(None, None, None, js=failed, **_PRIVATE)
+    for name, more in (("run", ""), ("repeat", f", {REPEATS}")):
+        run = (
+            parts.buttons[name]
+            .click(
+                None,
+                [parts.kept, *settings],
+                pressed,
+                js=f"(...values) => JSON.stringify([...values{more}])",
+                trigger_mode="multiple",
+                **_PRIVATE,
+            )
+            .then(
+                handlers.show,
+                pressed,
+                parts.cockpit,
+                preprocess=False,  # the schema validates raw values
+                trigger_mode="multiple",  # the cockpit passes clicks one by one
+                **_QUEUED,
+            )
+        )
+        run.failure(None, None, None, js=failed, **_PRIVATE)
     parts.buttons["preflight"].click(
         handlers.estimate, settings, parts.estimate, preprocess=False, trigger_mode="once", **_QUEUED
     )
@@ -205,7 +218,10 @@ def _connect_settings(demo: gr.Blocks, parts: _Parts, handlers: _Handlers) -> No
     changes = [component.change for component in settings]
     gr.on(changes, None, settings, parts.saved, js=script("save_settings", facts), **_IMMEDIATE)
     parts.buttons["link"].click(None, settings, None, js=script("copy_link", facts), **_PRIVATE)
-    parts.buttons["reset"].click(None, None, settings, js=f"() => {facts['USUAL']}", **_PRIVATE)
+    use = f"(...values) => {facts['NAMES']}.map((name, i) => window.specdemoRecorded?.[name] ?? values[i])"
+    parts.buttons["use"].click(None, settings, settings, js=use, **_PRIVATE)
+    usual = json.dumps([*defaults.values(), ""])
+    parts.buttons["reset"].click(None, None, [*settings, parts.estimate], js=f"() => {usual}", **_PRIVATE)
     restorable = gr.Textbox(visible=False)
     demo.load(
         handlers.find, [parts.saved, parts.kept], [restorable, parts.kept_lanes], preprocess=False, **_QUEUED
@@ -215,39 +231,45 @@ def _connect_settings(demo: gr.Blocks, parts: _Parts, handlers: _Handlers) -> No
 class _Handlers:
     def __init__(self, service: Service, sockets: Sockets, device: str, defaults: Settings) -> None:
         self._service, self._sockets, self._device, self._defaults = service, sockets, device, defaults
+        self._playing: set[asyncio.Task[None]] = set()
 
     async def show(self, request: gr.Request, pressed: Any) -> AsyncIterator[str]:
-        """Run the recipe and the stored lanes; yield frames for the cockpit."""
         visitor = request.session_hash or ""
         try:
             kept, *values = json.loads(pressed)
+            pairs = values.pop() if values[len(self._defaults) :] == [REPEATS] else 1
             settings = dict(zip(self._defaults, values, strict=True))
         except (TypeError, ValueError):  # sent by a script
             raise gr.Error("a run needs a JSON list of the kept lanes and all settings of the page") from None
-        extra = self._lanes(kept)
-        run = self._service.runs.new(visitor, plan_of(settings, settings["compare"], len(extra)))
+        extra = self._lanes(kept) if pairs == 1 else []
+        run = self._service.runs.new(visitor, plan_of(settings, settings["compare"] or pairs > 1, len(extra)))
+        run.pairs = pairs
         try:
-            first = run.frame(0)
-            yield first
+            if pairs > 1 and SPEC not in run.plan:
+                raise UserError(f"a comparison with method ar needs another method than ar: {', '.join(METHODS)}")
             lanes = lanes_of(self._recipe(settings), extra, run.plan)
             random.shuffle(lanes)  # no lane is always the first on a cold machine
-            stream = self._service.start(lanes, settings["prompt"], visitor, address_of(request))
-            run.stop = stream.stop
-            async with aclosing(played(run, stream, self._service.worker, first)) as frames:
-                async for frame in frames:
-                    if not self._sockets.tell(run):
-                        yield frame
-            if run.phase[0] == "failed":
-                toast(run)
-            self._service.heard(visitor, settings["prompt"], run)
-            yield run.frame(len(run.records))
+            jobs = alternating(lanes, pairs)
+            stream = self._service.start(jobs, settings["prompt"], visitor, address_of(request))
         except (UserError, WorkerBusy) as error:
             run.finish(reason(error))
             toast(run)
             yield run.frame(0)
-        finally:
-            run.finish()  # for a closed tab
-            self._sockets.tell(run)
+            return
+        run.stop = stream.stop
+        playing = asyncio.create_task(self._play(run, stream, visitor, settings["prompt"]))
+        self._playing.add(playing)
+        playing.add_done_callback(self._playing.discard)
+        async with aclosing(self._sockets.unheard(run)) as frames:
+            async for frame in frames:
+                yield frame
+        if run.phase[0] == "failed":
+            toast(run)
+        yield run.frame(len(run.records))
+
+    async def _play(self, run: Run, stream: LaneEvents, visitor: str, prompt: str) -> None:
+        await self._sockets.play(run, stream, self._service.worker)
+        self._service.heard(visitor, prompt, run)
 
     async def estimate(self, request: gr.Request, *values: Any) -> AsyncIterator[str]:
         yield "*Preflight: reading texts and timing passes …*"
@@ -272,11 +294,13 @@ class _Handlers:
         return [*(kept or []), wanted], describe_kept_lanes(lanes)
 
     def find(self, saved: Any, kept: Any, request: gr.Request) -> tuple[str, str]:
-        """Return the settings to restore, from the link or the browser, and the text about stored lanes."""
+        """Return the settings to restore and the text about stored lanes."""
         link = from_link(dict(request.query_params), self._defaults)
         settings, errors = restored(link or saved, self._defaults, self._device)
         for error in errors:
-            gr.Warning(html.escape(f"Invalid setting ignored: {error}"))
+            gr.Warning(html.escape(error))
+        if unknown := unknown_names(dict(request.query_params), self._defaults):
+            gr.Warning(html.escape(f"Unknown settings in the link ignored: {', '.join(unknown)}"))
         if link and settings.get("mode", OFF) != OFF and settings["remote"]:
             gr.Warning(html.escape(f"This link has prompts sent to {settings['remote']}: run it only if you trust it."))
         changed = {name: value for name, value in settings.items() if value != self._defaults[name]}

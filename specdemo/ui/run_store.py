@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -80,7 +81,10 @@ class RunStore:
         """Return the frame after `[run id, number of records received]`."""
         run_id, count = query if isinstance(query, list) and len(query) == 2 else (None, 0)
         run = self.get(run_id)
-        return run.frame(count) if run and isinstance(count, int) and count >= 0 else None
+        if run is None or not isinstance(count, int) or count < 0:
+            return None
+        run.seen = time.monotonic()
+        return run.frame(count)
 
     def trace(self, query: Any) -> str | None:
         """Return the trace of `[run id, lane]`; of all lanes if the lane is "all"."""

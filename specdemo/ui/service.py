@@ -101,7 +101,6 @@ class Service:
         return self._submit(lambda: self._noting(self._engine(recipe, PROBE, self._models, {})))
 
     async def preflight(self, recipe: Recipe, prompt: str = "", address: str = "") -> Preflight:
-        """Estimate the speed-up of `recipe` on the bundled texts and on `prompt`."""
         if isinstance(self.worker, WorkerGroup):
             raise UserError("preflight needs a permanent device, which this host does not have: press Run instead")
         if recipe.cloud is not None:
@@ -192,7 +191,7 @@ class Service:
         self._idle.start()
 
     def heard(self, visitor: str, prompt: str, run: Run) -> None:
-        """Add a finished turn to the visitor's conversation; the first lane gave the answer."""
+        """Add the first lane's turn to the visitor's conversation."""
         lane = run.lanes[run.plan[0]]
         if lane.recipe.get("chat") and run.phase[0] == "done":
             answer = "".join(event.text for event in lane.steps)
@@ -200,7 +199,7 @@ class Service:
             talk += [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
 
     def leave(self, visitor: str) -> None:
-        self.runs.leave(visitor)
+        """Release the data of a session; its run ends separately."""
         self.stop_bench(visitor)
         self._stores.pop(visitor, None)
         self.talks.pop(visitor, None)

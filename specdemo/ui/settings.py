@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from specdemo.core.errors import UserError
+from specdemo.core.events import Header
 from specdemo.core.options import Option
 from specdemo.recipe import Recipe
 from specdemo.remote.config import MODES, CloudConfig
@@ -22,6 +23,8 @@ MODES_WITH_OFF = {OFF: "the target runs on this machine"} | MODES
 OPTIONS: dict[str, Option] = {**Recipe.OPTIONS, **CloudConfig.OPTIONS}
 _PROMPT_CHARACTERS = 100_000
 _NAME_CHARACTERS = 300  # enough for a local directory
+_GRADIO = ("view", "deep_link", "logs")
+_MODEL_NAMES = ("pair", "target", "drafter", "method")
 
 
 def setting_of(option: Option, value: Any) -> Any:
@@ -35,7 +38,7 @@ def setting_of(option: Option, value: Any) -> Any:
 
 
 def from_link(query: Mapping[str, str], defaults: Settings) -> Settings:
-    """Return the settings of a link's query, with the types of `defaults`; unknown names are ignored."""
+    """Return the settings of a link's query, with the types of `defaults`."""
     settings: Settings = {}
     for name, text in query.items():
         if name in defaults:
@@ -45,37 +48,64 @@ def from_link(query: Mapping[str, str], defaults: Settings) -> Settings:
     return settings
 
 
+def unknown_names(query: Mapping[str, str], defaults: Settings) -> list[str]:
+    """Return the names in a link's query that are neither settings nor Gradio's."""
+    return [name[:40] for name in query if name not in defaults and not name.startswith("_") and name not in _GRADIO]
+
+
+def recorded_settings(header: Header, compare: bool) -> Settings:
+    """Return the valid settings of a run, without those of the machine."""
+    recipe: Mapping[str, Any] = header.recipe
+    values = {**recipe, **(recipe.get("cloud") or {})}
+    options = {name: option for name, option in OPTIONS.items() if not option.host}
+    plain = {name: setting_of(option, option.default) for name, option in options.items()}
+    wanted = {name: setting_of(options[name], value) for name, value in values.items() if name in options}
+    if recipe.get("cloud"):
+        wanted["mode"] = recipe["cloud"].get("mode", OFF)
+    if recipe.get("chat"):  # the recorded prompt contains the template
+        wanted["chat"] = False
+    settings, _ = restored(wanted, plain, "auto")
+    return {**settings, "prompt": header.prompt, "compare": compare}
+
+
 def restored(wanted: Any, defaults: Settings, device: str) -> tuple[Settings, list[str]]:
-    """Return `defaults` updated with every valid value of `wanted`, and the error messages of invalid values."""
-    settings, errors = dict(defaults), []
+    """Return `defaults` updated with the values of `wanted` that are valid together, and messages about the others."""
     known = wanted.items() if isinstance(wanted, Mapping) else ()
-    changed = {name: value for name, value in known if name in defaults and value != defaults[name]}
-    with suppress(UserError):  # values that are valid together only, such as a target and its drafter
-        for name in changed:
-            _check(name, changed[name], {**defaults, **changed}, device)
-        return {**defaults, **changed}, []
-    for name, value in changed.items():
-        try:
-            _check(name, value, settings, device)
-        except UserError as error:
-            errors.append(str(error))
-        else:
-            settings[name] = value
-    return settings, errors
+    kept = {name: value for name, value in known if name in defaults and value != defaults[name]}
+    dropped: dict[str, list[str]] = {}  # error message -> names
+    while (error := _problem({**defaults, **kept}, device)) and kept:
+        name = _culprit(kept, defaults, device)
+        dropped.setdefault(error, []).append(name)
+        del kept[name]
+    errors = [f"{' and '.join(names)} ignored: {error}" for error, names in dropped.items()]
+    return {**defaults, **kept}, errors
 
 
-def _check(name: str, value: Any, settings: Settings, device: str) -> None:
-    if name == "prompt":
-        if not isinstance(value, str) or len(value) > _PROMPT_CHARACTERS:
-            raise UserError(f"the prompt must be a text of at most {_PROMPT_CHARACTERS:,} characters")
-    elif name == "compare":
-        if not isinstance(value, bool):
-            raise UserError(f"compare must be true or false, not {value!r}")
-    else:
-        changed = {**recipe_settings(settings), name: value}
-        if name in CloudConfig.OPTIONS:
-            cloud_of(changed)
-        recipe_of(changed, device)
+def _problem(settings: Settings, device: str) -> str:
+    prompt, compare = settings.get("prompt", ""), settings.get("compare", False)
+    if not isinstance(prompt, str) or len(prompt) > _PROMPT_CHARACTERS:
+        return f"the prompt must be a text of at most {_PROMPT_CHARACTERS:,} characters"
+    if not isinstance(compare, bool):
+        return f"compare must be true or false, not {compare!r}"
+    try:
+        if settings.keys() & CloudConfig.OPTIONS.keys():
+            cloud_of(settings)
+        recipe_of(recipe_settings(settings), device)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def _culprit(kept: Settings, defaults: Settings, device: str) -> str:
+    """Return a value whose removal changes the error, models last."""
+    error = _problem({**defaults, **kept}, device)
+    names = sorted(kept, key=_MODEL_NAMES.__contains__)
+
+    def remaining(name: str) -> str:
+        return _problem({**defaults, **{other: kept[other] for other in kept if other != name}}, device)
+
+    repaired = next((name for name in names if not remaining(name)), None)
+    return repaired or next((name for name in names if remaining(name) != error), names[-1])
 
 
 def recipe_settings(settings: Settings) -> Settings:

@@ -26,11 +26,13 @@ TopList = Iterable[tuple[int, float]]
 MAX_WHAT_IF = 8  # draft tokens
 _LINK_FACTS = (  # name in the trace, label, scale, digits
     ("cloud_s", "cloud, ms", 1000, 1),
-    ("rtt_s", "link, ms", 1000, 1),
+    ("rtt_s", "waiting for the link, ms", 1000, 1),
+    ("sent", "requests", 1, 0),
     ("bytes_up", "bytes up", 1, 0),
     ("bytes_down", "bytes down", 1, 0),
     ("hard_ratio", "hard", 1, 2),
 )
+SECOND_TRIP = "The rejection needed a second round trip, which sent the drafter's row to the cloud."
 COMPLETE = 1e-4  # unrecorded mass of a distribution that counts as 0
 MAX_BARS, OTHERS, VISIBLE = 8, "others", 5e-4
 WIDTH = 96  # characters of a line
@@ -175,7 +177,7 @@ def _facts(step: Step) -> list[tuple[str, str]]:
 
 
 def _summary(step: Step) -> str:
-    if step.i == 0:
+    if step.i == 0 and not step.draft.tokens:
         return "Prefill: one pass over the prompt, which gives the first token."
     if step.searched:
         return f"Step of a beam search: all beams agree on {len(step.tokens)} tokens."
@@ -183,7 +185,8 @@ def _summary(step: Step) -> str:
         return "The draft was empty, so the step gave one token."
     if step.fallback:
         return f"Drafted {len(step.draft)}, committed {len(step.tokens)} without the target."
-    return f"Drafted {len(step.draft)}, accepted {step.accepted}, committed {len(step.tokens)}."
+    counts = f"Drafted {len(step.draft)}, accepted {step.accepted}, committed {len(step.tokens)}."
+    return f"{counts} {SECOND_TRIP}" if step.verdict.notes.get("rows") else counts
 
 
 STEP_COLUMNS = (

@@ -1,13 +1,14 @@
 """Streams from the worker to the browser: polling, frames of a run, and their WebSocket.
 
 Sending a frame through gradio's events blocks the decoding thread (GIL) for about 4 ms, through a socket for 0.4 ms.
-The gradio event still starts and ends the run, and sends the frames where a socket cannot be opened.
+The gradio event starts the run, a task of the server, and sends the frames where a socket cannot be opened.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
 
@@ -20,7 +21,9 @@ from specdemo.ui.frames import Run
 from specdemo.ui.run_store import RunStore
 from specdemo.worker import Stream, Worker, WorkerBusy, WorkerGroup
 
-_POLL_S = 1 / 12  # seconds between polls: latency below 150 ms at low load on the decoding thread
+_POLL_S = 1 / 12  # latency below 150 ms at low load on the decoding thread
+GRACE_S = 20.0  # without a listener
+_GOING_AWAY = 1001  # close code
 LONGEST_REASON = 600  # characters; error messages can quote arbitrary input
 LaneEvents = Stream[tuple[str, Event]]
 log = logging.getLogger(__name__)
@@ -52,38 +55,61 @@ def reason(error: BaseException) -> str:
     return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]} …"
 
 
-async def played(run: Run, stream: LaneEvents, worker: Worker | WorkerGroup, shown: str) -> AsyncIterator[str]:
-    """Yield every frame that differs from the previous one, initially `shown`; then finish the run."""
-    async with aclosing(drain(stream)) as batches:
-        async for batch in batches:
-            start = len(run.records)
-            for lane, event in batch:
-                run.absorb(lane, event)
-            if not stream.started and (ahead := worker.ahead(stream)):
-                run.phase = ("queued", f"{ahead} ahead")
-            frame = run.frame(start)
-            if frame != shown:
-                yield frame
-                shown = frame
-    run.finish(reason(stream.error) if stream.error else None)
-
-
 class Sockets:
-    """Sends frames to all listeners of a run in `runs`; access requires only its unguessable id."""
+    """Advances runs and sends their frames; access requires only the unguessable id of a run."""
 
     def __init__(self, runs: RunStore) -> None:
         self._runs = runs
         self._listeners: dict[str, set[asyncio.Event]] = {}  # by run
 
+    async def play(self, run: Run, stream: LaneEvents, worker: Worker | WorkerGroup) -> None:
+        """Advance `run` to its end and notify its listeners."""
+        shown = ""
+        try:
+            async with aclosing(drain(stream)) as batches:
+                async for batch in batches:
+                    start = len(run.records)
+                    for lane, event in batch:
+                        run.absorb(lane, event)
+                    if not stream.started and (ahead := worker.ahead(stream)):
+                        run.phase = ("queued", f"{ahead} ahead")
+                    if (frame := run.frame(start)) != shown:
+                        self.tell(run)
+                        shown = frame
+                    if self._abandoned(run):
+                        break
+            run.finish(reason(stream.error) if stream.error else None)
+        except Exception as error:
+            run.finish(reason(error))
+        self.tell(run)
+
+    def _abandoned(self, run: Run) -> bool:
+        if run.id in self._listeners:
+            run.seen = time.monotonic()
+        return time.monotonic() - run.seen > GRACE_S
+
+    async def unheard(self, run: Run) -> AsyncIterator[str]:
+        """Yield frames while no socket receives them."""
+        start, shown = 0, ""
+        while not run.over:
+            run.seen = time.monotonic()
+            if run.id not in self._listeners and (frame := run.frame(start)) != shown:
+                start, shown = len(run.records), frame
+                yield frame
+            await asyncio.sleep(_POLL_S)
+
     def tell(self, run: Run) -> bool:
-        """Notify the listeners of `run`; return False if there are none. Call in the server's thread."""
+        """Notify the listeners of `run`; return False without any. Call in the server's thread."""
         listeners = self._listeners.get(run.id, ())
         for changed in listeners:
             changed.set()
         return bool(listeners)
 
     def routes(self) -> list[WebSocketRoute]:
-        """Return the route `/frames/{run}`, which sends a run's frames from its first record to its last."""
+        """Return the route `/frames/{run}`, which sends a run's frames from record `from` (default 0) to the last.
+
+        Leaving the page stops the run, except with `from`: after an interruption Gradio reloads the page.
+        """
         return [WebSocketRoute("/frames/{run}", self._serve)]
 
     async def _serve(self, socket: WebSocket) -> None:
@@ -91,7 +117,8 @@ class Sockets:
         if run is None:
             return await socket.close()
         await socket.accept()
-        changed, count = asyncio.Event(), 0
+        start = socket.query_params.get("from", "")
+        changed, count = asyncio.Event(), int(start) if start.isdecimal() and len(start) < 10 else 0
         listeners = self._listeners.setdefault(run.id, set())
         listeners.add(changed)
         closed = asyncio.ensure_future(self._until_closed(socket, changed))
@@ -109,11 +136,14 @@ class Sockets:
             listeners.discard(changed)
             if not listeners:
                 self._listeners.pop(run.id, None)
+        if not run.over and closed.done() and closed.result() == _GOING_AWAY and not (start or listeners):
+            run.stop()
 
-    async def _until_closed(self, socket: WebSocket, changed: asyncio.Event) -> None:
-        while (await socket.receive())["type"] != "websocket.disconnect":
+    async def _until_closed(self, socket: WebSocket, changed: asyncio.Event) -> int | None:
+        while (message := await socket.receive())["type"] != "websocket.disconnect":
             pass
         changed.set()
+        return message.get("code")
 
     async def _send(self, socket: WebSocket, run: Run, start: int) -> int:
         frame, end = run.frame(start), len(run.records)

@@ -107,8 +107,24 @@ BAD = {
     "max tokens 0": ([PROMPT, "--max-tokens", "0"], "max_tokens must be from 1"),
     "temperature -1": ([PROMPT, "--temperature", "-1"], "temperature must be from 0"),
     "temperature nan": ([PROMPT, "--temperature", "nan"], "temperature must be from 0"),
-    "top-p 0": ([PROMPT, "--top-p", "0"], "top_p must be above 0"),
-    "penalty 0": ([PROMPT, "--repetition-penalty", "0"], "repetition_penalty must be above 0"),
+    "top-p 0": ([PROMPT, "--top-p", "0"], "top_p must be from 0.001 to 1"),
+    "penalty 0": ([PROMPT, "--repetition-penalty", "0"], "repetition_penalty must be from 0.01 to 100"),
+    "temperature 1e-38": ([PROMPT, "--temperature", "1e-38"], "temperature must be 0 or at least 0.001, not 1e-38"),
+    "penalty 1e-38": ([PROMPT, "--repetition-penalty", "1e-38"], "repetition_penalty must be from 0.01"),
+    "surrogate": (["a\udcff"], "the prompt has an invalid character at position 2"),
+    "empty bad word": ([PROMPT, "--bad-word", ""], "bad_words contains an empty text"),
+    "bounds of fixed": ([PROMPT, "--gamma-min", "2"], "gamma_min has no effect with policy fixed"),
+    "beta without egag": (
+        [PROMPT, "--egag-ema-beta", "0"],
+        "with policy fixed: choose egag",
+    ),
+    "option of another method": (
+        [PROMPT, "--tree-nodes", "5"],
+        "no effect with method draft: choose tree",
+    ),
+    "gamma of ar": ([PROMPT, "--method", "ar", "--gamma", "5"], "gamma has no effect with method ar: choose draft"),
+    "store of one run": ([PROMPT, "--method", "nasd", "--ngram-keep"], "ngram_keep has no effect in the terminal"),
+    "unknown preset": ([PROMPT, "--preset", "magic"], "unknown preset 'magic': known are sources"),
     "unknown method": ([PROMPT, "--method", "magic"], "known are draft, nasd, suffix"),
     "unknown rule": ([PROMPT, "--rule", "magic"], "known are rejection, match, coupled, top1"),
     "unknown policy": ([PROMPT, "--policy", "magic"], "known are fixed"),
@@ -149,6 +165,35 @@ def test_names_and_models_that_do_not_fit(
     assert main(["run", PROMPT, "--target", target, "--drafter", stranger, "--universal", "--max-tokens", "9"]) == 0
     assert main(["preflight", "--target", target, "--drafter", stranger, "--universal", "--kind", "code"]) == 2
     assert "share a vocabulary" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_drafter_decodes_alone_if_no_cloud_responds(
+    models: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    unreachable = ["--remote", "http://127.0.0.1:1"]
+    assert main(["run", PROMPT, *pair(models), *unreachable]) == 2
+    assert "there is no service at http://127.0.0.1:1" in capsys.readouterr().err
+    assert main(["run", PROMPT, *pair(models), *unreachable, "--on-loss", "edge"]) == 0
+    shown = capsys.readouterr()
+    assert "the drafter decodes alone" in shown.err and "the drafter continues alone" in shown.out
+    assert "20 tokens" in shown.out and "LOSSY" in shown.out
+
+
+def test_a_preset_sets_several_options(models: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--preset", "sources", "--top-p", "0.8", "--json"]
+    assert main(["run", PROMPT, *pair(models), *arguments]) == 0
+    recipe = json.loads(capsys.readouterr().out.splitlines()[0])["recipe"]
+    shown = {name: recipe[name] for name in ("temperature", "top_p", "repetition_penalty", "gamma", "policy")}
+    assert shown == {"temperature": 1.0, "top_p": 0.8, "repetition_penalty": 1.1, "gamma": 6, "policy": "dynamic"}
+
+
+def test_a_banned_text_does_not_appear(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["run", "class TestStack(TestCase):\n    def test(self):\n", "--temperature", "0", "--max-tokens", "60"]
+    texts = []
+    for banned in ([], ["--bad-word", "self"]):
+        assert main([*arguments, *banned, "--json"]) == 0
+        texts.append("".join(json.loads(line).get("text", "") for line in capsys.readouterr().out.splitlines()))
+    assert "self" in texts[0] and "self" not in texts[1]
 
 
 def test_ctrl_c_ends_the_trace(

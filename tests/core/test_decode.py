@@ -11,7 +11,7 @@ import torch
 from fakes.tiny_models import GuessDrafter, TableModel, committed, run
 
 from specdemo.core import trace
-from specdemo.core.decode import DraftBudget
+from specdemo.core.decode import DraftBudget, decode
 from specdemo.core.events import StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.core.policies import Fixed
@@ -91,6 +91,12 @@ def test_step_zero_is_the_prefill() -> None:
     steps = run([1, 2], target(), GuessDrafter(6), Fixed(3), 8)
     assert len(steps[0].draft) == 0 and steps[0].kind == "plain" and len(steps[0].tokens) == 1
     assert [step.i for step in steps] == list(range(len(steps)))
+
+
+def test_the_first_step_may_draft() -> None:
+    script = Script(TEXT, prompt=1)
+    steps = list(decode([0], script, script, Fixed(3), max_tokens=9, stop=(), clock=lambda: 0.0, first_target=False))
+    assert [len(step.draft) for step in steps] == [3, 3, 0] and committed(steps) == TEXT[:9]
 
 
 def test_kinds() -> None:

@@ -31,7 +31,7 @@ from fakes.enumeration import (
 from fakes.tiny_models import Explorer, committed, run
 from torch import Tensor
 
-from specdemo.core.policies import POLICIES, CostModel, Fixed
+from specdemo.core.policies import POLICIES, CostModel, DraftLengths, Fixed
 from specdemo.core.rules import RULES, match, ratio, rejection, residual, threshold, typical
 from specdemo.core.sampling import Noise, SamplingParams, SharedNoise
 from specdemo.core.step import Draft, Verdict
@@ -146,7 +146,7 @@ def test_every_drafter_rule_and_policy_is_exact(policy: str, drafter: str, rule:
         sampling, explorer = SAMPLING[name], Explorer()
 
         def once(sampling: SamplingParams = sampling, explorer: Explorer = explorer) -> tuple[int, ...]:
-            gamma = POLICIES[policy].make(2, 1, 3, CostModel())
+            gamma = POLICIES[policy].make(DraftLengths(2, 0, 3), CostModel())
             verifier = ModelVerifier(TARGET.score, sampling, RULES[rule].apply, explorer, explorer, 2)
             steps = run(PROMPT, verifier, DRAFTERS[drafter](sampling, explorer), gamma, 3)
             lengths.update(len(step.draft) for step in steps)

@@ -198,8 +198,36 @@ def test_auto_uses_beta_for_chains_and_counts_for_trees() -> None:
 def test_bounds_come_from_the_recipe_or_the_policy() -> None:
     assert Recipe(policy="dynamic").gamma_bounds == (3, 12)
     assert Recipe(policy="egag", gamma_min=2, gamma_max=5).gamma_bounds == (2, 5)
+    assert Recipe(policy="egag", gamma=6).gamma_bounds == (1, 6)
+    assert Recipe(policy="svip", gamma=6).gamma_bounds == (
+        0,
+        6,
+    )
+    assert Recipe(policy="dynamic", gamma=2).gamma_bounds == (2, 12)
+    assert Recipe(policy="dynamic", gamma=2, gamma_min=4).draft_lengths.gamma == 4
     with pytest.raises(UserError, match="gamma_min 5 is above gamma_max 4"):
         Recipe(policy="egag", gamma_min=5, gamma_max=4)
-    for policy in POLICIES.values():
-        made = policy.make(4, policy.least, policy.most, CostModel())
-        assert 0 <= made.gamma <= policy.most and made.notes is not None
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("gamma", [1, 2, 6])
+def test_gamma_is_the_longest_first_draft(name: str, gamma: int) -> None:
+    made = POLICIES[name].make(Recipe(policy=name, gamma=gamma).draft_lengths, CostModel())
+    assert made.gamma == length(made) == gamma and made.notes is not None
+
+
+@pytest.mark.parametrize("name", [name for name, policy in POLICIES.items() if policy.bounded])
+def test_bounds_limit_every_draft(name: str) -> None:
+    policy = POLICIES[name].make(Recipe(policy=name, gamma_min=2, gamma_max=5).draft_lengths, CostModel(token=9.0))
+    for logits, accepted in ((FLAT, 0), (SURE, 1)):
+        for _ in range(12):
+            drafted = min(policy.gamma, length(policy, logits))
+            assert 2 <= drafted <= 5
+            policy.observe(step(drafted, accepted * drafted, draft_s=9.0 * (1 - accepted) * drafted))
+        assert drafted == (5 if accepted else 2)
+
+
+def test_fixed_drafts_have_no_bounds() -> None:
+    for bound in ({"gamma_min": 1}, {"gamma_max": 8}):
+        with pytest.raises(UserError, match="has no effect with policy fixed: set gamma, or choose policy dynamic"):
+            Recipe(**bound)

@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from fakes.tiny_models import byte_level_tokenizer, sentencepiece_tokenizer
 from transformers import (
     LogitsProcessorList,
     NoBadWordsLogitsProcessor,
@@ -18,10 +19,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from specdemo.core.banned_text import BannedText
 from specdemo.core.errors import UserError
 from specdemo.core.rules import RULES, PointMass
 from specdemo.core.sampling import Noise, SamplingParams, SharedNoise
 from specdemo.core.step import Draft
+from specdemo.models.tokenizer import token_bytes
 
 VOCAB = 50
 
@@ -70,6 +73,36 @@ def test_temperature_zero_is_a_point_mass() -> None:
 def test_bad_words_that_exclude_all_tokens_raise() -> None:
     with pytest.raises(UserError, match="ban fewer"):
         SamplingParams(bad_words=((0,), (1,)))(torch.zeros(1, 2), [[0]])
+
+
+@pytest.mark.parametrize("text", ["abc", "é"])
+def test_a_banned_text_is_excluded_in_every_tokenisation(text: str) -> None:
+    """All paths of five tokens: a path is possible if and only if it lacks the text (excepting what was given)."""
+    pieces = [b"a", b"ab", b"b", b"c", b"bcd", b"xabcx", b"\xc3", b"\xa9x", b""]
+    banned = BannedText([text], pieces)
+    possible: list[tuple[int, ...]] = [()]
+    for _ in range(5):
+        possible = [(*path, t) for path in possible for t in range(len(pieces)) if t not in banned.tokens(path)]
+    every = itertools.product(range(len(pieces)), repeat=5)
+    assert possible == [path for path in every if text.encode() not in b"".join(pieces[t] for t in path)]
+    assert len(possible) < len(pieces) ** 5
+
+
+def test_the_bytes_of_tokens_concatenate_to_the_text() -> None:
+    text = "def naïve(x):\n    return '東京🙂'  # a  b"
+    for tokenizer in (byte_level_tokenizer(), sentencepiece_tokenizer()):
+        pieces, tokens = token_bytes(tokenizer), tokenizer.encode(text, add_special_tokens=False)
+        joined = b"".join(pieces[token] for token in tokens).decode()
+        assert joined.strip() == tokenizer.decode(tokens, clean_up_tokenization_spaces=False).strip()
+
+
+def test_extreme_parameters_return_distributions_or_one_sentence() -> None:
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0)) * 30
+    smallest = SamplingParams(0.001, top_p=0.001, repetition_penalty=0.01)(logits, [[1]] * 3)
+    assert torch.isfinite(smallest).all() and torch.allclose(smallest.sum(-1), torch.ones(3))
+    for sampling in (SamplingParams(1e-38), SamplingParams(repetition_penalty=1e-38)):
+        with pytest.raises(UserError, match="NaN or infinite logits"):
+            sampling(logits.abs() + 1, [list(range(VOCAB))] * 3)
 
 
 @pytest.mark.parametrize("way", [Noise.sample, Noise._inverse_cdf, Noise._exponential_race])

@@ -45,6 +45,14 @@ def test_near_the_end_only_guesses_that_fit_are_drafted() -> None:
     assert not LookaheadDrafter().propose([5], up_to(0)).tokens
 
 
+def test_a_step_without_target_choices_collects_nothing() -> None:
+    drafter = LookaheadDrafter(window=3, n=3, guesses=2)
+    comb = drafter.propose([5], up_to(9))
+    unverified = Verdict((0,), None, beta=(None,) * len(comb))
+    drafter.observe(Step(1, (5,), comb, unverified, 9, draft_s=0, verify_s=0, host_s=0, t=0))
+    assert drafter.propose([5], up_to(9)).tokens == comb.tokens
+
+
 @pytest.mark.parametrize("shape", [(5, 4, 5), (2, 2, 1), (1, 5, 3)])
 def test_greedy_text_is_unchanged_and_guesses_are_accepted(shape: tuple[int, int, int]) -> None:
     model = LlamaWeights(tiny_model("llama"))

@@ -26,6 +26,21 @@ def test_an_unknown_context_proposes_nothing() -> None:
     assert propose([1]) == ()
 
 
+def test_an_unknown_context_may_propose_random_tokens() -> None:
+    tokens = propose([1, 2, 3, 4], random_below=7)
+    assert len(tokens) == 5 and set(tokens) <= set(range(7)) and len(set(tokens)) > 1
+    assert tokens == propose([1, 2, 3, 4], random_below=7) != propose([1, 2, 3, 4], random_below=7, seed=1)
+    assert propose([1, 2, 1], random_below=7, gamma=1) == (2,)
+
+
+def test_a_step_without_target_choices_adds_no_filler() -> None:
+    drafter = NGramDrafter(3, "multi", 3)
+    drafter.propose([1, 2], up_to(1))
+    unverified = Step(1, (3,), Draft.chain((3,)), Verdict((0,), None), 1, 0.0, 0.0, 0.0, 0.0)
+    drafter.observe(unverified)
+    assert drafter.propose([1, 2, 3, 1], up_to(1)).tokens == (2,)
+
+
 def test_backoff_uses_shorter_contexts() -> None:
     tokens = [1, 2, 3, 9, 9, 2]  # "x x 2" does not occur before, "2" does
     assert propose(tokens, gamma=1) == (3,)

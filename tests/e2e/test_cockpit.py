@@ -25,6 +25,7 @@ from e2e.page_fixtures import (
     set_number,
     spans,
     status,
+    text_of,
     written,
 )
 from specdemo.models.zoo import ASSETS
@@ -148,6 +149,12 @@ def test_identical_texts_have_a_badge(tab: Any) -> None:
         texts = ["".join(line["text"] for line in trace if "i" in line) for trace in traces]
         assert texts[0] == texts[1]
         expect(page.locator("#verdict")).to_contain_text("Theorem 3.8 predicts")
+    set_number(page, "max-tokens", 8)
+    page.locator("#repeat").click()
+    status(page, "done: 5 pairs")
+    expect(page.locator("#verdict")).to_contain_text("over 5 alternating pairs")
+    expect(page.locator("[data-kpi=speedup]")).to_contain_text("median of 5 pairs")
+    assert text_of(saved(page)) == text_of(saved(page, "ar"))  # a single run of each lane is shown
 
 
 def test_exports_match_the_run(tab: Any) -> None:
@@ -191,6 +198,11 @@ def test_recorded_traces_open_without_a_model(tab: Any, served: Any) -> None:
         trace = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
         middle = next(i for i, line in enumerate(trace) if "end" in line) + 1
         assert drawn(page) == counted(trace[:middle]) and drawn(page, "ar") == counted(trace[middle:])
+    expect(page.locator("#recorded-settings")).to_contain_text(f"max tokens {trace[0]['recipe']['max_tokens']}")
+    page.locator("#use-settings").click()
+    expect(page.locator("#prompt textarea")).to_have_value(trace[0]["prompt"])
+    expect(page.locator("#max-tokens input[type=number]")).to_have_value("96")
+    expect(page.locator("#method input")).to_have_value(re.compile(f"^{trace[0]['recipe']['method']}"))
     page.locator("#lane-spec .tok").nth(9).click()
     expect(page.locator("#round-tree svg")).to_be_visible()  # the second trace is a tree
     expect(page.locator("#round-tree .leaf")).to_have_count(page.locator(".node[data-state]").count() - 1)
@@ -285,11 +297,15 @@ def test_link_transfers_settings(tab: Any, served: Any) -> None:
     expect(other.locator("#gamma input[type=number]")).to_have_value("5")
     expect(other.locator("#temperature input[type=number]")).to_have_value("0")
     expect(other.locator("#prompt textarea")).to_have_value("a & b = <c>")
-    other.goto(f"{served.url}?gamma=9999&seed=3")
-    expect(other.get_by_text("gamma must be from").first).to_be_visible()
+    other.goto(f"{served.url}?gamma=9999&seed=3&target=org/large&drafter=org/small&gama=1")
+    expect(other.get_by_text("gamma ignored: gamma must be from").first).to_be_visible()
+    expect(other.get_by_text("Unknown settings in the link ignored: gama").first).to_be_visible()
     open_group(other, "Advanced settings", "Sampling")
     expect(other.locator("#seed input")).to_have_value("3")
     expect(other.locator("#gamma input[type=number]")).not_to_have_value("9999")
+    open_group(other, "Models and devices")
+    for name, model in (("target", "org/large"), ("drafter", "org/small")):
+        expect(other.locator(f"#{name} input, #{name} textarea")).to_have_value(model)
 
 
 def test_added_lanes_run_with_the_others(tab: Any) -> None:

@@ -126,7 +126,7 @@ def test_limits_apply_to_the_run_button(served: Any) -> None:
     for junk in ("{", "null", "[1]", '{"prompt": "x"}', 7):
         assert press_run(served.url, junk) == {}
     done = press_run(served.url, prompt=CODE, **{"max-tokens": 8})
-    assert done["over"] and done["phase"] == ["done", "8 tokens, limit reached"]
+    assert done["over"] and done["phase"] == ["done", "8 tokens, token limit reached"]
 
 
 def test_fifty_parallel_requests_do_not_block_another_visitor(served: Any, engine: Patient) -> None:

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 from fakes.tiny_models import Explorer, GuessDrafter, SiblingDrafter, TableModel, committed, letters_tokenizer, run
+from specdemo.core.banned_text import BannedText
 from specdemo.core.decode import EmptyDrafter
 from specdemo.core.policies import Fixed
 from specdemo.core.rules import rejection
@@ -38,6 +39,7 @@ SAMPLING = {
     "top-k and top-p": SamplingParams(temperature=0.9, top_k=3, top_p=0.8),
     "penalty": SamplingParams(repetition_penalty=1.5),
     "bad words": SamplingParams(bad_words=((1,), (2, 0))),
+    "banned text": SamplingParams(banned=BannedText(["ba", "d"], [b"a", b"b", b"ab", b"cd"])),
     "greedy": SamplingParams(temperature=0),
 }
 ROUNDING = 1e-5  # float32
@@ -52,6 +54,11 @@ def reference_probs(logits: list[float], sampling: SamplingParams, prefix: Seque
     for *before, last in sampling.bad_words:
         if not before or list(prefix[-len(before) :]) == before:
             logits[last] = -math.inf
+    if sampling.banned is not None:
+        pieces, text = ("a", "b", "ab", "cd"), "".join("a b ab cd".split()[token] for token in prefix)
+        for token, piece in enumerate(pieces):
+            if any((text + piece).find(word, max(0, len(text) - len(word) + 1)) >= 0 for word in ("ba", "d")):
+                logits[token] = -math.inf
     if sampling.temperature == 0:
         return [float(i == logits.index(max(logits))) for i in range(len(logits))]
     weights = [math.exp(x / sampling.temperature) for x in logits]
@@ -106,7 +113,7 @@ def rewritten(tokens: tuple[int, ...], new: tuple[int, ...]) -> list[int]:
 def universal(sampling: SamplingParams, source: Any) -> UniversalDrafter:
     """Sampling drafter with another vocabulary: other letters, order and merges."""
     return UniversalDrafter(
-        ModelDrafter(PEAKED.score, replace(sampling, bad_words=()), source, VOCAB),
+        ModelDrafter(PEAKED.score, replace(sampling, bad_words=(), banned=None), source, VOCAB),
         lambda tokens: bridged(tuple(tokens)).read(tokens),
         lambda tokens, new: rewritten(tuple(tokens), tuple(new)),
         context=99,
@@ -120,6 +127,7 @@ DRAFTERS: dict[str, Make] = {
     "straight": lambda sampling, source: ModelDrafter(SMALL.score, sampling, source, VOCAB, extend=SMALL.extend),
     "siblings": lambda sampling, source: SiblingDrafter(SMALL, sampling, source),
     "n-grams": lambda sampling, source: NGramDrafter(3, "multi", 2),
+    "n-grams, random": lambda sampling, source: NGramDrafter(3, "one", random_below=VOCAB),
     "tree": lambda sampling, source: TreeDrafter(SMALL.score, sampling, source, VOCAB, nodes=4, width=2),
     "lookahead": lambda sampling, source: LookaheadDrafter(window=1, n=2, guesses=2),
     "suffix": lambda sampling, source: SuffixDrafter(),

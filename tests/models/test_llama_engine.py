@@ -366,7 +366,7 @@ from specdemo.models.engines.llama_weights import PackedLinear
 
 def growth(results, **environment):
     os.environ.update(environment)
-    specdemo.limit_onednn_cache()
+    specdemo.set_environment_defaults()
     layer, sizes = PackedLinear(torch.randn(256, 256), None), []
     for n in range(1, 801):
         layer(torch.randn(n, 256))

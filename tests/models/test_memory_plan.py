@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from bitsandbytes.functional import has_avx512bf16
 from fakes.tiny_models import byte_level_tokenizer, save_model
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPTNeoXConfig
 
@@ -20,7 +21,7 @@ from specdemo.models.load import load, reference
 from specdemo.models.memory import free_bytes
 from specdemo.models.memory_plan import check_memory, missing_bytes, plan_config, plan_spec, smaller
 from specdemo.models.model_pool import ModelPool
-from specdemo.models.quantization import skeleton
+from specdemo.models.quantization import quantised_layers, skeleton
 from specdemo.models.spec import ModelSpec, find_device
 from specdemo.models.zoo import MODELS, PAIRS, offers
 
@@ -32,11 +33,24 @@ def test_weights_and_cache_are_as_planned(quantization: str) -> None:
     spec = ModelSpec(BUNDLED, quantization=quantization, device="cpu").resolved()
     planned = plan_spec(spec, 700)
     loaded = load(spec)
-    assert planned.weights == pytest.approx(loaded.weight_bytes, rel=0.02)
+    assert planned.weights == pytest.approx(loaded.weight_bytes, rel=0.002)
     assert planned.parameters == sum(p.numel() for p in skeleton(loaded.model.config).parameters())
     cached = CachedModel(loaded.model)
     cached.score([1] * 699, Draft.chain((1,)))
     assert cached.kv_bytes <= planned.kv <= 2 * cached.kv_bytes
+
+
+def test_the_scales_of_quantised_weights_count() -> None:
+    """nf4-single has 4 bytes per 64 weights; nf4 has 1 + 1/64, and a table and an offset per matrix (2305.14314)."""
+    specs = [ModelSpec(BUNDLED, quantization=name, device="cpu") for name in ("nf4", "nf4-single")]
+    double, single = (load(spec) for spec in specs)
+    layers = quantised_layers(skeleton(single.model.config)).values()
+    weights = sum(layer.weight.numel() for layer in layers)
+    if not has_avx512bf16():  # otherwise bitsandbytes converts both to bfloat16
+        difference = weights / 64 * (3 - 1 / 64) - len(layers) * (256 * 4 + 4)
+        assert single.weight_bytes - double.weight_bytes == pytest.approx(difference, rel=0.01)
+    plain = plan_spec(ModelSpec(BUNDLED, device="cpu").resolved(), 1).weights
+    assert plain - single.weight_bytes < 3.5 * weights  # 4 bytes become half a byte and the scales
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "nf4"])

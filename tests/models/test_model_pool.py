@@ -8,6 +8,7 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 import weakref
 from pathlib import Path
 
@@ -18,11 +19,14 @@ from fakes.tiny_models import byte_level_tokenizer, save_model
 from fakes.trace_lines import trace_lines as generate
 
 from specdemo.core.errors import UserError
+from specdemo.models.hub import Hub
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
 from specdemo.recipe import Recipe
+from specdemo.worker import Worker
 
+PATIENCE = 20.0  # seconds
 LONG = 200_000
 ROOT = Path(__file__).parents[2]
 
@@ -55,6 +59,28 @@ def test_equal_specs_share_a_model(folder: Path) -> None:
     list(generate(recipe, "def", pool))
     assert pool.take(recipe.target_spec) is pool.take(recipe.drafter_spec) is first
     assert pool.weight_bytes == first.weight_bytes
+
+
+def test_stop_does_not_wait_for_an_unreachable_hub() -> None:
+    """The phase is shown at once, and a run that waits for the hub is stopped without its response."""
+
+    class Silent(Hub):
+        def settings(self, *_: object) -> Path:
+            assert answered.wait(PATIENCE)
+            raise UserError("the hub is unreachable")
+
+    answered, worker = threading.Event(), Worker()
+    shown = threading.Event()
+    try:
+        pool = ModelPool(hub=Silent())
+        stream = worker.submit(lambda: pool.bring([ModelSpec("org/model", device="cpu")]), shown.set)
+        assert shown.wait(PATIENCE / 4)
+        assert stream.items[0].text == "reading the configuration of org/model"
+        stream.stop()
+        assert stream.wait(PATIENCE / 4) and stream.error is None
+    finally:
+        answered.set()
+        worker.close()
 
 
 def test_least_recently_used_model_is_evicted(specs: tuple[ModelSpec, ModelSpec, ModelSpec], size: int) -> None:

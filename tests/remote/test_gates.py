@@ -190,6 +190,31 @@ def test_wrong_provisional_token_is_counted() -> None:
     assert http.sent[-1].tokens == [wrong]
 
 
+def test_only_the_first_difference_is_overruled() -> None:
+    """Provisional tokens after a wrong one were not verified in their own context."""
+    http = DelayedClient()
+    verifier, expected = late_verifier(http), target_text(4)
+    text = [*PROMPT, verifier.verify(list(PROMPT), Draft()).token]
+    http.free.clear()
+    wrong = (expected[2] + 1) % VOCAB
+    for draft in (tuple(expected[1:4]), (wrong,), (expected[3],)):
+        verdict = verifier.verify(text, Draft.chain(draft))
+        text += [draft[0]]
+    assert verdict.notes["provisional"] == 1
+    http.free.set()
+    verdict = verifier.verify(text, Draft())
+    assert verdict.notes["confirmed"] == 1 and verdict.notes["overruled"] == 1
+
+
+def test_an_edge_without_a_connection_decodes_alone_from_the_start() -> None:
+    drafter = ModelDrafter(SMALL.score, GREEDY, Noise(0, "draft"), VOCAB)
+    edge = ModelVerifier(SMALL.score, GREEDY, rejection, Noise(0, "accept"), Noise(0, "edge"))
+    http = FailingClient(0)
+    steps = run(PROMPT, RemoteVerifier(http, verify_config(GREEDY), edge=edge, alone=True), drafter, Fixed(2), 8)
+    assert committed(steps) == small_text(8) and not http.sent
+    assert [step.verdict.notes.get("lost", 0.0) for step in steps] == [1.0] + [0.0] * (len(steps) - 1)
+
+
 def test_strict_mode_waits_for_late_responses() -> None:
     http = DelayedClient()
     verifier = RemoteVerifier(http, verify_config(GREEDY), deadlines=Deadlines(deadline_s=0.3))

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 from fakes.trace_records import ALL_KEPT, CUT, PREFILL, REJECTION, absorb, end, header, step, step_event, whole
 
+from specdemo.core.events import StepEvent
+from specdemo.core.metrics import Metrics
+from specdemo.core.trace import from_json, read
 from specdemo.ui.frames import Run, cells
 from specdemo.ui.labels import lane_speedup, sameness, tiles, verdict
 from specdemo.ui.lane import PLAIN, SPEC
@@ -212,9 +215,9 @@ def compared(seconds: float) -> Run:
 def test_speed_up_is_the_ratio_of_the_two_measured_speeds() -> None:
     run = compared(0.024)
     assert lane_speedup(run.lanes) == pytest.approx((5 / 0.06) / (1 / 0.024))
-    assert tiles(run.lanes)["speedup"][0] == "2.00×"
+    assert tiles(run.lanes)["speedup"][0] == "2.0×"
     words = verdict(run.lanes)
-    assert words.startswith("Speculation was 2.00× as fast: 83.3 against 41.7 tokens per second.")
+    assert words.startswith("Speculation was 2.0× as fast: 83.3 against 41.7 tokens per second.")
     assert "gave 2.50 tokens" in words and "took 1.25 AR steps" in words
     # 2.5 tokens from 2.5 drafted at a beta of 0.75, drafting 0.01 s of 0.024, verifying 0.02
     assert "With α 0.75, 2.5 draft tokens per step and c 0.17, Theorem 3.8 predicts" in words
@@ -224,7 +227,7 @@ def test_speed_up_is_the_ratio_of_the_two_measured_speeds() -> None:
 
 def test_slowdown_is_reported() -> None:
     words = verdict(compared(0.006).lanes)
-    assert words.startswith("Speculation lost: 0.50× the speed of AR decoding")
+    assert words.startswith("Speculation lost: 0.5× the speed of AR decoding")
     assert "try" in words
 
 
@@ -264,9 +267,62 @@ def test_verdict_covers_additional_lanes() -> None:
     run = Run((SPEC, PLAIN, "third"))
     for lane, lines in ((PLAIN, plain_steps(0.024)), ("third", (PREFILL, REJECTION)), (SPEC, (PREFILL, ALL_KEPT))):
         whole(run, lane, lines)
-    assert run.phase == ("done", "4 tokens, limit reached")
+    assert run.phase == ("done", "4 tokens, token limit reached")
     run.finish()
-    assert "draft, γ 3 ran at 1.60× the speed of AR decoding." in verdict(run.lanes)
+    assert "draft, γ 3 ran at 1.6× the speed of AR decoding." in verdict(run.lanes)
+
+
+def test_an_ending_by_the_context_differs_from_the_token_limit() -> None:
+    run = Run()
+    for line in (header(), PREFILL, end() | {"context_full": True}):
+        absorb(run, SPEC, line)
+    assert run.phase == ("done", "1 tokens, context full")
+    (trace,) = read(run.trace(SPEC))
+    assert trace.end.context_full and trace.end.reason == "length"
+
+
+def test_texts_of_different_length_are_labelled() -> None:
+    run = whole(whole(Run((SPEC, PLAIN))), PLAIN, plain_steps(0.01)[:3])
+    run.finish()
+    words = "draft, γ 3 6 tokens; AR 3 tokens: speeds are compared, not times."
+    assert json.loads(run.frame(0))["lengths"] == words
+    assert json.loads(compared(0.01).frame(0))["lengths"] == ""
+
+
+def repeated(*ar_seconds: float) -> Run:
+    """Comparison of a pair per AR step time; the speculative lane always takes 0.03 s per step."""
+    run = Run((SPEC, PLAIN), pairs=len(ar_seconds))
+    for seconds in ar_seconds:
+        for lane, lines in ((SPEC, (PREFILL, REJECTION, ALL_KEPT)), (PLAIN, plain_steps(seconds))):
+            metrics = Metrics()
+            for line in (header("ar" if lane == PLAIN else "draft"), *lines, end()):
+                event = from_json(line, metrics)
+                metrics = event.metrics if isinstance(event, StepEvent) else metrics
+                run.absorb(lane, event)
+    return run
+
+
+def test_repeated_comparison_shows_median_and_range() -> None:
+    run = repeated(0.024, 0.018, 0.03)
+    assert run.phase == ("done", "3 pairs")
+    run.finish()
+    frame = json.loads(run.frame(0))
+    assert run.phase[0] == "done" and len(frame["r"]) == 4 + 7, "only the first pair is shown"
+    assert frame["tiles"]["speedup"] == ["2.00×", "median of 3 pairs, 1.50 to 2.50"]
+    assert frame["verdict"].startswith("Speculation was faster: median 2.00×, range 1.50× to 2.50×, over 3")
+
+
+def test_overlapping_speeds_are_no_clear_difference() -> None:
+    run = repeated(0.013, 0.011, 0.0125)
+    run.finish()
+    assert json.loads(run.frame(0))["verdict"].startswith("No clear difference")
+
+
+def test_repeated_comparison_stopped_early_is_stopped() -> None:
+    run = repeated(0.024, 0.024)
+    run.pairs = 3
+    run.finish()
+    assert run.phase[0] == "stopped"
 
 
 def test_different_greedy_text_is_reported() -> None:

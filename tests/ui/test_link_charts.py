@@ -35,6 +35,7 @@ from specdemo.ui.link_charts import (
     timeline_svg,
 )
 from specdemo.ui.settings import cloud_of, from_link, recipe_of, restored
+from specdemo.ui.step_views import step_picture
 from specdemo.ui.tabs import edge as modes
 from specdemo.ui.tabs.components import SweepResult
 from specdemo.worker import Stream, Worker, interruptible
@@ -164,8 +165,26 @@ def test_only_finished_remote_runs_have_link_metrics() -> None:
 
 def test_the_timeline_names_every_part() -> None:
     drawn = timeline_svg(steps_of(*LINES), 1, 2)
-    assert drawn.count("<rect") == 2 * 7 and "drafting: 3.00 ms" in drawn and "2: 3/3" in drawn
+    assert drawn.count("<rect") == 2 * 8 and "drafting: 3.00 ms" in drawn and "2: 3/3" in drawn
+    assert "waiting: 40.00 ms" in drawn
     assert timeline_svg([], 0, 12) == ""
+
+
+def test_a_second_round_trip_is_shown() -> None:
+    run = played(LINES[0], over_the_link(1, rows=1.0, sent=2.0), over_the_link(2))
+    lane = run.lanes[SPEC]
+    assert [json.loads(record).get("trips") for record in run.records[1:]] == [None, 2, None]
+    assert [row[-1] for row in measures(steps(lane))] == ["", "", "two round trips", ""]
+    assert "second round trip" in step_picture(lane, 1)["words"] and "round trip" not in step_picture(lane, 2)["words"]
+    assert ("requests", "2") in step_picture(lane, 1)["facts"]
+    assert "1 rejections needed a second round trip" in describe_link(lane)
+
+
+def test_waiting_is_named() -> None:
+    run = played(*LINES[:3])
+    assert "The edge waited 80 % of it." in describe_link(run.lanes[SPEC])
+    waiting = "Waiting for the link took part of the time: draft, γ 3, edge and cloud 74 %."
+    assert json.loads(run.frame(0))["verdict"] == waiting
 
 
 # --- provisional tokens ------------------------------------------------------------------------------------------
@@ -270,11 +289,15 @@ def test_settings_are_restored_from_links_and_storage() -> None:
         assert restored(brought, USUAL, "cpu") == (USUAL | wanted, [])
 
 
-def test_remote_runs_are_compared_with_local_ar_decoding() -> None:
-    recipe = recipe_of({"mode": "speculative", "remote": "http://a:1"}, "cpu")
+def test_remote_runs_are_compared_over_the_same_link() -> None:
+    link = {"remote": "http://a:1", "rtt_ms": 30.0}
+    recipe = recipe_of({**link, "mode": "speculative", "on_loss": "edge", "provisional": True, "gates": ["nll"]}, "cpu")
     settings = {"method": "draft", "mode": "speculative"}
     lanes = dict(lanes_of(recipe, [], plan_of(settings, True, 0)))
-    assert lanes == {SPEC: recipe, PLAIN: Recipe(device="cpu", method="ar")}
+    over_link = Recipe(device="cpu", method="ar", cloud=CloudConfig(mode="cloud_only", **link))
+    assert lanes == {SPEC: recipe, PLAIN: over_link}
+    alone = recipe_of({**link, "mode": "cloud_only"}, "cpu")
+    assert dict(lanes_of(alone, [], (SPEC, PLAIN)))[PLAIN] == Recipe(device="cpu", method="ar")
     assert plan_of({"method": "ar", "mode": "off"}, True, 0) == (PLAIN,)
     assert plan_of({"method": "ar", "mode": "cloud_only"}, False, 0) == (SPEC,)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
-from specdemo.ui.settings import from_link, restored
+from specdemo.core.events import Header
+from specdemo.recipe import Recipe
+from specdemo.ui.settings import from_link, recipe_of, recipe_settings, recorded_settings, restored, unknown_names
 
 USUAL = {
     "pair": "bundled", "method": "draft", "gamma": 3, "temperature": 0.5, "seed": 0, "skip_layers": "",
@@ -41,6 +44,37 @@ def test_invalid_link_values_are_reported_and_the_rest_applied(query: dict[str, 
     settings, refused = restored(from_link({**query, "seed": "7"}, USUAL), USUAL, "cpu")
     assert len(refused) == 1 and words in refused[0]
     assert settings == USUAL | {"seed": 7}
+
+
+CUSTOM = {"target": "org/large", "drafter": "org/small"}
+
+
+@pytest.mark.parametrize("models", [CUSTOM, dict(reversed(CUSTOM.items())), {"target": "org/large", "method": "nasd"}])
+def test_custom_models_survive_an_invalid_value(models: dict[str, str]) -> None:
+    usual = USUAL | {"target": "", "drafter": ""}
+    settings, refused = restored({**models, "gamma": 10**9, "temperature": -1}, usual, "cpu")
+    assert settings == usual | models
+    assert sorted(message.partition(" ignored: ")[0] for message in refused) == ["gamma", "temperature"]
+
+
+def test_values_that_are_invalid_together_are_named() -> None:
+    usual = USUAL | {"target": "", "drafter": ""}
+    settings, refused = restored({"target": "org/large", "seed": 7}, usual, "cpu")
+    assert settings == usual | {"seed": 7}
+    assert refused == ["target ignored: method draft needs a drafter: add it, or choose method nasd, self or ar"]
+
+
+def test_unknown_names_in_a_link_are_listed() -> None:
+    query = {"gamma": "5", "gama": "5", "x" * 100: "1", "__theme": "dark"}
+    assert unknown_names(query, USUAL) == ["gama", "x" * 40]
+
+
+def test_settings_of_a_trace_are_applicable() -> None:
+    recipe = Recipe(target="org/large", drafter="org/small", gamma=7, device="cpu", skip_layers=(5,), top_k=3)
+    header = Header(asdict(recipe) | {"removed option": 1}, "the prompt", (1,))
+    settings = recorded_settings(header, compare=True)
+    assert settings.items() >= {"gamma": 7, "prompt": "the prompt", "compare": True, "mode": "off"}.items()
+    assert recipe_of(recipe_settings(settings), "cpu") == recipe
 
 
 @pytest.mark.parametrize("saved", [None, 7, [], "x", {}, {"__class__": 1, "no such": 2}])

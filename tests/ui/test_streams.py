@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 from fakes.trace_records import absorb, end, header, step
@@ -11,9 +12,14 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
+from specdemo.core.events import Event
+from specdemo.core.metrics import Metrics
+from specdemo.core.trace import from_json
+from specdemo.ui import streams
 from specdemo.ui.lane import SPEC
 from specdemo.ui.run_store import RunStore
 from specdemo.ui.streams import Sockets
+from specdemo.worker import Worker
 
 LINES = [header(), step(0, pieces=["a"]), step(1, pieces=["b", "c"], draft=("b", "x"), accepted=(0,), tested=2), end()]
 
@@ -22,7 +28,7 @@ class House:
     """Server with one run, to which lines are added in the server's thread."""
 
     def __init__(self, client: TestClient, runs: RunStore, sockets: Sockets) -> None:
-        self.client, self._sockets = client, sockets
+        self.client, self.sockets = client, sockets
         self.run = runs.new("visitor", (SPEC,))
 
     def add(self, line: dict) -> bool:
@@ -34,7 +40,7 @@ class House:
     def _call(self, change) -> bool:
         def job() -> bool:
             change()
-            return self._sockets.tell(self.run)
+            return self.sockets.tell(self.run)
 
         async def in_turn() -> bool:
             return job()
@@ -99,6 +105,52 @@ def test_closed_socket_ends_the_listener(house: House) -> None:
         socket.send_text("nobody asked")
         assert house.add(LINES[0]) and socket.receive_json()["r"]
     assert not house.add(LINES[1])
+
+
+def test_a_reconnected_listener_receives_the_missing_records_only(house: House) -> None:
+    for line in LINES[:2]:
+        house.add(line)
+    with house.listen() as socket:
+        before = socket.receive_json()
+    for line in LINES[2:]:
+        house.add(line)
+    house.finish()
+    with house.listen(f"{house.run.id}?from={len(before['r'])}") as socket:
+        after = socket.receive_json()
+    assert records([before, after]) == json.loads(house.run.frame(0))["r"] and after["at"] == 2
+
+
+@pytest.mark.parametrize(("query", "code", "stopped"), [("", 1001, True), ("", 1006, False), ("?from=1", 1001, False)])
+def test_run_ends_when_its_page_is_left_but_not_when_interrupted(
+    house: House, query: str, code: int, stopped: bool
+) -> None:
+    stop = house.run.stop = Mock()
+    house.add(LINES[0])
+    with house.listen(f"{house.run.id}{query}") as socket:
+        socket.receive_json()
+        socket.close(code)
+    assert not house.add(LINES[1])  # after the listener has ended
+    assert stop.called == stopped
+
+
+def test_run_continues_without_its_gradio_event_and_ends_after_the_grace_period(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "GRACE_S", 0.5)
+    worker = Worker()
+
+    def job() -> Iterator[tuple[str, Event]]:
+        metrics = Metrics()
+        yield SPEC, from_json(LINES[0], metrics)
+        while True:
+            yield SPEC, from_json(LINES[1], metrics)
+
+    stream = worker.submit(job)
+    try:
+        house.client.portal.call(house.sockets.play, house.run, stream, worker)
+    finally:
+        worker.close()
+    assert stream.done and house.run.over and house.run.phase[0] == "stopped" and len(house.run.records) > 2
 
 
 @pytest.mark.parametrize("run_id", ["no-such-run", "%2e%2e"])

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 EMULATED = """
 import sys
 import specdemo
-specdemo.load_sequentially()
+specdemo.set_environment_defaults()
 import torch
 torch.version.cuda, torch._C._cuda_init = "13.0", lambda: None  # missing in a build without CUDA
 import spaces.zero.config as config

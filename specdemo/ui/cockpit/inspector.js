@@ -127,7 +127,7 @@ function drawTree({ nodes, path }) { // depth to the right, leaves from top to b
   const labels = nodes.map((node, n) => {
     const group = svg("g", { class: `leaf ${node.state}` }, svg("rect", { x: x(n), y: y(n) - 10, width: 70, height: 20, rx: 4 }),
       svg("text", { x: x(n) + 35, y: y(n) + 4, class: "middle", text: shown(node.text).slice(0, 9) }), svg("title", { text: `${node.text}: ${node.words}` }));
-    group.addEventListener("click", () => { const card = $(`#node-${n}`); $("#round-nodes").scrollLeft = card.offsetLeft - $("#round-nodes").offsetLeft; });
+    group.addEventListener("click", () => { const card = $(`#node-${n}`); if (card) $("#round-nodes").scrollLeft = card.offsetLeft - $("#round-nodes").offsetLeft; });
     return group;
   });
   const picture = canvas(`The draft as a tree of ${nodes.length} tokens, ${path.length} of them accepted`, wide, high, ...edges, svg("circle", { cx: x(-1), cy: y(-1), r: 4, class: "root" }), ...labels);

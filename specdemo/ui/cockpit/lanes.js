@@ -1,5 +1,7 @@
 // State and lanes of the run. A frame is a JSON string with the records from index `at` on and the current state.
 // Texts of models and visitors are inserted with textContent, never as markup.
+window.specdemoListeners?.abort(); // gradio may mount this component again
+const listeners = (window.specdemoListeners = new AbortController());
 const $ = (selector, within = element) => within.querySelector(selector);
 const NOT_KEPT = new Set(["rejected", "ignored"]);
 const FRAME_TIMEOUT_MS = 2500; // without a frame for this long, request missed records
@@ -54,6 +56,7 @@ function take(frame) {
     if (busy) listen(run);
   }
   lastFrameAt = performance.now();
+  lostAt = null;
   if (stopWanted) { stopWanted = false; server.stop_run(run); }
   if (frame.at > received) return catchUp();
   const records = frame.r.slice(received - frame.at);
@@ -74,7 +77,7 @@ async function catchUp() {
     if (missed) take(JSON.parse(missed));
     else if (busy) over("failed", "failed: the server no longer stores this run");
   } catch {
-    if (busy) over("failed", "failed: the server is not reachable");
+    lose();
   } finally {
     catchingUp = false;
   }
@@ -95,7 +98,7 @@ function reset(id, plan) {
     one.shown = 0;
   }
   $(".lanes").dataset.count = plan.length;
-  $(".outcome").hidden = true;
+  $(".outcome").hidden = $("#recorded-settings").hidden = true;
   $("#save-all").disabled = true;
   hideTip();
   closeReplay();
@@ -158,6 +161,7 @@ function drawRound(name, record, fragment) {
   fragment.append(round);
   const one = lanes[name];
   if (record.by) { round.dataset.by = record.by; $("[data-legend=unseen]").hidden = false; }
+  if (record.trips) round.dataset.trips = record.trips;
   if (record.fate) settle(one.rounds, record.fate);
   one.rounds.push({ span: round, t: record.t, tokens: (one.rounds.at(-1)?.tokens ?? 0) + kept });
   one.shown = one.rounds.length;
@@ -194,7 +198,7 @@ function tick() {
 
 function press() {
   busy = true;
-  stopWanted = false;
+  stopWanted = interrupted = false;
   startedAt = lastFrameAt = performance.now();
   if (run !== null) past.add(run);
   run = null;
@@ -218,10 +222,20 @@ function finish() {
     setText($("#verdict"), [state.verdict, state.same.why].filter(Boolean).join(" "));
   }
   $(".outcome").hidden = !$("#verdict").textContent;
+  setText($("#race-lengths"), state.lengths);
+  if (state.recorded) showRecorded(state.recorded);
   const drawn = state.plan.filter((name) => lanes[name].rounds.length);
   $("#save-all").disabled = !drawn.length;
   if (drawn.length) { openReplay(drawn); openRounds(drawn); }
   over(state.phase[0], state.phase.filter(Boolean).join(": "));
+}
+
+function showRecorded({ prompt, ...settings }) {
+  const names = ["target", "drafter", "method", "gamma", "temperature", "top_p", "seed", "max_tokens", "mode"];
+  if (!settings.target) names.unshift("pair");
+  const words = names.filter((name) => settings[name] || settings[name] === 0).map((name) => `${name.replace("_", " ")} ${settings[name]}`);
+  setText($("#recorded-settings span"), `Recorded with the prompt ${JSON.stringify(prompt.length > 80 ? `${prompt.slice(0, 80)}…` : prompt)}, ${words.join(", ")}.`);
+  $("#recorded-settings").hidden = false;
 }
 
 function over(phase, sentence) {
@@ -235,7 +249,7 @@ function over(phase, sentence) {
 }
 
 function markButtons() {
-  document.getElementById("run")?.setAttribute("aria-disabled", busy);
+  for (const id of ["run", "repeat"]) document.getElementById(id)?.setAttribute("aria-disabled", busy);
   document.getElementById("stop")?.setAttribute("aria-disabled", !busy);
 }
 

@@ -1,12 +1,10 @@
 // Buttons, keyboard shortcuts, file download and upload, and switches stored between visits.
 
-window.specdemoListeners?.abort(); // gradio may mount this component again
-const listeners = (window.specdemoListeners = new AbortController());
 const capturing = { capture: true, signal: listeners.signal };
 
 document.addEventListener("click", (e) => {
   if (e.target.closest("#stop")) return stop();
-  if (!e.target.closest("#run")) return;
+  if (!e.target.closest("#run, #repeat")) return;
   if (busy) { e.stopImmediatePropagation(); e.preventDefault(); return; }
   press();
 }, capturing);
@@ -21,7 +19,8 @@ document.addEventListener("keydown", (e) => {
 }, capturing);
 
 window.addEventListener("specdemo:failed", () => {
-  if (busy) over("failed", "failed: the server rejected the run: try again");
+  if (busy && run === null) over("failed", "failed: the server rejected the run: try again");
+  else lose();
 }, { signal: listeners.signal });
 
 window.addEventListener("resize", drawSpeedCurve, { signal: listeners.signal });
@@ -105,4 +104,9 @@ window.windDown?.(); // removes the spinner of the start page
 const clock = setInterval(tick, 100);
 listeners.signal.addEventListener("abort", () => clearInterval(clock));
 markButtons();
+$("#use-settings").addEventListener("click", () => {
+  window.specdemoRecorded = state.recorded;
+  document.getElementById("use-recorded").click();
+});
+resume();
 watch("value", () => { if (props.value) take(JSON.parse(props.value)); });

@@ -12,7 +12,7 @@ function openReplay(names) {
   setText($("#race-play"), names.length > 1 ? "▶ Race" : "▶ Replay");
   setText($("#race-clock"), seconds(race.end));
   $("#race").hidden = false;
-  $("#race p").hidden = names.length < 2;
+  for (const note of element.querySelectorAll("#race p")) note.hidden = names.length < 2 || !note.textContent;
 }
 
 function closeReplay() {

@@ -26,6 +26,8 @@ function showTip(span) {
   const [cell, step] = cellOf.get(span);
   const [kind, text, id] = cell;
   const rows = [["token", `${JSON.stringify(text)} · id ${id}`], ["step", String(step)]];
+  const { trips } = span.parentElement.dataset;
+  if (trips) rows.push(["round trips", trips]);
   const decision = decisionOf(cell);
   if (decision.p !== null) rows.push(...decisionRows(decision));
   const tip = $("#tip");

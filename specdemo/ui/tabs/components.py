@@ -174,7 +174,7 @@ class MeasurementPanel:
 
         async def measure(request: gr.Request, *values: Any) -> AsyncIterator[dict[Any, Any]]:
             session = request.session_hash or ""
-            hidden = {self.results: gr.Column(visible=False)}
+            hidden = {self.results: gr.Column(visible="hidden")}  # a plot may be drawing
             try:
                 result = SweepResult(make_sweep(session, values))
                 recipes, prompts = result.sweep.recipes, result.sweep.prompts

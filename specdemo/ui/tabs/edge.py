@@ -144,7 +144,7 @@ class _RunSection:
         try:
             lane = self._lane(shown_id, request)
         except UserError as error:
-            return {self._summary: f"*{html.escape(str(error))}.*", self._details: gr.Column(visible=False)}
+            return {self._summary: f"*{html.escape(str(error))}.*", self._details: gr.Column(visible="hidden")}
         try:
             link = link_of(lane)
             best = describe_best_gamma(link)
@@ -159,7 +159,7 @@ class _RunSection:
             self._table: measures(lines),
             self._best: best,
             self._plot: plot_value(self._plot, curve(link) if link else []),
-            self._curve: gr.Column(visible=link is not None),
+            self._curve: gr.Column(visible="hidden" if link is None else True),
         }
 
     def _move(self, shown_id: Any, first: Any, request: gr.Request) -> Any:

@@ -1,0 +1,108 @@
+"""Every option changes the trace of every method and policy that lists it; others are refused in the terminal."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from specdemo.core.errors import UserError
+from specdemo.core.events import StepEvent
+from specdemo.core.policies import POLICIES
+from specdemo.generate import generate
+from specdemo.models.model_pool import ModelPool
+from specdemo.recipe import METHODS, PRESETS, Recipe, methods_with, refuse_ineffective
+
+PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n        self."
+POOL = ModelPool()
+OTHER = {
+    "gamma": 2, "policy": "heuristic", "gamma_min": 2, "gamma_max": 2, "egag_ema_beta": 0.9, "first_target": False,
+    "rule": "match", "temperature": 1.5, "top_k": 1, "top_p": 0.1, "repetition_penalty": 1.5, "bad_words": ("\n",),
+    "seed": 9, "max_tokens": 9, "top": 2, "threshold": 0.9, "skip_sample_adjustment": True, "ngram": 2,
+    "filler_top_k": 1, "ngram_levels": "one", "ngram_random": True, "ngram_keep": True, "tree_nodes": 3,
+    "tree_width": 1, "exit_layer": 2, "skip_layers": (1,), "lookahead_window": 2, "lookahead_n": 2,
+    "lookahead_guesses": 1, "num_beams": 2,
+}  # fmt: skip
+AROUND = {
+    "gamma_min": {"policy": "svip", "temperature": 2.0},
+    "gamma_max": {"policy": "svip"},
+    "egag_ema_beta": {"policy": "egag", "gamma": 12, "temperature": 2.0, "tree_nodes": 60},
+    "filler_top_k": {"max_tokens": 200, "temperature": 0.8, "ngram": 2},
+    "threshold": {"rule": "ratio"},
+    "skip_sample_adjustment": {"temperature": 1.0, "max_tokens": 60},
+    "top_k": {"temperature": 2.0},
+    "top_p": {"temperature": 2.0},
+    "seed": {"temperature": 2.0},
+    "rule": {"temperature": 2.0},
+}
+NEEDS_MORE = {"chat", "length_penalty", "min_length"}  # a chat template; beams that end before the others
+CASES = [
+    (method, name)
+    for name, option in Recipe.OPTIONS.items()
+    if option.group != "Models and devices" and name not in {"pair", "method", *NEEDS_MORE}
+    for method in methods_with(option)
+]
+
+
+@cache
+def trace(**values: Any) -> list[Any]:
+    """Return the steps of a run without timings; `ngram_keep` follows a run with the same stores."""
+    stores: dict[Any, Any] = {}
+    recipe = Recipe(**{"max_tokens": 16, "top_p": 1.0, **values})
+    if recipe.ngram_keep:
+        list(generate(recipe, PROMPT, POOL, stores))
+    steps = [event.step for event in generate(recipe, PROMPT, POOL, stores) if isinstance(event, StepEvent)]
+    return [(s.tokens, s.draft.tokens, s.gamma, s.verdict.target_top, s.verdict.p, s.verdict.accepted) for s in steps]
+
+
+def changes(name: str, base: dict[str, Any]) -> bool:
+    return trace(**base) != trace(**{**base, name: OTHER[name]})
+
+
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [pytest.param(*case, marks=() if case[0] == "draft" else pytest.mark.slow) for case in CASES],
+)
+def test_every_option_of_a_method_changes_its_trace(method: str, name: str) -> None:
+    around = AROUND.get(name, {})
+    if method in ("nasd", "suffix", "lookup") and name in ("gamma_min", "egag_ema_beta"):
+        pytest.skip("these drafters have no logits")
+    assert changes(name, {"method": method, **around})
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", ["gamma", "gamma_min", "gamma_max", "egag_ema_beta"])
+def test_every_draft_length_option_changes_the_trace_or_is_refused(policy: str, name: str) -> None:
+    base = {"method": "draft", "policy": policy, "temperature": 2.0, "gamma": 4}
+    value = {"gamma_min": 4, "gamma_max": 2}.get(name, OTHER[name])
+    try:
+        changed = Recipe(**{**base, name: value})
+        refuse_ineffective(changed, {name: value})
+    except UserError as refused:
+        assert f"{name} has no effect with policy {policy}" in str(refused)
+    else:
+        assert trace(**base) != trace(**{**base, name: value})
+
+
+def test_no_draft_is_longer_than_gamma_unless_the_policy_grows_it() -> None:
+    for policy in ("fixed", "egag", "adaedl", "svip", "confidence", "path"):
+        steps = trace(policy=policy, gamma=2, temperature=0.0)
+        assert max(len(drafted) for _, drafted, *_ in steps) == 2
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_options_of_other_methods_are_refused_if_given(method: str) -> None:
+    for name, option in Recipe.OPTIONS.items():
+        methods = methods_with(option)
+        if option.group != "Models and devices" and option.applies != "samples" and method not in methods:
+            with pytest.raises(UserError, match=f"{name} has no effect with method {method}: choose "):
+                refuse_ineffective(Recipe(method=method), {name: option.default})
+
+
+def test_presets_are_valid_recipes() -> None:
+    for preset in PRESETS.values():
+        assert Recipe(**preset.values) != Recipe()
+    sources = Recipe(**PRESETS["sources"].values)
+    assert (sources.temperature, sources.top_p, sources.repetition_penalty) == (1.0, 0.9, 1.1)
+    assert sources.draft_lengths.gamma == 6 and sources.gamma_bounds == (3, 12)
