@@ -63,7 +63,8 @@ def generate(
     loaded = [pool.take(spec) if spec is not None else None for spec in specs]
     if running.cloud:
         yield Loading(f"connecting to the cloud at {running.cloud.remote}")
-        with closing(connect(running.cloud, running.target_spec, running.seed, edge=loaded[0])) as remote:
+        hub = getattr(pool, "hub", None)
+        with closing(connect(running.cloud, running.target_spec, running.seed, edge=loaded[0], hub=hub)) as remote:
             if remote.lost:
                 yield Loading("no response from the cloud: the drafter decodes alone")
             yield from _run(recipe, running, prompt, pool, remote, loaded[0], stores, drafter)

@@ -96,7 +96,7 @@ class ModelContext:
         self.target, self.drafter = target, drafter
         self._stores, self._prompt = stores, prompt
         self.seed = recipe.seed
-        self.sampling = _sampling_params(recipe, target)
+        self.sampling = sampling_params(recipe, target)
         self.bridge = _bridge(recipe, target, drafter)
         self.source = _source(target, prompt)
         self.stop = target.stop
@@ -113,7 +113,7 @@ class ModelContext:
     @cached_property
     def drafter_sampling(self) -> SamplingParams:
         assert self.drafter is not None
-        return _sampling_params(self.recipe, self.drafter)
+        return sampling_params(self.recipe, self.drafter)
 
     def scorer(self, role: str, layers: Callable[[int], Sequence[int]] | None = None) -> CachedModel:
         """Return the cached model of a role; `layers` selects layers, given their number."""
@@ -299,7 +299,7 @@ def _library() -> Counter[str]:
     return document_frequency(path.read_text("utf-8", errors="replace") for path in files)
 
 
-def _sampling_params(recipe: Recipe, loaded: LoadedModel | RemoteModel) -> SamplingParams:
+def sampling_params(recipe: Recipe, loaded: LoadedModel | RemoteModel) -> SamplingParams:
     banned = BannedText(recipe.bad_words, token_bytes(loaded.tokenizer)) if recipe.bad_words else None
     return SamplingParams(recipe.temperature, recipe.top_k, recipe.top_p, recipe.repetition_penalty, banned=banned)
 
