@@ -24,6 +24,8 @@ from specdemo.core.step import Draft
 from specdemo.core.verifier import ModelVerifier, configured_rule
 from specdemo.drafters import METHODS
 from specdemo.drafters.model import fitted
+from specdemo.models.engines.cuda_graphs import MAX_ROWS
+from specdemo.models.engines.llama import PROMPT_CHUNK
 from specdemo.models.engines.llama_weights import layer_count, with_dropout, with_layers
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
@@ -65,6 +67,18 @@ class Pipeline:
     @property
     def kv_bytes(self) -> int:
         return sum(cache.kv_bytes for cache in self.caches)
+
+    def prepare(self, recipe: Recipe, tokens: int, length: int) -> None:
+        """Record the passes of a run from `tokens` to `length` tokens."""
+        longest = longest_chain(recipe) or MAX_ROWS
+        opening = (tokens - 1) % PROMPT_CHUNK + 1
+        for cached in self.caches:
+            cached.prepare({*range(1, longest + 3), opening}, tokens, length + MAX_ROWS)
+
+
+def longest_chain(recipe: Recipe) -> int | None:
+    """Return the largest draft length of fixed-length chains."""
+    return recipe.gamma if recipe.policy == "fixed" and METHODS[recipe.method].shape == "chain" else None
 
 
 class ModelContext:

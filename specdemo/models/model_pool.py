@@ -95,7 +95,7 @@ class ModelPool:
     def recover(self) -> None:
         for loaded in self._models.values():
             if isinstance(loaded.model, LlamaWeights):
-                loaded.model.idle.clear()
+                loaded.model.release()
         release_memory()
 
     @property
