@@ -11,15 +11,15 @@ ENV HOME=/home/user \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PYTHONUNBUFFERED=1 \
     SPECDEMO_PUBLIC=1
-COPY --chown=user requirements.txt .
+COPY --chown=user requirements.txt requirements.lock ./
 
 # VARIANT is cpu or cuda (requires NVIDIA's container toolkit): docker build --build-arg VARIANT=cuda .
 ARG VARIANT=cpu
 # PyTorch's index contains a CPU build without CUDA libraries, several gigabytes smaller than the build on PyPI.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN case "$VARIANT" in \
-        cpu) pip install --user --extra-index-url "$TORCH_INDEX" -r requirements.txt ;; \
-        cuda) pip install --user -r requirements.txt ;; \
+        cpu) pip install --user --extra-index-url "$TORCH_INDEX" -c requirements.lock -r requirements.txt ;; \
+        cuda) pip install --user -c requirements.lock -r requirements.txt ;; \
         *) echo "VARIANT is cpu or cuda, not $VARIANT" >&2; exit 2 ;; \
     esac
 # Expose the host's NVIDIA driver; no effect on hosts without a driver.

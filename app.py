@@ -94,6 +94,8 @@ def _serve(args: argparse.Namespace, port: int) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
+    if args.share and page.hosts is not None:
+        page.hosts.add("*.gradio.live")
     try:
         _, local_url, public_url = page.launch(
             server_name=args.host,

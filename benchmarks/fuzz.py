@@ -29,7 +29,7 @@ from specdemo.core.errors import UserError
 from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
-from specdemo.remote.client import TOKEN
+from specdemo.remote.access import TOKEN
 from specdemo.remote.config import CloudConfig
 
 TABLES = {"fuzz": "docs/edge-cloud.md"}

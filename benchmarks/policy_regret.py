@@ -34,6 +34,7 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.pipeline import build_pipeline
 from specdemo.preflight import (
     MAX_GAMMA,
+    acceptance_of_text,
     distributions,
     load_comparable,
     measure_costs,
@@ -168,18 +169,17 @@ def regrets(recipe: Recipe, kinds: Sequence[str], pool: ModelPool, seeds: int) -
         raise UserError(f"policy {recipe.policy} needs the logits of every draft token, which texts lack: bench it")
     sampling = SamplingParams(recipe.temperature, recipe.top_k, recipe.top_p)
     for kind in kinds:
-        texts = usable_texts(target, texts_for(recipe, [kind]), recipe.max_tokens, pipeline.context)
+        texts, _ = usable_texts(recipe, target, texts_for(recipe, [kind]), pipeline.context)
         costs = measure_costs(lambda: build_pipeline(recipe, target, drafter), texts, MAX_GAMMA)
         recorded = []
         for text, start in texts:
             pipeline = build_pipeline(recipe, target, drafter)
             opening = prompt_cost(pipeline, (text, start), costs)
-            p, q = (distributions(cache, text, sampling)[start - 1 : -1] for cache in pipeline.caches)
-            x = torch.tensor(text[start:], device=p.device)[:, None]
-            px, qx = p.gather(1, x)[: recipe.max_tokens, 0], q.gather(1, x)[: recipe.max_tokens, 0]
-            chance = torch.where(px > 0, qx / px, 0.0).clamp(max=1)  # p(x) may be 0 in a text that was re-encoded
-            beta = torch.minimum(p, q).sum(-1)[: len(chance)]
-            recorded.append(RecordedAcceptance(tuple(chance.tolist()), tuple(beta.tolist()), opening))
+            vocab_size = pipeline.caches[0].vocab_size
+            p, q = (distributions(cache, text, sampling, vocab_size)[start - 1 :] for cache in pipeline.caches)
+            chance = acceptance_of_text(p, q, text[start - 1 :])
+            beta = torch.minimum(p, q).sum(-1)[:-1].tolist()
+            recorded.append(RecordedAcceptance(tuple(chance), tuple(beta), opening))
         yield regret(kind, recipe, recorded, CostModel(dict(enumerate(costs.v, 1)), costs.c), policy, seeds)
 
 

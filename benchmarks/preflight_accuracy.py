@@ -1,15 +1,16 @@
-"""Speed-ups estimated by preflight and measured afterwards: table `preflight_accuracy` in docs/preflight.md.
+"""Estimates of preflight against measurements: tables `preflight_accuracy`, `preflight_tokens` in docs/preflight.md.
 
-`python -m benchmarks.preflight_accuracy --prompts 40 --write`. The recorded texts of the bundled
-target, read by preflight, share no prompt with the measured runs.
+`python -m benchmarks.preflight_accuracy --prompts 40 --write` compares speed-ups, with `--tokens-per-pass` tokens per
+pass of all methods. The texts read by preflight share no prompt with the measured runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,25 @@ from specdemo import bench
 from specdemo.bench.equality import prompt_prefixes
 from specdemo.cli.arguments import given
 from specdemo.cli.commands import at_least_one
+from specdemo.core.metrics import Metrics, ratio_interval
 from specdemo.models.model_pool import ModelPool
-from specdemo.preflight import Estimate, Preflight, preflight, texts_for
+from specdemo.preflight import (
+    MAX_GAMMA,
+    Estimate,
+    Preflight,
+    decoded_runs,
+    expected_cost,
+    is_replayed,
+    load_comparable,
+    preflight,
+    replay,
+    texts_for,
+    usable_texts,
+)
 from specdemo.prompts import CONTINUATION_FILE, RECORDED_TEMPERATURES, load_prompts
-from specdemo.recipe import Recipe
+from specdemo.recipe import METHODS, Recipe
 
-TABLES = {"preflight_accuracy": "docs/preflight.md"}
+TABLES = {"preflight_accuracy": "docs/preflight.md", "preflight_tokens": "docs/preflight.md"}
 CONTINUATION_TOKENS = 136
 COLUMNS = {
     "class": "{kind}",
@@ -35,6 +49,13 @@ COLUMNS = {
     "predicted / measured": "{ratio:.2f}",
     "tokens/pass": "{estimate[tokens_per_pass]:.2f}, {measured_tokens_per_pass:.2f}",
     "step cost": "{estimated_cost:.2f}, {measured_cost:.2f}",
+}
+TOKEN_COLUMNS = {
+    "method": "{method}",
+    "T": "{temperature:g}",
+    "predicted": "{predicted:.2f} [{predicted_interval[0]:.2f}, {predicted_interval[1]:.2f}]",
+    "measured": "{measured:.2f} [{measured_interval[0]:.2f}, {measured_interval[1]:.2f}]",
+    "predicted / measured": "{ratio:.2f}",
 }
 
 
@@ -64,18 +85,65 @@ class Comparison:
 def compare(
     estimates: dict[tuple[str, Recipe], Preflight], recipes: Sequence[Recipe], records: Iterable[dict[str, Any]]
 ) -> list[Comparison]:
-    """Compare preflight results with records of `bench.measure` for AR decoding followed by `recipes`."""
-    rows = bench.table([replace(recipes[0], method="ar"), *recipes], records)
-    comparisons = []
-    for kind in dict.fromkeys(row.kind for row in rows):
-        of_kind = [row for row in rows if row.kind == kind][1:]
-        for recipe, row in zip(recipes, of_kind, strict=True):
-            if row.speedup is None or row.interval is None:
+    """Compare preflight results with totals over records of `bench.measure` for AR decoding followed by `recipes`."""
+    comparisons, all_records = [], list(records)
+    for kind in dict.fromkeys(record["kind"] for record in all_records):
+        of_kind = [record["runs"] for record in all_records if record["kind"] == kind]
+        for i, recipe in enumerate(recipes, 1):
+            pairs = [(runs[0], runs[i]) for runs in of_kind if runs[0]["decode_s"] and runs[i]["decode_s"]]
+            if not pairs:
                 continue  # every text ended with its first token
+            tokens = [run["tokens"] - 1 for _, run in pairs]
+            costs = [run["decode_s"] * plain["tokens_per_second"] for plain, run in pairs]  # in AR steps
+            per_pass = sum(tokens) / sum(run["target_passes"] for _, run in pairs)
             estimate = next(e for e in estimates[kind, recipe].estimates if e.gamma == recipe.gamma)
-            figures = (row.prompts, row.tokens_per_pass or 1.0, row.speedup, row.interval)
+            interval = ratio_interval(list(zip(tokens, costs, strict=True)))
+            figures = len(pairs), per_pass, sum(tokens) / sum(costs), interval
             comparisons.append(Comparison(kind, recipe, estimate, *figures))
     return comparisons
+
+
+def token_accuracy(recipe: Recipe, kinds: Sequence[str], pool: ModelPool, count: int) -> Iterator[dict[str, Any]]:
+    """Yield estimated and measured tokens per pass of all methods with the sampling parameters of `recipe`.
+
+    Estimates use `2 * count` texts of each class, runs `count` other prompts.
+    """
+    prompts = [prompt for kind in kinds for prompt in texts_for(recipe, [kind])[: 2 * count]]
+    held_out = [prompt for kind in kinds for prompt in load_prompts(kinds=[kind])[:count]]
+    target, _, pipeline = load_comparable(recipe, pool)
+    texts, _ = usable_texts(recipe, target, prompts, pipeline.context, len(prompts), math.inf)
+    for method in (name for name, entry in METHODS.items() if entry.preflight):
+        drafting = replace(recipe, method=method)
+        target, drafter, pipeline = load_comparable(drafting, pool)
+        if is_replayed(drafting):
+            free = dict.fromkeys(range(1, MAX_GAMMA + 2), 1.0)
+            chances = [replay(drafting, target, drafter, text) for text in texts]
+            estimated = [expected_cost(of_text, recipe.gamma, 0.0, free)[:2] for of_text in chances]
+        else:
+            runs = decoded_runs(drafting, target, drafter, prompts, pipeline.context, len(prompts), math.inf)
+            estimated = [(m.decode_tokens, m.target_passes) for m in (Metrics.of(run.steps) for run in runs)]
+        metrics = [
+            traced(replace(drafting, seed=seed), prompt.text, pool).metrics
+            for seed, prompt in enumerate(held_out, len(prompts))
+        ]
+        measured = [(m["tokens"] - 1, m["target_passes"]) for m in metrics if m["target_passes"]]
+        yield _token_record(method, recipe.temperature, estimated, measured)
+
+
+def _token_record(
+    method: str, temperature: float, estimated: list[tuple[float, float]], measured: list[tuple[float, float]]
+) -> dict[str, Any]:
+    totals = [[sum(column) for column in zip(*pairs, strict=True)] for pairs in (estimated, measured)]
+    predicted, found = (tokens / passes for tokens, passes in totals)
+    return {
+        "method": method,
+        "temperature": temperature,
+        "predicted": predicted,
+        "measured": found,
+        "ratio": predicted / found,
+        "predicted_interval": ratio_interval(estimated),
+        "measured_interval": ratio_interval(measured),
+    }
 
 
 def record_texts(recipe: Recipe, pool: ModelPool, path: Path = CONTINUATION_FILE) -> None:
@@ -98,6 +166,13 @@ def study(options: argparse.Namespace) -> None:
         record_texts(Recipe(**common, method="ar"), pool)
         return
     at_least_one("repeat", options.repeat)
+    if options.tokens_per_pass:
+        kinds = list(dict.fromkeys(prompt.kind for prompt in load_prompts(kinds=options.kind)))
+        recipes = [Recipe(**common, method="draft", temperature=t) for t in options.temperature]
+        found = [row for recipe in recipes for row in token_accuracy(recipe, kinds, pool, options.prompts or 6)]
+        found.sort(key=lambda row: list(METHODS).index(row["method"]))
+        publish(options, "preflight_tokens", TOKEN_COLUMNS, found)
+        return
     prompts = load_prompts(kinds=options.kind)
     kinds = list(dict.fromkeys(prompt.kind for prompt in prompts))
     if options.prompts is not None:
@@ -127,6 +202,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeat", type=int, default=1, metavar="N", help="runs per prompt, with different seeds")
     prompts = "measured prompts per class: bundled prompts, then their prefixes (default: bundled prompts)"
     parser.add_argument("--prompts", type=int, metavar="N", help=prompts)
+    tokens = "compare tokens per pass of all methods, which needs no timing"
+    parser.add_argument("--tokens-per-pass", action="store_true", help=tokens)
     parser.add_argument("--record-texts", action="store_true", help="replace the recorded texts of the target")
     return run_study(study, parser, arguments)
 

@@ -31,6 +31,11 @@ RUNS = (
     TableRun("python -m benchmarks.drafting_cost --write", ("drafting_cost",), 1),
     TableRun("python -m benchmarks.policy_regret --write", ("policy_regret",), 3),
     TableRun("python -m benchmarks.preflight_accuracy --prompts 40 --write", ("preflight_accuracy",), 8),
+    TableRun(
+        "OMP_NUM_THREADS=1 python -m benchmarks.preflight_accuracy --tokens-per-pass --temperature 0 0.3 0.7 1 --write",
+        ("preflight_tokens",),
+        5,
+    ),
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.memory --write", ("memory",), 6),
     TableRun("python -m benchmarks.memory --rounds 10 --write", ("memory-rounds",), 1),
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.architectures --write", ("architectures",), 4),

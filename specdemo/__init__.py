@@ -42,12 +42,13 @@ def methods() -> dict[str, str]:
 
 
 def set_environment_defaults() -> None:
-    """Set environment variables of oneDNN and OpenMP. Entry points call this before torch is imported.
+    """Set environment variables of oneDNN, OpenMP and transformers. Entry points call this before torch is imported.
 
     oneDNN compiles 0.5 MB per weight shape and number of rows, and caches 1,024 kernels twice by default; prompt
     lengths produce as many numbers of rows.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")  # ZeroGPU emulates CUDA in one thread only
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(name, "128")
 

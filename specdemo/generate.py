@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -18,12 +19,13 @@ from specdemo.core.errors import UserError
 from specdemo.core.events import End, Event, Header, Loading, MemoryUse, StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.models import memory
+from specdemo.models.kv_cache import COMPARED_ROWS, compared_context
 from specdemo.models.load import LoadedModel
 from specdemo.models.loaded_pair import LoadedPair
 from specdemo.models.memory import format_bytes
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.tokenizer import ChatMessage, TextStream, TokenNames, render_prompt
-from specdemo.pipeline import Pipeline, Stores, build_pipeline
+from specdemo.pipeline import Pipeline, Stores, build_pipeline, longest_chain
 from specdemo.recipe import METHODS, Recipe
 from specdemo.remote.client import RemoteModel, connect
 
@@ -61,7 +63,8 @@ def generate(
     loaded = [pool.take(spec) if spec is not None else None for spec in specs]
     if running.cloud:
         yield Loading(f"connecting to the cloud at {running.cloud.remote}")
-        with closing(connect(running.cloud, running.target_spec, running.seed, edge=loaded[0])) as remote:
+        hub = getattr(pool, "hub", None)
+        with closing(connect(running.cloud, running.target_spec, running.seed, edge=loaded[0], hub=hub)) as remote:
             if remote.lost:
                 yield Loading("no response from the cloud: the drafter decodes alone")
             yield from _run(recipe, running, prompt, pool, remote, loaded[0], stores, drafter)
@@ -80,7 +83,7 @@ def _run(
     stores: Stores | None,
     drafter: Drafter | None,
 ) -> Iterator[Event]:
-    environment = {**_versions(), **target.environment}  # measured before the clock starts
+    environment = _environment(target, model)  # measured before the clock starts
     start = time.perf_counter()
     text, prompt_tokens = render_prompt(target.tokenizer, prompt, running.chat)
     tokens = target.opening if target.encoder else prompt_tokens  # an encoder's input is not part of the text
@@ -90,16 +93,16 @@ def _run(
         if drafter is not None:
             pipeline = replace(pipeline, drafter=drafter)
         room = _room(pipeline, tokens)
+        start += _prepare(pipeline, running, len(tokens), room)
         yield Header(
             recipe=asdict(recipe),
             prompt=text,
             prompt_tokens=tuple(prompt_tokens),
             vocab_size=target.vocab_size,
             exact=recipe.exact,
-            # compared for chains only
-            bit_equal=target.bit_equal and METHODS[running.method].shape == "chain" and drafter is None,
+            bit_equal=target.bit_equal and drafter is None and _is_compared(running, target, len(tokens)),
             encoder=target.encoder,
-            environment={**environment, "drafter_bytes": model.weight_bytes if model else None},
+            environment={**environment, **target.environment},
         )
         device, metrics, last, failure, exhausted = pipeline.device, Metrics(), None, None, False
         steps = _steps(pipeline, target, tokens, min(running.max_tokens, room), start, running.first_target)
@@ -108,7 +111,7 @@ def _run(
                 metrics, last = event.metrics, event.step.tokens[-1] if event.step.tokens else last
                 yield event
         except (UserError, RuntimeError, MemoryError) as error:  # a failing model ends its run with a message
-            failure, exhausted = str(error) or type(error).__name__, memory.is_out_of_memory(error)
+            failure, exhausted = memory.describe_failure(error), memory.is_out_of_memory(error)
         kv_bytes = pipeline.kv_bytes
         if exhausted:  # outside the handler: its traceback references tensors
             resources.close()
@@ -124,6 +127,12 @@ def _run(
 
 def _peak(device: torch.device, kv_bytes: int) -> MemoryUse:
     return MemoryUse(memory.peak_process_bytes(), memory.peak_device_bytes(device), kv_bytes)
+
+
+def _is_compared(recipe: Recipe, target: LoadedModel | RemoteModel, tokens: int) -> bool:
+    length = longest_chain(recipe)
+    context = compared_context(target.model) if isinstance(target, LoadedModel) else sys.maxsize
+    return length is not None and length < COMPARED_ROWS and tokens + recipe.max_tokens <= context
 
 
 def _room(pipeline: Pipeline, tokens: Sequence[int]) -> int:
@@ -183,6 +192,20 @@ def _steps(
         )
 
 
+def _prepare(pipeline: Pipeline, recipe: Recipe, tokens: int, room: int) -> float:
+    """Return the seconds taken."""
+    start = time.perf_counter()
+    pipeline.prepare(recipe, tokens, tokens + min(recipe.max_tokens, room))
+    return time.perf_counter() - start
+
+
+def _environment(target: LoadedModel | RemoteModel, model: LoadedModel | None) -> dict[str, Any]:
+    local = [loaded.model.device for loaded in (target, model) if isinstance(loaded, LoadedModel)]
+    gpu = next((device for device in local if device.type == "cuda"), None)
+    drafter_bytes = model.weight_bytes if model else None
+    return {**_versions(), "processor": _processor(gpu), **target.environment, "drafter_bytes": drafter_bytes}
+
+
 @cache
 def _versions() -> dict[str, Any]:
     return {
@@ -190,13 +213,13 @@ def _versions() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
-        "processor": _processor(),
     }
 
 
-def _processor() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
+@cache
+def _processor(gpu: torch.device | None) -> str:
+    if gpu is not None:
+        return torch.cuda.get_device_name(gpu)
     try:
         with open("/proc/cpuinfo") as lines:
             return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

@@ -24,6 +24,8 @@ from specdemo.core.step import Draft
 from specdemo.core.verifier import ModelVerifier, configured_rule
 from specdemo.drafters import METHODS
 from specdemo.drafters.model import fitted
+from specdemo.models.engines.cuda_graphs import MAX_ROWS
+from specdemo.models.engines.llama import PROMPT_CHUNK
 from specdemo.models.engines.llama_weights import layer_count, with_dropout, with_layers
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
@@ -66,6 +68,18 @@ class Pipeline:
     def kv_bytes(self) -> int:
         return sum(cache.kv_bytes for cache in self.caches)
 
+    def prepare(self, recipe: Recipe, tokens: int, length: int) -> None:
+        """Record the passes of a run from `tokens` to `length` tokens."""
+        longest = longest_chain(recipe) or MAX_ROWS
+        opening = (tokens - 1) % PROMPT_CHUNK + 1
+        for cached in self.caches:
+            cached.prepare({*range(1, longest + 3), opening}, tokens, length + MAX_ROWS)
+
+
+def longest_chain(recipe: Recipe) -> int | None:
+    """Return the largest draft length of fixed-length chains."""
+    return recipe.gamma if recipe.policy == "fixed" and METHODS[recipe.method].shape == "chain" else None
+
 
 class ModelContext:
     """`BuildContext` of a run; cached models are created when first needed."""
@@ -82,7 +96,7 @@ class ModelContext:
         self.target, self.drafter = target, drafter
         self._stores, self._prompt = stores, prompt
         self.seed = recipe.seed
-        self.sampling = _sampling_params(recipe, target)
+        self.sampling = sampling_params(recipe, target)
         self.bridge = _bridge(recipe, target, drafter)
         self.source = _source(target, prompt)
         self.stop = target.stop
@@ -99,7 +113,7 @@ class ModelContext:
     @cached_property
     def drafter_sampling(self) -> SamplingParams:
         assert self.drafter is not None
-        return _sampling_params(self.recipe, self.drafter)
+        return sampling_params(self.recipe, self.drafter)
 
     def scorer(self, role: str, layers: Callable[[int], Sequence[int]] | None = None) -> CachedModel:
         if role == "target" and layers is None:
@@ -282,7 +296,7 @@ def _library() -> Counter[str]:
     return document_frequency(path.read_text("utf-8", errors="replace") for path in files)
 
 
-def _sampling_params(recipe: Recipe, loaded: LoadedModel | RemoteModel) -> SamplingParams:
+def sampling_params(recipe: Recipe, loaded: LoadedModel | RemoteModel) -> SamplingParams:
     banned = BannedText(recipe.bad_words, token_bytes(loaded.tokenizer)) if recipe.bad_words else None
     return SamplingParams(recipe.temperature, recipe.top_k, recipe.top_p, recipe.repetition_penalty, banned=banned)
 

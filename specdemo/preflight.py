@@ -1,8 +1,7 @@
-"""Estimate the speed-up of a recipe without generating: acceptance from recorded texts, costs from a few timed steps.
+"""Estimate the speed-up of a recipe from texts of the target, before a run.
 
-A step may start at any token of a text; its expected tokens follow from beta = sum min(p, q) at the next positions
-(2211.17192, Definition 3.3). For greedy decoding, only positions at which the text
-continues with the target's choice count. Texts written by the target give the best estimates.
+Chains are replayed: if the text continues with x, a model's draft was accepted with probability min(1, q(x) / p(x))
+(2211.17192, section 2.2), a point mass if it equals x. Forests need scores outside of the text and are decoded.
 """
 
 from __future__ import annotations
@@ -11,43 +10,43 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from itertools import cycle, takewhile
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass, replace
+from itertools import cycle, takewhile, zip_longest
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from specdemo.core.decode import DraftBudget
+from specdemo.core.decode import DraftBudget, decode
 from specdemo.core.errors import UserError
-from specdemo.core.metrics import interval
+from specdemo.core.metrics import Metrics, ratio_interval
 from specdemo.core.policies import Fixed
 from specdemo.core.sampling import SamplingParams
-from specdemo.core.step import Draft
-from specdemo.drafters.universal import UniversalDrafter
+from specdemo.core.simulate import step_starts
+from specdemo.core.step import Draft, Step, Verdict
+from specdemo.drafters.hybrid import HybridDrafter
+from specdemo.drafters.model import ModelDrafter, fitted
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
-from specdemo.models.zoo import PAIRS
-from specdemo.pipeline import Pipeline, build_pipeline
-from specdemo.prompts import Prompt, load_prompts, load_written
+from specdemo.models.tokenizer import render_prompt
+from specdemo.models.zoo import PAIRS, check_pair
+from specdemo.pipeline import Pipeline, build_pipeline, sampling_params
+from specdemo.prompts import RECORDED_TEMPERATURES, Prompt, load_prompts, load_written
 from specdemo.recipe import METHODS, Recipe
 
 MAX_GAMMA = 8
 MAX_TEXT_TOKENS = 512
+SAMPLED_TEXTS = 12
+MIN_SAMPLED_TEXTS = 4
+GENERATION_S = 12.0
 WORTHWHILE_SPEEDUP = 1.03
 EXPENSIVE_DRAFT = 0.3  # value of c
-BASELINE_RUNS = 5  # consecutive AR steps; CPU caches are cold after a draft
+BASELINE_RUNS = 5  # consecutive AR steps
 WARMUP_RUNS = 2  # the first of these, not counted
 
 TimedText = tuple[Sequence[int], int]  # tokens and length of the prompt
-
-
-class StepOutlook(NamedTuple):
-    """Outlook of a step from a position of a text."""
-
-    acceptance: list[float]  # of each draft token after its predecessors
-    counts: bool  # False if greedy decoding does not reach it
+Chances = list[list[float]]  # acceptance probabilities of the draft at each position
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class StepCosts:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Medians over the texts, with the 95 % interval of the speed-up."""
+    """Totals over texts; 95 % interval of the speed-up."""
 
     gamma: int
     tokens_per_pass: float
@@ -67,16 +66,24 @@ class Estimate:
     low: float
     high: float
 
+    @classmethod
+    def of(cls, gamma: int, texts: Sequence[tuple[float, float, float]]) -> Estimate:
+        """Combine (tokens, steps, cost) of each text."""
+        tokens, steps, cost = map(sum, zip(*texts, strict=True))
+        interval = ratio_interval([(text[0], text[2]) for text in texts])
+        return cls(gamma, tokens / steps, tokens / cost, *interval)
+
 
 @dataclass(frozen=True)
 class Preflight:
     recipe: Recipe
-    alpha: float  # mean of sum min(p, q) at the first draft position
+    alpha: float  # of chains at the first draft position
     c: float  # cost of a draft token, in AR passes
     v: dict[int, float]  # cost of a pass by number of rows, in AR passes
-    estimates: tuple[Estimate, ...]
+    estimates: tuple[Estimate, ...]  # by gamma; one for decoded methods
     weight_bytes: int  # of all models
     kv_bytes: int  # per 1,000 tokens
+    texts: str = ""  # origin of the texts
 
     @property
     def best(self) -> Estimate:
@@ -92,48 +99,45 @@ class Preflight:
             cause = "drafting costs too much" if self.c > EXPENSIVE_DRAFT else "too few tokens would be accepted"
             return f"don't: at best {best.speedup:.2f}x the speed of AR decoding, because {cause}"
         doubt = "" if best.low > 1 else ", but possibly no difference"
-        return f"gamma {best.gamma}: about {best.speedup:.2f}x the speed of AR decoding{doubt}"
+        return f"{self.label(best)}: about {best.speedup:.2f}x the speed of AR decoding{doubt}"
+
+    def label(self, estimate: Estimate) -> str:
+        return f"gamma {estimate.gamma}" if len(self.estimates) > 1 else f"method {self.recipe.method}"
 
 
 def preflight(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool) -> Preflight:
-    """Estimate `recipe` for drafts of 1 to `MAX_GAMMA` tokens. Raises `UserError` if unsupported."""
+    """Estimate `recipe`, chains for gamma 1 to `MAX_GAMMA`. Raises `UserError` if unsupported."""
     if METHODS[recipe.method].preflight is None:
-        supported = [name for name, method in METHODS.items() if method.preflight]
-        supported.sort(key=lambda name: METHODS[name].preflight)
-        names = ", ".join(supported)
+        names = ", ".join(name for name, method in METHODS.items() if method.preflight)
         raise UserError(f"preflight supports the methods {names}, not {recipe.method}: run or bench it")
     target, drafter, pipeline = load_comparable(recipe, pool)
-    sampling = SamplingParams(recipe.temperature, recipe.top_k, recipe.top_p)
-    texts = usable_texts(target, prompts, recipe.max_tokens, pipeline.context)
+    weights = target.weight_bytes + (drafter.weight_bytes if drafter else 0)
+    if not is_replayed(recipe):
+        runs = list(decoded_runs(recipe, target, drafter, prompts, pipeline.context))
+        return _of_runs(recipe, runs, weights, f"{len(runs)} decoded with {recipe.method}, {_settings(recipe)}")
+    texts, origin = usable_texts(recipe, target, prompts, pipeline.context)
     costs = measure_costs(lambda: build_pipeline(recipe, target, drafter), texts, MAX_GAMMA)
     v = dict(enumerate(costs.v, 1))
-    outlooks: list[tuple[list[StepOutlook], float]] = []  # per text, with the cost of its prompt
+    replayed: list[tuple[Chances, float]] = []  # with the cost of its prompt
     for tokens, start in texts:
-        fresh = build_pipeline(recipe, target, drafter)
-        opening = prompt_cost(fresh, (tokens, start), costs)
-        steps = step_outlooks(tokens, start, fresh, sampling)
-        if any(step.counts for step in steps):
-            outlooks.append((steps, opening))
-    if not outlooks:
-        raise UserError("greedy decoding does not reproduce these texts: provide other texts or raise the temperature")
-    first_betas = [step.acceptance[0] for steps, _ in outlooks for step in steps if step.counts and step.acceptance]
-    estimates = []
-    for gamma in range(1, MAX_GAMMA + 1):
-        expected = [expected_speedup(steps, gamma, costs.c, v, opening) for steps, opening in outlooks]
-        tokens_per_pass, speedups = zip(*expected, strict=True)
-        medians = statistics.median(tokens_per_pass), statistics.median(speedups)
-        estimates.append(Estimate(gamma, *medians, *interval(speedups)))
-    first, _ = texts[0]
-    pipeline.verifier.verify(first, Draft())  # fill the KV cache
-    return Preflight(
-        recipe,
-        statistics.mean(first_betas),
-        costs.c,
-        v,
-        tuple(estimates),
-        target.weight_bytes + (drafter.weight_bytes if drafter else 0),
-        round(1000 * pipeline.kv_bytes / len(first)),
+        opening = prompt_cost(build_pipeline(recipe, target, drafter), (tokens, start), costs)
+        replayed.append((replay(recipe, target, drafter, (tokens, start)), opening))
+    first = [draft[0] for chances, _ in replayed for draft in chances if draft]
+    estimates = tuple(
+        Estimate.of(gamma, [expected_cost(chances, gamma, costs.c, v, opening) for chances, opening in replayed])
+        for gamma in range(1, MAX_GAMMA + 1)
     )
+    tokens, _ = texts[0]
+    pipeline.verifier.verify(tokens, Draft())  # fill the KV cache
+    kv_bytes = round(1000 * pipeline.kv_bytes / len(tokens))
+    alpha = statistics.mean(first) if first else 0.0
+    return Preflight(recipe, alpha, costs.c, v, estimates, weights, kv_bytes, origin)
+
+
+def is_replayed(recipe: Recipe) -> bool:
+    method = METHODS[recipe.method]
+    sampled = method.sampled and recipe.temperature > 0
+    return method.preflight != "decoding" and (recipe.rule == "rejection" or (recipe.exact and not sampled))
 
 
 def load_comparable(recipe: Recipe, pool: ModelPool) -> tuple[LoadedModel, LoadedModel | None, Pipeline]:
@@ -142,85 +146,186 @@ def load_comparable(recipe: Recipe, pool: ModelPool) -> tuple[LoadedModel, Loade
         raise UserError("preflight does not support encoder-decoders: run or bench the recipe")
     target = pool.take(recipe.target_spec)
     drafter = pool.take(recipe.drafter_spec) if recipe.drafter_spec else None
-    pipeline = build_pipeline(recipe, target, drafter)
-    if isinstance(pipeline.drafter, UniversalDrafter):
-        raise UserError("preflight requires models that share a vocabulary: run or bench the recipe")
-    return target, drafter, pipeline
+    if drafter is not None and recipe.universal:
+        try:
+            check_pair(target.tokenizer, drafter.tokenizer)
+        except UserError as error:
+            cause = "preflight requires models that share a vocabulary: run or bench the recipe"
+            raise UserError(cause) from error
+    return target, drafter, build_pipeline(recipe, target, drafter)
 
 
 def texts_for(recipe: Recipe, kinds: Sequence[str] = ()) -> list[Prompt]:
-    """Return texts recorded from the bundled target, for other targets bundled prompts."""
-    if recipe.models[0] == PAIRS["bundled"].target:
-        return load_written(recipe.temperature, kinds)
-    return load_prompts(kinds=kinds)
+    """Return prompts, with continuations if recorded."""
+    if recipe.models[0] != PAIRS["bundled"].target:
+        return load_prompts(kinds=kinds)
+    prompts = load_written(recipe.temperature, kinds)
+    changed = recipe.repetition_penalty != 1 or recipe.bad_words or recipe.chat
+    truncated = recipe.temperature > 0 and (recipe.top_k or recipe.top_p < 1)
+    if changed or truncated or recipe.temperature not in RECORDED_TEMPERATURES:
+        return [replace(prompt, written="") for prompt in prompts]
+    return prompts
 
 
-def usable_texts(target: LoadedModel, prompts: Sequence[Prompt], length: int, context: int) -> list[TimedText]:
-    """Encode and cut the texts; raise `UserError` if all are too short."""
-    texts = [encode_text(target, prompt, length) for prompt in prompts]
-    texts = [(tokens[: context - MAX_GAMMA], start) for tokens, start in texts]
-    texts = [(tokens, start) for tokens, start in texts if len(tokens) - start > MAX_GAMMA]
+def usable_texts(
+    recipe: Recipe,
+    target: LoadedModel,
+    prompts: Sequence[Prompt],
+    context: int,
+    most: int = SAMPLED_TEXTS,
+    seconds: float = GENERATION_S,
+) -> tuple[list[TimedText], str]:
+    """Return encoded texts and their origin; sample missing continuations."""
+    length = min(recipe.max_tokens, MAX_TEXT_TOKENS)
+    recorded = [_recorded_text(target, prompt, length) for prompt in prompts if prompt.written]
+    ar, others = replace(recipe, method="ar", cloud=None), [prompt for prompt in prompts if not prompt.written]
+    sampled = [
+        ([*run.prompt, *(token for step in run.steps for token in step.tokens)], len(run.prompt))
+        for run in decoded_runs(ar, target, None, others, context, most, seconds)
+    ]
+    counts = {f"recorded, {_settings(recipe)}": len(recorded), f"sampled, {_settings(recipe)}": len(sampled)}
+    texts = [(tokens[: context - MAX_GAMMA], start) for tokens, start in [*recorded, *sampled]]
+    texts = [(tokens, start) for tokens, start in texts if len(tokens) > start + 1]
     if not texts:
-        raise UserError(f"the texts are too short: provide texts of more than {2 * MAX_GAMMA} tokens")
-    return texts
+        raise UserError("the target ends these texts at once: provide other prompts")
+    return texts, " and ".join(f"{count} {words}" for words, count in counts.items() if count)
 
 
-def encode_text(target: LoadedModel, prompt: Prompt, length: int) -> tuple[list[int], int]:
-    """Return the tokens of a text and the length of its prompt (1 without a recorded continuation)."""
-    tokens = target.tokenizer.encode(prompt.text)[:MAX_TEXT_TOKENS]
-    if not prompt.written:
-        return tokens, 1 if len(tokens) > 2 * MAX_GAMMA else len(tokens)
+def _settings(recipe: Recipe) -> str:
+    top_k = f", top-k {recipe.top_k}" if recipe.top_k else ""
+    top_p = f", top-p {recipe.top_p:g}" if recipe.top_p < 1 else ""
+    return f"temperature {recipe.temperature:g}" + (top_k + top_p if recipe.temperature else "")
+
+
+def _recorded_text(target: LoadedModel, prompt: Prompt, length: int) -> TimedText:
+    tokens = target.tokenizer.encode(prompt.text)
     written = target.tokenizer.encode(prompt.written, add_special_tokens=False)
-    return tokens + written[: min(length, MAX_TEXT_TOKENS) + MAX_GAMMA], len(tokens)
+    return tokens + written[:length], len(tokens)
 
 
-def distributions(cached: CachedModel, tokens: Sequence[int], sampling: SamplingParams) -> Tensor:
-    """Return the next-token probabilities after each token, `[n, vocab]`."""
-    return sampling.logits_to_probs(cached.read(tokens).float())
+@dataclass(frozen=True)
+class DecodedRun:
+    prompt: Sequence[int]
+    steps: list[Step]
+    ar_s: float
+    kv_bytes: int
 
 
-def step_outlooks(tokens: Sequence[int], start: int, pipeline: Pipeline, sampling: SamplingParams) -> list[StepOutlook]:
-    p = distributions(pipeline.caches[0], tokens, sampling)
-    predicted = (p.argmax(-1)[:-1] == torch.tensor(tokens[1:], device=p.device)).tolist()
-    counts = [hit or sampling.temperature > 0 for hit in predicted]
-    positions = range(start - 1, len(tokens) - MAX_GAMMA)
+def decoded_runs(
+    recipe: Recipe,
+    target: LoadedModel,
+    drafter: LoadedModel | None,
+    prompts: Sequence[Prompt],
+    context: int,
+    most: int = SAMPLED_TEXTS,
+    seconds: float = GENERATION_S,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Iterator[DecodedRun]:
+    """Decode up to `most` prompts of alternating classes, fewer after `seconds`."""
+    ar, began = replace(recipe, method="ar", cloud=None), clock()
+    for seed, prompt in enumerate(_alternating(prompts)[:most]):
+        if seed >= MIN_SAMPLED_TEXTS and clock() - began > seconds:
+            return
+        _, tokens = render_prompt(target.tokenizer, prompt.text, recipe.chat)
+        tokens = tokens[: min(MAX_TEXT_TOKENS, context - 2 * MAX_GAMMA)]
+        most_tokens = min(recipe.max_tokens, MAX_TEXT_TOKENS, context - len(tokens) - MAX_GAMMA)
+        pipeline = build_pipeline(replace(recipe, seed=seed), target, drafter)
+        steps = _decoded(pipeline, target, tokens, most_tokens, clock)
+        plain = steps
+        if recipe.method != "ar":
+            count = 1 + WARMUP_RUNS + BASELINE_RUNS
+            plain = _decoded(build_pipeline(ar, target, None), target, tokens, count, clock)
+        ar_s = [step.verify_s + step.host_s for step in plain[1 + WARMUP_RUNS :]]
+        held = len(tokens) + sum(len(step.tokens) for step in steps)
+        kv_bytes = round(1000 * pipeline.kv_bytes / held)
+        yield DecodedRun(tokens, steps, statistics.median(ar_s) if ar_s else 0.0, kv_bytes)
+
+
+def _decoded(
+    pipeline: Pipeline, target: LoadedModel, tokens: Sequence[int], count: int, clock: Callable[[], float]
+) -> list[Step]:
+    roles = pipeline.verifier, pipeline.drafter, pipeline.policy
+    return list(decode(tokens, *roles, max_tokens=count, stop=target.stop, clock=clock))
+
+
+def _alternating(prompts: Sequence[Prompt]) -> list[Prompt]:
+    kinds: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        kinds.setdefault(prompt.kind, []).append(prompt)
+    return [prompt for row in zip_longest(*kinds.values()) for prompt in row if prompt is not None]
+
+
+def _of_runs(recipe: Recipe, runs: Sequence[DecodedRun], weight_bytes: int, origin: str) -> Preflight:
+    known = [run.ar_s for run in runs if run.ar_s]
+    metrics = [Metrics.of(run.steps) for run in runs if len(run.steps) > 1]
+    if not known or not metrics:
+        raise UserError("the target ends these texts at once: provide other prompts")
+    ar_s = statistics.median(known)
+    totals = [(m.decode_tokens, m.decode_steps, m.decode_s / ar_s) for m in metrics]
+    drafted, tested, steps = (sum(getattr(m, name) for m in metrics) for name in ("drafted", "tested", "decode_steps"))
+    rows, verify_s = round(1 + drafted / steps), sum(m.verify_s for m in metrics) / steps
+    c = sum(m.draft_s for m in metrics) / max(1, drafted) / ar_s
+    alpha = sum(m.beta for m in metrics) / max(1, tested)
+    v, estimate = {1: 1.0, rows: verify_s / ar_s}, Estimate.of(recipe.gamma, totals)
+    return Preflight(recipe, alpha, c, v, (estimate,), weight_bytes, runs[-1].kv_bytes, origin)
+
+
+def distributions(cached: CachedModel, tokens: Sequence[int], sampling: SamplingParams, vocab_size: int) -> Tensor:
+    """Return the next-token probabilities after each token, `[n, vocab_size]`."""
+    paths = [tokens[: i + 1] for i in range(len(tokens))] if sampling.needs_paths else ()
+    return sampling(fitted(cached.read(tokens), vocab_size), paths)
+
+
+def replay(recipe: Recipe, target: LoadedModel, drafter: LoadedModel | None, text: TimedText) -> Chances:
+    """Return acceptance probabilities after the first token of the continuation."""
+    (tokens, start), pipeline = text, build_pipeline(recipe, target, drafter)
+    sampling, vocab_size = sampling_params(recipe, target), pipeline.caches[0].vocab_size
+    p = distributions(pipeline.caches[0], tokens, sampling, vocab_size)
+    candidates = METHODS[recipe.method].candidates(recipe)
+    choices = pipeline.caches[0].read(tokens).topk(candidates).indices.tolist() if candidates > 1 else []
+    of_model: list[float] = []
     if len(pipeline.caches) > 1:
-        betas = torch.minimum(p, distributions(pipeline.caches[1], tokens, sampling)).sum(-1).tolist()
-        return [StepOutlook(betas[i : i + MAX_GAMMA], counts[i]) for i in positions]
-    outlooks = []
-    for i in positions:
-        draft = pipeline.drafter.propose(tokens[: i + 1], DraftBudget(MAX_GAMMA, Fixed(MAX_GAMMA))).tokens
-        acceptance = [0.0] * len(draft)  # 0 after the first difference from the text
-        for k, token in enumerate(draft, i):
-            acceptance[k - i] = float(p[k, token])
-            if token != tokens[k + 1]:
-                break
-        outlooks.append(StepOutlook(acceptance, counts[i]))
-    return outlooks
+        q = distributions(pipeline.caches[1], tokens, sampling, vocab_size)
+        of_model = acceptance_of_text(p, q, tokens)
+    chances: Chances = []
+    for i in range(start, len(tokens)):
+        if i > start:
+            chances.append(_draft_chances(pipeline.drafter, tokens, i, of_model))
+        if choices:
+            verdict = Verdict((), tokens[i], choices=(tuple(choices[i - 1]),))
+            pipeline.drafter.observe(Step(i - start, (tokens[i],), Draft(), verdict, 0, 0.0, 0.0, 0.0, 0.0))
+    return chances
 
 
-def expected_speedup(
-    outlooks: Sequence[StepOutlook], gamma: int, c: float, v: dict[int, float], opening: float = 0.0
-) -> tuple[float, float]:
-    """Return tokens per pass and speed-up without the prefill; drafts end with the text.
+def acceptance_of_text(p: Tensor, q: Tensor, tokens: Sequence[int]) -> list[float]:
+    """Acceptance probability of a draft of each token after the first, given the text; `p`, `q` `[n, vocab]`.
 
-    `opening` is the cost of reading the prompt with the drafter, in AR passes.
+    It is sum min(p, q) where p is 0 (text encoded again).
     """
-    reach = [0.0, 1.0, *[0.0] * len(outlooks)]  # probability that a step starts at each position
-    steps, tokens, cost = 0.0, 0.0, opening
-    for i, (acceptance, counts) in enumerate(outlooks[:-1]):
-        draft = acceptance[: min(gamma, len(outlooks) - i - 2)]  # the target adds a token
-        path, expected = 1.0, 1.0
-        for k, beta in enumerate(draft):
-            reach[i + k + 1] += reach[i] * path * (1 - beta)
-            path *= beta
-            expected += path
-        reach[i + len(draft) + 1] += reach[i] * path
-        if counts:
-            steps += reach[i]
-            tokens += reach[i] * expected
-            cost += reach[i] * (v[len(draft) + 1] + c * len(draft))
-    return tokens / steps, tokens / cost
+    x = torch.tensor(tokens[1:], device=p.device)[:, None]
+    px, qx = p[:-1].gather(1, x)[:, 0], q[:-1].gather(1, x)[:, 0]
+    overlap = torch.minimum(p[:-1], q[:-1]).sum(-1)
+    return torch.where(px > 0, (qx / px).clamp(max=1), overlap).tolist()
+
+
+def _draft_chances(drafter: Any, tokens: Sequence[int], i: int, of_model: Sequence[float]) -> list[float]:
+    if isinstance(drafter, HybridDrafter):
+        drafter = drafter.choose(tokens[:i])
+    if of_model and isinstance(drafter, ModelDrafter):
+        return list(of_model[i - 1 : i - 1 + MAX_GAMMA])
+    draft = drafter.propose(tokens[:i], DraftBudget(MAX_GAMMA, Fixed(MAX_GAMMA))).tokens
+    hits = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(draft, tokens[i:], strict=False))))
+    return [1.0] * hits + [0.0] * (len(draft) - hits)
+
+
+def expected_cost(
+    chances: Sequence[Sequence[float]], gamma: int, c: float, v: dict[int, float], opening: float = 0.0
+) -> tuple[float, float, float]:
+    """Return tokens, expected steps and expected cost in AR passes; `opening` is the drafter's prompt pass."""
+    drafts = [draft[: min(gamma, len(chances) - i - 1)] for i, draft in enumerate(chances)]
+    starts = step_starts(drafts)
+    cost = sum(start * (v[len(draft) + 1] + c * len(draft)) for start, draft in zip(starts, drafts, strict=True))
+    return len(chances), sum(starts), opening + cost
 
 
 def measure_costs(

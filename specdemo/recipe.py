@@ -385,10 +385,14 @@ def methods_with(declared: Option) -> list[str]:
     return [name for name, method in METHODS.items() if declared.name in method.option_names]
 
 
+_SHARED = ("gamma", "policy", "rule")  # scripts give them with every method
+
+
 def refuse_ineffective(chosen: Recipe, given: Mapping[str, Any]) -> None:
-    """Raise `UserError` for given options without effect."""
+    """Raise `UserError` for given options without effect, except those of the models and the `_SHARED` ones."""
     for name, declared in Recipe.OPTIONS.items():
-        if name not in given or declared.group == "Models and devices" or declared.applies == "samples":
+        exempt = name in _SHARED or declared.group == "Models and devices" or declared.applies == "samples"
+        if name not in given or exempt:
             continue
         methods = methods_with(declared)
         if chosen.method not in methods:

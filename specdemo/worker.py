@@ -94,6 +94,8 @@ class Stream(Generic[T]):
 
 
 class Worker:
+    """Device thread with at most `at_once` open and `waiting` queued jobs."""
+
     def __init__(self, at_once: int = 4, waiting: int | None = 32) -> None:
         self._max_open = at_once
         self._max_queued = waiting
@@ -117,6 +119,7 @@ class Worker:
         return stream
 
     def ahead(self, stream: Stream) -> int:
+        """Number of jobs that must start or end first."""
         with self._changed:
             if stream not in self._queued:
                 return 0
@@ -211,6 +214,8 @@ REPORT_INTERVAL_S = 0.1
 
 @dataclass(frozen=True)
 class TaskProgress:
+    """`total` is 0 if unknown."""
+
     text: str
     done: int = 0
     total: int = 0

@@ -36,6 +36,7 @@ PACKAGES = {
     "fastapi": ("specdemo/remote/",),
     "starlette": (
         "specdemo/remote/",
+        "specdemo/ui/gateway.py",
         "specdemo/ui/service.py",
         "specdemo/ui/streams.py",
         "specdemo/ui/theme.py",

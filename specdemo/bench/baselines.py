@@ -13,6 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 from specdemo.core.errors import UserError
 from specdemo.models.engines.generic import has_encoder
 from specdemo.models.load import reference
+from specdemo.models.memory_plan import check_memory, plan_spec
 from specdemo.models.spec import ModelSpec
 
 
@@ -61,9 +62,10 @@ class TokenClock(BaseStreamer):
 
 
 class Baselines:
-    """A pair loaded by transformers."""
+    """A pair loaded by transformers. Raises `UserError` if memory is short."""
 
     def __init__(self, target: ModelSpec, drafter: ModelSpec | None) -> None:
+        check_memory([plan_spec(spec.resolved(), 0) for spec in (target, drafter) if spec is not None])
         self._target, self._tokenizer = reference(target)
         if has_encoder(self._target.config):
             raise UserError(f"the transformers baselines do not support encoder-decoders ({target.name}): omit --peers")

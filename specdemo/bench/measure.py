@@ -100,7 +100,7 @@ def measure(
         return baselines.run(BASELINES[peer], prompt.text, recipe.temperature, gamma, recipe.max_tokens, recipe.seed)
 
     for recipe, peer in lanes:
-        yield from run((replace(recipe, max_tokens=8), peer), prompts[0], 0)
+        yield from run((recipe, peer), prompts[0], 0)
     rng = random.Random(seed)
     numbers = count(1)
     for repetition, prompt in product(range(repeat), prompts):

@@ -139,7 +139,7 @@ ARGUMENTS = {  # command -> title, function that adds its arguments
     "run": ("continue a prompt and show accepted, rejected and corrected tokens", _run),
     "bench": ("measure recipes against autoregressive decoding, paired and alternating", _bench),
     "prove": ("compare the text with autoregressive decoding, token by token", _prove),
-    "preflight": ("estimate the speed-up of a pair without generating text", _preflight),
+    "preflight": ("estimate the speed-up of a pair before a run", _preflight),
     "serve": ("offer the target as a service that verifies drafts of other machines", _serve),
 }
 

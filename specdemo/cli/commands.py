@@ -18,7 +18,7 @@ from specdemo.models.spec import find_device
 from specdemo.preflight import preflight, texts_for
 from specdemo.prompts import load_prompts
 from specdemo.recipe import METHODS, Recipe
-from specdemo.remote.client import TOKEN
+from specdemo.remote.access import TOKEN, is_loopback, read_token
 from specdemo.remote.serve import bind, listen, serve_model
 from specdemo.remote.server import ServiceLimits
 
@@ -101,6 +101,7 @@ def _prove(options: argparse.Namespace) -> int:
 def _preflight(options: argparse.Namespace) -> int:
     recipe = Recipe(**{**given(options), "top_p": 1.0})
     estimate = preflight(recipe, texts_for(recipe, options.kind), ModelPool())
+    print(f"texts of the target: {estimate.texts}")
     print(f"weights {estimate.weight_bytes / 1e6:,.0f} MB, KV cache {estimate.kv_bytes / 1e6:.2f} MB per 1,000 tokens")
     print(
         f"alpha {estimate.alpha:.2f}  c {estimate.c:.2f}  "
@@ -108,7 +109,7 @@ def _preflight(options: argparse.Namespace) -> int:
     )
     for length in estimate.estimates:
         print(
-            f"gamma {length.gamma}: {length.tokens_per_pass:.2f} tokens per pass, "
+            f"{estimate.label(length)}: {length.tokens_per_pass:.2f} tokens per pass, "
             f"{length.speedup:.2f}x [{length.low:.2f}, {length.high:.2f}]"
         )
     print(estimate.advice)
@@ -124,6 +125,7 @@ def at_least_one(name: str, count: int) -> None:
 def _serve(options: argparse.Namespace) -> int:
     if min(options.budget_mb, options.contexts, options.queue) < 1 or not (options.body_mb > 0 and options.rate >= 0):
         raise UserError("budget-mb, contexts, queue and body-mb must be above 0, and rate at least 0")
+    token, local = read_token(os.environ), is_loopback(options.host)
     for path in (options.certificate, options.key):
         if path is not None and not path.is_file():
             raise UserError(f"file {path} does not exist: give certificate and key as PEM files")
@@ -134,14 +136,15 @@ def _serve(options: argparse.Namespace) -> int:
     listener = bind(options.host, options.port)
     app = serve_model(
         target,
-        token=os.environ.get(TOKEN),
+        token=token,
         budget_bytes=options.budget_mb << 20,
         max_contexts=options.contexts,
         expiry_s=options.expiry_s,
         limits=ServiceLimits(int(options.body_mb * (1 << 20)), options.rate),
         waiting=options.queue,
+        local=local,
     )
-    if TOKEN not in os.environ and options.host not in ("127.0.0.1", "::1", "localhost"):
+    if token is None and not local:
         print(f"clients of {options.host} need no authentication: set {TOKEN} to require a token", file=sys.stderr)
     scheme = "https" if options.certificate else "http"
     line = f"listening on {scheme}://{options.host}:{listener.getsockname()[1]}"

@@ -1,10 +1,17 @@
 """Errors shown to users."""
 
+import unicodedata
 from collections.abc import Collection
 
 
 class UserError(ValueError):
     """Invalid request; the message is a sentence with cause and remedy."""
+
+
+def plain_text(text: str, limit: int = 300) -> str:
+    """Return external `text` as a printable line."""
+    line = "".join(" " if unicodedata.category(c) in ("Cc", "Cf", "Zl", "Zp") else c for c in text[: limit + 1])
+    return line if len(line) <= limit else f"{line[:limit]} …"
 
 
 def check_name(kind: str, name: str, names: Collection[str]) -> None:

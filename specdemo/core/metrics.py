@@ -141,3 +141,11 @@ def interval(ratios: Sequence[float], seed: int = 0, draws: int = 2000) -> tuple
     rng = random.Random(seed)
     medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(draws))
     return medians[int(0.025 * draws)], medians[int(0.975 * draws)]
+
+
+def ratio_interval(pairs: Sequence[tuple[float, float]], seed: int = 0, draws: int = 2000) -> tuple[float, float]:
+    """Return the 95 % bootstrap interval of total / total."""
+    rng = random.Random(seed)
+    samples = (zip(*rng.choices(pairs, k=len(pairs)), strict=True) for _ in range(draws))
+    ratios = sorted(sum(a) / sum(b) for a, b in samples)
+    return ratios[int(0.025 * draws)], ratios[int(0.975 * draws)]

@@ -208,9 +208,8 @@ def _node_probs(draft: Draft, p: ProbRows) -> list[float]:
         return []
     if isinstance(p[0], PointMass):
         return [_prob(p[parent + 1], token) for token, parent in zip(draft.tokens, draft.parents, strict=True)]
-    width = p.shape[1]
-    offsets = [(parent + 1) * width + token for token, parent in zip(draft.tokens, draft.parents, strict=True)]
-    return p.take(torch.tensor(offsets, device=p.device)).tolist()
+    rows, tokens = torch.tensor([[parent + 1 for parent in draft.parents], draft.tokens], device=p.device)
+    return p[rows, tokens].tolist()  # MPS has no kernel for `take`
 
 
 def _overlaps(draft: Draft, p: ProbRows, node_probs: list[float]) -> list[float]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -84,71 +87,154 @@ def rare_distance(p: Sequence[float], count: int, odds: float = 1e-3) -> float:
     return chance_distance(p, count) + math.sqrt(math.log(1 / odds) / (2 * count))
 
 
-def acceptance_probs(steps: Iterable[Step]) -> list[float]:
-    """Acceptance probability of a draft for each token committed after the prefill.
+def step_starts(chances: Sequence[Sequence[float]]) -> list[float]:
+    """Probability that a step starts at each position; `chances[i]`: conditional acceptance of a draft there."""
+    starts = [1.0, *[0.0] * len(chances)]
+    for i, draft in enumerate(chances):
+        path = starts[i]
+        for position, chance in enumerate(draft, i + 1):
+            starts[position] += path * (1 - chance)
+            path *= chance
+        starts[i + len(draft) + 1] += path
+    return starts[: len(chances)]
 
-    Untested tokens (bonus, AR) get the mean of the others; if all are untested, the list is empty. Raise `ValueError`
-    for drafts other than chains.
+
+@dataclass(frozen=True)
+class RecordedStep:
+    betas: tuple[float | None, ...]  # of committed tokens; None: not tested
+    draft: int  # length
+    ended: bool  # before its limit
+    draft_s: float
+    verify_s: float
+    host_s: float
+
+
+def recorded_steps(steps: Iterable[Step], *, counted: bool = False) -> list[RecordedStep]:
+    """Convert the steps after the prefill, without the drafter's prompt pass, or raise `ValueError` for forests.
+
+    `counted` replaces probabilities by outcomes.
     """
-    betas: list[float | None] = []
-    for step in steps:
-        if step.i == 0:
-            continue
-        if not step.draft.is_chain:
-            raise ValueError("other draft lengths can be estimated for chains only")
-        tested = [beta for beta in step.verdict.beta if beta is not None]
-        betas += [*tested, *[None] * len(step.tokens)][: len(step.tokens)]
-    known = [beta for beta in betas if beta is not None]
-    if not known:
-        return []
-    mean = statistics.fmean(known)
-    return [mean if beta is None else beta for beta in betas]
+    decoding = [step for step in steps if step.i > 0]
+    if not all(step.draft.is_chain for step in decoding):
+        raise ValueError("other draft lengths can be estimated for chains only")
+    token_s = [step.draft_s / len(step.draft) for step in decoding if step.draft.tokens]
+    recorded, opened = [], False
+    for step in decoding:
+        tested = [float(i < step.accepted) if counted else beta for i, beta in enumerate(step.betas)]
+        betas = tuple([*tested, *[None] * len(step.tokens)][: len(step.tokens)])
+        drafted, draft_s = len(step.draft), step.draft_s
+        if drafted and not opened:
+            draft_s, opened = min(draft_s, drafted * statistics.median(token_s)), True
+        recorded.append(RecordedStep(betas, drafted, drafted < step.gamma, draft_s, step.verify_s, step.host_s))
+    return recorded
 
 
-def expected_steps(probs: Sequence[float], gamma: int) -> float:
-    """Expected number of steps with drafts of `gamma` for a text with these acceptance probabilities.
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of the parts of a step."""
 
-    Propagate the probability that a step starts at each position; a step commits accepted drafts and a target token.
-    """
-    starts = [1.0, *[0.0] * (len(probs) + gamma)]
-    for position in range(len(probs)):
-        path = starts[position]
-        for depth in range(gamma):
-            if position + depth >= len(probs):
-                break
-            beta = probs[position + depth]
-            starts[position + depth + 1] += path * (1 - beta)
-            path *= beta
-        else:
-            depth = gamma
-        starts[position + depth + 1] += path
-    return sum(starts[: len(probs)])
+    plain: float  # pass over one row
+    scale: float  # longer passes, per AR step of v
+    token: float  # drafting
+    host: float
+    pass_cost: Callable[[float], float]
+
+    @classmethod
+    def of(cls, steps: Sequence[RecordedStep], pass_cost: Callable[[float], float], plain_s: float | None) -> StepTimes:
+        """Return means; `plain_s` is used without empty drafts."""
+        rows = sum(pass_cost(step.draft + 1) for step in steps if step.draft) or math.inf
+        scale = sum(step.verify_s for step in steps if step.draft) / rows
+        empty = [step.verify_s for step in steps if not step.draft]
+        plain = statistics.fmean(empty) if empty else scale * pass_cost(1) if plain_s is None else plain_s
+        token = sum(step.draft_s for step in steps) / max(1, sum(step.draft for step in steps))
+        return cls(plain, scale, token, statistics.fmean(step.host_s for step in steps), pass_cost)
+
+    def step(self, drafted: int) -> float:
+        verify = self.scale * self.pass_cost(drafted + 1) if drafted else self.plain
+        return verify + self.token * drafted + self.host
 
 
 @dataclass(frozen=True)
 class GammaEstimate:
+    """Figures of a draft length; `low` to `high` contains 95 % of the runs."""
+
     gamma: int
     tokens_per_pass: float
     tokens_per_second: float
+    low: float
+    high: float
 
 
 def other_gammas(
-    steps: Sequence[Step], gammas: Iterable[int], pass_cost: Callable[[float], float]
+    steps: Sequence[Step],
+    gammas: Iterable[int],
+    pass_cost: Callable[[float], float],
+    baseline: Sequence[Step] = (),
+    *,
+    counted: bool = False,
+    draws: int = 120,
 ) -> list[GammaEstimate]:
-    """Estimate tokens per pass and per second for each of `gammas` (0: AR decoding) on the text of `steps`.
+    """Estimate other draft lengths on the text of `steps`; `pass_cost(rows)` is v.
 
-    `pass_cost(rows)` is v in AR steps, scaled to the run's verification times; draft and host times are the run's.
+    Gamma 0 is the AR run `baseline`, if any. Ranges come from simulated runs of resampled steps.
     """
-    probs, decoding = acceptance_probs(steps), [step for step in steps if step.i > 0]
-    drafted = sum(len(step.draft) for step in decoding)
-    if not probs or not drafted:
+    recorded, plain = recorded_steps(steps, counted=counted), [step for step in baseline if step.i > 0]
+    if not any(beta is not None for step in recorded for beta in step.betas):
         return []
-    verify = sum(step.verify_s for step in decoding) / sum(pass_cost(len(step.draft) + 1) for step in decoding)
-    draft = sum(step.draft_s for step in decoding) / drafted
-    host = sum(step.host_s for step in decoding) / len(decoding)
+    opening = sum(step.draft_s for step in steps if step.i > 0) - sum(step.draft_s for step in recorded)
+    plain_s = statistics.fmean(step.verify_s for step in plain) if plain else None
+    rng = random.Random(0)
+    samples = [rng.choices(recorded, k=len(recorded)) for _ in range(draws)]
+    samples = [sample for sample in samples if any(step.draft for step in sample)]
+    pass_cost = cache(pass_cost)
+    times = StepTimes.of(recorded, pass_cost, plain_s)
+    sampled_times = [StepTimes.of(sample, pass_cost, plain_s) for sample in samples]
     estimates = []
     for gamma in gammas:
-        count = expected_steps(probs, gamma)
-        seconds = count * (verify * pass_cost(gamma + 1) + gamma * draft + host)
-        estimates.append(GammaEstimate(gamma, len(probs) / count, len(probs) / seconds))
+        if gamma == 0 and plain:
+            estimates.append(_of_baseline(plain, rng, draws))
+            continue
+        chances = _chances(recorded, gamma)
+        starts = step_starts(chances)
+        seconds = opening + sum(start * times.step(len(draft)) for start, draft in zip(starts, chances, strict=True))
+        rates = []
+        for sample, sample_times in zip(samples, sampled_times, strict=True):
+            drafts = _chances(sample, gamma)
+            steps_s = sum(count * sample_times.step(n) for n, count in Counter(_simulated_drafts(drafts, rng)).items())
+            rates.append(len(drafts) / (opening + steps_s))
+        low, high = _range(rates)
+        estimates.append(GammaEstimate(gamma, len(chances) / sum(starts), len(chances) / seconds, low, high))
     return estimates
+
+
+def _chances(steps: Sequence[RecordedStep], gamma: int) -> list[list[float]]:
+    """Acceptance probabilities of drafts at each position; untested tokens have the mean."""
+    known = [beta for step in steps for beta in step.betas if beta is not None]
+    mean = statistics.fmean(known) if known else 0.0
+    probs = [mean if beta is None else beta for step in steps for beta in step.betas]
+    limits = [min(gamma, step.draft) if step.ended else gamma for step in steps for _ in step.betas]
+    return [probs[i : i + min(limit, len(probs) - i - 1)] for i, limit in enumerate(limits)]
+
+
+def _simulated_drafts(chances: Sequence[Sequence[float]], rng: random.Random) -> list[int]:
+    """Return the draft length of each step of a simulated run."""
+    drafted, position = [], 0
+    while position < len(chances):
+        draft = chances[position]
+        drafted.append(len(draft))
+        accepted = next((i for i, chance in enumerate(draft) if rng.random() >= chance), len(draft))
+        position += accepted + 1
+    return drafted
+
+
+def _of_baseline(steps: Sequence[Step], rng: random.Random, draws: int) -> GammaEstimate:
+    rates = []
+    for sample in [steps, *(rng.choices(steps, k=len(steps)) for _ in range(draws))]:
+        seconds = sum(step.draft_s + step.verify_s + step.host_s for step in sample)
+        rates.append(sum(len(step.tokens) for step in sample) / seconds)
+    return GammaEstimate(0, 1.0, rates[0], *_range(rates[1:]))
+
+
+def _range(rates: Sequence[float]) -> tuple[float, float]:
+    ordered = sorted(rates)
+    return ordered[int(0.025 * len(ordered))], ordered[int(0.975 * len(ordered))]

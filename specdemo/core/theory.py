@@ -86,6 +86,23 @@ def best_gamma(
     return max(range(longest + 1), key=gain)
 
 
+def better_gamma(
+    alpha: float, gamma: float, c: float, v: float = 1.0, o: float = 0.0, longest: int = 16, least: float = 1.02
+) -> tuple[int, float] | None:
+    """Return the best draft length (0: AR) and its `speedup` if it exceeds that of `gamma` > 0 by the factor `least`.
+
+    `v` is the cost of gamma + 1 rows, interpolated linearly.
+    """
+
+    def pass_cost(rows: float) -> float:
+        return min(1.0, v) + max(0.0, v - 1) * (rows - 1) / gamma
+
+    best = best_gamma(alpha, c, longest, pass_cost, o)
+    gain = speedup(expected_tokens(alpha, best), best, c, pass_cost(best + 1), o) if best else 1.0
+    current = speedup(expected_tokens(alpha, gamma), gamma, c, v, o)
+    return (best, gain) if best != gamma and gain >= least * current else None
+
+
 def thumb_gamma(c: float) -> float:
     """Rule of thumb sqrt(1 / rho - 1) with rho = `c` > 0; it ignores acceptance."""
     return math.sqrt(max(0.0, 1 / c - 1))

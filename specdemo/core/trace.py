@@ -8,6 +8,7 @@ vocabulary: `laws` (target top tokens), `drafted` (draft top tokens), `remote` (
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -20,6 +21,7 @@ from specdemo.core.metrics import Metrics
 from specdemo.core.step import Draft, Step, TopTokens, Verdict
 
 MAX_STEPS = 20_000
+MAX_CHARACTERS = 32_000_000
 _STEP_NUMBERS = ("gamma", "draft_s", "verify_s", "host_s", "t")  # fields of `Step`, named like their keys
 
 
@@ -36,7 +38,7 @@ class Trace:
 class ReadLimits:
     """Maximum size of a file of traces."""
 
-    characters: int = 32_000_000
+    characters: int = MAX_CHARACTERS
     steps: int = MAX_STEPS
     traces: int = 4
 
@@ -212,6 +214,8 @@ def _tops_from_json(values: Iterable[Mapping[str, Any]] | None) -> tuple[TopToke
 
 # --- files from outside --------------------------------------------------------------------------------------------
 
+MAX_LINE, MAX_VALUES, MAX_DEPTH = 4_000_000, 500_000, 16  # characters, values and nesting of a line
+MAX_EXTRA = 20_000  # characters of unknown fields of recipe and environment
 MAX_NODES, MAX_TOKENS = 1024, 4096  # per step
 MAX_RECORDED = 4096  # tokens of a distribution: the most probable ones of target and drafts, and the drafted ones
 
@@ -230,6 +234,16 @@ class _Line(BaseModel):
 
 class _Open(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _bounded(self) -> _Open:
+        try:
+            size = len(json.dumps(self.model_extra, allow_nan=False))
+        except ValueError:
+            raise ValueError("a number is not a finite number") from None
+        if size > MAX_EXTRA:
+            raise ValueError(f"the unknown fields have more than {MAX_EXTRA:,} characters")
+        return self
 
 
 class _Cloud(_Open):
@@ -401,6 +415,7 @@ def _lines(text: str) -> Iterator[tuple[int, str, type[_Line]]]:
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
+        _check_size(line, number)
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):
@@ -408,6 +423,22 @@ def _lines(text: str) -> Iterator[tuple[int, str, type[_Line]]]:
         if not isinstance(value, dict):
             raise UserError(f"line {number} is not a JSON object: every line of a trace is an object")
         yield number, line, _Header if "specdemo" in value else _End if "end" in value else _Step
+
+
+def _check_size(line: str, number: int) -> None:
+    """Bound a line before it is parsed."""
+    if len(line) > MAX_LINE:
+        raise UserError(f"line {number} has {len(line):,} characters: at most {MAX_LINE:,} are read")
+    structure = "".join(line.replace("\\\\", "").replace('\\"', "").split('"')[::2])  # without texts
+    if sum(map(structure.count, "[{,")) > MAX_VALUES:
+        raise UserError(f"line {number} has more than {MAX_VALUES:,} values: record a shorter run")
+    brackets = re.sub(r"[^\[\]{}]+", "", structure)
+    for _ in range(MAX_DEPTH):
+        brackets = brackets.replace("[]", "").replace("{}", "")
+    if brackets:
+        raise UserError(
+            f"line {number} is not JSON: the file is not a trace, or was truncated, or nests more than {MAX_DEPTH} deep"
+        )
 
 
 def _checked(kind: type[_Line], line: str, number: int, metrics: Metrics) -> Event:

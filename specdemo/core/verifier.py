@@ -54,12 +54,13 @@ class ModelVerifier:
         several = self._candidates > 1  # argmax is several times faster than top-1
         choices = logits.topk(self._candidates).indices if several else logits.argmax(-1, keepdim=True)
         greedy = self._sampling.temperature == 0
-        argmax = (logits.argmax(-1) if several else choices[:, 0]).tolist() if greedy else ()
+        listed = choices.tolist()
+        argmax = (logits.argmax(-1).tolist() if several else [row[0] for row in listed]) if greedy else ()
         p = [PointMass(token) for token in argmax] if greedy else self._sampling.logits_to_probs(logits)
         if isinstance(draft.probs, Tensor) and draft.probs.device != logits.device:
             draft = replace(draft, probs=draft.probs.to(logits.device))
         verdict = self._rule(draft, p, self._accept, self._correct, len(tokens))
-        verdict = replace(verdict, choices=tuple(map(tuple, choices.tolist())))
+        verdict = replace(verdict, choices=tuple(map(tuple, listed)))
         if self._top:
             # Point masses are recorded as their softmax.
             verdict = with_top_tokens(verdict, draft, p if isinstance(p, Tensor) else logits.softmax(-1), self._top)

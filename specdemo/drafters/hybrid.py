@@ -18,8 +18,10 @@ class HybridDrafter:
         self._suffixes, self._model, self._trusted = suffixes, model, trusted
 
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
-        drafter = self._suffixes if self._suffixes.match(tokens) >= self._trusted else self._model
-        return drafter.propose(tokens, budget)
+        return self.choose(tokens).propose(tokens, budget)
+
+    def choose(self, tokens: Sequence[int]) -> Drafter:
+        return self._suffixes if self._suffixes.match(tokens) >= self._trusted else self._model
 
     def observe(self, step: Step) -> None:
         self._suffixes.observe(step)
@@ -36,4 +38,5 @@ sampling, so both proofs of exactness apply. It is fast on mixed text.""",
     options=(StoreOptions,),
     sampled=True,
     second_model=True,
+    preflight="replay",
 )

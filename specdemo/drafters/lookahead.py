@@ -124,5 +124,6 @@ It needs cheap additional rows. Its acceptance rate is low because most guesses 
     build=_build,
     options=(LookaheadOptions,),
     shape="forest",
+    preflight="decoding",
     policy=lambda chosen: Fixed(chosen.lookahead_window + chosen.lookahead_n),  # the comb needs this depth
 )

@@ -82,7 +82,7 @@ class Method:
     shared_vocabulary: bool = False
     decoder_only: bool = False
     gates: bool = False  # gates can evaluate draft distributions
-    preflight: Literal["distributions", "replay"] | None = None  # how acceptance is estimated
+    preflight: Literal["distributions", "replay", "decoding"] | None = None  # how acceptance is estimated
     verifier: Callable[[BuildContext], Verifier] | None = None  # default: `ModelVerifier` with the acceptance rule
     policy: Callable[[Any], DraftLengthPolicy] | None = None  # default: the policy of the recipe
     candidates: Callable[[Any], int] = _one_candidate  # target tokens that a verdict must contain

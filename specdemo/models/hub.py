@@ -58,13 +58,19 @@ TensorShapes = Mapping[str, tuple[str, tuple[int, ...]]]  # tensor name -> (safe
 class Hub:
     """Hub and cache directory; the defaults come from `HF_ENDPOINT`, `HF_HUB_CACHE` and `HF_TOKEN`.
 
-    `offline`: use the cache only.
+    `offline`: use the cache only. `trusted`: models that may use the token and the cache filled with it; None: all.
     """
 
     endpoint: str | None = None
     cache: Path | None = None
     token: str | None = None
     offline: bool = False
+    trusted: frozenset[str] | None = None
+
+    def _access(self, name: str) -> tuple[str | bool | None, Path | None]:
+        if self.trusted is None or name in self.trusted:
+            return self.token, self.cache
+        return False, Path(self.cache or constants.HF_HUB_CACHE) / "visitors"
 
     def settings(self, name: str, revision: str | None = None, report: ReportProgress = ignore_progress) -> Path:
         """Return a directory with configuration and tokenizer, downloaded if necessary."""
@@ -92,18 +98,19 @@ class Hub:
             if folder is None:
                 folder = self._fetch(name, revision, CONFIG_FILES, ignore_progress)
                 if not _contains(folder, WEIGHT_FILES):
-                    api = HfApi(endpoint=self.endpoint, token=self.token)
+                    api = HfApi(endpoint=self.endpoint, token=self._access(name)[0])
                     files = api.get_safetensors_metadata(name, revision=folder.name).files_metadata.values()
                     return {k: (t.dtype, tuple(t.shape)) for file in files for k, t in file.tensors.items()}
         return local_shapes(name, folder)
 
     def _fetch(self, name: str, revision: str | None, patterns: tuple[str, ...], report: ReportProgress) -> Path:
+        token, cache = self._access(name)
         options: dict[str, Any] = {
             "revision": revision,
             "allow_patterns": list(patterns),
             "endpoint": self.endpoint,
-            "cache_dir": self.cache,
-            "token": self.token,
+            "cache_dir": cache,
+            "token": token,
         }
         if self.offline:
             return Path(snapshot_download(name, **options, local_files_only=True))
@@ -116,7 +123,7 @@ class Hub:
         except DryRunError:
             pass  # hub unreachable: the next call uses the cache or raises
         if missing:
-            _check_disk_space(name, missing, Path(self.cache or constants.HF_HUB_CACHE))
+            _check_disk_space(name, missing, Path(cache or constants.HF_HUB_CACHE))
             report(TaskProgress(f"downloading {name}, {format_bytes(missing)}", 0, missing))
         bars = _progress_bars(report, name, missing)
         folder = Path(snapshot_download(name, **options, tqdm_class=bars, max_workers=4))
@@ -127,8 +134,9 @@ class Hub:
     def _verify(self, name: str, folder: Path, report: ReportProgress) -> None:
         """Delete files with wrong checksums and raise `UserError`."""
         report(TaskProgress(f"checking {name}"))
-        result = HfApi(endpoint=self.endpoint, token=self.token).verify_repo_checksums(
-            name, revision=folder.name, cache_dir=self.cache
+        token, cache = self._access(name)
+        result = HfApi(endpoint=self.endpoint, token=token).verify_repo_checksums(
+            name, revision=folder.name, cache_dir=cache
         )
         damaged = [mismatch["path"] for mismatch in result.mismatches]
         for path in damaged:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -131,6 +131,11 @@ class CachedModel:
         self._held, self._logits = [*tokens, *new[:-1]], logits
         return new
 
+    def prepare(self, rows: Iterable[int], start: int, end: int) -> None:
+        """Record passes of these row counts over `start` to `end` positions on CUDA."""
+        if isinstance(self._engine, LlamaEngine):
+            self._engine.prepare(rows, start, end)
+
     def _run(self, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
         try:
             return self._engine.run(new, held, draft)
@@ -201,16 +206,21 @@ class CachedModel:
 
 MEASURED_ROWS = (1, 2, 5, 8)
 _DRAFT_LENGTHS = (1, 2, 4, 7)
+NO_COSTS = dict.fromkeys(MEASURED_ROWS, 1.0)  # of passes, if not measured
 NO_COST = 1.05  # accepted relative cost of padding
-_START = 50  # compared rows cross a boundary of attention key counts
+_STARTS = (50,)  # cached tokens; compared rows cross a boundary of attention key counts
+_CUDA_STARTS = (50, 600, 2000)
+_COMPARED = 24  # tokens
+COMPARED_ROWS = max(_DRAFT_LENGTHS) + 1
 
 
 @dataclass(frozen=True)
 class BatchInvariance:
     """Batch invariance, measured by `check_invariance`.
 
-    If each row has the same bits in every pass, greedy speculative text equals AR text; otherwise near-ties may resolve
-    differently. `cost[n]` is v(n), the cost of a pass over n rows in AR steps.
+    If each row has the same bits in every pass, greedy speculative text equals AR greedy text; otherwise near-ties may
+    resolve differently. Compared for up to `COMPARED_ROWS` rows and `compared_context` tokens. `cost[n]` is v(n), the
+    cost of a pass over n rows in AR steps.
     """
 
     equal: bool
@@ -221,7 +231,10 @@ class BatchInvariance:
 
 def check_invariance(model: LlamaWeights | torch.nn.Module, budget_s: float = 0.5) -> BatchInvariance:
     """Measure for about `budget_s`, longer if a dozen passes take longer."""
-    cost = _cost(CachedModel(model), budget_s / 2)
+    timed = CachedModel(model)
+    timed.prepare(MEASURED_ROWS, _STARTS[0], 2 * _STARTS[0])
+    cost = _cost(timed, budget_s / 2)
+    del timed  # its engine is reused
     equal, compared = _compare(model, 1, budget_s / 2)
     pad = MEASURED_ROWS[-1]
     if not equal and cost[pad] <= NO_COST:
@@ -236,7 +249,7 @@ def _tokens(cached: CachedModel, count: int) -> list[int]:
 
 
 def _cost(cached: CachedModel, budget_s: float) -> dict[int, float]:
-    tokens = _tokens(cached, _START + MEASURED_ROWS[-1])
+    tokens = _tokens(cached, _STARTS[0] + MEASURED_ROWS[-1])
     text = tokens[: -MEASURED_ROWS[-1]]
     began = time.perf_counter()
     seconds: dict[int, list[float]] = {n: [] for n in MEASURED_ROWS}
@@ -250,11 +263,30 @@ def _cost(cached: CachedModel, budget_s: float) -> dict[int, float]:
     return {n: round(min(values) / single, 3) for n, values in seconds.items()}
 
 
+def compared_context(model: LlamaWeights | torch.nn.Module) -> int:
+    return _CUDA_STARTS[-1] + _COMPARED if _depends_on_keys(model) else sys.maxsize
+
+
+def _depends_on_keys(model: LlamaWeights | torch.nn.Module) -> bool:
+    return model.device.type == "cuda"
+
+
 def _compare(model: LlamaWeights | torch.nn.Module, pad: int, budget_s: float) -> tuple[bool, int]:
     """Compare rows of drafts with AR rows; return (all equal, rows compared)."""
+    starts, compared = _CUDA_STARTS if _depends_on_keys(model) else _STARTS, 0
+    for start in starts:
+        equal, rows = _compare_from(start, model, pad, budget_s / len(starts))
+        compared += rows
+        if not equal:
+            return False, compared
+    return True, compared
+
+
+def _compare_from(start: int, model: LlamaWeights | torch.nn.Module, pad: int, budget_s: float) -> tuple[bool, int]:
     sequential = CachedModel(model, pad)
-    tokens = _tokens(sequential, _START + 24)[: sequential.context - MEASURED_ROWS[-1]]  # leaves space for padding
-    start = min(_START, len(tokens) // 2)
+    tokens = _tokens(sequential, start + _COMPARED)[: sequential.context - MEASURED_ROWS[-1]]  # space for padding
+    start = min(start, max(len(tokens) - _COMPARED, len(tokens) // 2))
+    sequential.prepare(range(1, COMPARED_ROWS + 1), start, len(tokens) + MEASURED_ROWS[-1])
     sequential.score(tokens[:start], Draft())
     began, rows = time.perf_counter(), []
     for end in range(start + 1, len(tokens) + 1):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from logging import ERROR, getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from specdemo.models.cache_check import cache_support
 from specdemo.models.engines.generic import auto_class, has_encoder, opening, refuse_recurrent
 from specdemo.models.engines.llama_weights import LlamaWeights, PackedLinear, pack, unsupported_reason
 from specdemo.models.hub import Hub
-from specdemo.models.kv_cache import BatchInvariance, CachedModel, check_invariance
+from specdemo.models.kv_cache import NO_COSTS, BatchInvariance, CachedModel, check_invariance
 from specdemo.models.llama_checkpoint import read_checkpoint
 from specdemo.models.memory import drop_mapped_files, free_bytes, given_back_at_once, on_large_pages
 from specdemo.models.quantization import check_quantization, load_options, skeleton
@@ -42,10 +43,11 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase
     weight_bytes: int
     engine: str  # "lean", or "transformers: REASON"
+    measured: bool = True  # False: no batch invariance
 
     @cached_property
     def invariance(self) -> BatchInvariance:
-        return check_invariance(self.model)
+        return check_invariance(self.model) if self.measured else BatchInvariance(False, 1, 0, NO_COSTS)
 
     @property
     def encoder(self) -> bool:
@@ -65,11 +67,12 @@ class LoadedModel:
 
     @property
     def environment(self) -> dict[str, Any]:
+        failure = getattr(self.model, "graph_failure", "")
         return {
             "device": str(self.model.device),
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
-            "engine": self.engine,
+            "engine": f"{self.engine}; no CUDA graphs: {failure}" if failure else self.engine,
             "parity": asdict(self.invariance),
             "target_bytes": self.weight_bytes,
         }
@@ -86,7 +89,7 @@ def load(
 ) -> LoadedModel:
     """Load a model into the fastest supported engine. Raises `UserError`.
 
-    `warm`: run one pass, so that later timings exclude first-call costs.
+    `warm`: run one pass, so that later timings exclude first-call costs. Otherwise no measurement is made either.
     """
     hub = hub or Hub()
     with given_back_at_once():
@@ -104,8 +107,18 @@ def load(
     on_large_pages(module.packed for module in model.modules() if isinstance(module, PackedLinear))
     cached = CachedModel(model)
     if warm:
-        cached.score([0], Draft.chain((0,)))
-    return LoadedModel(spec, model, tokenizer, cached.weight_bytes, engine)
+        _warm_up(cached)
+    return LoadedModel(spec, model, tokenizer, cached.weight_bytes, engine, warm)
+
+
+def _warm_up(cached: CachedModel) -> None:
+    """Run a pass; CUDA graphs are recorded only in the device thread."""
+    lean = isinstance(cached.model, LlamaWeights)
+    if lean:
+        cached.model.graphs = False
+    cached.score([0], Draft.chain((0,)))
+    if lean:
+        cached.model.graphs = True
 
 
 def reference(
@@ -117,6 +130,7 @@ def reference(
     config = configuration(spec, hub, report)
     folder = hub.weights(spec.name, spec.revision, report)
     logging.disable_progress_bar()
+    getLogger("bitsandbytes.autograd._functions").setLevel(ERROR)  # a warning per layer and pass
     try:
         with _weight_errors(spec), _report_weights(spec.title, report):
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -184,10 +198,11 @@ def place(spec: ModelSpec, config: PretrainedConfig) -> dict[str, Any]:
     """Return the `from_pretrained` option that assigns devices."""
     if spec.device != SPREAD:
         return {"device_map": {"": find_device(spec.device)}}
-    room: dict[str | int, int] = {
-        i: int(free_bytes(torch.device("cuda", i)) * (1 - _RESERVE)) for i in range(torch.cuda.device_count())
-    }
-    return {"device_map": spread(spec, config, {**room, "cpu": int(free_bytes(torch.device("cpu")) * (1 - _RESERVE))})}
+    gpus = range(torch.cuda.device_count())
+    room: dict[str | int, int] = {i: int(free_bytes(torch.device("cuda", i)) * (1 - _RESERVE)) for i in gpus}
+    if not (gpus and QUANTIZATIONS[spec.quantization].bits):  # refused by transformers
+        room["cpu"] = int(free_bytes(torch.device("cpu")) * (1 - _RESERVE))
+    return {"device_map": spread(spec, config, room)}
 
 
 def spread(spec: ModelSpec, config: PretrainedConfig, room: dict[str | int, int]) -> dict[str, str | int]:

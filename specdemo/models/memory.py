@@ -14,6 +14,13 @@ import psutil
 import torch
 from torch import Tensor
 
+_OUT_OF_MEMORY = (
+    "can't allocate memory",  # CPU
+    "CUDA error: out of memory",  # AcceleratorError
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "MPS backend out of memory",
+)
+
 
 def format_bytes(count: float) -> str:
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -138,14 +145,24 @@ def release_memory() -> None:
     gc.collect()  # models and idle engines are cyclic
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    if torch.backends.mps.is_available():
+        torch.mps.empty_cache()
     _libc("malloc_trim", 0)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Detect out-of-memory errors; on a CPU torch raises a plain RuntimeError."""
+    """Detect out-of-memory errors; only some are `torch.OutOfMemoryError`."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+        isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
     )
+
+
+def describe_failure(error: BaseException) -> str:
+    """Return the message of an error, with the remedy for CUDA errors."""
+    text = str(error) or type(error).__name__
+    if isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error):
+        return f"{text.splitlines()[0]}: restart the program, which cannot use the GPU any more"
+    return text
 
 
 def free_bytes(device: torch.device) -> int:

@@ -12,6 +12,7 @@ from torch import nn
 
 from specdemo.core.errors import UserError
 from specdemo.models.cache_check import refuse_architecture
+from specdemo.models.engines.cuda_graphs import graph_bytes
 from specdemo.models.engines.generic import has_encoder
 from specdemo.models.engines.llama import KEY_BLOCK, PROMPT_CHUNK
 from specdemo.models.engines.llama_weights import can_pack, unsupported_reason
@@ -107,6 +108,9 @@ def plan_config(
     activations = rows * (4 * text.hidden_size + 2 * (queries + keys_and_values) + 3 * inner) * width
     if lean:  # mask of a prompt chunk
         activations += rows * text.num_attention_heads // text.num_key_value_heads * capacity * width
+    settled = _retained(model, spec) if spec.device == "cpu" else activations // 2
+    if lean and spec.device.startswith("cuda"):
+        settled += graph_bytes(text.vocab_size, width)
     cached = sum(map(_kv_width, config.get_text_config(decoder=True).per_layer_config))
     if has_encoder(config):
         cached *= 2
@@ -117,7 +121,7 @@ def plan_config(
         weights=sum(weights) + _head_copy(model, spec, lean),
         kv=cached * capacity * width,
         keeps_kv=lean,
-        settled=_retained(model, spec) if spec.device == "cpu" else activations // 2,
+        settled=settled,
         passing=_pass_bytes(model, spec, activations, text.vocab_size),
         loading=_loading_bytes(model, spec, lean),
     )

@@ -35,7 +35,7 @@ class ModelPool:
         """`warm`: run each model once after loading, which needs the device."""
         share_one_heap()
         self.idle_s, self._warm = idle_s, warm
-        self._budget, self._hub, self._clock = budget, hub or Hub(), clock
+        self._budget, self.hub, self._clock = budget, hub or Hub(), clock
         self._models: OrderedDict[ModelSpec, LoadedModel] = OrderedDict()  # least recently used first
         self._used: dict[ModelSpec, float] = {}
 
@@ -62,14 +62,14 @@ class ModelPool:
         for spec in specs:
             if spec not in self._models:
                 text = f"reading the configuration of {spec.name}"
-                planning = BackgroundTask(partial(plan_spec, spec, context, self._hub), text=text)
+                planning = BackgroundTask(partial(plan_spec, spec, context, self.hub), text=text)
                 yield from planning.progress()
                 plans.append(planning.result)
         for i, plan in enumerate(plans):
             spec = plan.spec
             self._make_room(plans[i:], specs)
             text = f"looking for the weights of {spec.name}"
-            fetching = BackgroundTask(partial(self._hub.weights, spec.name, spec.revision), text=text)
+            fetching = BackgroundTask(partial(self.hub.weights, spec.name, spec.revision), text=text)
             yield from fetching.progress()
             if spec in self._models:  # loaded by another job meanwhile
                 continue
@@ -95,7 +95,7 @@ class ModelPool:
     def recover(self) -> None:
         for loaded in self._models.values():
             if isinstance(loaded.model, LlamaWeights):
-                loaded.model.idle.clear()
+                loaded.model.release()
         release_memory()
 
     @property
@@ -111,7 +111,7 @@ class ModelPool:
         return len(idle)
 
     def _load(self, spec: ModelSpec) -> Generator[TaskProgress, None, LoadedModel]:
-        downloaded = replace(self._hub, offline=True)  # a parked task cannot be stopped
+        downloaded = replace(self.hub, offline=True)  # a parked task cannot be stopped
         loading = BackgroundTask(partial(load, spec, downloaded, warm=self._warm), parked=True)
         out = False
         try:
@@ -145,7 +145,7 @@ class ModelPool:
             self.drop(unused)
         if missing_bytes(plans):
             largest = max(plans, key=lambda plan: plan.total)
-            check_memory(plans, [plan_spec(spec, largest.context, self._hub) for spec in smaller(largest.spec)])
+            check_memory(plans, [plan_spec(spec, largest.context, self.hub) for spec in smaller(largest.spec)])
         if self._budget is not None and self.weight_bytes + weights > self._budget:
             names = " and ".join(plan.spec.title for plan in plans)
             raise UserError(

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
+import warnings
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 DTYPES = {
-    "auto": "float32 on a CPU, bfloat16 on an accelerator",
+    "auto": "float32 on a CPU, bfloat16 on an accelerator (CUDA before Ampere: float16)",
     "float32": "4 bytes per weight: speculative and AR greedy text agree best",
     "bfloat16": "2 bytes per weight",
     "float16": "2 bytes per weight; slow on most CPUs",
@@ -69,9 +74,10 @@ class ModelSpec:
             return quantization.dtype
         if self.dtype != "auto":
             return self.dtype
-        if quantization.bits == 8:
-            return "float16"  # LLM.int8() computes outliers in float16
-        return "float32" if main_device(self).type == "cpu" else "bfloat16"
+        device = main_device(self)
+        if device.type == "cpu":
+            return "float16" if quantization.bits == 8 else "float32"  # LLM.int8() converts its inputs to float16
+        return "bfloat16" if device.type == "mps" or _has_fast_bfloat16(device) else "float16"
 
 
 def main_device(spec: ModelSpec) -> torch.device:
@@ -85,7 +91,9 @@ def find_device(name: str) -> torch.device:
 
     if name == "auto":
         if torch.cuda.is_available():
-            return torch.device("cuda")
+            return torch.device("cuda", 0)
+        if reason := unused_gpu():
+            warnings.warn(f"running on the CPU: {reason}", stacklevel=2)
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     try:
         device = torch.device(name)
@@ -96,5 +104,27 @@ def find_device(name: str) -> torch.device:
     if (device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()) or (
         device.type == "mps" and not torch.backends.mps.is_available()
     ):
-        raise UserError(f"there is no device {name} on this machine: choose cpu, or auto for the fastest device")
-    return device
+        remedy = device.type == "cuda" and not torch.cuda.is_available() and unused_gpu()
+        raise UserError(
+            remedy or f"there is no device {name} on this machine: choose cpu, or auto for the fastest device"
+        )
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else torch.device(device.type)
+
+
+def _has_fast_bfloat16(device: torch.device) -> bool:
+    import torch
+
+    return torch.cuda.get_device_capability(device) >= (8, 0)  # tensor cores
+
+
+@cache
+def unused_gpu() -> str | None:
+    """Return why torch cannot use this machine's NVIDIA GPU, with the remedy."""
+    import torch
+
+    windows = sys.platform == "win32" and os.path.exists(r"C:\Windows\System32\nvcuda.dll")
+    if torch.cuda.is_available() or not (windows or os.path.exists("/dev/nvidia0") or shutil.which("nvidia-smi")):
+        return None
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA, install the CUDA build from https://pytorch.org"
+    return f"torch {torch.__version__} cannot start CUDA {torch.version.cuda}, update the NVIDIA driver"

@@ -24,14 +24,25 @@ from specdemo.core.rules import RULES
 from specdemo.core.sampling import top_tokens
 from specdemo.core.step import Draft, TopTokens, Verdict, common_prefix
 from specdemo.core.verifier import position_tokens
+from specdemo.models.hub import Hub
 from specdemo.models.load import LoadedModel, read_tokenizer
 from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import fingerprint
+from specdemo.remote.access import SERVICES, TOKEN, token_for
 from specdemo.remote.config import ENCODINGS, CloudConfig
 from specdemo.remote.gates import first_path, provisional_verdict, unverified_verdict, verdict_from_tokens
-from specdemo.remote.link import ContextGone, HttpClient, LinkEmulation, NoResponse, RequestSuperseded, ServiceBusy
+from specdemo.remote.link import (
+    ContextGone,
+    HttpClient,
+    LinkEmulation,
+    NoResponse,
+    RequestSuperseded,
+    ServiceBusy,
+    Unauthorised,
+)
 from specdemo.remote.protocol import (
     MAX_TEXT,
+    MAX_VOCAB,
     DeleteResponse,
     DraftRow,
     ServiceInfo,
@@ -46,6 +57,7 @@ from specdemo.remote.protocol import (
 from specdemo.worker import Stopped, interruptible
 
 MAX_TIMEOUT_S = 8.0  # of an attempt
+MAX_PADDING = 2  # vocabulary of a model per token of its tokenizer; padding is below 2%
 RowFormat = Literal["float32", "float16", "scalar"]
 
 
@@ -81,10 +93,11 @@ class RemoteVerifier:
         edge: Verifier | None = None,
         context_id: str | None = None,
         alone: bool = False,
+        vocab_size: int = MAX_VOCAB,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._http, self._config, self._rows = http, config, rows
+        self._http, self._config, self._rows, self._vocab_size = http, config, rows, vocab_size
         self._candidates, self._top, self._deadlines, self._edge = candidates, top, deadlines, edge
         self._clock, self._sleep = clock, sleep
         self._context_id, self._epoch, self._step = context_id or uuid.uuid4().hex, 0, -1
@@ -190,7 +203,7 @@ class RemoteVerifier:
                 if response.wanted_row is None:
                     break
                 rows.append(self._row(draft, response.wanted_row))
-        check_response(response, draft)
+        check_response(response, draft, self._vocab_size)
         new = [*(draft.tokens[node] for node in response.accepted_nodes), response.token]
         self._cloud_tokens = [*tokens, *new]
         return response, {"cloud_s": cloud_s, "rtt_s": rtt_s, "sent": float(sent), "rows": float(len(rows))}
@@ -266,10 +279,12 @@ class StreamingVerifier:
         config: VerifyConfig,
         max_tokens: int,
         deadlines: Deadlines = Deadlines(),  # noqa: B008 - frozen
+        vocab_size: int = MAX_VOCAB,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._http, self._config, self._left, self._deadlines = http, config, max_tokens, deadlines
+        self._vocab_size = vocab_size
         self._clock, self._sleep = clock, sleep
         self._stream: Iterator[int | None] | None = None
 
@@ -305,6 +320,8 @@ class StreamingVerifier:
             return None
         if token is None:
             raise UserError(f"the cloud at {self._http.url} ended the text early: its stop tokens differ")
+        if not 0 <= token < self._vocab_size:
+            raise UserError(f"the cloud at {self._http.url} sent an unknown token id: use the same target at both ends")
         return token
 
 
@@ -313,9 +330,6 @@ def _raise_if_lost(failure: NoResponse, url: str, elapsed: float, deadlines: Dea
         raise ConnectionLost(
             f"the cloud at {url} has not responded for {elapsed:.0f} seconds ({failure}): {advice}"
         ) from failure
-
-
-TOKEN = "SPECDEMO_TOKEN"  # environment variable; command lines are public
 
 
 @dataclass(frozen=True)
@@ -364,6 +378,7 @@ def connect(
     clock: Callable[[], float] = time.monotonic,
     *,
     edge: LoadedModel | None = None,
+    hub: Hub | None = None,
 ) -> RemoteModel:
     """Connect to the service; raise `UserError` if it is unreachable or has another tokenizer."""
     link = LinkEmulation(
@@ -371,8 +386,9 @@ def connect(
     )
     if not cloud.remote:
         raise UserError("the service address is missing: set it to http://host:port")
-    tokenizer = read_tokenizer(target)
-    http = HttpClient(cloud.remote, content_type=ENCODINGS[cloud.encoding], token=os.environ.get(TOKEN), link=link)
+    tokenizer = read_tokenizer(target, hub)
+    token = token_for(cloud.remote, os.environ)
+    http = HttpClient(cloud.remote, content_type=ENCODINGS[cloud.encoding], token=token, link=link)
     start, timeout = clock(), max(1.0, cloud.deadline_ms / 1000)
     while True:
         try:
@@ -387,10 +403,22 @@ def connect(
                 raise ConnectionLost(
                     f"there is no service at {cloud.remote} ({failure}): start one with serve"
                 ) from failure
+        except Unauthorised as error:
+            if token is None and os.environ.get(TOKEN):
+                raise UserError(
+                    f"{cloud.remote} requires a token, and {TOKEN} is sent only to this machine and to https addresses "
+                    f"in {SERVICES}: add the address there"
+                ) from error
+            raise
     if info.tokenizer != fingerprint(tokenizer):
         raise UserError(
             f"the service's target {info.name} and {target.title} have different tokenizers: use the same target at "
             "both ends"
+        )
+    if info.vocab_size > MAX_PADDING * len(tokenizer):
+        raise UserError(
+            f"the service reports {info.vocab_size:,} token ids and the tokenizer has {len(tokenizer):,}: use the same "
+            "target at both ends"
         )
     return RemoteModel(http, info, tokenizer, cloud)
 
@@ -417,7 +445,6 @@ def remote_verifier(
     cloud = model.cloud
     deadlines = Deadlines(cloud.deadline_ms / 1000, cloud.lost_after_s, not cloud.provisional)
     if cloud.mode == "cloud_only":
-        return StreamingVerifier(model.http, config, max_tokens, deadlines)
-    return RemoteVerifier(
-        model.http, config, rows=cloud.q_rows, deadlines=deadlines, edge=edge, alone=model.lost, **display
-    )
+        return StreamingVerifier(model.http, config, max_tokens, deadlines, model.vocab_size)
+    options = {"rows": cloud.q_rows, "deadlines": deadlines, "edge": edge, "alone": model.lost}
+    return RemoteVerifier(model.http, config, vocab_size=model.vocab_size, **options, **display)

@@ -33,6 +33,7 @@ from specdemo.remote.protocol import (
     digest,
 )
 
+_ID_BYTES = 48  # an integer and its place in a list
 Score = Callable[[Sequence[int], Draft], Tensor]
 Ban = Callable[[tuple[str, ...]], BannedText]
 NoiseSources = Callable[[VerifyConfig, int], tuple[Any, Any]]  # config, position -> acceptance noise, token noise
@@ -180,13 +181,16 @@ class EdgeContext:
     cache: CachedModel
     tokens: list[int]
     last_used: float
+    config_bytes: int
     request: VerifyRequest | None = None
     response: VerifyResponse | None = None
 
     @property
     def reserved_bytes(self) -> int:
         rows = self.request.rows or () if self.request else ()
-        return self.cache.reserved_bytes + sum(len(row.values) + len(row.ids or b"") for row in rows)
+        ids = len(self.tokens) + (len(self.request.tokens) if self.request else 0)
+        row_bytes = sum(len(row.values) + len(row.ids or b"") for row in rows)
+        return self.cache.reserved_bytes + self.config_bytes + _ID_BYTES * ids + row_bytes
 
 
 class Contexts:
@@ -211,7 +215,8 @@ class Contexts:
         self._make_cache, self._vocab_size, self._max_tokens, self._stop = make_cache, vocab_size, context, stop
         self._device, self._sources, self._clock = torch.device(device), sources, clock
         self._budget_bytes, self._max_contexts, self._expiry_s = budget_bytes, max_contexts, expiry_s
-        self._contexts: OrderedDict[str, EdgeContext] = OrderedDict()  # least recently used first
+        # By owner and id, so that no client continues or deletes a context of another; least recently used first.
+        self._contexts: OrderedDict[tuple[str, str], EdgeContext] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._contexts)
@@ -220,22 +225,23 @@ class Contexts:
     def reserved_bytes(self) -> int:
         return sum(context.reserved_bytes for context in self._contexts.values())
 
-    def delete(self, context_id: str) -> bool:
-        """Return False if the context does not exist."""
-        return self._contexts.pop(context_id, None) is not None
+    def delete(self, context_id: str, owner: str = "") -> bool:
+        """Return False if the owner has no such context."""
+        return self._contexts.pop((owner, context_id), None) is not None
 
-    def verify(self, request: VerifyRequest) -> VerifyResponse:
-        """Verify a draft; a repeated request gets the same response.
+    def verify(self, request: VerifyRequest, owner: str = "") -> VerifyResponse:
+        """Verify a draft for the client `owner`; a repeated request gets the same response.
 
         Raises: UnknownContext, StaleRequest, UserError.
         """
         self._drop_expired()
         draft = draft_from_request(request, self._vocab_size, self._device)
-        context = self._contexts.get(request.context_id)
+        key = (owner, request.context_id)
+        context = self._contexts.get(key)
         if context is not None and self._is_repeat(context, request):
             assert context.response is not None
             return context.response
-        context = self._open(request) if request.base == 0 else self._continue(context, request)
+        context = self._open(context, request) if request.base == 0 else self._continue(context, request)
         tokens = [*context.tokens[: request.base], *request.tokens]
         self._check_length(len(tokens) + len(draft))
         start = self._clock()
@@ -245,8 +251,8 @@ class Contexts:
         context.tokens = tokens
         if response.token is not None:
             context.tokens = [*tokens, *(draft.tokens[node] for node in response.accepted_nodes), response.token]
-        self._contexts[request.context_id] = context
-        self._contexts.move_to_end(request.context_id)
+        self._contexts[key] = context
+        self._contexts.move_to_end(key)
         while len(self) > self._max_contexts or (self._contexts and self.reserved_bytes > self._budget_bytes):
             self._contexts.popitem(last=False)
         return response
@@ -281,15 +287,15 @@ class Contexts:
             raise StaleRequest(f"step {request.step} was superseded by step {last}: open another context")
         return False
 
-    def _open(self, request: VerifyRequest) -> EdgeContext:
+    def _open(self, old: EdgeContext | None, request: VerifyRequest) -> EdgeContext:
         if request.config is None:
             raise UserError("a new context requires sampling_cfg: send it with the complete text")
         if not request.tokens:
             raise UserError("the text is empty: send its tokens")
         self._check_config(request.config)
-        old = self._contexts.get(request.context_id)
         cache = old.cache if old else self._make_cache()
-        return EdgeContext(request.epoch, request.config, cache, [], self._clock())
+        config_bytes = _ID_BYTES * sum(len(word) + 2 for word in request.config.bad_words)
+        return EdgeContext(request.epoch, request.config, cache, [], self._clock(), config_bytes)
 
     def _continue(self, context: EdgeContext | None, request: VerifyRequest) -> EdgeContext:
         if context is None or request.epoch > context.epoch:

@@ -11,9 +11,10 @@ from typing import Any
 
 import httpcore
 
-from specdemo.core.errors import UserError
+from specdemo.core.errors import UserError, plain_text
 from specdemo.remote.protocol import CODECS, ErrorResponse, MessageT, NetworkMessage
 
+_MAX_RESPONSE_BYTES, _MAX_LINE_BYTES = 16 << 20, 4096
 _NETWORK_ERRORS = (httpcore.TimeoutException, httpcore.NetworkError, httpcore.ProtocolError, OSError)
 
 
@@ -27,6 +28,10 @@ class ServiceBusy(NoResponse):
 
 class ContextGone(Exception):
     """The service needs the complete text."""
+
+
+class Unauthorised(UserError):
+    """The bearer token is missing or wrong."""
 
 
 class RequestSuperseded(Exception):
@@ -58,15 +63,16 @@ class HttpClient:
         Raises: NoResponse, ServiceBusy, ContextGone, RequestSuperseded, UserError.
         """
         try:
-            response = self._pool.request(method, self.url + path, **self._options(message, timeout))
+            with self._pool.stream(method, self.url + path, **self._options(message, timeout)) as response:
+                content = self._content(response)
         except _NETWORK_ERRORS as error:
-            raise NoResponse(str(error) or type(error).__name__) from error
+            raise NoResponse(plain_text(str(error)) or type(error).__name__) from error
         except httpcore.UnsupportedProtocol as error:
             raise UserError(f"{self.url} is no service address: use http://host:port") from error
         if response.status != 200:
-            raise self._error(response.status, response.content)
+            raise self._error(response.status, content)
         try:
-            return self._codec.load(response_type, response.content)
+            return self._codec.load(response_type, content)
         except UserError as error:
             raise UserError(f"{self.url} is not a specdemo service of this version: {error}") from error
 
@@ -75,24 +81,37 @@ class HttpClient:
         try:
             with self._pool.stream("POST", self.url + path, **self._options(message, timeout)) as response:
                 if response.status != 200:
-                    raise self._error(response.status, response.read())
+                    raise self._error(response.status, self._content(response))
                 rest = b""
                 for chunk in response.iter_stream():
                     *lines, rest = (rest + chunk).split(b"\n")
+                    if len(rest) > _MAX_LINE_BYTES:
+                        raise ValueError("the line is too long")
                     for line in lines:
                         if line.startswith(b"error "):
-                            raise UserError(f"the cloud at {self.url} failed: {line[6:].decode()}")
+                            cause = plain_text(line[6:].decode("utf-8", "replace"))
+                            raise UserError(f"the cloud at {self.url} failed: {cause}")
                         yield None if line == b"end" else int(line)
                         if line == b"end":
                             return
         except _NETWORK_ERRORS as error:
-            raise NoResponse(str(error) or type(error).__name__) from error
+            raise NoResponse(plain_text(str(error)) or type(error).__name__) from error
+        except UserError:
+            raise
         except ValueError as error:
             raise UserError(f"{self.url} is not a specdemo service: it sent no token ids") from error
         raise NoResponse("the stream was cut off")
 
     def close(self) -> None:
         self._pool.close()
+
+    def _content(self, response: httpcore.Response) -> bytes:
+        content = bytearray()
+        for chunk in response.iter_stream():
+            content += chunk
+            if len(content) > _MAX_RESPONSE_BYTES:
+                raise UserError(f"{self.url} is not a specdemo service: its response is too large")
+        return bytes(content)
 
     def _options(self, message: NetworkMessage | None, timeout: float) -> dict:
         timeouts = dict.fromkeys(("connect", "read", "write", "pool"), timeout)
@@ -104,6 +123,8 @@ class HttpClient:
             problem = self._codec.load(ErrorResponse, body)
         except UserError:
             problem = ErrorResponse(error=f"status {status}", code="")
+        if status == 401:
+            return Unauthorised(f"the cloud at {self.url} rejected the request: {problem.error}")
         if status == 429:
             return ServiceBusy(problem.error)
         if problem.code == "unknown_context":

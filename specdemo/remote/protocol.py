@@ -18,16 +18,19 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pydantic.fields import FieldInfo
 from torch import Tensor
 
-from specdemo.core.errors import UserError
+from specdemo.core.errors import UserError, plain_text
 from specdemo.core.sampling import SamplingParams
 from specdemo.core.step import Draft, TopTokens, Verdict
 from specdemo.remote.config import COLDEST
 
 MAX_DRAFT = 256  # tokens
 MAX_TEXT = 1 << 17  # tokens
+MAX_VOCAB = 1 << 22  # token ids
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 Count = Annotated[int, Field(ge=0, lt=1 << 31)]
 Probability = Annotated[float, Field(ge=0, le=1)]
+Reported = Annotated[float, Field(ge=0, le=1.0001)]  # probability in a response: float32 sums may slightly exceed 1
+ExternalText = Annotated[str, AfterValidator(plain_text)]
 RowType = Literal["f4", "f2"]
 
 
@@ -150,7 +153,7 @@ class VerifyMetrics(NetworkMessage):
 class TopTokensMessage(NetworkMessage):
     entropy: float  # nats
     ids: list[Token]
-    p: list[float]
+    p: list[Reported]
 
     @classmethod
     def of(cls, top: TopTokens) -> TopTokensMessage:
@@ -171,8 +174,8 @@ class VerifyResponse(NetworkMessage):
     wanted_row: Annotated[Count | None, _key("wants")] = None
     accepted: list[Count] | None = None  # nodes; forests only
     tested: list[Count] | None = None  # nodes; forests only
-    p: list[float] = []  # of each node
-    draws: list[float] | None = None  # of the tested nodes
+    p: list[Reported] = []  # of each node
+    draws: list[Reported] | None = None  # of the tested nodes
     choices: list[list[Token]] = []  # of each row
     target_top: Annotated[list[TopTokensMessage] | None, _key("laws")] = None
     bounds: list[float | None] | None = None  # of each node; with `top`, like the next two
@@ -198,8 +201,8 @@ class StreamRequest(NetworkMessage):
 
 
 class ErrorResponse(NetworkMessage):
-    error: str
-    code: str
+    error: ExternalText
+    code: ExternalText
 
 
 class DeleteResponse(NetworkMessage):
@@ -207,16 +210,16 @@ class DeleteResponse(NetworkMessage):
 
 
 class ServiceInfo(NetworkMessage):
-    name: str
-    vocab_size: Count
+    name: ExternalText
+    vocab_size: Annotated[int, Field(ge=1, le=MAX_VOCAB)]
     context: Count
-    stop: list[Token]
-    tokenizer: str  # fingerprint
-    engine: str
-    dtype: str
-    device: str
+    stop: Annotated[list[Token], Field(max_length=1024)]
+    tokenizer: ExternalText  # fingerprint
+    engine: ExternalText
+    dtype: ExternalText
+    device: ExternalText
     threads: Count
-    weight_bytes: int
+    weight_bytes: Annotated[int, Field(ge=0, lt=1 << 60)]
     bit_equal: bool
 
 
@@ -287,11 +290,16 @@ CODECS: Mapping[str, Codec] = {
 # --- responses and verdicts ----------------------------------------------------------------------------------------
 
 
-def check_response(response: VerifyResponse, draft: Draft) -> None:
-    """Raise `UserError` if the response does not belong to `draft`."""
+def check_response(response: VerifyResponse, draft: Draft, vocab_size: int = MAX_VOCAB) -> None:
+    """Raise `UserError` if the response does not belong to `draft` or contains ids outside of the vocabulary."""
+    tops = [*(response.target_top or ()), *filter(None, [response.token_top])]
+    ids = [response.token or 0, *(token for row in response.choices for token in row)]
+    if max(ids + [token for top in tops for token in top.ids]) >= vocab_size:
+        raise UserError(f"the cloud sent a token outside of its {vocab_size:,} ids: use the same version at both ends")
     nodes = response.accepted_nodes
     if (
-        len(response.p) != len(draft)
+        max(response.accepted_len, len(nodes)) > len(draft)
+        or len(response.p) != len(draft)
         or len(response.choices) != len(draft) + 1
         or any(
             node >= len(draft) or draft.parents[node] != parent
@@ -302,6 +310,8 @@ def check_response(response: VerifyResponse, draft: Draft) -> None:
         or any(values and len(values) != len(draft) for values in (response.bounds, response.ranks))
         or len(response.target_top or response.choices) != len(response.choices)
         or response.token is None
+        or not all(response.choices)
+        or any(len(top.ids) != len(top.p) for top in tops)
     ):
         raise UserError("the cloud's response does not fit the draft: use the same version at both ends")
 

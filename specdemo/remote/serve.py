@@ -16,6 +16,7 @@ from typing import IO
 import torch
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specdemo.core.banned_text import BannedText
 from specdemo.core.errors import UserError
@@ -29,6 +30,7 @@ from specdemo.remote.server import ServiceLimits, create_app
 from specdemo.worker import Worker, handle_signals
 
 _KEEP_ALIVE_S = 75
+_HEADER_TIMEOUT_S = 10.0
 _SHUTDOWN_TIMEOUT_S = 5
 
 
@@ -41,6 +43,7 @@ def serve_model(
     expiry_s: float = 600.0,
     limits: ServiceLimits | None = None,
     waiting: int = 64,
+    local: bool = False,
 ) -> FastAPI:
     invariance, model = target.invariance, target.model
     vocab_size = model.config.get_text_config().vocab_size
@@ -69,7 +72,7 @@ def serve_model(
         expiry_s=expiry_s,
         ban=lru_cache(maxsize=8)(lambda texts: BannedText(texts, pieces())),
     )
-    return create_app(info, contexts, Worker(waiting=waiting), token=token, limits=limits)
+    return create_app(info, contexts, Worker(waiting=waiting), token=token, limits=limits, local=local)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -83,6 +86,33 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         raise UserError(f"cannot listen on {host}:{port} ({error}): choose another --port or --host") from error
     return listener
+
+
+class _HeaderTimeout(H11Protocol):
+    """Close connections with incomplete headers."""
+
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def _watch(self) -> None:
+        waiting = self.cycle is None or self.cycle.response_complete
+        if waiting and self.timeout_keep_alive_task is None:
+            self._timer = self._timer or self.loop.call_later(_HEADER_TIMEOUT_S, self.transport.close)
+        elif self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def connection_lost(self, error: Exception | None) -> None:
+        super().connection_lost(error)
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 class _Server(uvicorn.Server):
@@ -119,6 +149,7 @@ def listen(
     """Serve until SIGINT, SIGTERM or the end of `leash`; call `announce` when ready."""
     config = uvicorn.Config(
         app,
+        http=_HeaderTimeout,
         log_level="warning",
         server_header=False,
         date_header=False,

@@ -13,13 +13,15 @@ from typing import Any
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.openapi.utils import get_openapi
-from fastapi.responses import StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
 from specdemo.core.errors import UserError
+from specdemo.remote.access import RouteInfo, is_foreign, is_known_host
 from specdemo.remote.contexts import Contexts, StaleRequest, UnknownContext
 from specdemo.remote.protocol import (
     CODECS,
@@ -35,6 +37,16 @@ from specdemo.remote.protocol import (
 from specdemo.worker import Worker, WorkerBusy
 
 _BODY_TIMEOUT_S = 10.0
+_WRONG_TOKENS = (1.0, 20)  # per second and address, and in a burst
+_VERIFY_LIMITS = "token, rate, body, queue, 10 s for the body, at most 256 drafted and 131,072 text tokens"
+SERVICE_ROUTES = (
+    RouteInfo("GET", "/v1/target", "description of the target", "token, rate"),
+    RouteInfo("POST", "/v1/rounds", "verification of a draft", f"{_VERIFY_LIMITS}; contexts by number, bytes and age"),
+    RouteInfo("POST", "/v1/texts", "autoregressive text as a stream", f"{_VERIFY_LIMITS}; length of the context"),
+    RouteInfo("DELETE", "/v1/contexts/{ctx_id}", "deletion of a context of the client", "token, rate, queue"),
+    RouteInfo("GET", "/docs", "documentation of the messages", "token, rate"),
+    RouteInfo("GET", "/openapi.json", "schema of the messages", "token, rate"),
+)
 
 
 @dataclass(frozen=True)
@@ -53,14 +65,14 @@ class RateLimiter:
         self._rate, self._burst, self._clock = rate, burst, clock
         self._buckets: dict[str, tuple[float, float]] = {}  # remaining requests, time
 
-    def allow(self, address: str) -> bool:
+    def allow(self, address: str, cost: int = 1) -> bool:
         if not self._rate:
             return True
         now = self._clock()
         if len(self._buckets) > 4096:
             self._buckets = {address: b for address, b in self._buckets.items() if self._refilled(b, now) < self._burst}
         left = self._refilled(self._buckets.get(address, (float(self._burst), now)), now)
-        self._buckets[address] = (left - (left >= 1), now)
+        self._buckets[address] = (left - cost * (left >= 1), now)
         return left >= 1
 
     def _refilled(self, bucket: tuple[float, float], now: float) -> float:
@@ -84,20 +96,19 @@ def create_app(
     *,
     token: str | None = None,
     limits: ServiceLimits | None = None,
+    local: bool = False,
 ) -> FastAPI:
-    """Create the application; `token` is the required bearer token."""
+    """Create the application. `local`: without a token, refuse names of other hosts."""
     limits = limits or ServiceLimits()
     app = FastAPI(
         title="specdemo cloud",
         version="1",
         description="Verifies drafts of token ids with the target model (docs/edge-cloud.md).",
+        **dict.fromkeys(("docs_url", "redoc_url", "openapi_url")),  # public by default
     )
     app.state.worker = worker
-    app.exception_handler(ServiceError)(lambda request, error: _problem(request, error.status, error.problem))
-    app.exception_handler(HTTPException)(_http_error)
-    app.exception_handler(RequestValidationError)(_invalid_request)
-    problems = {status: {"model": ErrorResponse} for status in (400, 401, 404, 408, 409, 413, 415, 422, 429)}
-    common: dict[str, Any] = {"dependencies": [Depends(_admission(token, limits))], "responses": problems}
+    problems = {status: {"model": ErrorResponse} for status in (400, 401, 403, 404, 408, 409, 413, 415, 422, 429)}
+    common: dict[str, Any] = {"dependencies": [Depends(_admission(token, limits, local))], "responses": problems}
 
     @app.get("/v1/target", response_model=ServiceInfo, **common)
     async def target(request: Request) -> Response:
@@ -108,7 +119,7 @@ def create_app(
     async def rounds(request: Request) -> Response:
         """Verify a draft."""
         message = await _read(request, VerifyRequest, limits.body_bytes)
-        return _message(request, await run_queued(worker, request, lambda: contexts.verify(message)))
+        return _message(request, await run_queued(worker, request, lambda: contexts.verify(message, _address(request))))
 
     @app.post("/v1/texts", response_class=StreamingResponse, openapi_extra=_body(StreamRequest), **common)
     async def texts(request: Request) -> Response:
@@ -121,23 +132,56 @@ def create_app(
     @app.delete("/v1/contexts/{ctx_id}", response_model=DeleteResponse, **common)
     async def forget(request: Request, ctx_id: str) -> Response:
         """Delete a context."""
-        deleted = await run_queued(worker, request, lambda: contexts.delete(ctx_id))
+        deleted = await run_queued(worker, request, lambda: contexts.delete(ctx_id, _address(request)))
         return _message(request, DeleteResponse(deleted=deleted))
 
-    app.openapi = partial(_openapi, app)  # type: ignore[method-assign]  # documented by FastAPI
+    _add_error_handlers(app)
+    _add_documentation(app, common["dependencies"])
     return app
 
 
-def _admission(token: str | None, limits: ServiceLimits) -> Callable[..., None]:
-    rates = RateLimiter(limits.requests_per_second, limits.burst)
+def _add_error_handlers(app: FastAPI) -> None:
+    app.exception_handler(ServiceError)(lambda request, error: _problem(request, error.status, error.problem))
+    app.exception_handler(HTTPException)(_http_error)
+    app.exception_handler(RequestValidationError)(_invalid_request)
+
+
+def _add_documentation(app: FastAPI, dependencies: list[Any]) -> None:
+    hidden: dict[str, Any] = {"dependencies": dependencies, "include_in_schema": False}
+
+    @app.get("/openapi.json", **hidden)
+    async def schema() -> Response:
+        return JSONResponse(app.openapi())
+
+    @app.get("/docs", **hidden)
+    async def docs() -> Response:
+        return get_swagger_ui_html(openapi_url="openapi.json", title=app.title)
+
+    app.openapi = partial(_openapi, app)  # type: ignore[method-assign]  # documented by FastAPI
+
+
+def _address(request: Request) -> str:
+    return request.client.host if request.client else ""
+
+
+def _admission(token: str | None, limits: ServiceLimits, local: bool) -> Callable[..., None]:
+    rates, failures = RateLimiter(limits.requests_per_second, limits.burst), RateLimiter(*_WRONG_TOKENS)
     bearer = HTTPBearer(auto_error=False)
 
     def admit(request: Request, sent: HTTPAuthorizationCredentials | None = Depends(bearer)) -> None:  # noqa: B008
+        if local and token is None and not is_known_host(request.headers.get("host", ""), ()):
+            raise ServiceError(403, "host", "this service serves its own machine: use its address, or localhost")
+        if request.method not in ("GET", "HEAD") and is_foreign(request.headers):
+            raise ServiceError(403, "origin", "pages of other sites cannot use this service: send no Origin")
+        address = _address(request)
+        if token is not None and not failures.allow(address, 0):
+            raise ServiceError(429, "busy", "too many wrong tokens from this address: try again in a few seconds")
         if token is not None and not (sent and secrets.compare_digest(sent.credentials.encode(), token.encode())):
+            failures.allow(address)
             raise ServiceError(
                 401, "unauthorised", "the bearer token is missing or wrong: set SPECDEMO_TOKEN to the service's token"
             )
-        if not rates.allow(request.client.host if request.client else ""):
+        if not rates.allow(address):
             raise ServiceError(429, "busy", "too many requests from this address: reduce the request rate")
 
     return admit
@@ -200,7 +244,7 @@ def _problem(request: Request, status: int, problem: ErrorResponse, headers: dic
 
 
 async def _read(request: Request, kind: type[MessageT], max_bytes: int) -> MessageT:
-    content_type = _content_type(request)
+    content_type = _content_type(request) if "content-type" in request.headers else ""
     if content_type not in CODECS:
         raise ServiceError(415, "type", f"content type {content_type!r} is unsupported: use {' or '.join(CODECS)}")
     body = bytearray()

@@ -61,7 +61,7 @@ def endpoints(service: Service, usual: Recipe, device: str) -> dict[str, Callabl
             raise gr.Error(reason(stream.error), print_exception=False)
 
     async def preflight(request: gr.Request, *values: Any) -> dict[str, Any]:
-        """Estimate the speed-up of a pair and a method without generating text."""
+        """Estimate the speed-up of a pair and a method before a run."""
         try:
             return (await service.preflight(recipe_from(values), address=address_of(request))).as_dict()
         except (UserError, WorkerBusy) as error:

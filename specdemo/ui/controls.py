@@ -60,11 +60,12 @@ def sidebar(usual: Recipe, limits: HostLimits, unload: Callable[[], Awaitable[st
         button.click(None, None, [make.built[name] for name in chosen], js=script, api_visibility="private")
     pair = make.built["pair"]
     pair.change(
-        lambda name: PAIRS[name].gamma if name in PAIRS else gr.skip(),
+        lambda name: PAIRS[name].gamma if isinstance(name, str) and name in PAIRS else gr.skip(),
         pair,
         make.built["gamma"],
         show_progress="hidden",
         queue=False,
+        preprocess=False,
         api_visibility="private",
     )
     return make.built
@@ -80,8 +81,8 @@ def _preset_buttons() -> list[tuple[gr.Button, Mapping[str, Any]]]:
 def _method_groups(make: _Factory, usual: Recipe) -> None:
     classes = option_classes()
 
-    def visible(method: str) -> list[bool]:
-        used = METHODS[method].options if method in METHODS else ()
+    def visible(method: Any) -> list[bool]:
+        used = METHODS[method].options if isinstance(method, str) and method in METHODS else ()
         return [group in used for group in classes]
 
     groups = []
@@ -96,6 +97,7 @@ def _method_groups(make: _Factory, usual: Recipe) -> None:
         groups,
         show_progress="hidden",
         queue=False,
+        preprocess=False,
         api_visibility="private",
     )
 

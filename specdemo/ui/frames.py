@@ -16,7 +16,7 @@ from typing import Any
 from specdemo.core.events import End, Event, Header, Loading, StepEvent
 from specdemo.core.explain import FATES, REASON_INDEX, Reason, decision_of, reason_of
 from specdemo.core.step import Outcome
-from specdemo.core.trace import ReadLimits, read
+from specdemo.core.trace import MAX_CHARACTERS, ReadLimits, read
 from specdemo.ui.labels import (
     describe_repeats,
     describe_waiting,
@@ -202,9 +202,9 @@ class Run:
         return lane.text if lane and lane.lines else None
 
 
-def read_traces(text: Any) -> Run:
-    """Return a finished run of the traces, the first AR trace in the AR lane. Raises `UserError`."""
-    traces = read(text, ReadLimits(traces=len(LANES)))
+def read_traces(text: Any, max_characters: int = MAX_CHARACTERS) -> Run:
+    """Return a finished run with the traces of a file, the first AR trace in the AR lane. Raises `UserError`."""
+    traces = read(text, ReadLimits(max_characters, traces=len(LANES)))
     methods = [trace.header.recipe["method"] for trace in traces]
     baseline = methods.index("ar") if "ar" in methods else None
     others = iter(name for name in LANES if name != PLAIN)

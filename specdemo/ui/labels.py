@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -10,16 +11,26 @@ from typing import Any
 from specdemo.bench.table import markdown_table
 from specdemo.core.events import StepEvent
 from specdemo.core.metrics import Metrics
-from specdemo.core.theory import expected_tokens, walltime_improvement
+from specdemo.core.theory import better_gamma, can_improve, expected_tokens, walltime_improvement
 from specdemo.core.theory import speedup as cost_model
 from specdemo.drafters import draft_shape
 from specdemo.preflight import Preflight
 from specdemo.ui.lane import ALONE, PLAIN, SPEC, Lane, mode, title
 
 NOTHING = "–"
-SLOW_LINK = "The link takes most of each step: try a longer draft, or let the cloud decode alone."
+DISABLE = "disable speculation (method ar)"
+SMALLER_DRAFT = {
+    "tree": "Each node of the tree costs drafting and verification: lower “Nodes per draft”",
+    "lookahead": "Each guess adds a row to the pass: lower “Window, positions” or “Order n”",
+}
 NEAR_TIE = 0.05  # nats between the two most probable tokens: the range of bfloat16 rounding
+LONGEST_ADVISED = 16  # draft tokens
 CHANGED = "This rule changes the target's distribution with these settings."
+
+
+def escape_markdown(text: str) -> str:
+    """Escape text of traces: an image in Markdown sends a request to another host."""
+    return re.sub(r"([^\w\s,.])", r"\\\1", text)
 
 
 def guarantee(lane: Lane) -> tuple[str, str]:
@@ -59,7 +70,7 @@ def tiles(lanes: Mapping[str, Lane]) -> dict[str, tuple[str, str]]:
     return {
         "acceptance": (
             percent(m.acceptance_rate),
-            _acceptance_note(m),
+            _acceptance_note(lane),
         ),
         "tokens_per_pass": _tokens_per_pass(lane),
         "tokens_per_second": (number(m.tokens_per_second, 1), f"{m.tokens} tokens, without prefill"),
@@ -75,11 +86,16 @@ def tiles(lanes: Mapping[str, Lane]) -> dict[str, tuple[str, str]]:
     }
 
 
-def _acceptance_note(m: Metrics) -> str:
+def _acceptance_note(lane: Lane) -> str:
+    m = lane.metrics
     if not m.drafted:
         return "nothing drafted"
     unverified = f" · {m.unverified} unverified" if m.unverified else ""
-    return f"{m.accepted} of {m.drafted - m.unverified_drafted} drafted · α {number(m.alpha, 2)}{unverified}"
+    return f"{m.accepted} of {m.drafted - m.unverified_drafted} drafted · {_alpha_label(lane)}{unverified}"
+
+
+def _alpha_label(lane: Lane) -> str:
+    return f"{'accepted/tested' if lane.counted else 'α'} {number(lane.alpha, 2)}"
 
 
 def _tokens_per_pass(lane: Lane) -> tuple[str, str]:
@@ -148,7 +164,7 @@ def describe_waiting(lanes: Mapping[str, Lane]) -> str:
 
 def describe_preflight(estimate: Preflight) -> str:
     rows = [
-        (row.gamma, row.tokens_per_pass, f"{row.speedup:.2f}×", f"{row.low:.2f}–{row.high:.2f}")
+        (estimate.label(row), row.tokens_per_pass, f"{row.speedup:.2f}×", f"{row.low:.2f}–{row.high:.2f}")
         for row in estimate.estimates
     ]
     last = max(estimate.v)
@@ -156,7 +172,8 @@ def describe_preflight(estimate: Preflight) -> str:
         f"**Preflight of {estimate.recipe.method}:** {estimate.advice}. α is {estimate.alpha:.2f}. "
         f"A draft token costs {estimate.c:.2f} AR steps, a pass over {last} rows {estimate.v[last]:.2f}. "
         f"Weights take {_size(estimate.weight_bytes)}, keys and values {_size(estimate.kv_bytes)} per 1,000 tokens. "
-        f"Nothing was generated.\n\n{figures_table(('γ', 'tokens per pass', 'expected speed-up', '95 %'), rows)}"
+        f"Texts of the target: {estimate.texts}.\n\n"
+        f"{figures_table(('settings', 'tokens per pass', 'expected speed-up', '95 %'), rows)}"
     )
 
 
@@ -236,8 +253,8 @@ def _speculation(lane: Lane, spec: Metrics, baseline: Metrics, ratio: float, spe
         _prediction(lane, draft, verify, host),
     ]
     if ratio < 0.98:
-        link_s = spec.remote.get("rtt_s", 0.0)
-        words.append(SLOW_LINK if link_s > spec.verify_s / 2 else _advice(spec, draft, verify, host))
+        link = spec.remote.get("rtt_s", 0.0) / steps / ar_step
+        words.append(_advice(lane, draft, verify - link, host, link))
     return words
 
 
@@ -251,21 +268,35 @@ def _prediction(lane: Lane, draft: float, verify: float, host: float) -> str:
     theorem = walltime_improvement(alpha, drafted, c)
     model = cost_model(expected_tokens(alpha, drafted), drafted, c, verify, host)
     return (
-        f"With α {alpha:.2f}, {drafted:.1f} draft tokens per step and c {c:.2f}, Theorem 3.8 predicts {theorem:.2f}×. "
-        f"With the measured costs of verification and host it is {model:.2f}×."
+        f"With {_alpha_label(lane)}, {drafted:.1f} draft tokens per step and c {c:.2f}, Theorem 3.8 predicts "
+        f"{theorem:.2f}×. With the measured costs of verification and host it is {model:.2f}×."
     )
 
 
-def _advice(spec: Metrics, draft: float, verify: float, host: float) -> str:
+def _advice(lane: Lane, draft: float, verify: float, host: float, link: float) -> str:
+    """Return a change that improves the cost model's prediction; costs in AR steps."""
+    spec, recipe, alpha = lane.metrics, lane.recipe, lane.alpha
     if not spec.drafted:
         return "Nothing was drafted: the drafter did not find a matching context."
-    if (spec.acceptance_rate or 0.0) < 0.5:
-        return f"Only {percent(spec.acceptance_rate)} of the draft tokens were accepted: try a shorter draft."
-    if draft >= max(verify, host):
-        return "The drafter is too expensive for this target: try a shorter draft, a smaller drafter, or NASD."
-    if verify > 1.3:
-        return "Verifying several tokens is expensive on this device: try a shorter draft."
-    return "The steps cost more than they gained: try a shorter draft or a larger target."
+    if recipe["method"] in SMALLER_DRAFT:
+        return f"{SMALLER_DRAFT[recipe['method']]}, or {DISABLE}."
+    if alpha is None:
+        return "The target tested no draft token: the speed does not depend on acceptance."
+    drafted, gamma = spec.drafted / spec.decode_steps, recipe["gamma"]
+    fixed = recipe.get("policy", "fixed") == "fixed" and drafted > gamma - 0.5
+    longest = LONGEST_ADVISED if fixed else max(1, round(drafted))
+    c, current = draft / drafted, gamma if fixed else drafted
+    better = better_gamma(alpha, current, c, verify, host + link, longest)
+    cause = "The link takes most of each step. " if link > verify else ""
+    if better and better[0]:
+        return f"{cause}By the cost model γ {better[0]} reaches {better[1]:.2f}×: try it."
+    if link > verify:
+        return "The link takes most of each step: let the cloud decode alone."
+    if not can_improve(alpha, c):
+        return f"{_alpha_label(lane)} does not exceed c {c:.2f}: {DISABLE}, or choose a cheaper drafter."
+    if better:
+        return f"No draft length pays at these costs of verification and host: {DISABLE}."
+    return "The cost model names no better draft length: run again, since timings vary."
 
 
 def sameness(lanes: Mapping[str, Lane]) -> dict[str, str] | None:

@@ -16,9 +16,11 @@ from typing import Any
 from specdemo.core.errors import UserError, check_name
 from specdemo.core.events import End, Event, Header, StepEvent
 from specdemo.core.metrics import Metrics
+from specdemo.core.trace import MAX_CHARACTERS
+from specdemo.models.hub import Hub
 from specdemo.models.zoo import PAIRS
 from specdemo.recipe import Recipe, methods_with
-from specdemo.remote.client import TOKEN
+from specdemo.remote.access import TOKEN
 from specdemo.remote.config import CloudConfig
 from specdemo.worker import Stream
 
@@ -38,11 +40,13 @@ class HostLimits:
     max_gamma: int | None = None
     max_nodes: int | None = None  # of trees, beams and lookahead
     max_prompt: int | None = 100_000  # characters
+    max_trace: int | None = MAX_CHARACTERS  # characters of an opened trace
     max_seconds: int | None = None  # of decoding, all lanes together, without queueing and loading
     queue: int | None = 32  # queued runs
     at_once: int | None = None  # queued and active runs per visitor
     per_minute: int | None = None  # started runs per visitor
     remote: tuple[str, ...] | None = None  # allowed services; `None`: any, and a local service started by the page
+    hosts: tuple[str, ...] | None = ()  # host names of the page besides localhost, addresses and Spaces; `None`: any
 
     def __post_init__(self) -> None:
         check_name("rule for models", self.models, MODEL_RULES)
@@ -70,6 +74,11 @@ class HostLimits:
                 raise UserError(f"{name} may be {highest:,} at most here, not {value:,}")
         self._check_service(recipe.cloud)
         return self._within_gamma(recipe)
+
+    @property
+    def hub(self) -> Hub:
+        offered = (name for pair in self.pairs for name in (PAIRS[pair].target, PAIRS[pair].drafter))
+        return Hub(trusted=frozenset(offered) if self.public else None)
 
     def check_settings(self, settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         """Raise `UserError` if a visitor of a public page changes an option of the host."""
@@ -126,6 +135,7 @@ PUBLIC = HostLimits(
     max_gamma=16,
     max_nodes=64,
     max_prompt=20_000,
+    max_trace=4_000_000,
     max_seconds=120,
     at_once=2,
     per_minute=12,
@@ -151,9 +161,9 @@ def read_limits(environment: Mapping[str, str]) -> HostLimits:
     for name, text in texts.items():
         if name == "models":
             values[name] = text
-        elif (name, text) == ("remote", "any") or (text == "none" and name not in ("pairs", "remote")):
+        elif text == {"remote": "any", "hosts": "any", "pairs": None}.get(name, "none"):
             values[name] = None
-        elif name in ("pairs", "remote"):
+        elif name in ("pairs", "remote", "hosts"):
             values[name] = tuple(dict.fromkeys(text.replace(",", " ").split()))
         elif text.isdecimal() and 0 < int(text) < 1 << 31:
             values[name] = int(text)
@@ -188,17 +198,21 @@ class TimeBudget:
                 yield End("cancelled", f"the time limit of {self._seconds} seconds per run is reached", metrics)
 
 
+class _Finished:
+    done = True
+
+
 class Visitors:
     """Runs of the last minute by visitor: an IPv4 address, or an IPv6 /64 network."""
 
     def __init__(self, limits: HostLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits, self._clock = limits, clock
-        self._runs: dict[str, list[tuple[float, Stream]]] = {}
+        self._runs: dict[str, list[tuple[float, Stream | _Finished]]] = {}
 
     def admit(self, address: str) -> None:
         now, limits = self._clock(), self._limits
         self._forget(now)
-        runs = self._runs.get(_household(address), ())
+        runs = self._runs.get(household(address), ())
         active = sum(not run.done for _, run in runs)
         if limits.at_once is not None and active >= limits.at_once:
             count = "1 run" if active == 1 else f"{active} runs"
@@ -208,8 +222,12 @@ class Visitors:
             wait = recent[-limits.per_minute] + 60 - now
             raise UserError(f"this host allows {limits.per_minute} runs per minute: try again in {wait:.0f} s")
 
-    def entered(self, address: str, run: Stream) -> None:
-        self._runs.setdefault(_household(address), []).append((self._clock(), run))
+    def admit_request(self, address: str) -> None:
+        self.admit(address)
+        self.entered(address, _Finished())
+
+    def entered(self, address: str, run: Stream | _Finished) -> None:
+        self._runs.setdefault(household(address), []).append((self._clock(), run))
 
     def _forget(self, now: float) -> None:
         recent = {
@@ -222,7 +240,7 @@ class Visitors:
         return len(self._runs)
 
 
-def _household(address: str) -> str:
+def household(address: str) -> str:
     try:
         ip = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

@@ -13,7 +13,7 @@ from specdemo.core.errors import UserError
 from specdemo.core.step import Step
 from specdemo.core.theory import best_gamma_over, speedup_over
 from specdemo.ui.frames import Run
-from specdemo.ui.labels import number, percent
+from specdemo.ui.labels import escape_markdown, number, percent
 from specdemo.ui.lane import Lane, mode, title
 
 SLACK = 1.02  # tolerated deviation of the two clocks
@@ -141,8 +141,9 @@ def describe_link(lane: Lane) -> str:
     shares = [f"{ACTIVITIES[activity][0]} {percent(spent[activity] / total)}" for activity in spent if spent[activity]]
     waiting = sum(seconds for activity, seconds in spent.items() if activity not in ("draft", "idle"))
     sentences = [
-        f"**{title(lane.recipe)}**: {m.tokens} tokens in {m.steps} steps, {number(m.tokens_per_second, 1)} tokens per "
-        f"second. {percent(remote.get('escalated', 0.0) / m.steps)} of the steps queried the cloud. The link carried "
+        f"**{escape_markdown(title(lane.recipe))}**: {m.tokens} tokens in {m.steps} steps, "
+        f"{number(m.tokens_per_second, 1)} tokens per second. {percent(remote.get('escalated', 0.0) / m.steps)} of the "
+        "steps queried the cloud. The link carried "
         f"{remote.get('bytes_up', 0.0) / 1e3:,.1f} kB up and {remote.get('bytes_down', 0.0) / 1e3:,.1f} kB down, "
         "including HTTP headers.",
         f"Time: {', '.join(shares)}. The edge waited {percent(waiting / total)} of it.",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import html
 import json
+import os
 import random
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -19,6 +20,7 @@ from typing import Any
 import gradio as gr
 
 from specdemo.core.errors import UserError, check_name
+from specdemo.core.trace import MAX_CHARACTERS
 from specdemo.drafters import METHODS
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
@@ -28,6 +30,7 @@ from specdemo.ui.api import address_of, endpoints
 from specdemo.ui.cockpit import cockpit, script
 from specdemo.ui.controls import Controls, examples_row, sidebar
 from specdemo.ui.frames import Run
+from specdemo.ui.gateway import gateway
 from specdemo.ui.labels import describe_preflight
 from specdemo.ui.lane import EXTRA, SPEC, alternating, describe_kept_lanes, lanes_of, plan_of
 from specdemo.ui.limits import HostLimits
@@ -75,13 +78,13 @@ def build(
 ) -> gr.Blocks:
     """Return the page, ready to launch.
 
-    Attributes: `.worker`, which decodes; `.clouds`, local service processes; `.health`, the monitor; `.routes`, to be
-    served with the page. The caller may close worker and clouds.
+    Attributes: `.worker`, which decodes; `.clouds`, local service processes; `.health`, the monitor; `.routes` and
+    `.middleware`, to be served with the page; `.hosts`, its host names. The caller may close worker and clouds.
     """
     limits = limits if limits is not None else HostLimits()
     pair = pair if pair is not None else limits.pairs[0]
     check_name("pair", pair, limits.pairs)
-    service = Service(pool if pool is not None else ModelPool(), engine, limits, worker)
+    service = Service(pool if pool is not None else ModelPool(hub=limits.hub), engine, limits, worker)
     usual = limits.fit(replace(Recipe(pair=pair, device=device), gamma=PAIRS[pair].gamma, top=RECORDED_TOP))
     shown_examples = json.loads(examples.read_text(encoding="utf-8")) if examples else {"ready": [], "methods": {}}
     sockets = Sockets(service.runs)
@@ -98,6 +101,8 @@ def build(
     demo.worker, demo.clouds = service.worker, service.clouds
     probe = replace(usual, method="ar", max_tokens=2)
     demo.health = Health(service, probe) if isinstance(service.worker, Worker) else None  # probes would cost quota
+    middleware, demo.hosts = gateway(limits, os.environ)
+    demo.middleware = [middleware]
     demo.routes = [*sockets.routes(), *(demo.health.routes() if demo.health else ())]
     return demo
 
@@ -155,7 +160,7 @@ def _layout(service: Service, usual: Recipe, device: str, examples: dict[str, An
         buttons,
         kept_lanes=gr.Markdown(elem_id="kept-lanes"),
         estimate=gr.Markdown(elem_id="estimate"),
-        cockpit=cockpit(service.runs.queries),
+        cockpit=cockpit(service.runs.queries, service.limits.max_trace or MAX_CHARACTERS),
         about=build_tabs(service, controls, usual, device),
         saved=gr.BrowserState(storage_key="specdemo-settings", secret="specdemo"),
         kept=gr.BrowserState(storage_key="specdemo-lanes", secret="specdemo"),
@@ -201,7 +206,11 @@ def _connect_runs(parts: _Parts, handlers: _Handlers) -> None:
         handlers.estimate, settings, parts.estimate, preprocess=False, trigger_mode="once", **_QUEUED
     )
     method = parts.controls["method"]
-    method.change(lambda name: METHODS[name].notes if name in METHODS else "", method, parts.about, **_IMMEDIATE)
+    method.change(describe_method, method, parts.about, preprocess=False, **_IMMEDIATE)
+
+
+def describe_method(name: Any) -> str:
+    return METHODS[name].notes if isinstance(name, str) and name in METHODS else ""
 
 
 def _connect_lanes(parts: _Parts, handlers: _Handlers) -> None:
@@ -234,15 +243,17 @@ class _Handlers:
         self._playing: set[asyncio.Task[None]] = set()
 
     async def show(self, request: gr.Request, pressed: Any) -> AsyncIterator[str]:
-        visitor = request.session_hash or ""
+        visitor, address = request.session_hash or "", address_of(request)
         try:
             kept, *values = json.loads(pressed)
             pairs = values.pop() if values[len(self._defaults) :] == [REPEATS] else 1
             settings = dict(zip(self._defaults, values, strict=True))
         except (TypeError, ValueError):  # sent by a script
-            raise gr.Error("a run needs a JSON list of the kept lanes and all settings of the page") from None
+            message = "a run needs a JSON list of the kept lanes and all settings of the page"
+            raise gr.Error(message, print_exception=False) from None
         extra = self._lanes(kept) if pairs == 1 else []
-        run = self._service.runs.new(visitor, plan_of(settings, settings["compare"] or pairs > 1, len(extra)))
+        plan = plan_of(settings, settings["compare"] or pairs > 1, len(extra))
+        run = self._service.runs.new(visitor, plan, address)
         run.pairs = pairs
         try:
             if pairs > 1 and SPEC not in run.plan:
@@ -250,7 +261,7 @@ class _Handlers:
             lanes = lanes_of(self._recipe(settings), extra, run.plan)
             random.shuffle(lanes)  # no lane is always the first on a cold machine
             jobs = alternating(lanes, pairs)
-            stream = self._service.start(jobs, settings["prompt"], visitor, address_of(request))
+            stream = self._service.start(jobs, settings["prompt"], visitor, address)
         except (UserError, WorkerBusy) as error:
             run.finish(reason(error))
             toast(run)
@@ -282,6 +293,9 @@ class _Handlers:
 
     def keep(self, kept: Any, *values: Any) -> tuple[Any, str]:
         wanted = recipe_settings(dict(zip(self._defaults, values, strict=False)))
+        if not isinstance(kept, (list, type(None))):
+            gr.Warning("the kept lanes must be a list: drop them first")
+            return gr.skip(), ""
         lanes = self._lanes(kept)
         try:
             lanes = [*lanes, recipe_of(wanted, self._device)]

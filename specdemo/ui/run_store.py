@@ -1,56 +1,82 @@
-"""Recent runs, bounded in number and size, and the cockpit's queries about them."""
+"""Active and recent runs, bounded per visitor and in total, and the cockpit's queries about them."""
 
 from __future__ import annotations
 
 import json
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 from specdemo.core.errors import UserError
+from specdemo.core.trace import MAX_CHARACTERS
 from specdemo.models.zoo import ASSETS
 from specdemo.ui import step_views
 from specdemo.ui.frames import Run, read_traces
-from specdemo.ui.lane import Lane
+from specdemo.ui.lane import PLAIN, Lane
+from specdemo.ui.limits import household
 
 RECORDED = ASSETS / "traces"
+_RUN_CHARACTERS = 4_000  # memory of a run without text, in characters
 
 
 class RunStore:
-    """Store of the most recently used runs, and always of the newest.
+    """All active runs, and bounded finished runs; a visitor is an address.
 
     Arguments of queries are lists, as the browser sends them.
     """
 
-    def __init__(self, capacity: int = 64, max_characters: int = 256_000_000) -> None:
-        self._capacity, self._max_characters = capacity, max_characters
-        self._runs: OrderedDict[str, Run] = OrderedDict()
-        self._latest: dict[str, str] = {}  # visitor -> run id
+    def __init__(
+        self,
+        per_visitor: int = 64,
+        max_characters: int = 256_000_000,
+        max_trace: int | None = None,
+        admit: Callable[[str], None] = lambda address: None,
+    ) -> None:
+        self._per_visitor, self._max_characters, self._admit = per_visitor, max_characters, admit
+        self._max_trace = MAX_CHARACTERS if max_trace is None else min(max_trace, MAX_CHARACTERS)
+        self._runs: OrderedDict[str, Run] = OrderedDict()  # least recently used first
+        self._owners: dict[str, str] = {}  # run id -> visitor
+        self._latest: dict[str, str] = {}  # session -> run id
         self._lock = threading.Lock()
 
-    def new(self, visitor: str, plan: tuple[str, ...]) -> Run:
-        """Create a run for this visitor and stop the visitor's previous run."""
-        self.leave(visitor)
+    def new(self, session: str, plan: tuple[str, ...], address: str = "") -> Run:
+        """Create a run of this browser session and stop the previous run of the session."""
+        self.leave(session)
         run = Run(plan)
         with self._lock:
-            self._latest[visitor] = run.id
-        self.keep(run)
+            self._latest[session] = run.id
+        self.keep(run, address)
         return run
 
-    def keep(self, run: Run) -> None:
+    def keep(self, run: Run, address: str = "") -> None:
         with self._lock:
-            self._runs[run.id] = run
-            while len(self._runs) > 1 and (len(self._runs) > self._capacity or self._size() > self._max_characters):
-                # refused requests first: they have no text
-                empty = (run_id for run_id, old in self._runs.items() if old.over and not old.records)
-                dropped = next(empty, next(iter(self._runs)))
-                del self._runs[dropped]
-                self._latest = {visitor: run_id for visitor, run_id in self._latest.items() if run_id != dropped}
+            self._runs[run.id], self._owners[run.id] = run, household(address)
+            while (dropped := self._surplus(run)) is not None:
+                del self._runs[dropped], self._owners[dropped]
+                self._latest = {session: run_id for session, run_id in self._latest.items() if run_id != dropped}
 
-    def _size(self) -> int:
-        return sum(run.size for run in self._runs.values())
+    def _surplus(self, newest: Run) -> str | None:
+        """Return a run to drop, of this visitor if above a limit, else of the largest one."""
+        sizes: Counter[str] = Counter()
+        counts = Counter(self._owners.values())
+        for run_id, run in self._runs.items():
+            sizes[self._owners[run_id]] += run.size + _RUN_CHARACTERS
+        owner = self._owners[newest.id]
+        if counts[owner] > self._per_visitor or sizes[owner] > self._max_characters // 2:
+            owners = [owner]
+        elif sizes.total() > self._max_characters:
+            owners = [name for name, _ in sizes.most_common()]
+        else:
+            return None
+        for name in owners:
+            finished = [run for run_id, run in self._runs.items() if self._owners[run_id] == name and run.over]
+            # refused requests first: they have no text
+            for run in sorted(finished, key=lambda run: bool(run.records)):
+                if run is not newest:
+                    return run.id
+        return None
 
     def get(self, run_id: object) -> Run | None:
         with self._lock:
@@ -59,13 +85,13 @@ class RunStore:
             self._runs.move_to_end(run_id)
             return self._runs[run_id]
 
-    def latest(self, visitor: str) -> Run | None:
+    def latest(self, session: str) -> Run | None:
         with self._lock:
-            return self._runs.get(self._latest.get(visitor, ""))
+            return self._runs.get(self._latest.get(session, ""))
 
-    def leave(self, visitor: str) -> None:
+    def leave(self, session: str) -> None:
         with self._lock:
-            run = self._runs.get(self._latest.pop(visitor, ""))
+            run = self._runs.get(self._latest.pop(session, ""))
         if run is not None:
             run.stop()
 
@@ -113,24 +139,30 @@ class RunStore:
 
     def figures(self, query: Any) -> str | None:
         """Return table and chart data of `[run id, lane]`, as JSON."""
-        lane = self._begun(query)
-        return _json(step_views.figures(lane)) if lane else None
+        (run, _), lane = self._run_and_lane(query), self._begun(query)
+        return _json(step_views.figures(lane, run.lanes.get(PLAIN))) if run and lane else None
 
-    def import_trace(self, text: Any) -> str:
+    def import_trace(self, text: Any, address: str = "") -> str:
         """Return a frame that shows the traces of a file, or `{"refused": cause}`."""
+        return self._opened(text, address, self._max_trace)
+
+    def _opened(self, text: Any, address: str, max_characters: int) -> str:
         try:
-            run = read_traces(text)
+            self._admit(address)
+            run = read_traces(text, max_characters)
         except UserError as error:
             return _json({"refused": str(error)})
-        self.keep(run)
+        self.keep(run, address)
         return run.frame(0)
 
-    def recorded(self, name: Any) -> str | None:
+    def recorded(self, name: Any, address: str = "") -> str | None:
         """Return names and titles of the bundled traces as JSON; given a name, a frame that shows that trace."""
         paths = {path.stem: path for path in sorted(RECORDED.glob("*.jsonl"))}
         if not name:
             return _json([[stem, stem.replace("-", " ")] for stem in paths])
-        return self.import_trace(paths[name].read_text("utf-8")) if name in paths else None
+        if not isinstance(name, str) or name not in paths:
+            return _json({"refused": "there is no recorded trace of this name: choose one of the list"})
+        return self._opened(paths[name].read_text("utf-8"), address, MAX_CHARACTERS)
 
     def stop_run(self, run_id: Any) -> None:
         """Stop a run. Its frames continue until the end, so no tokens are lost."""

@@ -56,12 +56,12 @@ class Service:
     ) -> None:
         self.limits = limits if limits is not None else HostLimits()
         self.worker = worker if worker is not None else Worker(waiting=self.limits.queue)
-        self.runs = RunStore()
         self.last_token: float | None = None  # by `time.monotonic`
         self.clouds = LocalServices(models.idle_s if math.isfinite(models.idle_s) else 600.0)
         self._models, self._engine = models, engine
         self.talks: OrderedDict[str, list[ChatMessage]] = OrderedDict()  # conversations by visitor
         self._visitors, self._door = Visitors(self.limits), threading.Lock()
+        self.runs = RunStore(max_trace=self.limits.max_trace, admit=self._admit_request)
         self._stores: OrderedDict[str, Stores] = OrderedDict()  # by visitor, so that no text leaks into others' drafts
         self._benches: dict[str, Stream[BenchProgress | dict[str, Any]]] = {}  # latest by visitor
         self._idle: threading.Timer | None = None
@@ -210,6 +210,10 @@ class Service:
             stream = self._submit(job)
             self._visitors.entered(address, stream)
         return stream
+
+    def _admit_request(self, address: str) -> None:
+        with self._door:
+            self._visitors.admit_request(address)
 
     def _noting(self, events: Iterator[Event]) -> Iterator[Event]:
         for event in events:

@@ -17,7 +17,7 @@ from specdemo.core.policies import CostModel
 from specdemo.core.simulate import other_gammas
 from specdemo.core.step import Outcome, Step, TopTokens
 from specdemo.drafters import METHODS
-from specdemo.ui.lane import Lane, title
+from specdemo.ui.lane import Lane, mode, title
 from specdemo.ui.theme import LIGHT
 
 Bars = list[tuple[str, float | None, float | None]]  # token text, p, q; masses may be unrecorded
@@ -225,11 +225,11 @@ def as_csv(lane: Lane) -> str:
     return out.getvalue()
 
 
-def figures(lane: Lane) -> dict[str, Any]:
-    """Return data of table and charts: steps, acceptance by position, other draft lengths on the same text."""
+def figures(lane: Lane, baseline: Lane | None = None) -> dict[str, Any]:
+    """Return data of table and charts; `baseline` is the AR lane."""
     counts = zip(lane.metrics.accepted_by_position, lane.metrics.tested_by_position, strict=True)
     positions = [[accepted / tested, tested] for accepted, tested in counts if tested]
-    rows, why_not = what_if(lane)
+    rows, why_not = what_if(lane, baseline)
     return {
         "columns": STEP_COLUMNS,
         "rows": step_table(lane),
@@ -239,8 +239,11 @@ def figures(lane: Lane) -> dict[str, Any]:
     }
 
 
-def what_if(lane: Lane) -> tuple[dict[str, Any] | None, str]:
-    """Estimate tokens per pass and per second of other draft lengths on this text, or return the obstacle."""
+def what_if(lane: Lane, baseline: Lane | None = None) -> tuple[dict[str, Any] | None, str]:
+    """Estimate tokens per pass and per second of other draft lengths, with ranges, or return the obstacle.
+
+    `fits` is False if the lane is outside its own range.
+    """
     method = METHODS.get(lane.recipe["method"])
     if method and not method.drafts:
         return None, "This lane did not draft."
@@ -249,20 +252,34 @@ def what_if(lane: Lane) -> tuple[dict[str, Any] | None, str]:
         return None, "The trace does not contain the cost of passes over several rows."
     steps = [event.step for event in lane.steps]
     longest = MAX_WHAT_IF
-    if method and method.preflight == "replay":  # drafts end with the known context
+    if method and method.preflight == "replay" and not method.sampled:  # drafts end with the known context
         longest = max((len(step.draft) for step in steps), default=0)
     cost_model = CostModel({int(rows): value for rows, value in cost.items()})
+    plain = [event.step for event in baseline.steps] if baseline and _comparable(lane, baseline) else []
+    gamma = lane.recipe["gamma"] if lane.recipe.get("policy", "fixed") == "fixed" else None
+    lengths = sorted({*range(longest + 1), *([gamma] if gamma else [])})
     try:
-        estimates = other_gammas(steps, range(longest + 1), cost_model.verify)
+        estimates = other_gammas(steps, lengths, cost_model.verify, plain, counted=lane.counted)
     except ValueError:
         return None, "The drafts are trees: other draft lengths cannot be estimated from them."
     if not estimates:
         return None, "No draft token was tested in this lane."
+    measured = lane.metrics.tokens_per_second
     return {
-        "rows": [[row.gamma, round(row.tokens_per_pass, 3), round(row.tokens_per_second, 2)] for row in estimates],
-        "gamma": lane.recipe["gamma"] if lane.recipe.get("policy", "fixed") == "fixed" else None,
-        "measured": lane.metrics.tokens_per_second,
+        "rows": [
+            [row.gamma, *(round(x, 3) for x in (row.tokens_per_pass, row.tokens_per_second, row.low, row.high))]
+            for row in estimates
+        ],
+        "gamma": gamma,
+        "measured": measured,
+        "fits": all(row.low <= measured <= row.high for row in estimates if row.gamma == gamma),
     }, ""
+
+
+def _comparable(lane: Lane, baseline: Lane) -> bool:
+    target = ("pair", "target", "dtype", "quantization", "device")
+    same = all(lane.recipe.get(name) == baseline.recipe.get(name) for name in target)
+    return same and baseline.metrics.decode_steps > 0 and not mode(lane.recipe)
 
 
 def as_svg(lane: Lane) -> str:

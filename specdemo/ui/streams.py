@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
+from traceback import format_tb
 
 from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
@@ -50,7 +51,8 @@ def reason(error: BaseException) -> str:
     if isinstance(error, (UserError, WorkerBusy)):
         text = str(error)
     else:
-        log.error("a run failed", exc_info=error)
+        # without the message, which can quote the text of a visitor
+        log.error("a run failed: %s\n%s", type(error).__name__, "".join(format_tb(error.__traceback__)))
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]} …"
 

@@ -123,7 +123,7 @@ def theme() -> gr.themes.Base:
 def launch_options(page: gr.Blocks) -> dict[str, Any]:
     """Arguments of `page.launch`: theme, styles, routes, no telemetry."""
     return {
-        "app_kwargs": {"routes": page.routes},
+        "app_kwargs": {"routes": page.routes, "middleware": page.middleware},
         "favicon_path": ASSETS / "icon.png",
         "pwa": True,
         "theme": theme(),

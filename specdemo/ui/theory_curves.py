@@ -24,6 +24,7 @@ from specdemo.core.theory import (
     walltime_improvement,
 )
 from specdemo.ui.frames import Run
+from specdemo.ui.labels import escape_markdown
 from specdemo.ui.labels import lane_speedup as measured_speedup
 from specdemo.ui.lane import PLAIN, SPEC, Lane
 
@@ -131,7 +132,8 @@ def _draft_operations(lane: Lane, steps: list[Step]) -> float | None:
 def point_words(point: TheoryPoint) -> str:
     source = "accepted / tested under its rule" if point.counted else "the mean of Σ min(p, q) over all tests"
     sentences = [
-        f"**This run** ({point.method}): α = {point.alpha:.3f}, {source}; accepted / drafted = {point.share:.3f}; "
+        f"**This run** ({escape_markdown(point.method)}): α = {point.alpha:.3f}, {source}; "
+        f"accepted / drafted = {point.share:.3f}; "
         f"γ = {point.gamma:.2f} draft tokens per step.",
         f"A pass gave **{point.tokens:.2f}** tokens; theory predicts {expected_tokens(point.alpha, point.gamma):.2f}.",
     ]

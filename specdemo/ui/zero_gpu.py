@@ -16,6 +16,7 @@ from typing import Any
 from specdemo.core.errors import UserError
 from specdemo.core.events import Event, Loading
 from specdemo.generate import generate
+from specdemo.models.load import load
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
 from specdemo.pipeline import Stores
@@ -60,8 +61,8 @@ def loaded(recipes: list[Recipe]) -> ModelPool:
     """Return a pool with the models of these recipes, which are never unloaded."""
     specs = dict.fromkeys(spec for recipe in recipes for spec in specs_of(recipe))
     pool = ModelPool(idle_s=math.inf, warm=False)
-    for spec in specs:
-        pool.take(spec)
+    for spec in specs:  # in the thread that emulates CUDA
+        pool.add(load(spec.resolved(), warm=False))
     return pool
 
 

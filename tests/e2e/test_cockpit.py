@@ -93,7 +93,7 @@ def test_table_and_charts_show_all_steps(tab: Any) -> None:
     found = rounds.figures(lane)
     expect(page.locator("#chart-positions rect.accepted")).to_have_count(len(found["positions"]))
     others = page.locator("#chart-whatif td").all_inner_texts()
-    assert others[:2] == ["0", "1.00"] and len(others) == 3 * len(found["what_if"]["rows"])
+    assert others[:2] == ["0", "1.00"] and len(others) == 4 * len(found["what_if"]["rows"])
     rows.nth(3).click()
     expect(page.locator("#round-number")).to_have_text(re.compile("^3 of"))
     page.locator("#round-lane").select_option("ar")

@@ -105,7 +105,7 @@ def test_stores_of_visitors_are_bounded() -> None:
 
 
 def test_rejected_runs_do_not_evict_others() -> None:
-    runs = RunStore(capacity=4)
+    runs = RunStore(per_visitor=4)
     kept = runs.new("honest", ("spec",))
     kept.records.append({"l": "spec"})
     kept.finish()
@@ -113,9 +113,7 @@ def test_rejected_runs_do_not_evict_others() -> None:
         runs.new(f"stranger {i}", ("spec",)).finish("refused")
     assert runs.get(kept.id) is kept and len(runs) == 4
     going = [runs.new(f"busy {i}", ("spec",)) for i in range(6)]
-    assert (
-        runs.get(kept.id) is None and runs.get(going[-1].id) is going[-1]
-    )  # but the oldest is removed if all runs are active
+    assert runs.get(kept.id) is None and all(runs.get(run.id) is run for run in going)  # active runs are kept
 
 
 def test_error_messages_are_truncated() -> None:

@@ -67,6 +67,16 @@ def test_requirements_cover_imports_of_the_tests():
     assert used <= named
 
 
+def test_the_image_installs_locked_versions(tmp_path: Path) -> None:
+    lines = [line for line in (ROOT / "requirements.lock").read_text().splitlines() if not line.startswith("#")]
+    locked = dict(line.split("==") for line in lines)
+    for name, requirement in required("requirements.txt").items():
+        assert requirement.specifier.contains(locked[name.replace("_", "-")]), name
+    assert len(locked) > 2 * len(required("requirements.txt"))
+    for variant in ("VARIANT=cpu", "VARIANT=cuda"):
+        assert "-c requirements.lock" in installed(tmp_path, variant)[1]
+
+
 def test_installed_versions_match_the_requirements():
     for name, requirement in {**required("requirements.txt"), **required("requirements-dev.txt")}.items():
         assert requirement.specifier.contains(version(name), prereleases=True), name
@@ -191,7 +201,7 @@ def test_the_hosting_guide_lists_every_limit_with_its_values():
     assert list(rows) == [field.name.upper() for field in fields(HostLimits)]
     for limits, column in ((HostLimits(), 0), (PUBLIC, 1)):
         expected = {name.lower(): str(getattr(limits, name.lower())).lower() for name in rows}
-        expected |= {"pairs": "all", "remote": {None: "any", (): "nobody"}[limits.remote]}
+        expected |= {"pairs": "all", "remote": {None: "any", (): "nobody"}[limits.remote], "hosts": "local"}
         assert expected == {name.lower(): row[column] for name, row in rows.items()}
 
 

@@ -87,9 +87,9 @@ def test_preflight_shows_estimates(tab: Any) -> None:
     expect(estimate).to_contain_text(re.compile("Preflight of draft: (gamma [1-8]: about|don't).*speed of AR decoding"))
     expect(estimate.locator("tbody tr")).to_have_count(8)
     page.locator("#method input").click()
-    page.get_by_role("option", name="tree:").click()
+    page.get_by_role("option", name="beam:").click()
     page.locator("#preflight").click()
-    expect(estimate).to_contain_text("preflight supports the methods draft, self, nasd")
+    expect(estimate).to_contain_text("preflight supports the methods draft, nasd")
     status(page, "ready")
     open_group(page, "More actions")
     page.locator("#reset").click()
@@ -401,7 +401,7 @@ def test_api_streams_the_trace(served: Any) -> None:
     estimate = client.predict(method="nasd", temperature=1, api_name="/preflight")
     assert estimate["advice"] and len(estimate["estimates"]) == 8 and estimate["c"] < 0.2
     with pytest.raises(Exception, match="preflight supports"):
-        client.predict(method="tree", api_name="/preflight")
+        client.predict(method="beam", api_name="/preflight")
 
 
 def test_cancelled_api_job_ends_the_run(served: Any, scripts: Scripts) -> None:

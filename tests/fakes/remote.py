@@ -18,7 +18,23 @@ from specdemo.drafters.model import ModelDrafter
 from specdemo.remote.client import RemoteVerifier
 from specdemo.remote.contexts import Contexts, StaleRequest, UnknownContext
 from specdemo.remote.link import ContextGone, MeteredNetwork, RequestSuperseded
-from specdemo.remote.protocol import CODECS, NetworkMessage, VerifyConfig, VerifyRequest
+from specdemo.remote.protocol import CODECS, NetworkMessage, ServiceInfo, VerifyConfig, VerifyRequest
+
+INFO = ServiceInfo(
+    name="table",
+    vocab_size=VOCAB,
+    context=64,
+    stop=[3],
+    tokenizer="",
+    engine="table",
+    dtype="float32",
+    device="cpu",
+    threads=1,
+    weight_bytes=0,
+    bit_equal=True,
+)
+OPEN = {"ctx_id": "a", "round": 0, "base": 0, "k": 0, "tokens": [2, 0, 2, 0], "sampling_cfg": {"temp": 1.0}}
+DRAFTED = {**OPEN, "k": 2, "draft_tokens": [1, 2], "q_token_probs": [0.5, 0.5]}
 
 
 class TableCache:

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +29,7 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import PAIRS
 from specdemo.recipe import Recipe
+from specdemo.ui.limits import PUBLIC, HostLimits
 from specdemo.worker import BackgroundTask, TaskProgress
 
 NAME, SECRET = "tiny/target", "hf_aSecretThatMustNotShow"
@@ -90,6 +92,26 @@ def test_models_are_downloaded_once_with_progress(hub: Hub, server: StandIn, fil
     again = load(ModelSpec(NAME, device="cpu"), hub)
     assert not server.gets("resolve") and not server.gets("cdn")
     assert torch.equal(again.model.embedding, loaded.model.embedding)
+
+
+def test_untrusted_models_use_neither_the_token_nor_the_cache_filled_with_it(server: StandIn, tmp_path: Path) -> None:
+    known, strange = (Hub(server.endpoint, tmp_path, SECRET, frozenset({name})) for name in (NAME, "other/model"))
+    load(ModelSpec(NAME, device="cpu"), known)
+    assert server.trusted == {f"Bearer {SECRET}"}
+    server.trusted.clear()
+    server.asked.clear()
+    load(ModelSpec(NAME, device="cpu"), strange)
+    assert not server.trusted and server.gets("resolve")
+    server.faults.status = 401  # a private model
+    load(ModelSpec(NAME, device="cpu"), known)
+    shutil.rmtree(tmp_path / "visitors")
+    refusal(strange)
+
+
+def test_visitors_of_a_public_page_use_the_token_for_offered_pairs_only() -> None:
+    pair = PAIRS["bundled"]
+    assert replace(PUBLIC, models="hub").hub.trusted == {pair.target, pair.drafter}
+    assert HostLimits().hub.trusted is None
 
 
 def test_code_and_pickles_are_not_downloaded(hub: Hub, server: StandIn) -> None:

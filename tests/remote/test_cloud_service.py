@@ -21,7 +21,7 @@ from typing import Any
 import msgpack
 import pytest
 from fakes.enumeration import TARGET, VOCAB
-from fakes.remote import TableCache, contexts, decode_locally
+from fakes.remote import DRAFTED, INFO, OPEN, TableCache, contexts, decode_locally
 from fakes.trace_lines import trace_lines as generate
 from fastapi.testclient import TestClient
 
@@ -37,21 +37,6 @@ from specdemo.remote.server import RateLimiter, ServiceLimits, create_app
 from specdemo.worker import Worker
 
 ROOT = Path(__file__).parents[2]
-INFO = ServiceInfo(
-    name="table",
-    vocab_size=VOCAB,
-    context=64,
-    stop=[3],
-    tokenizer="",
-    engine="table",
-    dtype="float32",
-    device="cpu",
-    threads=1,
-    weight_bytes=0,
-    bit_equal=True,
-)
-OPEN = {"ctx_id": "a", "round": 0, "base": 0, "k": 0, "tokens": [2, 0, 2, 0], "sampling_cfg": {"temp": 1.0}}
-DRAFTED = {**OPEN, "k": 2, "draft_tokens": [1, 2], "q_token_probs": [0.5, 0.5]}
 
 
 def client(worker: Worker | None = None, table: Contexts | None = None, **options: Any) -> TestClient:

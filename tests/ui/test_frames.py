@@ -228,7 +228,7 @@ def test_speed_up_is_the_ratio_of_the_two_measured_speeds() -> None:
 def test_slowdown_is_reported() -> None:
     words = verdict(compared(0.006).lanes)
     assert words.startswith("Speculation lost: 0.5× the speed of AR decoding")
-    assert "try" in words
+    assert "disable speculation" in words
 
 
 def probs(*top: tuple[int, float]) -> dict:
@@ -337,23 +337,45 @@ def test_no_verdict_without_both_runs() -> None:
     assert lane_speedup(run.lanes) is None and verdict(run.lanes) == ""
 
 
-def test_run_store_evicts_the_least_recently_used_run() -> None:
-    runs = RunStore(capacity=3)
-    first, second, third = (runs.new(f"visitor {i}", (SPEC,)) for i in range(3))
-    assert runs.get(first.id) is first
-    fourth = runs.new("visitor 3", (SPEC,))
-    assert len(runs) == 3 and runs.get(second.id) is None
-    assert all(runs.get(run.id) is run for run in (first, third, fourth))
-    assert len({run.id for run in (first, second, third, fourth)}) == 4
+def test_run_store_evicts_the_least_recently_used_finished_run() -> None:
+    runs = RunStore(per_visitor=3)
+    first, second, third = (runs.new(f"session {i}", (SPEC,)) for i in range(3))
+    for run in (second, third):
+        run.finish()
+    assert runs.get(first.id) is first and runs.get(second.id) is second
+    fourth = runs.new("session 3", (SPEC,))
+    assert len(runs) == 3 and runs.get(third.id) is None
+    assert all(runs.get(run.id) is run for run in (first, second, fourth))
+
+
+def finished() -> Run:
+    run = whole(Run())
+    run.finish()
+    return run
 
 
 def test_run_store_is_bounded_in_characters() -> None:
-    first, second = whole(Run()), whole(Run())
-    runs = RunStore(max_characters=first.size + second.size - 1)
+    first, second = finished(), finished()
+    runs = RunStore(max_characters=first.size + second.size + 8_000)
     assert first.size >= len(first.trace(SPEC)) + len("".join(first.records))
     runs.keep(first)
     runs.keep(second)
     assert runs.get(first.id) is None and runs.get(second.id) is second
+
+
+def test_other_visitors_evict_neither_active_runs_nor_finished_ones_of_modest_visitors() -> None:
+    size = finished().size + 4_000
+    runs, stopped = RunStore(max_characters=20 * size), []
+    active = runs.new("victim", (SPEC,), "192.0.2.1")
+    active.stop = lambda: stopped.append(True)
+    kept = finished()
+    runs.keep(kept, "192.0.2.1")
+    for i in range(70):
+        runs.keep(finished(), "192.0.2.2")
+        runs.keep(finished(), f"198.51.100.{i % 2}")
+    assert runs.get(kept.id) is kept and len(runs) <= 20
+    runs.stop_run(active.id)
+    assert stopped
 
 
 @pytest.mark.parametrize("nonsense", [None, 7, [], {}, "no such run"])

@@ -163,6 +163,11 @@ def test_only_finished_remote_runs_have_link_metrics() -> None:
     assert "0.8 kB up" in said and "1 tokens were committed provisionally" in said and "1 tokens were confirmed" in said
 
 
+def test_markdown_of_a_trace_is_escaped() -> None:
+    said = describe_link(edge_lane(played(*LINES, method="![](http://evil.example/a.png)")))
+    assert "![](" not in said and "evil" in said
+
+
 def test_the_timeline_names_every_part() -> None:
     drawn = timeline_svg(steps_of(*LINES), 1, 2)
     assert drawn.count("<rect") == 2 * 8 and "drafting: 3.00 ms" in drawn and "2: 3/3" in drawn

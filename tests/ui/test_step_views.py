@@ -143,6 +143,24 @@ def test_what_if_requires_tested_chains() -> None:
     assert "does not contain the cost" in rounds.what_if(made)[1]
 
 
+def test_what_if_is_calibrated_on_the_measured_lanes() -> None:
+    """Gamma 0 is the speed of the AR lane; a run outside the range of its own gamma gets no advice."""
+    made, plain = (
+        lane(PREFILL, REJECTION, ALL_KEPT),
+        lane(PREFILL, *(step(i, pieces=["a"]) for i in (1, 2)), method="ar"),
+    )
+    found, _ = rounds.what_if(made, plain)
+    assert found["rows"][0][2] == pytest.approx(plain.metrics.tokens_per_second, abs=1e-3)
+    assert rounds.what_if(made, lane(PREFILL, step(1, pieces=["a"]), target="other"))[0]["rows"][0] != found["rows"][0]
+    gamma, _, speed, low, high = found["rows"][3]
+    assert gamma == found["gamma"] and found["fits"] == (low <= made.metrics.tokens_per_second <= high)
+    rejected = [
+        REJECTION | {"i": i, "tokens": [1], "pieces": ["X"], "accepted": [], "beta": [1.0, None, None]}
+        for i in range(1, 30)
+    ]
+    assert rounds.what_if(lane(PREFILL, *rejected))[0]["fits"] is False  # beta does not describe these outcomes
+
+
 def test_other_gammas_of_a_real_run_agree_with_the_run_itself() -> None:
     run = Run()
     recipe = Recipe(pair="bundled", gamma=3, temperature=1.0, max_tokens=160, seed=3, top=5)
@@ -150,7 +168,7 @@ def test_other_gammas_of_a_real_run_agree_with_the_run_itself() -> None:
         run.absorb(SPEC, event)
     made = run.lanes[SPEC]
     found, _ = rounds.what_if(made)
-    passes = {gamma: tokens for gamma, tokens, _ in found["rows"]}
+    passes = {gamma: tokens for gamma, tokens, *_ in found["rows"]}
     measured = made.metrics.as_dict()["tokens_per_target_pass"]
     assert passes[3] == pytest.approx(measured, rel=0.15)  # single text: expected against measured value
     assert passes[0] == 1.0 and passes[1] < passes[3] < passes[8]

@@ -17,6 +17,7 @@ from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run, read_traces
 from specdemo.ui.lane import PLAIN, SPEC
 
+RECIPE = header()["recipe"]
 LINES = (header(), PREFILL, REJECTION, ALL_KEPT, CUT, end())
 
 
@@ -104,6 +105,14 @@ def changed(line: dict, **more: Any) -> str:
         (changed(REJECTION, choices=[[]]), "choices"),
         (changed(REJECTION).replace("0.02", "NaN"), "finite number"),
         (changed(REJECTION).replace("0.02", "1e999"), "finite number"),
+        (text(header() | {"recipe": RECIPE | {"x": 1e999}}).replace("Infinity", "1e999"), "finite number"),
+        (text(header() | {"recipe": RECIPE | {"cloud": {"x": [{"y": float("nan")}]}}}), "finite number"),
+        (text(header() | {"recipe": RECIPE | {"x": [[]] * 10_000}}), "unknown fields have more than 20,000 characters"),
+        (text(header() | {"environment": {"x": "y" * 20_001}}), "unknown fields have more than 20,000 characters"),
+        (text(header() | {"x": 0}).replace("0}", "[" * 30 + "]" * 30 + "}"), "more than 16 deep"),
+        (text(header() | {"x": 0}).replace("0}", '[{"a":' * 30 + "0" + "}]" * 30 + "}"), "more than 16 deep"),
+        ('"' * 100_001, "line 1 is not JSON"),
+        ('{"x": "' + r"\"" * 100_000, "line 1 is not JSON"),
         (text(header(), PREFILL, {"end": "whatever", "error": None, "metrics": {}}), "end: "),
     ],
 )
@@ -112,6 +121,22 @@ def test_invalid_traces_raise(given: Any, words: str) -> None:
         read_traces(given)
     said = str(refused.value)
     assert words in said and len(said) < 400 and "\n" not in said
+
+
+@pytest.mark.parametrize("item", ["[],", "{},", "1,", '"",', "[[]],"])
+def test_many_small_values_are_refused_before_parsing(item: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Empty lists take 28 times the memory of their text."""
+    monkeypatch.setattr("json.loads", None)
+    large = text(header())[:-2] + f', "x": [{item * 700_000}0]}}'
+    with pytest.raises(UserError, match="line 1 has (more than 500,000 values|.* characters)"):
+        read_traces(large)
+    with pytest.raises(UserError, match="line 1 has .* characters: at most 4,000,000"):
+        read_traces('{"specdemo": 1, "prompt": "' + "x" * 4_000_000)
+
+
+def test_texts_with_brackets_are_read() -> None:
+    odd = '"}]{[\\" \\'
+    assert read_traces(text(header(prompt=odd), PREFILL | {"pieces": [odd], "text": odd}, end())).plan == (SPEC,)
 
 
 def test_too_many_steps_raise_early() -> None:

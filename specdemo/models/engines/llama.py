@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdemo.core.step import Draft
+from specdemo.models.engines.cuda_graphs import GRAPH_LIMIT, MAX_ROWS, GraphRecorder, graph_keys, graph_rows
 from specdemo.models.engines.generic import positions, visible
 from specdemo.models.engines.llama_weights import LlamaWeights
 
 PROMPT_CHUNK = 512  # prompt rows per pass: masks grow with rows times keys
-_CACHED_ROWS = 16  # limit for cached masks and recordings
 
 # The last bits of attention depend on the numbers of rows and keys (vector width, small-batch kernels, split sums), but
 # not for these numbers (observed with oneDNN and MKL on Zen 4; `check_invariance` tests the local machine).
@@ -50,37 +50,16 @@ class PassShape:
     unpadded: Tensor  # view without padding `[n, kv_heads, group, dim]`
 
 
-def record_graph(forward: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Capture `forward` as a CUDA graph. Each replay overwrites the returned tensor.
-
-    Two warm-up runs on a side stream initialise libraries, which must not be captured.
-    """
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        forward(), forward()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = forward()
-
-    def replay() -> Tensor:
-        graph.replay()
-        return out
-
-    return replay
-
-
 class LlamaEngine:
     def __init__(self, model: LlamaWeights, record: Recorder | None = None) -> None:
         self._model = model
-        self._record = record or (record_graph if model.recordable else None)
+        self._record = record or (GraphRecorder(model.device) if model.recordable else None)
         self._recordings: dict[tuple[int, int], Recording] = {}
         self._length = self._written = self._capacity = 0
         self._kv = torch.empty(0, 0, 0, 0)  # [layers, key heads + value heads, positions, dim]
         self._angles = torch.empty(0)
         self._shapes: dict[int, PassShape] = {}
-        self._masks: dict[int, Tensor] = {}
+        self._masks: dict[int, tuple[Tensor, Tensor]] = {}  # causal mask of twice the capacity, aligned buffer
         self._states: tuple[int, tuple[Tensor, ...], tuple[Tensor, ...]] = (0, (), ())
 
     def keep(self, length: int, slots: list[int]) -> None:
@@ -105,32 +84,56 @@ class LlamaEngine:
         return self._kv.numel() * self._kv.element_size()
 
     def run(self, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
-        model = self._model
         while len(new) > PROMPT_CHUNK + len(draft):
             self.run(new[:PROMPT_CHUNK], held, Draft())
             new, held = new[PROMPT_CHUNK:], held + PROMPT_CHUNK
-        n, end = len(new), held + len(new)
-        if end > self._capacity:
-            self._grow(end)
-        width = padded_keys(end)
+        n, last = len(new), len(draft) + 1
+        if self._records and n <= MAX_ROWS and (logits := self._replay(new, held, draft)) is not None:
+            logits = logits[:n][-last:]
+        else:
+            inputs, shape = self._inputs(new, held, draft, padded_keys(held + n))
+            slots = self._kv[:, :, held : held + n].transpose(1, 2).unbind()
+            logits = self._forward(*inputs[:2], shape, lambda i, states: slots[i].copy_(states), last)
+        self._length = held + n
+        return logits
+
+    @torch.inference_mode()
+    def prepare(self, rows: Iterable[int], start: int, end: int) -> None:
+        if not self._records or max(start, self._length) + MAX_ROWS > end:
+            return
+        try:
+            self._reserve(graph_keys(end))
+        except RuntimeError:  # memory: reported by the run
+            return
+        counts = sorted({graph_rows(n) for n in rows if n <= MAX_ROWS})
+        width = graph_keys(start + 1)
+        while width <= graph_keys(end) and self._records:
+            for n in counts:
+                if (n, width) not in self._recordings:  # writes behind the text
+                    self._record_pass(*self._inputs([0] * n, end - n, Draft(), width), width)
+            width *= 2
+
+    @property
+    def _records(self) -> bool:
+        return self._record is not None and self._model.graphs
+
+    def _inputs(
+        self, new: list[int] | Tensor, held: int, draft: Draft, width: int
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], PassShape]:
+        n, end, device = len(new), held + len(new), self._model.device
+        self._reserve(max(end, width))
         if draft.is_chain:
             angles = self._angles[:, held:end]
             mask = self._chain_mask(n, held, width)
         else:
-            angles = self._angles[:, torch.tensor(positions(n, held, draft), device=model.device)]
+            angles = self._angles[:, torch.tensor(positions(n, held, draft), device=device)]
             mask = self._mask(F.pad(visible(n, held, draft), (0, width - end)))
-        shape = self._shape(n, angles)
         if width != self._states[0]:
             keys_and_values = self._kv[:, None, :, :width].chunk(2, 2)
             self._states = (width, *(states.unbind() for states in keys_and_values))
-        ids = torch.as_tensor(new, device=model.device)
-        if self._record and n <= _CACHED_ROWS:
-            logits = self._replay(ids, mask, shape, held)[-len(draft) - 1 :]
-        else:
-            slots = self._kv[:, :, held:end].transpose(1, 2).unbind()
-            logits = self._forward(ids, mask, shape, lambda i, states: slots[i].copy_(states), len(draft) + 1)
-        self._length, self._written = end, max(end, self._written)
-        return logits
+        self._written = max(end, self._written)
+        inputs = torch.as_tensor(new, device=device), mask, torch.arange(held, end, device=device)
+        return inputs, self._shape(n, angles)
 
     def _forward(
         self, ids: Tensor, mask: Tensor, shape: PassShape, write: Callable[[int, Tensor], object], last: int
@@ -156,26 +159,45 @@ class LlamaEngine:
             rows = rows.add_(layer.down(F.silu(gate).mul_(up)))
         return model.head(model.leave(rows[-last:]))
 
-    def _replay(self, ids: Tensor, mask: Tensor, shape: PassShape, held: int) -> Tensor:
-        n, width = len(ids), mask.shape[1]
-        slots = torch.arange(held, held + n, device=ids.device)
-        if (n, width) not in self._recordings:
-            inputs = ids.clone(), mask.clone(), slots.clone()
-
-            def forward() -> Tensor:
-                def write(i: int, states: Tensor) -> object:
-                    return self._kv[i].transpose(0, 1).index_copy_(0, inputs[2], states)
-
-                return self._forward(inputs[0], inputs[1], shape, write, n)
-
-            assert self._record is not None
-            self._recordings[n, width] = Recording(inputs, self._record(forward))
-        recording = self._recordings[n, width]
-        for buffer, value in zip(recording.inputs, (ids, mask, slots), strict=True):
+    def _replay(self, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor | None:
+        if padding := graph_rows(len(new)) - len(new):  # overwritten by the next pass
+            first = len(draft) - 1 if draft.is_chain else -1
+            parents = (*draft.parents, first, *range(len(draft), len(draft) + padding - 1))
+            draft = Draft((*draft.tokens, *[0] * padding), parents)
+            new = [*(new.tolist() if isinstance(new, Tensor) else new), *[0] * padding]
+        width = graph_keys(held + len(new))
+        inputs, shape = self._inputs(new, held, draft, width)
+        recording = self._recordings.get((len(new), width)) or self._record_pass(inputs, shape, width)
+        if recording is None:
+            return None
+        for buffer, value in zip(recording.inputs, inputs, strict=True):
             buffer.copy_(value)
         return recording.replay().clone()
 
-    def _grow(self, end: int) -> None:
+    def _record_pass(self, inputs: tuple[Tensor, Tensor, Tensor], shape: PassShape, width: int) -> Recording | None:
+        ids, mask, slots = buffers = tuple(values.clone() for values in inputs)
+        if len(self._recordings) >= GRAPH_LIMIT:
+            self._recordings.clear()
+
+        def forward() -> Tensor:
+            def write(i: int, states: Tensor) -> object:
+                return self._kv[i].transpose(0, 1).index_copy_(0, slots, states)
+
+            return self._forward(ids, mask, shape, write, len(ids))
+
+        assert self._record is not None
+        try:
+            recording = Recording(buffers, self._record(forward))
+        except RuntimeError as error:  # no memory, or a kernel that cannot be captured
+            self._recordings.clear()
+            self._model.stop_recording(error)
+            return None
+        self._recordings[len(ids), width] = recording
+        return recording
+
+    def _reserve(self, end: int) -> None:
+        if end <= self._capacity:
+            return
         model, old = self._model, self._kv
         capacity = max(KEY_BLOCK, 2 * self._capacity, end + -end % KEY_BLOCK)
         # Masked values are multiplied by 0 and must not be NaN.
@@ -204,25 +226,30 @@ class LlamaEngine:
                 device=model.device,
             )
             unpadded = query[0, :, : n * group].unflatten(1, (n, group)).transpose(0, 1)
-            cached = {rows: shape for rows, shape in self._shapes.items() if rows <= _CACHED_ROWS}
+            cached = {rows: shape for rows, shape in self._shapes.items() if rows <= MAX_ROWS}
             self._shapes = cached | {n: PassShape(padded.unbind(), padded[:, :, :rotated], query, unpadded)}
         shape = self._shapes[n]
         shape.rotated.copy_(angles)
         return shape
 
     def _chain_mask(self, n: int, held: int, width: int) -> Tensor:
-        """Return the mask of a chain; for few rows a view into a cached causal mask."""
-        ones = partial(torch.ones, dtype=torch.bool, device=self._model.device)
-        if n > _CACHED_ROWS:
+        """Return the mask of a chain; for few rows copied from a cached causal mask.
+
+        A view would start at any element, but CUDA's memory-efficient attention requires 16-byte alignment.
+        """
+        ones = partial(torch.ones, dtype=torch.bool)
+        if n > MAX_ROWS:
             return self._mask(ones(n, width).tril(held))
         if n not in self._masks:
-            self._masks[n] = self._mask(ones(n, 2 * self._capacity).tril(self._capacity))
+            causal = self._mask(ones(n, 2 * self._capacity).tril(self._capacity))
+            self._masks[n] = causal, causal.new_empty(len(causal) * self._capacity)
+        causal, buffer = self._masks[n]
         first = self._capacity - held
-        return self._masks[n][:, first : first + width]
+        return buffer[: len(causal) * width].view(len(causal), width).copy_(causal[:, first : first + width])
 
     def _mask(self, seen: Tensor) -> Tensor:
-        """Convert to an additive mask `[n * group + padding, keys]`."""
+        """Convert a mask on the host to an additive mask `[n * group + padding, keys]`."""
         model = self._model
-        mask = torch.zeros(seen.shape, dtype=model.dtype).masked_fill_(~seen.cpu(), torch.finfo(model.dtype).min)
+        mask = torch.zeros(seen.shape, dtype=model.dtype).masked_fill_(~seen, torch.finfo(model.dtype).min)
         mask = mask.repeat_interleave(model.heads // model.kv_heads, 0)
         return F.pad(mask, (0, 0, 0, -len(mask) % _QUERY_ROWS)).to(model.device)

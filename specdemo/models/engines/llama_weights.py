@@ -119,7 +119,8 @@ class LlamaWeights:
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         self._parts: list[nn.Module | Tensor] = []
         self.idle: list[Any] = []
-        self.graphs = True
+        self._thin: tuple[list[int], LlamaWeights] | None = None
+        self.graphs, self.graph_failure = True, ""
         self._consume = consume
         self.paired = self.dtype == torch.float32 and all(
             type(getattr(layer.self_attn, name)) is nn.Linear
@@ -135,12 +136,12 @@ class LlamaWeights:
 
     @property
     def recordable(self) -> bool:
-        """True if passes can be CUDA graphs; LLM.int8() synchronises with the host."""
-        return (
-            self.graphs
-            and self.device.type == "cuda"
-            and not any("8bit" in type(module).__name__ for module in self.modules())
-        )
+        """True if passes can be CUDA graphs; LLM.int8() with a threshold synchronises with the host."""
+        states = (getattr(module, "state", None) for module in self.modules())
+        return self.device.type == "cuda" and not any(getattr(state, "threshold", 0) > 0 for state in states)
+
+    def stop_recording(self, error: RuntimeError) -> None:
+        self.graphs, self.graph_failure = False, next(iter(str(error).splitlines()), type(error).__name__)
 
     def modules(self) -> list[nn.Module]:
         return [part for part in self._parts if isinstance(part, nn.Module)]
@@ -152,9 +153,18 @@ class LlamaWeights:
         )
 
     def with_layers(self, kept: Sequence[int]) -> LlamaWeights:
+        """Return the model with the layers `kept`; retain its graphs."""
+        if self._thin and self._thin[0] == list(kept):
+            return self._thin[1]
         thin = copy.copy(self)
-        thin.layers, thin.idle = [self.layers[i] for i in kept], []
+        thin.layers, thin.idle, thin._thin = [self.layers[i] for i in kept], [], None
+        if self.recordable:
+            self._thin = list(kept), thin
         return thin
+
+    def release(self) -> None:
+        self.idle.clear()
+        self._thin = None
 
     def rotation(self, token_positions: Tensor) -> Tensor:
         """Return the angles for `turn`: complex `[1, n, 1, dim / 2]`, or cosines and signed sines `[2, n, 1, dim]`."""
@@ -312,5 +322,5 @@ def with_dropout(model: PreTrainedModel | LlamaWeights, seed: int, share: float 
     width = model.embedding.shape[1]
     mask = (torch.rand(width, generator=generator) >= share).to(model.embedding)
     thin = copy.copy(model)
-    thin.embedding, thin.idle = model.embedding * mask / (1 - share), []
+    thin.embedding, thin.idle, thin._thin = model.embedding * mask / (1 - share), [], None
     return thin

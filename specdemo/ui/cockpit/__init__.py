@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
+from typing import Any
 
 import gradio as gr
+
+from specdemo.ui.api import address_of
 
 _FOLDER = Path(__file__).parent
 # One scope, in order of dependency.
 _SCRIPTS = ("lanes", "socket", "tiles", "tooltip", "replay", "charts", "inspector", "page_actions")
 
 
-def cockpit(server_functions: list[Callable]) -> gr.HTML:
+def cockpit(server_functions: list[Callable], max_trace: int) -> gr.HTML:
     """Create the component; the browser calls `server_functions` by name with one argument."""
 
-    def copy(function: Callable) -> Callable:  # gradio sets attributes, which bound methods do not support
-        return wraps(function)(lambda argument: function(argument))
+    def copy(function: Callable) -> Callable:
+        with_address = "address" in inspect.signature(function).parameters
+
+        def call(argument: Any, request: gr.Request) -> Any:
+            return function(argument, address_of(request)) if with_address else function(argument)
+
+        call.__name__ = function.__name__
+        return call
 
     return gr.HTML(
         html_template=(_FOLDER / "cockpit.html").read_text(encoding="utf-8"),
-        js_on_load="\n".join(map(script, _SCRIPTS)),
+        js_on_load="\n".join(script(name, {"MAX_TRACE": str(max_trace)}) for name in _SCRIPTS),
         apply_default_css=False,
         server_functions=[copy(function) for function in server_functions],
         elem_id="cockpit",

@@ -72,23 +72,28 @@ function chartTimes(rows) { // table rows; beyond MAX_BARS, adjacent steps are a
   return make("div", {}, canvas(`Time per step. Total: ${totals}`, WIDTH, HEIGHT, ...axes(top, (x) => x.toFixed(1), marks), ...bars), legend);
 }
 
-function chartWhatIf(estimate, reason) {
+function chartWhatIf(estimate, reason) { // rows: gamma, tokens per pass, tokens/s, range of 95 % of the runs
   if (!estimate) return make("p", { class: "quiet", text: reason });
-  const { rows, gamma, measured } = estimate;
-  const top = 1.1 * Math.max(measured, ...rows.map((row) => row[2]));
+  const { rows, gamma, measured, fits } = estimate;
+  const top = 1.1 * Math.max(measured, ...rows.map((row) => row[4]));
   const x = (g) => MARGIN_LEFT + 14 + (g / Math.max(1, rows.at(-1)[0])) * (WIDTH - MARGIN_LEFT - 28);
   const y = (rate) => HEIGHT - MARGIN_BOTTOM - height(rate / top);
   const best = rows.reduce((a, b) => (b[2] > a[2] ? b : a));
+  const advised = fits && best[0] !== gamma && best[3] > measured;
+  const outline = [...rows.map((row) => [row[0], row[4]]), ...rows.toReversed().map((row) => [row[0], row[3]])];
+  const band = svg("polygon", { points: outline.map(([g, rate]) => `${x(g)},${y(rate)}`).join(" "), class: "band" });
   const line = svg("polyline", { points: rows.map(([g, , rate]) => `${x(g)},${y(rate)}`).join(" "), class: "line" });
-  const dots = rows.map(([g, passes, rate]) => {
-    const dot = svg("circle", { cx: x(g), cy: y(rate), r: g === best[0] ? 5 : 3, class: g === best[0] ? "dot best" : "dot" });
-    dot.append(svg("title", { text: `γ ${g}: ${rate.toFixed(1)} tokens/s, ${passes.toFixed(2)} per pass` }));
+  const dots = rows.map(([g, passes, rate, low, up]) => {
+    const marked = advised && g === best[0];
+    const dot = svg("circle", { cx: x(g), cy: y(rate), r: marked ? 5 : 3, class: marked ? "dot best" : "dot" });
+    dot.append(svg("title", { text: `γ ${g}: ${rate.toFixed(1)} tokens/s (${low.toFixed(1)}–${up.toFixed(1)}), ${passes.toFixed(2)} per pass` }));
     return dot;
   });
-  const cross = gamma === null || gamma > rows.at(-1)[0] ? [] : [svg("path", { d: `M${x(gamma) - 6} ${y(measured)}h12M${x(gamma)} ${y(measured) - 6}v12`, class: "was" }, svg("title", { text: `measured: ${measured.toFixed(1)} tokens/s` }))];
-  const summary = `Estimated best: γ ${best[0]}, ${best[2].toFixed(0)} tokens/s. Measured (+)${gamma === null ? "" : `: γ ${gamma}`}, ${measured.toFixed(0)} tokens/s.`;
-  const table = make("table", { class: "other" }, make("tr", {}, ...["γ", "tokens per pass", "tokens/s"].map((text) => make("th", { text, scope: "col" }))),
-    ...rows.map(([g, passes, rate]) => make("tr", {}, ...[g, passes.toFixed(2), rate.toFixed(1)].map((text) => make("td", { text: String(text) })))));
+  const cross = gamma === null ? [] : [svg("path", { d: `M${x(gamma) - 6} ${y(measured)}h12M${x(gamma)} ${y(measured) - 6}v12`, class: "was" }, svg("title", { text: `measured: ${measured.toFixed(1)} tokens/s` }))];
+  const verdict = !fits ? "No advice: the estimate misses the measured speed." : advised ? `Estimated best: γ ${best[0]}, ${best[3].toFixed(0)}–${best[4].toFixed(0)} tokens/s.` : "No other draft length is clearly faster.";
+  const summary = `${verdict} Measured (+)${gamma === null ? "" : `: γ ${gamma}`}, ${measured.toFixed(0)} tokens/s.`;
+  const table = make("table", { class: "other" }, make("tr", {}, ...["γ", "tokens per pass", "tokens/s", "95 % of runs"].map((text) => make("th", { text, scope: "col" }))),
+    ...rows.map(([g, passes, rate, low, up]) => make("tr", {}, ...[g, passes.toFixed(2), rate.toFixed(1), `${low.toFixed(1)}–${up.toFixed(1)}`].map((text) => make("td", { text: String(text) })))));
   const marks = rows.map(([g]) => [x(g), String(g)]);
-  return make("div", {}, canvas(summary, WIDTH, HEIGHT, ...axes(top, (v) => v.toFixed(0), marks), line, ...dots, ...cross), make("p", { text: summary }), table);
+  return make("div", {}, canvas(summary, WIDTH, HEIGHT, ...axes(top, (v) => v.toFixed(0), marks), band, line, ...dots, ...cross), make("p", { text: summary }), table);
 }

@@ -57,7 +57,7 @@ for (const [name, { lane }] of Object.entries(lanes)) {
 }
 $("#save-all").addEventListener("click", async () => save(await server.trace([run, "all"]), "specdemo.jsonl", "application/x-ndjson"));
 
-const MAX_FILE_BYTES = 32e6; // same limit as on the server
+const MAX_FILE_BYTES = MAX_TRACE; // same limit as on the server
 
 async function openTrace(load) {
   if (busy) return say("failed", "a run is in progress: stop it, then open the trace");

@@ -90,7 +90,7 @@ def of_machine(device: str) -> str:
 
 
 def of_pairs(device: str, pairs: Mapping[str, Pair] = PAIRS) -> str:
-    """Return the memory required by every pair and target quantization, and if it is free.
+    """Return the memory required by every pair and target quantization, and if it fits into free memory.
 
     Pairs that are not downloaded use the catalogue's figure.
     """

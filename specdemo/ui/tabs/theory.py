@@ -22,7 +22,7 @@ from specdemo.core.theory import (
 )
 from specdemo.ui import theory_curves as curves
 from specdemo.ui.frames import Run
-from specdemo.ui.labels import figures_table
+from specdemo.ui.labels import escape_markdown, figures_table
 from specdemo.ui.tabs.components import line_plot, plot_value
 from specdemo.ui.tabs.worked_example import residual_example
 from specdemo.ui.theory_curves import SLIDERS, TheoryPoint, TheorySettings, point_of, point_words
@@ -113,7 +113,7 @@ def leviathan_table_2(run: TheoryPoint | None) -> str:
         rows.append((name, str(temperature), gamma, alpha, c, f"{measured:.1f}", theorem, f"{measured / theorem:.0%}"))
     if run:
         realised = f"{run.speedup / run.theorem:.0%}" if run.speedup and run.theorem else None
-        name, temperature = _run_label(run.method), f"{run.temperature:g}"
+        name, temperature = _run_label(escape_markdown(run.method)), f"{run.temperature:g}"
         rows.append((name, temperature, run.gamma, run.alpha, run.c, run.speedup, run.theorem, realised))
     head = ("task, drafter", "T", "γ", "α", "c", "measured", "Theorem 3.8", "realised")
     return (

@@ -21,7 +21,7 @@ from specdemo.ui.tabs.components import plot_value, probability_plot
 EXAMPLE_TOKENS = "abcd"
 EXAMPLE_P = (0.45, 0.32, 0.18, 0.05)  # every lossy rule visibly changes this p
 EXAMPLE_Q = (0.20, 0.30, 0.15, 0.35)
-TRIAL_TOKENS = 10_000
+TRIAL_TOKENS, MAX_TRIAL_GAMMA = 10_000, 4
 EXAMPLE_ORDER = [f"{probs}({token})" for token in EXAMPLE_TOKENS for probs in "pq"]
 TRIAL_ORDER = [f"{token} {part}" for token in EXAMPLE_TOKENS for part in ("p", "drawn", "q")]
 _UNADJUSTED = "rejection, corrections drawn from p: lossy"
@@ -45,8 +45,8 @@ def parse_probs(name: str, values: Sequence[float | None]) -> tuple[list[float],
     """Validate and normalize probabilities; return them with a note. Raises `UserError`."""
     weights: list[float] = []
     for token, value in zip(EXAMPLE_TOKENS, values, strict=True):
-        if value is None or not math.isfinite(value):
-            raise UserError(f"{name}({token}) must be a number, not {'empty' if value is None else value}")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < math.inf:
+            raise UserError(f"{name}({token}) must be a number{', not empty' if value is None else ''}")
         if value < 0:
             raise UserError(f"{name}({token}) is {value:g}, but probabilities must be at least 0")
         weights.append(value)
@@ -92,10 +92,12 @@ def example_bars(p: Sequence[float], q: Sequence[float]) -> list[ProbabilityBar]
 
 
 def try_rule(choice: str, p: Sequence[float], q: Sequence[float], gamma: int, seed: int) -> Trial:
-    if choice not in rule_choices():
-        raise UserError(f"unknown rule {choice}: choose one of {', '.join(rule_choices())}")
+    if not isinstance(choice, str) or choice not in rule_choices():
+        raise UserError(f"unknown rule: choose one of {', '.join(rule_choices())}")
+    if isinstance(gamma, bool) or gamma not in range(1, MAX_TRIAL_GAMMA + 1):
+        raise UserError(f"the draft length must be from 1 to {MAX_TRIAL_GAMMA}")
     name, adjust = rule_choices()[choice]
-    return trial(name, torch.tensor(p), torch.tensor(q), gamma, TRIAL_TOKENS, seed, adjust=adjust)
+    return trial(name, torch.tensor(p), torch.tensor(q), int(gamma), TRIAL_TOKENS, seed, adjust=adjust)
 
 
 def describe_trial(choice: str, result: Trial, p: Sequence[float], q: Sequence[float]) -> str:
@@ -143,7 +145,14 @@ def residual_example(tab: gr.Tab) -> None:
     with gr.Row():
         rule = gr.Dropdown(list(rule_choices()), label="Rule", scale=3, min_width=300, elem_id="theory-rule")
         gamma = gr.Slider(
-            1, 4, 1, step=1, label="Draft length γ (tokens)", scale=2, min_width=220, elem_id="theory-length"
+            1,
+            MAX_TRIAL_GAMMA,
+            1,
+            step=1,
+            label="Draft length γ (tokens)",
+            scale=2,
+            min_width=220,
+            elem_id="theory-length",
         )
         draw = gr.Button("Draw 10,000 tokens", scale=1, min_width=220, elem_id="theory-draw")
     trial_text = gr.Markdown(elem_id="theory-trial", elem_classes="figures")
@@ -167,7 +176,7 @@ def residual_example(tab: gr.Tab) -> None:
         text = note + describe_trial(choice, result, target, drafter)
         return [text, plot_value(trial_plot, trial_bars(result, target, drafter)), gr.Column(visible=True)]
 
-    hidden = {"show_progress": "hidden", "api_visibility": "private"}
+    hidden = {"show_progress": "hidden", "api_visibility": "private", "preprocess": False}
     inputs = [*p, *q]
     triggers = [tab.select, *(number.change for number in inputs)]
     gr.on(triggers, explain, inputs, [example_text, example_plot], trigger_mode="always_last", **hidden)

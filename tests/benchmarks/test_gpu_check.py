@@ -1,0 +1,40 @@
+"""The GPU check on a machine without a GPU: its message, and its comparisons on the fake of `torch.cuda`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from fakes.cuda import FakeCuda, FakeGraph
+from fakes.tiny_models import byte_level_tokenizer, save_model
+
+from benchmarks import gpu_check
+from specdemo.recipe import Recipe
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    folder = str(save_model(tmp_path / "model", byte_level_tokenizer(), max_position_embeddings=400))
+    return Recipe(target=folder, drafter=folder, device="cpu", dtype="bfloat16", temperature=0.0, max_tokens=4)
+
+
+def test_without_a_gpu_nothing_is_checked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", ["gpu_check"])
+    assert gpu_check.main() == 0
+    assert capsys.readouterr().out == "No GPU is present: nothing was checked.\n"
+
+
+def test_checks_compare_replayed_graphs_with_eager_passes(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCuda().install(monkeypatch)
+    error = gpu_check.replay_error(gpu_check.target(recipe))
+    assert 0 <= error < gpu_check.TOLERANCE
+    monkeypatch.setattr(FakeGraph, "replay", lambda graph: None)  # as an empty graph on the wrong device
+    assert gpu_check.replay_error(gpu_check.target(recipe)) > gpu_check.TOLERANCE
+
+
+def test_independent_checks_run(recipe: Recipe) -> None:
+    assert gpu_check.run_check("loading", recipe).startswith("passed")
+    assert gpu_check.run_check("float16_range", recipe).startswith("passed")
+    assert gpu_check.run_check("verification", recipe).startswith("passed")

@@ -1,0 +1,145 @@
+"""Fake of `torch.cuda` graphs: real operations on the CPU, with streams, memory pools, workspaces and their lifetimes.
+
+A graph records the operations of a capture and replays them into the same tensors. Every stream has a cuBLAS workspace,
+which is freed with any graph of the stream (torch 2.13, pytorch#193402); replaying another graph of that stream is an
+illegal access.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from specdemo.models.engines.llama_weights import LlamaWeights
+
+STREAMS = 32  # streams of a device, returned in turn
+CALLING_HOST = ("_local_scalar_dense", "nonzero", "lift_fresh", "is_nonzero", "equal")
+CREATING = ("empty.memory_format", "zeros", "ones", "full", "arange", "scalar_tensor", "tensor")
+
+
+class IllegalAccess(RuntimeError):
+    pass
+
+
+class IllegalCapture(RuntimeError):
+    pass
+
+
+@dataclass(eq=False)
+class FakeStream:
+    device: torch.device
+    cuda_stream: int
+    waited: list[int] = field(default_factory=list)
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.waited.append(other.cuda_stream)
+
+
+class Recorded(TorchDispatchMode):
+    """Record operations; refuse those that are illegal during a capture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func).removeprefix("aten.")
+        if name.startswith(CALLING_HOST + CREATING) or (kwargs or {}).get("device") is not None:
+            raise IllegalCapture(f"{func} during a capture")
+        out = func(*args, **(kwargs or {}))
+        self.operations.append((func, args, kwargs or {}, out))
+        return out
+
+
+class FakeGraph:
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda, self.stream, self.workspace = cuda, 0, object()
+        self.recorded = Recorded()
+
+    def begin(self, stream: FakeStream, pool: object) -> None:
+        self.stream, self.pool = stream.cuda_stream, pool
+        self.workspace = self.cuda.workspaces[stream.cuda_stream]  # created by the warm-up
+        weakref.finalize(self, self.cuda.workspaces.pop, self.stream, None)
+
+    def replay(self) -> None:
+        self.cuda.replays += 1
+        if self.cuda.workspaces.get(self.stream) is not self.workspace:
+            raise IllegalAccess(f"the workspace of stream {self.stream} was freed")
+        for func, args, kwargs, out in self.recorded.operations:
+            new = func(*args, **kwargs)
+            for old, value in zip(tree_leaves(out), tree_leaves(new), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != value.data_ptr():
+                    old.copy_(value)
+
+
+class FakeCuda:
+    """Install with `install`; `captures` lists (stream, pool, error mode, current device) of every capture."""
+
+    def __init__(self) -> None:
+        self.default = FakeStream(torch.device("cuda", 0), 0)
+        self.stack: list[FakeStream] = [self.default]
+        self.devices: list[Any] = []
+        self.numbers, self.pools = count(), count(1)
+        self.workspaces: dict[int, object] = {}
+        self.captures: list[tuple[FakeStream, int, str, Any]] = []
+        self.graphs: weakref.WeakSet[FakeGraph] = weakref.WeakSet()
+        self.replays = 0
+        self.fail: Callable[[], None] = lambda: None
+
+    @property
+    def current(self) -> FakeStream:
+        return self.stack[-1]
+
+    def new_stream(self, device: torch.device) -> FakeStream:
+        return FakeStream(device, 1 + next(self.numbers) % STREAMS)
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        before = list(self.stack)
+        self.stack.append(stream)
+        self.workspaces.setdefault(stream.cuda_stream, object())
+        try:
+            yield
+        finally:
+            self.stack[:] = before
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        self.devices.append(device)
+        try:
+            yield
+        finally:
+            self.devices.pop()
+
+    @contextmanager
+    def graph(self, graph: FakeGraph, pool: int, stream: FakeStream, capture_error_mode: str) -> Iterator[None]:
+        self.stack.append(stream)
+        self.captures.append((stream, pool, capture_error_mode, self.devices[-1]))
+        graph.begin(stream, pool)
+        self.graphs.add(graph)
+        with graph.recorded:
+            yield
+        self.fail()  # like `capture_end`, which then leaves the stream set
+        self.stack.pop()
+
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        for name, value in {
+            "Stream": self.new_stream,
+            "stream": self.stream,
+            "device": self.device,
+            "current_stream": lambda device=None: self.current,
+            "CUDAGraph": lambda: FakeGraph(self),
+            "graph_pool_handle": lambda: next(self.pools),
+            "graph": self.graph,
+        }.items():
+            patch.setattr(torch.cuda, name, value)
+        patch.setattr(LlamaWeights, "recordable", property(lambda weights: True))

@@ -1,0 +1,242 @@
+"""Accelerators without one: choice of device and dtype, messages, operators of MPS, synchronisations of a step."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from fakes.tiny_models import LLAMA, byte_level_tokenizer, save_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig
+
+import specdemo
+from specdemo import generate as run_recipe
+from specdemo.bench.baselines import Baselines
+from specdemo.core.errors import UserError
+from specdemo.core.events import End, Header, StepEvent
+from specdemo.core.sampling import Noise
+from specdemo.models import load as loading
+from specdemo.models import memory, memory_plan, spec
+from specdemo.models.load import place
+from specdemo.models.model_pool import ModelPool
+from specdemo.models.spec import SPREAD, ModelSpec, find_device, unused_gpu
+from specdemo.recipe import METHODS, Recipe
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A machine with two GPUs."""
+    machine = SimpleNamespace(capability=(8, 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: machine.capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {torch.device(device).index}")
+    return machine
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_model(tmp_path_factory.mktemp("models") / "model", byte_level_tokenizer()))
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [((7, 5), "float16"), ((8, 0), "bfloat16"), ((12, 0), "bfloat16")])
+@pytest.mark.parametrize("quantization", ["none", "int8", "nf4"])
+def test_automatic_dtypes_have_fast_kernels(
+    capability: tuple[int, int], dtype: str, quantization: str, gpus: SimpleNamespace
+) -> None:
+    gpus.capability = capability
+    assert ModelSpec("x", quantization=quantization).resolved().dtype == dtype
+    on_cpu = ModelSpec("x", quantization=quantization, device="cpu").resolved().dtype
+    assert on_cpu == ("float16" if quantization == "int8" else "float32")
+
+
+def test_names_of_a_device_are_one_device(gpus: SimpleNamespace) -> None:
+    assert {str(find_device(name)) for name in ("auto", "cuda", "cuda:0")} == {"cuda:0"}
+    assert str(find_device("cuda:1")) == "cuda:1" and str(find_device("cpu:0")) == "cpu"
+    assert ModelSpec("x", device="cuda").resolved() == ModelSpec("x", device="cuda:0").resolved()
+
+
+def test_an_unusable_gpu_is_reported_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(spec.shutil, "which", lambda name: f"/usr/bin/{name}")
+    for cuda, remedy in ((None, "install the CUDA build"), ("13.0", "update the NVIDIA driver")):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        unused_gpu.cache_clear()
+        with pytest.warns(UserWarning, match=remedy):
+            find_device("auto")
+        with pytest.raises(UserError, match=remedy):
+            find_device("cuda")
+    unused_gpu.cache_clear()
+
+
+def test_the_gpu_is_named_only_if_used(folder: str, gpus: SimpleNamespace) -> None:
+    recipe = Recipe(target=folder, method="ar", device="cpu", max_tokens=2)
+    header = next(event for event in run_recipe(recipe, "ab") if isinstance(event, Header))
+    assert "GPU" not in header.environment["processor"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        torch.AcceleratorError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("MPS backend out of memory (MPS allocated: 8.00 GB)"),
+        RuntimeError("[enforce fail] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+    ],
+)
+def test_exhausted_memory_is_recognised(error: Exception) -> None:
+    assert memory.is_out_of_memory(error) and "restart" not in memory.describe_failure(error)
+
+
+def test_a_lasting_cuda_error_recommends_a_restart(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nCompile with `X`")
+
+    pool, recipe = ModelPool(), Recipe(target=folder, method="ar", device="cpu", max_tokens=4)
+    list(run_recipe(recipe, "ab", pool))
+    monkeypatch.setattr("specdemo.models.engines.llama.LlamaEngine.run", fail)
+    *_, end = run_recipe(recipe, "ab", pool)
+    assert isinstance(end, End) and end.reason == "error"
+    assert "illegal memory access" in end.error and "restart the program" in end.error and "Compile" not in end.error
+
+
+def test_memory_of_an_mps_device_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    emptied: list[int] = []
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "empty_cache", lambda: emptied.append(1))
+    memory.release_memory()
+    assert emptied
+
+
+def test_quantised_models_are_not_spread_to_the_host(
+    folder: str, gpus: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers refuses quantised layers on GPU and host together."""
+    rooms: list[dict[str | int, int]] = []
+    monkeypatch.setattr(loading, "free_bytes", lambda device: 1 << 30)
+    monkeypatch.setattr(loading, "spread", lambda spec, config, room: rooms.append(room))
+    for quantization in ("nf4", "none"):
+        place(ModelSpec(folder, quantization=quantization, device=SPREAD), LlamaConfig(**LLAMA))
+    assert [set(room) for room in rooms] == [{0, 1}, {0, 1, "cpu"}]
+
+
+def test_baselines_are_planned_before_they_are_loaded(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_plan, "free_bytes", lambda device: 1000)
+    with pytest.raises(UserError, match="are free"):
+        Baselines(ModelSpec(folder, device="cpu"), None)
+
+
+# --- operators and synchronisations of a run ---
+
+
+class Operators(TorchDispatchMode):
+    """Names of the operators called, and the dtypes of their results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.names.add(str(func))
+        self.dtypes |= {value.dtype for value in (out,) if isinstance(value, torch.Tensor) and value.ndim}
+        return out
+
+
+def kernels() -> dict[str, dict[str, Any]]:
+    """Return torch's table of operators by name, such as `add.Tensor`."""
+    path = Path(find_spec("torchgen").submodule_search_locations[0], "packaged/ATen/native/native_functions.yaml")
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return {entry["func"].split("(")[0]: entry for entry in yaml.load(path.read_text(), loader)}
+
+
+def has_mps_kernel(name: str, table: dict[str, dict[str, Any]]) -> bool:
+    entry = table[name]
+    if delegate := entry.get("structured_delegate"):
+        return has_mps_kernel(delegate, table)
+    backends = {key.strip() for keys in entry.get("dispatch", {"Composite": ""}) for key in keys.split(",")}
+    return "MPS" in backends or any(key.startswith("Composite") for key in backends)
+
+
+@pytest.fixture
+def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the branches taken only on a CPU."""
+    monkeypatch.setattr(Noise, "_inverse_cdf", Noise._exponential_race)
+    monkeypatch.setattr("specdemo.models.engines.llama_weights.can_pack", lambda weight: False)
+
+
+@pytest.mark.usefixtures("as_on_an_accelerator")
+def test_all_operators_of_a_run_have_mps_kernels(folder: str) -> None:
+    """Every method, greedy and sampled; `take` had none, so sampled runs with drafts failed."""
+    shared = {"target": folder, "device": "cpu", "dtype": "bfloat16", "max_tokens": 10}
+    settings = [{"method": method} for method in METHODS] + [{"rule": rule} for rule in ("top1", "typical", "coupled")]
+    settings += [{"top_k": 5}, {"repetition_penalty": 1.3}, {"policy": "svip"}, {"top": 3}]
+    operators, pool = Operators(), ModelPool()
+    for changed in settings:
+        drafter = {"drafter": folder} if METHODS[changed.get("method", "draft")].second_model else {}
+        for temperature in (0.0, 0.8):
+            if temperature and changed.get("method") == "beam":
+                continue
+            recipe = Recipe(**{**shared, **drafter, "temperature": temperature, "top_p": 0.9, **changed})
+            list(run_recipe(recipe, "abcabcab", pool))  # loads and measures
+            with operators:
+                assert list(run_recipe(recipe, "abcabcab", pool))[-1].reason == "length", recipe
+    table, attention = kernels(), "_scaled_dot_product_flash_attention_for_cpu"  # MPS has its own
+    names = {name.removeprefix("aten.").removesuffix(".default") for name in operators.names}
+    assert len(names) > 50 and not has_mps_kernel("take", table)
+    assert {name for name in names - {attention} if not has_mps_kernel(name, table)} == set()
+    assert torch.float64 not in operators.dtypes  # unsupported by MPS
+
+
+@contextmanager
+def counted_synchronisations(counts: Counter[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Count device-to-host transfers; on a CPU they are Python calls of `Tensor`."""
+    with monkeypatch.context() as patch:
+        for name in ("tolist", "item", "cpu", "__bool__", "__int__", "__float__", "numpy", "nonzero"):
+            original = getattr(torch.Tensor, name)
+
+            def call(self: torch.Tensor, *args: Any, _name: str = name, _original: Any = original) -> Any:
+                counts[_name] += 1
+                return _original(self, *args)
+
+            patch.setattr(torch.Tensor, name, call)
+        yield
+
+
+@pytest.mark.usefixtures("as_on_an_accelerator")
+@pytest.mark.parametrize(("temperature", "budget"), [(0.0, 5), (0.8, 9)])
+def test_synchronisations_of_a_step(
+    temperature: float, budget: int, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a draft of four tokens. Top-p, which needs a transfer for every distribution, is off."""
+    sampling = {"temperature": temperature, "top_p": 1.0}
+    recipe = Recipe(target=folder, drafter=folder, device="cpu", max_tokens=24, **sampling)
+    pool, counts = ModelPool(), Counter[str]()
+    list(run_recipe(recipe, "abcabc", pool))
+    per_step = []
+    with counted_synchronisations(counts, monkeypatch):
+        for event in run_recipe(recipe, "abcabc", pool):
+            if isinstance(event, StepEvent):
+                if event.step.draft.tokens:
+                    per_step.append(counts.total())
+                counts.clear()
+    assert per_step and max(per_step) <= budget, per_step
+
+
+def test_programs_load_weights_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    specdemo.set_environment_defaults()
+    assert os.environ["HF_DEACTIVATE_ASYNC_LOAD"] == "1"

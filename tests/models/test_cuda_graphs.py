@@ -1,0 +1,222 @@
+"""CUDA graphs on a fake of `torch.cuda`: streams, lifetimes, legality, failures and the time of captures."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fakes.cuda import STREAMS, FakeCuda
+from fakes.tiny_models import LLAMA, byte_level_tokenizer, save_model
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+from specdemo import generate as run_recipe
+from specdemo.core.events import End, Header, StepEvent
+from specdemo.core.step import Draft
+from specdemo.models.engines.cuda_graphs import GRAPH_LIMIT, GRAPH_ROWS, GraphRecorder, graph_keys, graph_rows
+from specdemo.models.engines.llama_weights import LlamaWeights
+from specdemo.models.kv_cache import BatchInvariance, CachedModel, check_invariance
+from specdemo.models.memory_plan import plan_config
+from specdemo.models.model_pool import ModelPool
+from specdemo.models.spec import ModelSpec
+from specdemo.recipe import Recipe
+
+VOCAB = LLAMA["vocab_size"]
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    cuda = FakeCuda()
+    cuda.install(monkeypatch)
+    return cuda
+
+
+def weights(kind: type = LlamaConfig, dtype: torch.dtype = torch.float32, **changes: Any) -> LlamaWeights:
+    torch.manual_seed(0)
+    config = kind(**{**LLAMA, "max_position_embeddings": 4096, **changes})
+    return LlamaWeights(AutoModelForCausalLM.from_config(config).to(dtype).eval().requires_grad_(False))
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> dict[str, Any]:
+    folder = str(save_model(tmp_path / "model", byte_level_tokenizer(), max_position_embeddings=512))
+    return {"target": folder, "drafter": folder, "device": "cpu", "max_tokens": 12, "temperature": 0.0}
+
+
+def texts(seed: int = 0) -> list[tuple[list[int], Draft]]:
+    """Texts with chains and forests of all recorded row counts, around the boundaries of key counts."""
+    rng, script = random.Random(seed), []
+    for length in (9, 250, 505, 40):
+        for rows in (1, 2, 3, 4, 5, 7, 8, 11, 16):
+            parents = tuple(i - 1 if rows % 2 else rng.randrange(-1, i) for i in range(rows - 1))
+            draft = Draft(tuple(rng.randrange(VOCAB) for _ in parents), parents)
+            script.append(([rng.randrange(VOCAB) for _ in range(length)], Draft()))
+            script.append(([*script[-1][0], rng.randrange(VOCAB)], draft))
+    return script
+
+
+@pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_replay_equals_eager(kind: type, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For chains and forests of 1 to 16 rows, below and above 512 keys; operations during captures are legal."""
+    model = weights(kind, dtype)
+    eager, script = CachedModel(model), texts()
+    expected = [eager.score(*item) for item in script]
+    cuda = FakeCuda()
+    cuda.install(monkeypatch)
+    model.idle.clear()
+    replayed = CachedModel(model)
+    for item, logits in zip(script, expected, strict=True):
+        found = replayed.score(*item)
+        tolerance = (1e-5 if dtype == torch.float32 else 3e-2) * float(logits.abs().max())
+        assert found.shape == logits.shape and (found - logits).abs().max() <= tolerance, (len(item[0]), item[1])
+    assert cuda.replays > len(cuda.captures) > len(GRAPH_ROWS) and not model.graph_failure
+
+
+def test_a_capture_uses_stream_pool_and_device_of_its_engine(cuda: FakeCuda) -> None:
+    model = weights()
+    model.device = torch.device("cuda", 1)
+    recorder = GraphRecorder(model.device)
+    seen: list[Any] = []
+
+    def forward() -> torch.Tensor:
+        seen.append(cuda.current)
+        return model.embedding * 2
+
+    replays = [recorder(forward), recorder(forward)]
+    (stream, pool, mode, device), second = cuda.captures
+    assert device == stream.device == torch.device("cuda", 1) and mode == "thread_local" and pool
+    assert seen == [stream] * 6  # warm-up runs and captures
+    assert second == cuda.captures[0] and stream.waited and cuda.default.waited
+    replays.clear()
+    recorder(forward)
+    assert cuda.captures[2][0] is stream and cuda.captures[2][1] != pool  # a pool ends with its graphs
+    assert cuda.current is cuda.default and not cuda.devices
+
+
+def test_engines_in_use_share_no_stream_although_torch_repeats_them(cuda: FakeCuda) -> None:
+    models = [weights(num_hidden_layers=1) for _ in range(3)]
+    held = [CachedModel(model) for model in models]
+    for cached in held:
+        cached.score([1, 2, 3], Draft())
+    for i in range(STREAMS + 2):  # other engines come and go
+        CachedModel(models[0].with_layers([0])).score([1, 2, i % VOCAB], Draft())
+        for cached in held:
+            cached.score([1, 2, 3, i % VOCAB], Draft())  # raises if a workspace was freed
+    assert len({graph.stream for graph in cuda.graphs}) >= 3
+
+
+def test_no_workspace_is_used_after_its_release(cuda: FakeCuda, pair: dict[str, Any]) -> None:
+    """Load, measure, run, draft with own layers, grow the cache, fill the limit of graphs, drop."""
+    pool = ModelPool()
+    for recipe in (Recipe(**pair), Recipe(**pair, method="self"), Recipe(**pair)):
+        assert [event.reason for event in run_recipe(recipe, "abcd", pool) if isinstance(event, End)] == ["length"]
+    model = weights(num_hidden_layers=1)
+    assert check_invariance(model, budget_s=0.01).compared
+    first, second = CachedModel(model), CachedModel(model)
+    for length in (5, 300, 600, 1100):
+        for rows in GRAPH_ROWS:
+            for cached in (first, second):
+                cached.score([rows] * length, Draft.chain((1,) * (rows - 1)))
+                cached.score([rows] * length + [2], Draft.chain((1,) * (rows - 1)))
+                assert len(cached._engine._recordings) <= GRAPH_LIMIT
+    pool.clear()
+    first.score([1, 2, 3], Draft())
+    assert cuda.current is cuda.default
+
+
+@pytest.mark.parametrize("error", [RuntimeError("operation not permitted"), torch.OutOfMemoryError("out of memory")])
+def test_a_failed_capture_continues_eagerly(error: Exception, cuda: FakeCuda, pair: dict[str, Any]) -> None:
+    def fail() -> None:
+        raise error
+
+    expected = [event.step.tokens for event in run_recipe(Recipe(**pair), "abcd") if isinstance(event, StepEvent)]
+    cuda.fail = fail
+    events = list(run_recipe(Recipe(**pair), "abcd"))
+    assert [event.step.tokens for event in events if isinstance(event, StepEvent)] == expected
+    header = next(event for event in events if isinstance(event, Header))
+    assert header.environment["engine"] == f"lean; no CUDA graphs: {error}"
+    assert cuda.current is cuda.default and not cuda.devices
+
+
+@pytest.mark.parametrize("method", ["ar", "self"])
+def test_a_second_run_captures_nothing(method: str, cuda: FakeCuda, pair: dict[str, Any]) -> None:
+    pool = ModelPool()
+    for _ in range(2):
+        captures = len(cuda.captures)
+        list(run_recipe(Recipe(**pair, method=method), "abcd", pool))
+    assert len(cuda.captures) == captures > 0
+    pool.recover()
+    assert not cuda.graphs
+
+
+def test_nothing_is_captured_while_models_load(cuda: FakeCuda, pair: dict[str, Any]) -> None:
+    ModelPool().take(Recipe(**pair).target_spec)
+    assert not cuda.captures
+
+
+@pytest.mark.parametrize("changed", [{}, {"policy": "auto"}, {"method": "tree"}, {"method": "nasd"}])
+def test_no_capture_is_timed(
+    changed: dict[str, Any], cuda: FakeCuda, pair: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock advances during captures only, by 100 s each: every time of the run is 0."""
+    clock = SimpleNamespace(perf_counter=lambda: 100.0 * len(cuda.captures))
+    monkeypatch.setattr(sys.modules["specdemo.generate"], "time", clock)
+    for prompt in ("abcd", "a" * 250):
+        events = list(run_recipe(Recipe(**{**pair, "max_tokens": 24, **changed}), prompt))
+        steps = [event.step for event in events if isinstance(event, StepEvent)]
+        assert len(steps) > 3 and cuda.captures
+        assert {step.draft_s + step.verify_s + step.t for step in steps} == {0.0}
+
+
+def test_few_shapes_cover_all_passes() -> None:
+    assert [graph_rows(n) for n in (1, 7, 9, 13, 16)] == [1, 8, 12, 16, 16]
+    assert [graph_keys(n) for n in (1, 256, 257, 2000)] == [256, 256, 512, 2048]
+
+
+def test_graphs_are_part_of_the_memory_plan(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = LlamaConfig(**{**LLAMA, "vocab_size": 100_000})
+    plans = [plan_config(ModelSpec("x", "bfloat16", device=device), config, 100) for device in ("cuda:0", "mps")]
+    assert plans[0].settled - plans[1].settled > 32 << 20
+
+
+@pytest.mark.parametrize(
+    ("changed", "device", "claimed"),
+    [
+        ({"gamma": 7}, "cpu", True),
+        ({"gamma": 8}, "cpu", False),  # nine rows
+        ({"policy": "auto"}, "cpu", False),
+        ({"method": "tree"}, "cpu", False),
+        ({"gamma": 7, "max_tokens": 1500}, "cuda", True),
+        ({"gamma": 7, "max_tokens": 2500}, "cuda", False),
+    ],
+)
+def test_equal_bits_are_claimed_for_compared_rows_and_contexts_only(
+    changed: dict[str, Any], device: str, claimed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(save_model(tmp_path / "model", byte_level_tokenizer(), max_position_embeddings=4096))
+    pool, recipe = ModelPool(), Recipe(target=folder, drafter=folder, device="cpu", temperature=0.0, **changed)
+    loaded = pool.take(recipe.target_spec)
+    loaded.__dict__["invariance"] = BatchInvariance(True, 1, 10, {1: 1.0})
+    monkeypatch.setattr("specdemo.models.kv_cache._depends_on_keys", lambda model: device == "cuda")
+    header = next(event for event in run_recipe(recipe, "abcd", pool) if isinstance(event, Header))
+    assert header.bit_equal == claimed
+
+
+def test_cuda_compares_long_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+    score = CachedModel.score
+
+    def recorded(cached: CachedModel, tokens: list[int], draft: Draft) -> torch.Tensor:
+        lengths.append(len(tokens))
+        return score(cached, tokens, draft)
+
+    monkeypatch.setattr("specdemo.models.kv_cache._depends_on_keys", lambda model: True)
+    monkeypatch.setattr(CachedModel, "score", recorded)
+    model = weights(num_hidden_layers=1)
+    result = check_invariance(model, 0.01)
+    assert max(lengths) > 2000 or not result.equal

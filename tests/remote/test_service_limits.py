@@ -1,0 +1,131 @@
+"""Service against clients: contexts per client, memory budget, wrong tokens, other sites, incomplete headers."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import tracemalloc
+from typing import Any
+
+import pytest
+from fakes.remote import DRAFTED, INFO, OPEN, contexts
+from fastapi.testclient import TestClient
+
+from specdemo.cli import main
+from specdemo.remote import serve
+from specdemo.remote.protocol import CODECS, VerifyRequest
+from specdemo.remote.server import SERVICE_ROUTES, create_app
+from specdemo.worker import Worker
+
+
+def application(**options: Any) -> Any:
+    return create_app(INFO, contexts(), Worker(), **options)
+
+
+def test_contexts_belong_to_the_client_that_opened_them() -> None:
+    app = application()
+    first, second = (TestClient(app, client=(address, 1)) for address in ("192.0.2.1", "192.0.2.2"))
+    assert first.post("/v1/rounds", json=OPEN).status_code == 200
+    assert not second.delete("/v1/contexts/a").json().get("forgotten", False)
+    later = {"ctx_id": "a", "round": 1, "base": 4, "digest": "0" * 16, "k": 0}
+    assert second.post("/v1/rounds", json=later).json()["error"].startswith("this context does not exist")
+    assert second.post("/v1/rounds", json={**OPEN, "epoch": 5}).status_code == 200
+    assert first.post("/v1/rounds", json=DRAFTED | {"round": 1}).status_code == 200  # not superseded by epoch 5
+    assert first.delete("/v1/contexts/a").json()["forgotten"]
+
+
+def test_bad_words_count_as_memory() -> None:
+    codec, store = CODECS["application/json"], contexts()
+    words = [[0, 1, 2, 1000 + i][:3] * 21 for i in range(1000)]
+
+    def opened(name: str, bad_words: list[list[int]]) -> VerifyRequest:
+        body = {**OPEN, "ctx_id": name, "sampling_cfg": {"temp": 1.0, "bad_words": bad_words}}
+        return codec.load(VerifyRequest, json.dumps(body).encode())
+
+    store.verify(opened("warm", []))
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0], store.reserved_bytes
+    for name in "abc":
+        store.verify(opened(name, words))
+    used, reserved = tracemalloc.get_traced_memory()[0] - before[0], store.reserved_bytes - before[1]
+    tracemalloc.stop()
+    assert reserved >= used > 1_000_000
+    small = contexts(budget_bytes=reserved // 3 + 1)
+    for name in "abc":
+        small.verify(opened(name, words))
+    assert len(small) == 1
+
+
+def test_wrong_tokens_are_limited_per_address() -> None:
+    app = application(token="secret")
+    guessing, other = (TestClient(app, client=(address, 1)) for address in ("192.0.2.1", "192.0.2.2"))
+    statuses = [guessing.get("/v1/target", headers={"Authorization": f"Bearer {i}"}).status_code for i in range(40)]
+    assert statuses[0] == 401 and statuses[-1] == 429 and statuses == sorted(statuses)
+    assert other.get("/v1/target", headers={"Authorization": "Bearer secret"}).status_code == 200
+
+
+def test_documentation_requires_the_token() -> None:
+    guarded, open_service = (TestClient(application(token=token)) for token in ("secret", None))
+    for path in ("/docs", "/openapi.json"):
+        assert guarded.get(path).status_code == 401 and open_service.get(path).status_code == 200
+        assert guarded.get(path, headers={"Authorization": "Bearer secret"}).status_code == 200
+    assert guarded.get("/redoc").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Origin": "http://127.0.0.1:8300"}, 200),
+        ({"Sec-Fetch-Site": "same-origin", "Origin": "http://127.0.0.1:8300"}, 200),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "http://127.0.0.1:8000"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Host": "evil.example:8300", "Origin": "http://evil.example:8300"}, 403),
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Content-Type": "", "Accept": "application/json"}, 415),
+    ],
+)
+def test_pages_of_other_sites_cannot_use_a_local_service(headers: dict[str, str], status: int) -> None:
+    client = TestClient(application(local=True), base_url="http://127.0.0.1:8300")
+    sent = {"Content-Type": "application/json", **headers}
+    response = client.post("/v1/rounds", content=json.dumps(OPEN), headers={k: v for k, v in sent.items() if v})
+    assert response.status_code == status, response.text
+
+
+def test_every_route_of_the_service_is_listed() -> None:
+    served = {(method, route.path) for route in application().routes for method in route.methods - {"HEAD"}}
+    assert served == {(route.methods, route.path) for route in SERVICE_ROUTES}
+    assert all(route.purpose and route.limits for route in SERVICE_ROUTES)
+
+
+def test_empty_token_is_an_error_at_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("SPECDEMO_TOKEN", " ")
+    assert main(["serve", "--target", "/nowhere"]) == 2
+    assert "SPECDEMO_TOKEN is empty" in capsys.readouterr().err
+
+
+_REQUEST = b"GET /v1/target HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.mark.parametrize("sent", [[], [_REQUEST[:30]], [_REQUEST, _REQUEST[:30]]])
+def test_connections_with_incomplete_headers_are_closed(monkeypatch: pytest.MonkeyPatch, sent: list[bytes]) -> None:
+    monkeypatch.setattr(serve, "_HEADER_TIMEOUT_S", 0.1)
+    listener, ready = serve.bind("127.0.0.1", 0), threading.Event()
+    leash, end = socket.socketpair()
+    options = {"leash": leash.makefile("rb"), "announce": ready.set}
+    thread = threading.Thread(target=serve.listen, args=(application(), listener), kwargs=options)
+    thread.start()
+    try:
+        assert ready.wait(60)
+        with socket.create_connection(listener.getsockname(), timeout=30) as client:
+            for part in sent:
+                client.sendall(part)
+                assert part != _REQUEST or client.recv(65536).startswith(b"HTTP/1.1 200")
+            while client.recv(65536):
+                pass
+    finally:
+        end.close()
+        thread.join(60)

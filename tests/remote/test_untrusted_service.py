@@ -1,0 +1,186 @@
+"""Edge against services: where the token is sent, and malicious or faulty responses, each with one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from fakes.remote import COUPLED, INFO, DirectClient, contexts, decode_coupled
+
+from specdemo.core.errors import UserError, plain_text
+from specdemo.core.step import Draft
+from specdemo.models.load import read_tokenizer
+from specdemo.models.spec import ModelSpec
+from specdemo.models.zoo import PAIRS, fingerprint
+from specdemo.remote.access import token_for
+from specdemo.remote.client import StreamingVerifier, connect
+from specdemo.remote.config import CloudConfig
+from specdemo.remote.protocol import VerifyResponse
+
+SPEC = ModelSpec(PAIRS["bundled"].target, device="cpu")
+SECRET = {"SPECDEMO_TOKEN": "secret"}
+LISTED = SECRET | {"SPECDEMO_REMOTE": "https://good.example:8300, http://plain.example, https://other.example"}
+
+
+@pytest.mark.parametrize(
+    ("url", "environment", "sent"),
+    [
+        ("http://127.0.0.1:8300", SECRET, True),
+        ("http://localhost:8300", SECRET, True),
+        ("http://[::1]:8300", SECRET, True),
+        ("https://good.example:8300/", LISTED, True),
+        ("https://OTHER.example", LISTED, True),
+        ("https://other.example:443", LISTED, True),
+        ("https://good.example:8300", SECRET, False),
+        ("https://good.example", LISTED, False),
+        ("http://good.example:8300", LISTED, False),
+        ("http://plain.example", LISTED, False),
+        ("http://evil.example", LISTED, False),
+        ("https://evil.example", SECRET | {"SPECDEMO_REMOTE": "any"}, False),
+        ("http://localhost@evil.example", LISTED, False),
+        ("http://localhost.evil.example", LISTED, False),
+        ("https://good.example:8300@evil.example", LISTED, False),
+        ("http://192.168.0.9:8300", LISTED, False),
+        ("http://127.0.0.1:x", SECRET, True),
+    ],
+)
+def test_token_is_sent_to_this_machine_and_listed_https_addresses(url: str, environment: Any, sent: bool) -> None:
+    assert token_for(url, environment) == ("secret" if sent else None)
+
+
+def test_connection_to_another_address_sends_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = []
+
+    def client(url: str, *, token: str | None = None, **options: Any) -> Any:
+        tokens.append(token)
+        raise UserError("not connected")
+
+    monkeypatch.setattr("specdemo.remote.client.HttpClient", client)
+    monkeypatch.setitem(os.environ, "SPECDEMO_TOKEN", "secret")
+    for url in ("http://attacker.example", "http://127.0.0.1:1"):
+        with pytest.raises(UserError, match="not connected"):
+            connect(CloudConfig(url), SPEC, 0)
+    assert tokens == [None, "secret"]
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Respond with the prepared status and body of the server."""
+
+    def do_GET(self) -> None:
+        self.send_response(self.server.status)
+        self.send_header("Content-Length", str(len(self.server.body)))
+        self.end_headers()
+        self.wfile.write(self.server.body)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.do_GET()
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@pytest.fixture
+def service() -> Iterator[Any]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+ESCAPES = "\x1b]0;owned\x07\x1b[31mred\u202e\r\nline\x9b2J"
+
+
+@pytest.mark.parametrize(
+    ("status", "changes", "sentence"),
+    [
+        (200, {"vocab_size": 1 << 30}, "vocab_size"),
+        (200, {"vocab_size": 1 << 21}, "reports 2,097,152 token ids"),
+        (200, {"vocab_size": 0}, "vocab_size"),
+        (200, {"weight_bytes": -1}, "weight_bytes"),
+        (200, {"weight_bytes": 10**30}, "weight_bytes"),
+        (200, {"stop": [1] * 100_000}, "stop"),
+        (200, {"tokenizer": ESCAPES}, "different tokenizers"),
+        (200, {"name": ESCAPES, "tokenizer": "other"}, "different tokenizers"),
+        (403, {"error": ESCAPES * 100, "code": "x"}, "owned"),
+        (200, None, "too large"),
+    ],
+)
+def test_malicious_descriptions_get_a_sentence(service: Any, status: int, changes: Any, sentence: str) -> None:
+    info = {**json.loads(INFO.model_dump_json()), "tokenizer": fingerprint(read_tokenizer(SPEC)), "vocab_size": 4096}
+    service.status = status
+    service.body = (
+        b" " * (17 << 20) if changes is None else json.dumps(info | changes if status == 200 else changes).encode()
+    )
+    with pytest.raises(UserError, match=sentence) as error:
+        connect(CloudConfig(service.url), SPEC, 0)
+    assert str(error.value).isprintable() and len(str(error.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (b"-5\n", "unknown token id"),
+        (b"4\n", "unknown token id"),
+        (b"9" * 5000, "no token ids"),
+        (b"\x1b[31m\n", "no token ids"),
+        (f"error {ESCAPES}\n".encode(), "failed: .*owned"),
+        (b"error \xff\xfe\n", "failed"),
+    ],
+)
+def test_malicious_streams_get_a_sentence(service: Any, body: bytes, sentence: str) -> None:
+    from specdemo.remote.link import HttpClient
+
+    service.status, service.body = 200, body
+    verifier = StreamingVerifier(HttpClient(service.url), COUPLED, 4, vocab_size=4)
+    with pytest.raises(UserError, match=sentence) as error:
+        verifier.verify([1], Draft())
+    verifier.close()
+    assert str(error.value).isprintable()
+
+
+class Malicious(DirectClient):
+    """Cloud that changes its responses."""
+
+    def __init__(self, **changes: Any) -> None:
+        super().__init__(contexts())
+        self.changes = changes
+
+    def call(self, method: str, path: str, message: Any, response_type: Any, timeout: float) -> Any:
+        response = super().call(method, path, message, response_type, timeout)
+        if not isinstance(response, VerifyResponse) or not message.draft_tokens:
+            return response
+        return self.codec.load(response_type, self.codec.dump(response.model_copy(update=self.changes)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"bonus": 4, "correction": None},
+        {"bonus": 1 << 30, "correction": None},
+        {"bonus": -5, "correction": None},
+        {"correction": 1 << 30},
+        {"choices": [[0], [9], [0], [0]]},
+        {"choices": [[], [], [], []]},
+        {"p": [2.0, 0.5, 0.5]},
+        {"p": [float("nan"), 0.5, 0.5]},
+        {"accepted_len": 1 << 30},
+    ],
+)
+def test_malicious_verdicts_get_a_sentence(changes: dict[str, Any]) -> None:
+    with pytest.raises(UserError) as error:
+        decode_coupled(Malicious(**changes), vocab_size=4)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 300
+
+
+def test_external_text_is_a_printable_line() -> None:
+    assert plain_text(ESCAPES).isprintable() and "owned" in plain_text(ESCAPES)
+    assert plain_text("résumé 猫") == "résumé 猫" and plain_text("x" * 10**6) == "x" * 300 + " …"

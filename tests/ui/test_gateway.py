@@ -1,0 +1,164 @@
+"""Access to the page over HTTP: routes, host names, origins, sizes, rates and security headers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+import pytest
+from starlette.testclient import TestClient
+from starlette.websockets import WebSocketDisconnect
+
+from specdemo.remote.access import is_known_host, route_table
+from specdemo.remote.server import SERVICE_ROUTES
+from specdemo.ui.gateway import PAGE_ROUTES, Gateway, space_hosts
+from specdemo.ui.limits import PUBLIC, HostLimits, read_limits
+from specdemo.ui.page import build, launch_options
+
+HERE = "http://127.0.0.1:7860"
+API = "/gradio_api"
+
+
+def application(limits: HostLimits) -> tuple[Any, Any]:
+    page = build(limits=limits)
+    options = launch_options(page)
+    page.favicon_path, page.pwa = options["favicon_path"], True
+    return page, gr.routes.App.create_app(page, app_kwargs=options["app_kwargs"])
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Any]:
+    page, app = application(replace(PUBLIC, max_trace=100_000, per_minute=4))
+    yield app
+    page.worker.close()
+
+
+@pytest.fixture(scope="module")
+def browser(served: Any) -> TestClient:
+    return TestClient(served, base_url=HERE, raise_server_exceptions=False)
+
+
+def routes(app: Any) -> list[tuple[str, str]]:
+    """Methods and paths of all routes, with those of included routers."""
+    found = []
+    for route in app.routes:
+        for one in getattr(getattr(route, "original_router", None), "routes", [route]):
+            found += [(method, one.path) for method in getattr(one, "methods", None) or {"WEBSOCKET"}]
+    return found
+
+
+def test_every_other_route_is_disabled(served: Any, browser: TestClient) -> None:
+    listed = {(method, route.path) for route in PAGE_ROUTES for method in route.methods.split(", ")}
+    present = routes(served)
+    sized = {("GET", "/pwa_icon/192"), ("GET", "/pwa_icon/512")}
+    assert listed - sized <= set(present) and len(present) > 60
+    for method, path in present:
+        if method in ("GET", "POST") and (method, path.rstrip("/") or "/") not in listed:
+            response = browser.request(method, path.replace("{size}", "40000").replace("{", "").replace("}", ""))
+            assert response.status_code == 404, path
+    for path in (f"{API}/upload", f"{API}/upload/"):
+        assert browser.post(path, files={"files": ("a", b"x")}).status_code == 404
+    assert browser.get("/pwa_icon/192").status_code == 200
+
+
+def test_routes_are_documented() -> None:
+    """Otherwise copy the output of `route_table`."""
+    text = (Path(__file__).parents[2] / "docs/hosting.md").read_text("utf-8")
+    assert route_table(PAGE_ROUTES) in text and route_table(SERVICE_ROUTES) in text
+    assert all(route.purpose for route in PAGE_ROUTES)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Host": "localhost:7860"}, 200),
+        ({"Host": "192.168.1.5:7860"}, 200),
+        ({"Host": "[::1]:7860"}, 200),
+        ({"Host": "evil.example"}, 403),
+        ({"Host": "evil.example", "X-Forwarded-Host": "localhost"}, 403),
+        ({"Host": ""}, 403),
+        ({"Host": "localhost.evil.example"}, 403),
+    ],
+)
+def test_unknown_host_names_are_refused(browser: TestClient, headers: dict[str, str], status: int) -> None:
+    assert browser.get("/robots.txt", headers=headers).status_code == status
+
+
+def test_hosts_of_a_page_are_configured() -> None:
+    assert read_limits({}).hosts == ()
+    assert read_limits({"SPECDEMO_HOSTS": "a.example, b.example"}).hosts == ("a.example", "b.example")
+    assert read_limits({"SPECDEMO_HOSTS": "any"}).hosts is None
+    space = space_hosts({"SPACE_HOST": "someone-page.hf.space"})
+    assert is_known_host("someone-page.hf.space", space) and not is_known_host("other-page.hf.space", space)
+    assert is_known_host("x.gradio.live", ["*.gradio.live"]) and not is_known_host(
+        "gradio.live.evil", ["*.gradio.live"]
+    )
+
+
+FOREIGN = [
+    {"Origin": "http://evil.example"},
+    {"Origin": "http://127.0.0.1:8000"},
+    {"Origin": "null"},
+    {"Sec-Fetch-Site": "cross-site"},
+    {"Sec-Fetch-Site": "same-site", "Origin": HERE},
+]
+
+
+@pytest.mark.parametrize("headers", FOREIGN)
+def test_other_sites_cannot_change_state(browser: TestClient, headers: dict[str, str]) -> None:
+    assert browser.post(f"{API}/reset", json={}, headers=headers).status_code == 403
+    with pytest.raises(WebSocketDisconnect) as closed, browser.websocket_connect("/frames/x", headers=headers):
+        pass
+    assert closed.value.code == 1008
+    assert browser.get("/robots.txt", headers=headers).status_code == 200  # links of other sites
+
+
+@pytest.mark.parametrize("headers", [{}, {"Origin": HERE}, {"Origin": HERE, "Sec-Fetch-Site": "same-origin"}])
+def test_own_page_and_programs_may_change_state(browser: TestClient, headers: dict[str, str]) -> None:
+    assert browser.post(f"{API}/reset", json={}, headers=headers).status_code not in (403, 404)
+
+
+def test_security_headers(browser: TestClient) -> None:
+    for path in ("/config", "/robots.txt", "/nowhere"):
+        headers = browser.get(path).headers
+        assert "frame-ancestors 'self'" in headers["content-security-policy"]
+        assert headers["x-content-type-options"] == "nosniff"
+    framed = Gateway(lambda *_: None, PUBLIC, (), framed=True)
+    assert "https://huggingface.co" in framed._headers["Content-Security-Policy"]
+
+
+def call(browser: TestClient, function: str, data: Any) -> Any:
+    config = browser.get("/config").json()
+    (cockpit,) = (one for one in config["components"] if one["props"].get("elem_id") == "cockpit")
+    body = {"data": data, "component_id": cockpit["id"], "fn_name": function, "session_hash": "x"}
+    return browser.post(f"{API}/component_server", json=body)
+
+
+def test_large_requests_are_refused(browser: TestClient) -> None:
+    assert "at most 100,000 are read" in call(browser, "import_trace", "x" * 200_000).json()
+    assert browser.post(f"{API}/component_server", content=b"x" * 2_300_000).status_code == 413
+    assert browser.post(f"{API}/queue/join", content=b"x" * 2_000_001).status_code == 413
+    chunks = iter([b"[" + b"1," * 600_000, b"1," * 600_000 + b"1]"])  # of unknown length
+    response = browser.post(f"{API}/component_server", content=chunks, headers={"Content-Type": "application/json"})
+    assert response.status_code in (400, 500)
+
+
+def test_opened_traces_count_as_runs_and_requests_are_limited(served: Any) -> None:
+    visitor, other = (TestClient(served, base_url=HERE, client=(address, 1)) for address in ("192.0.2.7", "192.0.2.8"))
+    name = json.loads(call(visitor, "recorded", "").json())[0][0]
+    frames = [json.loads(call(visitor, "recorded", name).json()) for _ in range(5)]
+    assert [("refused" in frame) for frame in frames] == [False] * 4 + [True]
+    assert "allows 4 runs per minute" in frames[-1]["refused"]
+    statuses = {visitor.post(f"{API}/reset", json={}).status_code for _ in range(200)}
+    assert 429 in statuses and other.post(f"{API}/reset", json={}).status_code != 429
+
+
+@pytest.mark.parametrize("name", [["a"], {"a": 1}, 7, True, "x" * 10**6, "../pair"])
+def test_unknown_recordings_get_a_sentence(browser: TestClient, name: Any) -> None:
+    response = call(browser, "recorded", name)
+    assert response.status_code == 200 and "no recorded trace" in json.loads(response.json())["refused"]
