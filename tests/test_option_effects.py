@@ -29,7 +29,7 @@ AROUND = {
     "gamma_max": {"policy": "svip"},
     "egag_ema_beta": {"policy": "egag", "gamma": 12, "temperature": 2.0, "tree_nodes": 60},
     "filler_top_k": {"max_tokens": 200, "temperature": 0.8, "ngram": 2},
-    "threshold": {"rule": "ratio"},
+    "threshold": {"rule": "threshold", "temperature": 1.0},
     "skip_sample_adjustment": {"temperature": 1.0, "max_tokens": 60},
     "top_k": {"temperature": 2.0},
     "top_p": {"temperature": 2.0},
@@ -88,7 +88,8 @@ def test_every_draft_length_option_changes_the_trace_or_is_refused(policy: str, 
 def test_no_draft_is_longer_than_gamma_unless_the_policy_grows_it() -> None:
     for policy in ("fixed", "egag", "adaedl", "svip", "confidence", "path"):
         steps = trace(policy=policy, gamma=2, temperature=0.0)
-        assert max(len(drafted) for _, drafted, *_ in steps) == 2
+        longest = max(len(drafted) for _, drafted, *_ in steps)
+        assert longest == 2 if policy == "fixed" else 1 <= longest <= 2
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -289,7 +289,7 @@ def page_names(_: Any, __: Any, page: Page) -> dict[str, Any]:
         "elements": sorted({one["elem_id"] for one in parts if one.get("elem_id")}),
         "classes": sorted({name for one in parts for name in one.get("elem_classes") or ()}),
         "server functions": next(one["server_fns"] for one in parts if one.get("server_fns")),
-        "routes": [path for path in ("/health",) if page.request("POST", path)[0] == 405],
+        "routes": [path for path in ("/health",) if page.request("GET", path)[0] in (200, 503)],
     }
 
 

@@ -95,7 +95,9 @@ def test_models_are_downloaded_once_with_progress(hub: Hub, server: StandIn, fil
 
 
 def test_untrusted_models_use_neither_the_token_nor_the_cache_filled_with_it(server: StandIn, tmp_path: Path) -> None:
-    known, strange = (Hub(server.endpoint, tmp_path, SECRET, frozenset({name})) for name in (NAME, "other/model"))
+    known, strange = (
+        Hub(server.endpoint, tmp_path, SECRET, trusted=frozenset({name})) for name in (NAME, "other/model")
+    )
     load(ModelSpec(NAME, device="cpu"), known)
     assert server.trusted == {f"Bearer {SECRET}"}
     server.trusted.clear()

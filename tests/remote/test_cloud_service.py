@@ -488,10 +488,13 @@ def endless_stream(url: str, token: str | None = None) -> tuple[HttpClient, Iter
     return client, stream
 
 
-def assert_ended(client: HttpClient, stream: Iterator[Any]) -> None:
+def assert_cut_off(stream: Iterator[Any]) -> None:
     with pytest.raises(NoResponse, match="cut off"):
         for _ in stream:
             pass
+
+
+def assert_gone(client: HttpClient) -> None:
     with pytest.raises(NoResponse):
         client.call("GET", "/v1/target", None, ServiceInfo, 10)
 
@@ -512,15 +515,17 @@ def test_interrupt_ends_streams_and_the_process_with_exit_code_0() -> None:
         url = process.stdout.readline().removeprefix("listening on ").strip()
         client, stream = endless_stream(url)
         process.send_signal(signal.SIGINT)
-        assert_ended(client, stream)
+        assert_cut_off(stream)
         assert process.wait(15) == 0 and process.stderr.read() == ""
+        assert_gone(client)
 
 
 def test_terminated_service_ends_streams_with_exit_code_0(process: list[Process]) -> None:
     """Last test of the shared service."""
     client, stream = endless_stream(process[-1].url, "secret")
     assert process[-1].end(signal.SIGTERM) == 0
-    assert_ended(client, stream)
+    assert_cut_off(stream)
+    assert_gone(client)
 
 
 def test_closed_worker_responds_unavailable() -> None:

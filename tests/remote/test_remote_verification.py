@@ -366,10 +366,19 @@ def test_mismatched_prefix_requires_the_complete_text() -> None:
             cloud.verify(request(**{"step": 1, "base": 2, "digest": digest([2, 0]), "tokens": [], **changes}))
 
 
+def context_bytes(**changes: Any) -> int:
+    cloud = contexts()
+    cloud.verify(request(**changes))
+    return cloud.reserved_bytes
+
+
 @pytest.mark.parametrize(
-    ("limit", "count"), [({"max_contexts": 2}, 2), ({"budget_bytes": 250}, 2), ({"budget_bytes": 0}, 0)]
+    ("limit", "count"), [({"max_contexts": 2}, 2), ({"budget_bytes": 2.5}, 2), ({"budget_bytes": 0}, 0)]
 )
-def test_least_recently_used_contexts_are_dropped_first(limit: dict[str, int], count: int) -> None:
+def test_least_recently_used_contexts_are_dropped_first(limit: dict[str, float], count: int) -> None:
+    """A budget is given in contexts."""
+    if "budget_bytes" in limit:
+        limit = {"budget_bytes": round(limit["budget_bytes"] * context_bytes())}
     cloud = contexts(**limit)
     for name in "abcd":
         cloud.verify(request(context_id=name))
@@ -379,12 +388,12 @@ def test_least_recently_used_contexts_are_dropped_first(limit: dict[str, int], c
 
 
 def test_rows_of_the_last_request_count_as_memory() -> None:
-    """100 bytes of cache and four probabilities of four bytes."""
     probs = torch.full((VOCAB,), 1 / VOCAB)
     drafted = {"draft_tokens": [1], "k": 1, "token_probs": [0.25], "rows": [DraftRow.of(0, probs)]}
     config = verify_config(SamplingParams())
-    counts = []
-    for budget_bytes in (100 + 4 * VOCAB, 99 + 4 * VOCAB):
+    size, counts = context_bytes(config=config, **drafted), []
+    assert size >= context_bytes(config=config) + 4 * VOCAB
+    for budget_bytes in (size, size - 1):
         cloud = contexts(budget_bytes=budget_bytes)
         cloud.verify(request(config=config, **drafted))
         counts.append(len(cloud))

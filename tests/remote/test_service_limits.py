@@ -61,7 +61,7 @@ def test_wrong_tokens_are_limited_per_address() -> None:
     app = application(token="secret")
     guessing, other = (TestClient(app, client=(address, 1)) for address in ("192.0.2.1", "192.0.2.2"))
     statuses = [guessing.get("/v1/target", headers={"Authorization": f"Bearer {i}"}).status_code for i in range(40)]
-    assert statuses[0] == 401 and statuses[-1] == 429 and statuses == sorted(statuses)
+    assert statuses[0] == 401 and {*statuses} == {401, 429} and statuses.count(429) > 10
     assert other.get("/v1/target", headers={"Authorization": "Bearer secret"}).status_code == 200
 
 

@@ -37,7 +37,7 @@ def words_after(
     [
         ((0.3, 0.02, 0.01), {}, "α 0.30 does not exceed c 0.50: disable speculation (method ar)"),
         ((0.4, 0.004, 0.022), {}, "No draft length pays at these costs of verification and host"),
-        ((0.5, 0.008, 0.013), {"gamma": 8}, "By the cost model γ 2 reaches"),
+        ((0.5, 0.008, 0.014), {"gamma": 8}, "By the cost model γ 2 reaches"),
         ((0.3, 0.02, 0.01), {"method": "tree"}, "lower “Nodes per draft”, or disable speculation"),
         ((0.3, 0.0, 0.03), {"method": "lookahead"}, "lower “Window, positions” or “Order n”"),
     ],
