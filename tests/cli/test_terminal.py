@@ -122,7 +122,6 @@ BAD = {
         [PROMPT, "--tree-nodes", "5"],
         "no effect with method draft: choose tree",
     ),
-    "gamma of ar": ([PROMPT, "--method", "ar", "--gamma", "5"], "gamma has no effect with method ar: choose draft"),
     "store of one run": ([PROMPT, "--method", "nasd", "--ngram-keep"], "ngram_keep has no effect in the terminal"),
     "unknown preset": ([PROMPT, "--preset", "magic"], "unknown preset 'magic': known are sources"),
     "unknown method": ([PROMPT, "--method", "magic"], "known are draft, nasd, suffix"),
