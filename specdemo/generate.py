@@ -130,6 +130,8 @@ def _peak(device: torch.device, kv_bytes: int) -> MemoryUse:
 
 
 def _is_compared(recipe: Recipe, target: LoadedModel | RemoteModel, tokens: int) -> bool:
+    if isinstance(target, LoadedModel) and target.invariance.by_construction:
+        return True
     length = longest_chain(recipe)
     context = compared_context(target.model) if isinstance(target, LoadedModel) else sys.maxsize
     return length is not None and length < COMPARED_ROWS and tokens + recipe.max_tokens <= context

@@ -19,7 +19,10 @@ from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
 from specdemo.models.cache_check import cache_support
 from specdemo.models.engines.generic import auto_class, has_encoder, opening, refuse_recurrent
+from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.engines.llama_weights import LlamaWeights, PackedLinear, pack, unsupported_reason
+from specdemo.models.engines.native_build import NativeUnavailable, native_library
+from specdemo.models.engines.native_llama import NativeWeights
 from specdemo.models.hub import Hub
 from specdemo.models.kv_cache import NO_COSTS, BatchInvariance, CachedModel, check_invariance
 from specdemo.models.llama_checkpoint import read_checkpoint
@@ -39,10 +42,10 @@ class LoadedModel:
     """A model ready to run with its tokenizer."""
 
     spec: ModelSpec
-    model: PreTrainedModel | LlamaWeights
+    model: PreTrainedModel | FusedWeights
     tokenizer: PreTrainedTokenizerBase
     weight_bytes: int
-    engine: str  # "lean", or "transformers: REASON"
+    engine: str  # "native", "lean: REASON" or "transformers: REASON"
     measured: bool = True  # False: no batch invariance
 
     @cached_property
@@ -103,12 +106,23 @@ def load(
     drop_mapped_files(model)
     engine = f"transformers: {reason}{support.note}" if reason else "lean"
     if not reason:
-        model = LlamaWeights(model, consume=True)
-    on_large_pages(module.packed for module in model.modules() if isinstance(module, PackedLinear))
+        model, engine = _fused(model)
+    if not isinstance(model, NativeWeights):
+        on_large_pages(module.packed for module in model.modules() if isinstance(module, PackedLinear))
     cached = CachedModel(model)
     if warm:
         _warm_up(cached)
     return LoadedModel(spec, model, tokenizer, cached.weight_bytes, engine, warm)
+
+
+def _fused(model: PreTrainedModel) -> tuple[FusedWeights, str]:
+    """Convert a model of the Llama family for the fastest engine; return weights and engine name."""
+    if model.device.type != "cpu":
+        return LlamaWeights(model, consume=True), "lean"
+    library = native_library()
+    if isinstance(library, NativeUnavailable):
+        return LlamaWeights(model, consume=True), f"lean: no native engine, {library}"
+    return NativeWeights(model, consume=True), "native"
 
 
 def _warm_up(cached: CachedModel) -> None:

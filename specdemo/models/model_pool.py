@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from specdemo.core.errors import UserError
-from specdemo.models.engines.llama_weights import LlamaWeights
+from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.hub import Hub
 from specdemo.models.load import LoadedModel, load
 from specdemo.models.memory import format_bytes, is_out_of_memory, release_memory, share_one_heap
@@ -94,7 +94,7 @@ class ModelPool:
 
     def recover(self) -> None:
         for loaded in self._models.values():
-            if isinstance(loaded.model, LlamaWeights):
+            if isinstance(loaded.model, FusedWeights):
                 loaded.model.release()
         release_memory()
 

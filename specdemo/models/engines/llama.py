@@ -144,6 +144,8 @@ class LlamaEngine:
         shared, group = 2 * kv_heads, heads // kv_heads
         _, keys, values = self._states
         rows = F.embedding(ids, model.embedding)
+        if model.channel_scale is not None:
+            rows = rows.mul_(model.channel_scale)
         for i, layer in enumerate(model.layers):
             qkv = layer.qkv(layer.enter(rows)).view(n, heads + shared, dim)
             if layer.norm_heads is not None:
