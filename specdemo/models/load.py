@@ -18,8 +18,8 @@ from transformers.utils import logging
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
 from specdemo.models.cache_check import cache_support
-from specdemo.models.engines.generic import auto_class, has_encoder, opening, refuse_recurrent
 from specdemo.models.engines.fused_weights import FusedWeights
+from specdemo.models.engines.generic import auto_class, has_encoder, opening, refuse_recurrent
 from specdemo.models.engines.llama_weights import LlamaWeights, PackedLinear, pack, unsupported_reason
 from specdemo.models.engines.native_build import NativeUnavailable, native_library
 from specdemo.models.engines.native_llama import NativeWeights

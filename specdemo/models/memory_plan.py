@@ -16,8 +16,8 @@ from specdemo.models.engines.cuda_graphs import graph_bytes
 from specdemo.models.engines.generic import has_encoder
 from specdemo.models.engines.llama import KEY_BLOCK, PROMPT_CHUNK
 from specdemo.models.engines.llama_weights import can_pack, unsupported_reason
-from specdemo.models.engines.native_llama import PROMPT_CHUNK as NATIVE_CHUNK
 from specdemo.models.engines.native_llama import FIRST_CAPACITY, kv_dtype, uses_native_engine
+from specdemo.models.engines.native_llama import PROMPT_CHUNK as NATIVE_CHUNK
 from specdemo.models.hub import Hub, TensorShapes
 from specdemo.models.llama_checkpoint import read_config
 from specdemo.models.load import configuration, head_apart
@@ -98,7 +98,7 @@ def plan_config(
     model = skeleton(config, apart)
     lean = unsupported_reason(model) is None and spec.device != SPREAD
     if lean and uses_native_engine(torch.device(spec.device)):
-        return _plan_native(spec, config, context, model)
+        return _plan_native(spec, config, context, model, _stored_bits(spec, config))
     if not lean:
         refuse_architecture(type(model), config)
     text = config.get_text_config()
@@ -131,10 +131,18 @@ def plan_config(
     )
 
 
-def _plan_native(spec: ModelSpec, config: PretrainedConfig, context: int, model: PreTrainedModel) -> MemoryPlan:
+def _stored_bits(spec: ModelSpec, config: PretrainedConfig) -> int | None:
+    if stored_quantised(config) is None:
+        return QUANTIZATIONS[spec.quantization].bits
+    settings = config.quantization_config
+    return next((bits for bits in (4, 8) if dict(settings).get(f"load_in_{bits}bit")), None)
+
+
+def _plan_native(
+    spec: ModelSpec, config: PretrainedConfig, context: int, model: PreTrainedModel, bits: int | None
+) -> MemoryPlan:
     """Estimate the memory of the native engine: weights as stored, float32 activations."""
-    quantization, dtype = QUANTIZATIONS[spec.quantization], getattr(torch, spec.dtype)
-    layers = {id(layer.weight) for layer in quantised_layers(model).values()} if quantization.bits else set()
+    layers = {id(layer.weight) for layer in quantised_layers(model).values()} if bits else set()
     weights = largest = 0
     for weight in model.parameters():
         count = weight.numel()
@@ -143,7 +151,7 @@ def _plan_native(spec: ModelSpec, config: PretrainedConfig, context: int, model:
         elif id(weight) not in layers:
             weights += count * _DTYPE_BYTES[spec.dtype]
         else:
-            weights += count + 8 * weight.shape[0] if quantization.bits == 8 else count // 2 + 4 * count // BLOCK_SIZE
+            weights += count + 8 * weight.shape[0] if bits == 8 else count // 2 + 4 * count // BLOCK_SIZE
         largest = max(largest, count)
     capacity, rows = _doubled(context, FIRST_CAPACITY), min(max(context, 1), NATIVE_CHUNK)
     queries, keys_and_values = _query_width(config), _kv_width(config)
@@ -153,7 +161,7 @@ def _plan_native(spec: ModelSpec, config: PretrainedConfig, context: int, model:
         context,
         sum(weight.numel() for weight in model.parameters()),
         weights=weights,
-        kv=config.num_hidden_layers * keys_and_values * capacity * kv_dtype(dtype).itemsize,
+        kv=config.num_hidden_layers * keys_and_values * capacity * kv_dtype(getattr(torch, spec.dtype)).itemsize,
         keeps_kv=True,
         settled=_RETAINED,
         passing=4 * rows * width + _LOGIT_ROWS * config.vocab_size * 4 * _LOGIT_COPIES,

@@ -25,6 +25,8 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
 from specdemo.recipe import Recipe
 
+pytestmark = pytest.mark.usefixtures("torch_engine")
+
 VOCAB = LLAMA["vocab_size"]
 
 
