@@ -14,7 +14,7 @@ from specdemo.cli.arguments import given
 from specdemo.core import trace
 from specdemo.core.errors import UserError, check_name
 from specdemo.core.events import End, Event, Header, Loading, StepEvent
-from specdemo.core.explain import STYLES, Decision, decision_of, explain, figure
+from specdemo.core.explain import STYLES, Decision, decision_of, explain, explain_engine, figure
 from specdemo.core.metrics import Metrics
 from specdemo.generate import generate
 from specdemo.recipe import PRESETS, Recipe, refuse_ineffective
@@ -89,12 +89,13 @@ class Coloured:
     def show(self, event: Event) -> None:
         match event:
             case Header():
-                self._exact = event.exact
+                self._exact, self._engine = event.exact, explain_engine(event.environment)
                 print(event.prompt, end="\n" if event.encoder else "", flush=True)
             case StepEvent():
                 print("".join(_spans(event)), end="", flush=True)
             case End():
                 print(f"\n\n{summary(event.metrics)}  {'exact' if self._exact else 'LOSSY'}  end: {_ending(event)}")
+                print(self._engine)
 
 
 class Steps:

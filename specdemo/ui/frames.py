@@ -18,6 +18,7 @@ from specdemo.core.explain import FATES, REASON_INDEX, Reason, decision_of, reas
 from specdemo.core.step import Outcome
 from specdemo.core.trace import MAX_CHARACTERS, ReadLimits, read
 from specdemo.ui.labels import (
+    describe_engines,
     describe_repeats,
     describe_waiting,
     guarantee,
@@ -194,7 +195,8 @@ class Run:
         return text.replace("<", "\\u003c")  # model text must never be parsed as markup
 
     def _verdict(self) -> str:
-        texts = (describe_repeats(self.speeds) or verdict(self.lanes), describe_waiting(self.lanes))
+        result = describe_repeats(self.speeds) or verdict(self.lanes)
+        texts = (result, describe_waiting(self.lanes), result and describe_engines(self.lanes))
         return " ".join(filter(None, texts))
 
     def trace(self, name: str) -> str | None:

@@ -17,6 +17,7 @@ from specdemo.core.errors import UserError, check_name
 from specdemo.core.events import End, Event, Header, StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.core.trace import MAX_CHARACTERS
+from specdemo.models.engines.native_build import SWITCH
 from specdemo.models.hub import Hub
 from specdemo.models.zoo import PAIRS
 from specdemo.recipe import Recipe, methods_with
@@ -150,7 +151,11 @@ def read_limits(environment: Mapping[str, str]) -> HostLimits:
     or `none`. Raises `UserError` for unknown or invalid variables.
     """
     texts = {name.removeprefix(PREFIX).lower(): text for name, text in environment.items() if name.startswith(PREFIX)}
-    texts = {name: text.strip() for name, text in texts.items() if text.strip() and PREFIX + name.upper() != TOKEN}
+    texts = {
+        name: text.strip()
+        for name, text in texts.items()
+        if text.strip() and PREFIX + name.upper() not in (TOKEN, SWITCH)
+    }
     names = {field.name: f"{PREFIX}{field.name.upper()}" for field in fields(HostLimits)}
     for name in texts.keys() - names.keys():
         check_name("variable", f"{PREFIX}{name.upper()}", tuple(names.values()))
