@@ -17,6 +17,7 @@ from specdemo.core.step import Draft
 from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.engines.generic import positions
 from specdemo.models.engines.native_build import native_library
+from specdemo.models.memory import LargePageBuffer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -90,7 +91,7 @@ def _library() -> ctypes.CDLL:
 class NativeMatrix:
     """Weights `[outputs, inputs]` in the layout of `matrix` in the C source."""
 
-    def __init__(self, linears: Sequence[nn.Module], interleaved: bool = False) -> None:
+    def __init__(self, linears: Sequence[nn.Module], buffer: LargePageBuffer, interleaved: bool = False) -> None:
         """Join `linears`; `interleaved`: alternate their blocks."""
         library = _library()
         self._block: int = library.block_outputs()
@@ -117,7 +118,7 @@ class NativeMatrix:
             else:
                 joined = self._whole(torch.cat(values) if len(values) > 1 else values[0])
             self.tensors[name] = joined
-        self.tensors["weights"] = self._blocks(self.tensors["weights"])
+        self.tensors["weights"] = buffer.place(self._blocks(self.tensors["weights"]))
         if self.form == _CODE4:
             self.tensors["scales"] = self._transposed(self.tensors["scales"])
 
@@ -188,6 +189,7 @@ class NativeWeights(FusedWeights):
         config, body = model.config, model.model
         self.layers = list(range(len(body.layers)))
         self._kept: list[Any] = []
+        self._buffer = LargePageBuffer()
         self._consume = consume
         tied = model.lm_head.weight is body.embed_tokens.weight
         self.embedding = None if tied else self._keep(body.embed_tokens.weight.detach().clone())
@@ -250,7 +252,7 @@ class NativeWeights(FusedWeights):
         return None if norm is None else self._keep(norm.weight.detach().float().clone())
 
     def _matrix(self, linears: Sequence[nn.Module], interleaved: bool = False) -> NativeMatrix:
-        matrix = self._keep(NativeMatrix(linears, interleaved))
+        matrix = self._keep(NativeMatrix(linears, self._buffer, interleaved))
         if self._consume:
             for linear in linears:
                 linear.weight = None
