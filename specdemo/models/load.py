@@ -106,7 +106,7 @@ def load(
     drop_mapped_files(model)
     engine = f"transformers: {reason}{support.note}" if reason else "lean"
     if not reason:
-        model, engine = _fused(model)
+        model, engine = fuse(model)
     if not isinstance(model, NativeWeights):
         on_large_pages(module.packed for module in model.modules() if isinstance(module, PackedLinear))
     cached = CachedModel(model)
@@ -115,7 +115,7 @@ def load(
     return LoadedModel(spec, model, tokenizer, cached.weight_bytes, engine, warm)
 
 
-def _fused(model: PreTrainedModel) -> tuple[FusedWeights, str]:
+def fuse(model: PreTrainedModel) -> tuple[FusedWeights, str]:
     """Convert a model of the Llama family for the fastest engine; return weights and engine name."""
     if model.device.type != "cpu":
         return LlamaWeights(model, consume=True), "lean"
