@@ -143,19 +143,22 @@ def _plan_native(
 ) -> MemoryPlan:
     """Estimate the memory of the native engine: weights as stored, float32 activations."""
     layers = {id(layer.weight) for layer in quantised_layers(model).values()} if bits else set()
+    width = _DTYPE_BYTES[spec.dtype]
+    if str(getattr(config, "dtype", None)).removeprefix("torch.") in ("float16", "bfloat16"):
+        width = 2  # stored without loss
     weights = largest = 0
     for weight in model.parameters():
         count = weight.numel()
         if weight.dim() < 2:
             weights += 4 * count
         elif id(weight) not in layers:
-            weights += count * _DTYPE_BYTES[spec.dtype]
+            weights += count * width
         else:
             weights += count + 8 * weight.shape[0] if bits == 8 else count // 2 + 4 * count // BLOCK_SIZE
         largest = max(largest, count)
     capacity, rows = _doubled(context, FIRST_CAPACITY), min(max(context, 1), NATIVE_CHUNK)
     queries, keys_and_values = _query_width(config), _kv_width(config)
-    width = 2 * config.hidden_size + 3 * queries + keys_and_values + config.intermediate_size
+    activations = 2 * config.hidden_size + 3 * queries + keys_and_values + config.intermediate_size
     return MemoryPlan(
         spec,
         context,
@@ -164,7 +167,7 @@ def _plan_native(
         kv=config.num_hidden_layers * keys_and_values * capacity * kv_dtype(getattr(torch, spec.dtype)).itemsize,
         keeps_kv=True,
         settled=_RETAINED,
-        passing=4 * rows * width + _LOGIT_ROWS * config.vocab_size * 4 * _LOGIT_COPIES,
+        passing=4 * rows * activations + _LOGIT_ROWS * config.vocab_size * 4 * _LOGIT_COPIES,
         loading=2 * largest * _DTYPE_BYTES[spec.dtype],
     )
 

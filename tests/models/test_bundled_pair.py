@@ -63,7 +63,7 @@ def test_logits_of_the_native_engine_equal_transformers(target: LoadedModel, ora
     found = CachedModel(target.model).score(tokens[:1], Draft.chain(tuple(tokens[1:])))
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
     plain = sum(p.numel() * p.element_size() for p in oracle.parameters())
-    assert target.weight_bytes == pytest.approx(plain, rel=0.001)  # no second copy
+    assert target.weight_bytes == pytest.approx(plain / 2, rel=0.01)  # stored in float16, as in the checkpoint
 
 
 def test_greedy_text_equals_transformers(pool: ModelPool, target: LoadedModel, oracle: PreTrainedModel) -> None:

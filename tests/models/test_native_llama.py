@@ -267,3 +267,15 @@ def test_cleared_caches_contain_no_text() -> None:
     cached.read(text(30))
     del cached
     assert model.idle and not model.idle[0]._kv.any() and model.idle[0].kv_bytes == 0
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_float32_weights_from_16_bits_are_stored_in_16_bits(dtype: str) -> None:
+    """Half the bytes, and the same logits as unrounded weights would give."""
+    stored, tokens = random_model(CONFIGS["tied"], dtype).float(), text(30)
+    half = NativeWeights(stored)
+    expected = stored(torch.tensor([tokens])).logits[0]
+    assert (CachedModel(half).read(tokens) - expected).abs().max() <= 2e-5 * expected.abs().max()
+    assert half.weight_bytes < 0.6 * sum(parameter.nbytes for parameter in stored.parameters())
+    stored.model.layers[0].self_attn.k_proj.weight[0, 0] = 1 / 3  # needs float32
+    assert NativeWeights(stored).weight_bytes > half.weight_bytes

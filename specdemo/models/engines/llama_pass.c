@@ -103,10 +103,18 @@ INLINE void store(float *p, vf v) { memcpy(p, &v, sizeof v); }
 INLINE vf fill(float x) { return x - (vf){0}; }
 INLINE vf load_bf16(const uint16_t *p) { vh h; memcpy(&h, p, sizeof h); return (vf)(__builtin_convertvector(h, vu) << 16); }
 INLINE vf load_f16(const uint16_t *p) {
+#if defined(__AVX512F__)
+    __m256i packed; memcpy(&packed, p, sizeof packed);
+    return (vf)_mm512_cvtph_ps(packed);
+#elif defined(__F16C__) && defined(__AVX__)
+    __m128i packed; memcpy(&packed, p, sizeof packed);
+    return (vf)_mm256_cvtph_ps(packed);
+#else
     vh h; memcpy(&h, p, sizeof h);
     vu u = __builtin_convertvector(h, vu);
     vf magnitude = (vf)((u & 0x7fff) << 13) * 0x1p112f; /* exact, also for subnormal numbers */
     return (vf)((vu)magnitude | (u & 0x8000) << 16);
+#endif
 }
 INLINE vf larger(vf a, vf b) { vi m = a > b; return (vf)((m & (vi)a) | (~m & (vi)b)); }
 INLINE float total(vf v) { /* pairwise, in a fixed order */

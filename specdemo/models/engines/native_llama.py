@@ -107,6 +107,8 @@ class NativeMatrix:
         if interleaved:
             self.outputs = len(linears) * self._block * -(-linears[0].out_features // self._block)
             parts = [{name: self._whole(value) for name, value in part.items()} for part in parts]
+        if self.form == FORMS[torch.float32]:
+            self._narrow(parts)
         for name in parts[0]:
             values = [part[name] for part in parts]
             if name == "codes":
@@ -121,6 +123,16 @@ class NativeMatrix:
         self.tensors["weights"] = buffer.place(self._blocks(self.tensors["weights"]))
         if self.form == _CODE4:
             self.tensors["scales"] = self._transposed(self.tensors["scales"])
+
+    def _narrow(self, parts: list[dict[str, Any]]) -> None:
+        """Store float32 weights in 16 bits if that loses nothing, as for a checkpoint in 16 bits: equal results."""
+        for dtype in (torch.float16, torch.bfloat16):
+            narrow = [part["weights"].to(dtype) for part in parts]
+            if all(torch.equal(part["weights"], weights.float()) for part, weights in zip(parts, narrow, strict=True)):
+                self.form = FORMS[dtype]
+                for part, weights in zip(parts, narrow, strict=True):
+                    part["weights"] = weights
+                return
 
     def _blocks(self, weights: Tensor) -> Tensor:
         if self.form == _INT8:
