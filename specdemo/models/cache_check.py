@@ -66,7 +66,7 @@ def refuse_architecture(kind: type[PreTrainedModel], config: PretrainedConfig) -
 
 def _supported(kind: type[PreTrainedModel], config: PretrainedConfig, model: PreTrainedModel | None) -> CacheSupport:
     refuse_recurrent(kind, config)
-    with _quiet():
+    with quiet():
         try:
             small: PretrainedConfig | None = reduced(kind, config)
             key = kind, f"{small.to_json_string()} {config._attn_implementation}"
@@ -84,7 +84,7 @@ def _supported(kind: type[PreTrainedModel], config: PretrainedConfig, model: Pre
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
