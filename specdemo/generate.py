@@ -84,8 +84,7 @@ def _run(
     drafter: Drafter | None,
 ) -> Iterator[Event]:
     environment = _environment(target, model)  # measured before the clock starts
-    text = prompt_text(target.tokenizer, prompt, running.chat)
-    start = time.perf_counter()
+    text, start = prompt_text(target.tokenizer, prompt, running.chat), time.perf_counter()
     prompt_tokens = encode_prompt(target.tokenizer, text, running.chat, target.vocab_size)
     tokens = target.opening if target.encoder else prompt_tokens  # an encoder's input is not part of the text
     with ExitStack() as resources:

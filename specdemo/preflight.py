@@ -29,7 +29,7 @@ from specdemo.drafters.model import ModelDrafter, fitted
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
-from specdemo.models.tokenizer import encode_prompt, prompt_text
+from specdemo.models.tokenizer import check_ids, encode_prompt, prompt_text
 from specdemo.models.zoo import PAIRS, check_pair
 from specdemo.pipeline import Pipeline, build_pipeline, sampling_params
 from specdemo.prompts import RECORDED_TEMPERATURES, Prompt, load_prompts, load_written
@@ -200,7 +200,7 @@ def _settings(recipe: Recipe) -> str:
 def _recorded_text(target: LoadedModel, prompt: Prompt, length: int) -> TimedText:
     tokens = target.tokenizer.encode(prompt.text)
     written = target.tokenizer.encode(prompt.written, add_special_tokens=False)
-    return tokens + written[:length], len(tokens)
+    return check_ids(tokens + written[:length], target.vocab_size), len(tokens)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 
 from specdemo.models.hub import Hub, local_shapes
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device
-from specdemo.models.tokenizer_check import check_tokenizer
-from specdemo.models.untrusted import model_errors, weight_files
+from specdemo.models.tokenizer_check import open_tokenizer
+from specdemo.models.untrusted import weight_files
 from specdemo.worker import ReportProgress, TaskProgress, ignore_progress
 
 _FLOATS = ("F64", "F32", "BF16", "F16")
@@ -74,9 +74,7 @@ def read_checkpoint(
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     model.eval().requires_grad_(False)
-    check_tokenizer(spec.name, folder)
-    with model_errors(f"the tokenizer of {spec.name}", folder=folder):
-        return model, PreTrainedTokenizerFast.from_pretrained(folder)
+    return model, open_tokenizer(spec.name, folder, PreTrainedTokenizerFast)
 
 
 def _read_json(path: Path) -> dict[str, object]:

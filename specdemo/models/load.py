@@ -27,7 +27,7 @@ from specdemo.models.memory import drop_mapped_files, free_bytes, given_back_at_
 from specdemo.models.quantization import check_quantization, load_options, skeleton
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device
 from specdemo.models.tokenizer import check_ids
-from specdemo.models.tokenizer_check import check_tokenizer
+from specdemo.models.tokenizer_check import open_tokenizer
 from specdemo.models.untrusted import check_tensors, converts_errors, model_errors
 from specdemo.worker import ReportProgress, TaskProgress, ignore_progress
 
@@ -161,9 +161,7 @@ def read_tokenizer(spec: ModelSpec, hub: Hub | None = None) -> PreTrainedTokeniz
 def _tokenizer(spec: ModelSpec, folder: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
-    check_tokenizer(spec.name, folder)
-    with model_errors(f"the tokenizer of {spec.name}", folder=folder):
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    return open_tokenizer(spec.name, folder, AutoTokenizer)
 
 
 def configuration(spec: ModelSpec, hub: Hub, report: ReportProgress = ignore_progress) -> PretrainedConfig:

@@ -6,6 +6,7 @@ preceding tokens.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from copy import copy
 
@@ -106,6 +107,14 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool, voc
     return check_ids(tokens, vocab_size)
 
 
+def check_vocabulary(name: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Raise `UserError` if texts may have tokens that the model does not have."""
+    if max(tokenizer.get_vocab().values(), default=0) >= vocab_size:
+        raise UserError(
+            f"the tokenizer of {name} has more than the {vocab_size:,} ids of the model: choose another pair"
+        )
+
+
 def check_ids(tokens: list[int], vocab_size: int) -> list[int]:
     if wrong := [token for token in tokens if not 0 <= token < vocab_size]:
         raise UserError(f"{wrong[0]:,} is not among the {vocab_size:,} token ids of the model: choose another model")
@@ -138,8 +147,8 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
         if name in added:
             return name.encode()
         if byte_level:
-            return bytes(_BYTE_OF[character] for character in name)
-        if len(name) == 6 and name.startswith("<0x"):
+            return bytes(_BYTE_OF[character] for character in name) if _BYTE_OF.keys() >= {*name} else name.encode()
+        if re.fullmatch("<0x[0-9A-F]{2}>", name):
             return bytes([int(name[3:5], 16)])
         return name.replace("\u2581", " ").encode() if "<0x00>" in known else _decode(tokenizer, [token]).encode()
 

@@ -8,13 +8,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import inf, prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specdemo.core.errors import UserError, plain_text
-from specdemo.models.untrusted import read_settings, walk
+from specdemo.models.untrusted import model_errors, read_settings, walk
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _MAX_GROWTH, _MAX_PREFIX, _MAX_PATTERN = 32, 64, 10_000
 _MAX_CHOICES, _FEW = 4_096, 16
+_SAMPLE = "def f(x):\n    return 'naïve 東京 🙂'\n"
 _TEXT_RULES = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 _GROUP = re.compile(r"\?(?::|>|=|!|<=|<!|[ims-]+[:)]|<\w+>)")
 _QUANTIFIER = re.compile(r"([*+?])[?+]?|\{(\d*)(,?)(\d*)\}\??")
@@ -38,6 +42,14 @@ def check_tokenizer(name: str, folder: Path) -> None:
     except (ValueError, TypeError, AttributeError) as error:
         reason = plain_text(str(error), 150)
         raise UserError(f"the tokenizer of {name} is refused ({reason}): choose another model") from None
+
+
+def open_tokenizer(name: str, folder: Path, kind: type[PreTrainedTokenizerBase]) -> PreTrainedTokenizerBase:
+    check_tokenizer(name, folder)
+    with model_errors(f"the tokenizer of {name}", folder=folder):
+        tokenizer = kind.from_pretrained(folder, trust_remote_code=False)
+        tokenizer.decode(tokenizer.encode(_SAMPLE))
+        return tokenizer
 
 
 def _check_rules(rules: list[Mapping[str, Any]]) -> None:

@@ -245,7 +245,7 @@ GENERATION = {
     "generation as list": HostileModel(written("generation_config.json", "[]"), "not a JSON object"),
     "end as object": HostileModel(written("generation_config.json", '{"eos_token_id": {"a": 1}}'), "eos_token_id"),
     "nested generation": HostileModel(written("generation_config.json", DEEP), "nested too deeply"),
-    "odd generation": HostileModel(written("generation_config.json", '{"num_beams": "x", "top_p": 9}'), "cannot|^$"),
+    "odd generation": HostileModel(written("generation_config.json", '{"num_beams": "x", "top_p": 9}')),
 }
 TOKENIZERS = {
     "truncated tokenizer": HostileModel(written("tokenizer.json", '{"version": "1.0", "mod'), "not valid JSON"),
@@ -256,6 +256,9 @@ TOKENIZERS = {
     "vocabulary of words": HostileModel(rules(model={"type": "BPE", "vocab": {"a": "b"}, "merges": []}), "tokenizer"),
     "merges of unknown tokens": HostileModel(
         rules(model={"type": "BPE", "vocab": {"a": 0}, "merges": [["x", "y"]]}), "tokenizer"
+    ),
+    "unknown words": HostileModel(
+        rules(model={"type": "WordLevel", "vocab": {"def": 0}, "unk_token": "[UNK]"}, added_tokens=[]), "tokenizer"
     ),
     "no vocabulary": HostileModel(rules(model={"type": "BPE", "vocab": {}, "merges": []}, added_tokens=[])),
     "unknown rule": HostileModel(rules(pre_tokenizer={"type": "Telepathy"}), "tokenizer"),
