@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
 import torch
@@ -69,9 +70,10 @@ def _supported(kind: type[PreTrainedModel], config: PretrainedConfig, model: Pre
     with quiet():
         try:
             small: PretrainedConfig | None = reduced(kind, config)
-            key = kind, f"{small.to_json_string()} {config._attn_implementation}"
+            described = f"{small.to_json_string()} {config._attn_implementation}"
         except Exception:
-            small, key = None, (kind, config.to_json_string())
+            small, described = None, config.to_json_string()
+        key = kind, sha256(described.encode()).hexdigest()
         if key not in _RESULTS:
             twin = _usable_twin(kind, small)
             if twin is None and model is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from specdemo.core.errors import UserError, plain_text
 from specdemo.worker import interruptible
 
 _ROOT = Path(__file__).parents[2]
-_MAX_SECONDS, _MAX_BYTES, _MAX_CHARACTERS = 5, 1 << 30, 4_000_000
+_CPU_SECONDS, _SECONDS, _MAX_BYTES, _MAX_CHARACTERS = 5, 20, 1 << 30, 2_000_000
 _REMEDY = "disable the chat option, or choose another model"
 
 
@@ -25,9 +24,8 @@ def render_chat(template: str, messages: Sequence[Mapping[str, str]], tokens: Ma
     return interruptible(lambda: _render(json.dumps([template, values], default=str)))
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=4)
 def _render(request: str) -> str:
-    path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
     try:
         result = subprocess.run(
             [sys.executable, "-m", __name__],
@@ -36,16 +34,15 @@ def _render(request: str) -> str:
             text=True,
             encoding="utf-8",
             errors="replace",
-            timeout=_MAX_SECONDS,
-            env={**os.environ, "PYTHONPATH": path},
+            timeout=_SECONDS,
+            cwd=_ROOT,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise UserError(f"the chat template takes more than {_MAX_SECONDS} s: {_REMEDY}") from None
-    try:
-        answer = json.loads(result.stdout)
-    except ValueError:
-        raise UserError(f"the chat template ended its process (exit code {result.returncode}): {_REMEDY}") from None
+        raise UserError(f"the chat template takes more than {_SECONDS} s: {_REMEDY}") from None
+    if not result.stdout:
+        raise UserError(f"the chat template took too much time or memory (code {result.returncode}): {_REMEDY}")
+    answer = json.loads(result.stdout)
     if "error" in answer:
         raise UserError(f"the chat template failed ({plain_text(answer['error'], 200)}): {_REMEDY}")
     return answer["text"]
@@ -55,7 +52,8 @@ def _limit() -> None:
     if sys.platform != "win32":
         import resource
 
-        resource.setrlimit(resource.RLIMIT_CPU, (_MAX_SECONDS, _MAX_SECONDS))
+        resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if sys.platform == "linux":
             resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
 

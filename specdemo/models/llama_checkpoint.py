@@ -62,7 +62,10 @@ def read_checkpoint(
     folder = hub.weights(spec.name, spec.revision, report)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    model.generation_config = GenerationConfig.from_pretrained(folder)
+    if (folder / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    else:
+        model.generation_config = GenerationConfig.from_model_config(config)
     wanted, device = dict(model.named_parameters()), find_device(spec.device)
     stored = {name: shape for name, (dtype, shape) in local_shapes(spec.name, folder).items() if dtype in _FLOATS}
     if stored != {name: tuple(weight.shape) for name, weight in wanted.items()}:

@@ -127,3 +127,10 @@ def test_huge_settings_are_not_downloaded(valid: Path, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"tokenizer.json of evil/model has 65.0 MB, more than 64.0 MB"):
             load(ModelSpec("evil/model", device="cpu"), hub)
         assert not server.gets("tokenizer.json")
+
+
+def test_models_are_read_only_after_the_checks() -> None:
+    program = Path(__file__).parents[2] / "specdemo"
+    reading = {path.name for path in program.rglob("*.py") if ".from_pretrained(" in path.read_text("utf-8")}
+    assert reading == {"load.py", "llama_checkpoint.py", "tokenizer_check.py"}
+    assert "apply_chat_template(" not in "".join(path.read_text("utf-8") for path in program.rglob("*.py"))
