@@ -32,8 +32,7 @@ _SETTINGS = (
 )
 _TOKENIZERS = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.spm", "*.bpe", "model.safetensors.index.json")
 _TEMPLATES = "additional_chat_templates"
-_MAX_EXPERTS_OF_ALL_LAYERS = 50_000
-_MAX_POSITION_TABLE = 1 << 26
+_MAX_EXPERTS_OF_ALL_LAYERS, _MAX_POSITION_TABLE = 50_000, 1 << 26  # built one by one, without a limit of memory
 _MAX_TOKEN_IDS = 1_000
 
 # Keys of config.json: smallest and largest value. Null selects a default.
@@ -42,17 +41,17 @@ _SIZES = (
     (r".*(layers?|blocks|depths?|loops|repeats)", None, 1_000),
     (r"(num_|n_)?((en|de)coder_)?((attention|key_value|kv)_)?heads|n_head", 1, 4_096),
     (r".*heads?", None, 65_536),
-    (r"hidden_size|d_model|n_embd|embedding_size|head_dim|d_kv", 1, 65_536),
+    (r"hidden_size|d_model|n_embd|embedding_size", 1, 65_536),
+    (r"head_dim|d_kv", 0, 65_536),
     (r"intermediate_size|d_ff|ffn_dim|(en|de)coder_ffn_dim|n_inner", 1, 1_048_576),
     (r"vocab_size", 1, 4_000_000),
     (r"max_position_embeddings|n_positions|n_ctx", 1, 1 << 24),
-    (r".*experts(_per_tok)?", None, 4_096),
+    (r".*experts(_per_tok)?", None, 16_384),
     (r".*(_size|_dim|_rank|channels|width|dims|sizes)", None, 1 << 24),
 )
 _POSITIVE = r"rope_theta|factor|rms_norm_eps|layer_norm_eps(ilon)?|rotary_emb_base"
 _TOKEN_ID = r"(bos|eos|pad|sep|decoder_start|forced_bos|forced_eos)_token_id"
 _WIDTHS, _HEADS = ("hidden_size", "n_embd", "d_model"), ("num_attention_heads", "n_head", "num_heads")
-_POSITIONS = ("max_position_embeddings", "n_positions")
 _ATTENTION = r"_?(attn|experts)_implementation(_internal)?"
 
 Result = TypeVar("Result")
@@ -205,12 +204,11 @@ def check_config(name: str, config: Mapping[str, Any]) -> None:
     for part in _parts(config):
         _check_heads(label, part)
         experts = max((n for key, n in part.items() if key.endswith("experts") and isinstance(n, int)), default=0)
-        layers = part.get("num_hidden_layers")
-        if isinstance(layers, int) and layers * experts > _MAX_EXPERTS_OF_ALL_LAYERS:
+        layers = _first(part, "num_layers", "encoder_layers")
+        if layers and layers * experts > _MAX_EXPERTS_OF_ALL_LAYERS:
             raise UserError(f"{label} has {layers:,} layers of {experts:,} experts: choose a smaller model")
-        positions, width = _first(part, *_POSITIONS), _first(part, *_WIDTHS)
-        rotary = any(key.startswith(("rope", "rotary", "alibi")) for key in part)
-        if positions and width and positions * width > _MAX_POSITION_TABLE and not rotary:
+        positions, width = _first(part, "max_position_embeddings"), _first(part, "d_model", "emb_dim")
+        if positions and width and positions * width > _MAX_POSITION_TABLE:
             raise UserError(f"{label} has a table of {positions:,} positions: choose another model")
 
 
@@ -284,7 +282,11 @@ def _first(config: Mapping[str, Any], *names: str) -> int | None:
 
 def _check_heads(label: str, config: Mapping[str, Any]) -> None:
     width, heads, groups = _first(config, *_WIDTHS), _first(config, *_HEADS), _first(config, "num_key_value_heads")
-    has_width = any("head_dim" in key or key in ("d_kv", "kv_channels") for key, n in config.items() if n is not None)
+    has_width = any(
+        "head_dim" in key or key in ("d_kv", "kv_channels", "attention_head_size")
+        for key, n in config.items()
+        if n is not None
+    )
     if width and heads and width % heads and not has_width:
         raise UserError(f"{label} divides {width:,} values among {heads:,} heads: choose another model")
     if heads and groups and heads % groups:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import MixtralConfig, OPTConfig
+from transformers import MarianConfig, MixtralConfig, SwitchTransformersConfig
 
 Change = Callable[[Path], object]
 MARKER = "executed"
@@ -221,11 +221,11 @@ CONFIGURATIONS = {
     "quantization as list": HostileModel(config(quantization_config=[1]), "unknown"),
     "unknown dtype": HostileModel(config(dtype="telepathy", hidden_act="gelu"), ""),
     "many experts": HostileModel(
-        other_architecture(MixtralConfig(num_hidden_layers=1000, num_local_experts=4000)), "4,000 experts"
+        other_architecture(SwitchTransformersConfig(num_layers=1000, num_experts=4000)), "4,000 experts"
     ),
     "absurd experts": HostileModel(other_architecture(MixtralConfig(num_local_experts=10**7)), "num_local_experts"),
     "table of positions": HostileModel(
-        other_architecture(OPTConfig(max_position_embeddings=1 << 24)), "table of 16,777,216 positions"
+        other_architecture(MarianConfig(max_position_embeddings=1 << 24)), "table of 16,777,216 positions"
     ),
     "end of text as word": HostileModel(config(eos_token_id="end"), "eos_token_id is 'end'"),
     "100,000 ends": HostileModel(config(eos_token_id=list(range(100_000))), "eos_token_id is a list"),
