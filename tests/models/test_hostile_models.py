@@ -21,6 +21,8 @@ from specdemo.models.load import load, read_tokenizer, reference
 from specdemo.models.memory_plan import plan_spec
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
+from specdemo.models.untrusted import check_config
+from specdemo.models.zoo import MODELS
 from specdemo.recipe import Recipe
 
 
@@ -127,6 +129,11 @@ def test_huge_settings_are_not_downloaded(valid: Path, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"tokenizer.json of evil/model has 65.0 MB, more than 64.0 MB"):
             load(ModelSpec("evil/model", device="cpu"), hub)
         assert not server.gets("tokenizer.json")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_listed_models_are_accepted(name: str) -> None:
+    check_config(name, {"model_type": MODELS[name].kind, **MODELS[name].shape})
 
 
 def test_models_are_read_only_after_the_checks() -> None:
