@@ -20,7 +20,7 @@ _REMEDY = "disable the chat option, or choose another model"
 
 def render_chat(template: str, messages: Sequence[Mapping[str, str]], tokens: Mapping[str, Any]) -> str:
     """Return the text of a conversation. `tokens`: special tokens by name. Raises `UserError`."""
-    values = {"messages": list(messages), "tools": None, "documents": None, "add_generation_prompt": True, **tokens}
+    values = {**tokens, "messages": list(messages), "tools": None, "documents": None, "add_generation_prompt": True}
     return interruptible(lambda: _render(json.dumps([template, values], default=str)))
 
 

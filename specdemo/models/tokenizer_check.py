@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MAX_GROWTH, _MAX_PREFIX, _MAX_PATTERN = 32, 64, 10_000
-_MAX_CHOICES, _FEW = 4_096, 16
+_MAX_CHOICES, _FEW, _MAX_ADDED_TOKENS = 4_096, 16, 100_000
 _SAMPLE = "def f(x):\n    return 'naïve 東京 🙂'\n"
 _TEXT_RULES = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 _GROUP = re.compile(r"\?(?::|>|=|!|<=|<!|[ims-]+[:)]|<\w+>)")
@@ -37,6 +37,8 @@ def check_tokenizer(name: str, folder: Path) -> None:
     try:
         if isinstance(stored.get("model"), dict) and stored["model"].get("dropout"):
             raise ValueError("it splits the same text differently each time")
+        if len(stored.get("added_tokens") or ()) > _MAX_ADDED_TOKENS:
+            raise ValueError(f"it adds more than {_MAX_ADDED_TOKENS:,} tokens")
         for rules in _TEXT_RULES:
             _check_rules([value for _, value in walk({"": stored.get(rules)}) if isinstance(value, dict)])
     except (ValueError, TypeError, AttributeError) as error:

@@ -257,6 +257,13 @@ TOKENIZERS = {
     "merges of unknown tokens": HostileModel(
         rules(model={"type": "BPE", "vocab": {"a": 0}, "merges": [["x", "y"]]}), "tokenizer"
     ),
+    "many added tokens": HostileModel(rules(added_tokens=[{"id": 0, "content": "a"}] * 100_001), "adds more than"),
+    "panic": HostileModel(
+        lambda f: rules(
+            model=json.loads((f / "tokenizer.json").read_text())["model"] | {"continuing_subword_prefix": "x" * 100}
+        )(f),
+        "tokenizer",
+    ),
     "unknown words": HostileModel(
         rules(model={"type": "WordLevel", "vocab": {"def": 0}, "unk_token": "[UNK]"}, added_tokens=[]), "tokenizer"
     ),
