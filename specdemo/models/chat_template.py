@@ -1,4 +1,4 @@
-"""Rendering of chat templates, which are programs of a model's author, in a process with limits."""
+"""Rendering of untrusted chat templates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ _REMEDY = "disable the chat option, or choose another model"
 
 
 def render_chat(template: str, messages: Sequence[Mapping[str, str]], tokens: Mapping[str, Any]) -> str:
-    """Return the text of a conversation. `tokens`: special tokens by name. Raises `UserError`."""
     values = {**tokens, "messages": list(messages), "tools": None, "documents": None, "add_generation_prompt": True}
     return interruptible(lambda: _render(json.dumps([template, values], default=str)))
 
@@ -59,7 +58,7 @@ def _limit() -> None:
 
 
 def _text(template: str, values: Mapping[str, Any]) -> str:
-    """Render as `apply_chat_template` of `transformers`, whose import takes a second."""
+    """Render like `apply_chat_template`, which takes a second to import."""
     from datetime import datetime
 
     from jinja2 import TemplateError, nodes
@@ -92,7 +91,6 @@ def _text(template: str, values: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    """Render the request of standard input."""
     _limit()
     try:
         answer = {"text": _text(*json.load(sys.stdin))}

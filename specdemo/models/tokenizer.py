@@ -99,7 +99,6 @@ def prompt_text(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[ChatM
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool, vocab_size: int) -> list[int]:
-    """Raises `UserError` for tokens that the model does not have."""
     with model_errors("the tokenizer", "cannot encode the prompt"):
         tokens = tokenizer.encode(text, add_special_tokens=not chat)
     if not tokens:
@@ -108,7 +107,6 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool, voc
 
 
 def check_vocabulary(name: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """Raise `UserError` if texts may have tokens that the model does not have."""
     if max(tokenizer.get_vocab().values(), default=0) >= vocab_size:
         raise UserError(
             f"the tokenizer of {name} has more than the {vocab_size:,} ids of the model: choose another pair"

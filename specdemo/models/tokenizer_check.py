@@ -1,4 +1,4 @@
-"""Checks of tokenizer files: patterns that backtrack too much, and rules that multiply the text."""
+"""Checks of untrusted tokenizer files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ _EXPONENTIAL = 99
 
 
 def check_tokenizer(name: str, folder: Path) -> None:
-    """Raise `UserError` for tokenizer files whose use may take unbounded time or memory."""
     for path in (folder / "tokenizer_config.json", folder / "special_tokens_map.json", folder / "added_tokens.json"):
         if path.exists():
             read_settings(name, path)
@@ -79,7 +78,6 @@ def _replacement_growth(rule: Mapping[str, Any]) -> float:
 
 
 def _longest_replacement(encoded: str) -> float:
-    """Return the growth of a normalization table of SentencePiece beyond that of Unicode (18)."""
     table = base64.b64decode(encoded)
     texts = table[4 + int.from_bytes(table[:4], "little") :]
     return max(1, max(map(len, texts.split(b"\0"))) / 64)
@@ -87,18 +85,18 @@ def _longest_replacement(encoded: str) -> float:
 
 @dataclass(frozen=True)
 class _Cost:
-    """Backtracking of a part of a pattern: about `choices` times the text length to the power of `degree`."""
+    """Backtracking: about `choices` times the text length to the power of `degree`."""
 
     degree: int = 0
     end: int = 0  # degree if the following text cannot fail
     choices: int = 1
-    simple: bool = True  # a single way to match
+    simple: bool = True
     optional: bool = False
     size: int = 1
 
 
 def check_pattern(pattern: str) -> None:
-    """Raise `ValueError` unless a search takes at most quadratic time in backtracking engines (Oniguruma)."""
+    """Raise `ValueError` for searches of more than quadratic time."""
     shown = f"the pattern {plain_text(pattern, 40)}"
     if len(pattern) > _MAX_PATTERN:
         raise ValueError(f"{shown} is too long")
@@ -111,8 +109,6 @@ def check_pattern(pattern: str) -> None:
 
 
 class _PatternReader:
-    """Raises `IndexError` for unknown syntax."""
-
     def __init__(self, pattern: str) -> None:
         self._text, self._at = pattern, 0
 
@@ -186,7 +182,7 @@ class _PatternReader:
             raise IndexError
         sign = kind.group() if kind else ""
         self._at += len(sign)
-        if sign.endswith(")"):  # options of the pattern
+        if sign.endswith(")"):  # options
             if self._at > len(sign) + 1:
                 raise IndexError
             return _Cost()

@@ -1,4 +1,4 @@
-"""Checks of model directories before `transformers` reads them, and conversion of its exceptions."""
+"""Checks of untrusted model directories."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _SETTINGS = (
 )
 _TOKENIZERS = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.spm", "*.bpe", "model.safetensors.index.json")
 _TEMPLATES = "additional_chat_templates"
-_MAX_EXPERTS_OF_ALL_LAYERS, _MAX_POSITION_TABLE = 50_000, 1 << 26  # built one by one, without a limit of memory
+_MAX_EXPERTS_OF_ALL_LAYERS, _MAX_POSITION_TABLE = 50_000, 1 << 26  # built one by one
 _MAX_TOKEN_IDS = 1_000
 
-# Keys of config.json: smallest and largest value. Null selects a default.
+# Keys, smallest and largest value.
 _SIZES = (
     (r"num_(hidden_|encoder_|decoder_)?layers|(en|de)coder_layers|n_layers?", 1, 1_000),
     (r".*(layers?|blocks|depths?|loops|repeats)", None, 1_000),
@@ -59,13 +59,13 @@ Result = TypeVar("Result")
 
 @contextmanager
 def model_errors(name: str, problem: str = "cannot be loaded", folder: Path | None = None) -> Iterator[None]:
-    """Convert exceptions of libraries that read model `name` to `UserError`, except cancellation and lack of memory."""
+    """Convert exceptions, except cancellation and lack of memory, to `UserError`."""
     try:
         yield
     except (UserError, TaskCancelled, Stopped):
         raise
     except BaseException as error:
-        panic = type(error).__name__ == "PanicException"  # of Rust extensions, not derived from Exception
+        panic = type(error).__name__ == "PanicException"  # of Rust extensions
         if not (panic or isinstance(error, Exception)) or is_out_of_memory(error):
             raise
         reason = _reason(error, str(folder or ""), name)
@@ -73,7 +73,6 @@ def model_errors(name: str, problem: str = "cannot be loaded", folder: Path | No
 
 
 def converts_errors(function: Callable[..., Result]) -> Callable[..., Result]:
-    """Apply `model_errors` to a function of a `ModelSpec`."""
 
     @wraps(function)
     def checked(spec: Any, *args: Any, **options: Any) -> Result:
@@ -93,7 +92,6 @@ def _reason(error: BaseException, folder: str = "", name: str = "") -> str:
 
 
 def check_folder(name: str, folder: Path) -> None:
-    """Raise `UserError` for invalid configurations, links to other directories, special or huge files."""
     check_files(name, folder)
     check_config(name, read_settings(name, folder / "config.json"))
     if (folder / "generation_config.json").exists():
@@ -114,7 +112,6 @@ def check_files(name: str, folder: Path) -> None:
 
 
 def check_sizes(name: str, sizes: Mapping[str, int]) -> None:
-    """Raise `UserError` for huge files without weights. `sizes`: bytes by file name."""
     for file, size in sizes.items():
         if size > (limit := _largest(file)):
             raise UserError(
@@ -123,7 +120,6 @@ def check_sizes(name: str, sizes: Mapping[str, int]) -> None:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Return files that may be read; directories only under their names."""
     for entry in os.scandir(folder):
         if any(fnmatch.fnmatch(entry.name, pattern) for pattern in _READ) and not entry.is_dir():
             yield folder / entry.name
@@ -144,14 +140,13 @@ def _inside(path: Path, folder: Path) -> bool:
     if not path.is_symlink():
         return True
     root = folder.resolve()
-    if root.parent.name == "snapshots":  # cache of the hub: files are links to ../../blobs
+    if root.parent.name == "snapshots":  # links to ../../blobs
         root = root.parents[1]
     target = Path(os.path.realpath(path))
     return target.exists() and target.is_relative_to(root)
 
 
 def read_settings(name: str, path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises `UserError` for duplicate keys, NaN, infinity and deep nesting."""
     label = f"{path.name} of {name}"
     try:
         text = path.read_bytes()
@@ -180,7 +175,6 @@ def _refuse_constant(text: str) -> None:
 
 
 def walk(value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Return the keys and values of nested objects. Raises `ValueError` beyond the maximum depth."""
     if depth > _MAX_DEPTH:
         raise ValueError("it is nested too deeply")
     if isinstance(value, dict):
@@ -194,7 +188,6 @@ def walk(value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
 
 
 def check_config(name: str, config: Mapping[str, Any]) -> None:
-    """Raise `UserError` for values that no model can have, before anything is built from them."""
     label = f"config.json of {name}"
     _check_values(label, config)
     if not isinstance(config.get("model_type", ""), str):
@@ -235,7 +228,6 @@ def _check_values(label: str, settings: Mapping[str, Any]) -> None:
 
 
 def _problem(key: str, value: Any) -> str:
-    """Return the expected value, or an empty text if `value` is possible."""
     if value is None:
         return ""
     if re.fullmatch(_TOKEN_ID, key):
@@ -294,13 +286,11 @@ def _check_heads(label: str, config: Mapping[str, Any]) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files that `transformers` reads."""
     single = folder / "model.safetensors"
     return [single] if single.exists() else sorted(folder.glob("model-*-of-*.safetensors"))
 
 
 def check_weights(name: str, folder: Path) -> None:
-    """Raise `UserError` for absurd headers and for an index with other files."""
     files = weight_files(folder)
     for path in files:
         with path.open("rb") as file:
@@ -320,10 +310,6 @@ def check_weights(name: str, folder: Path) -> None:
 
 
 def check_tensors(name: str, model: Any, loaded: Mapping[str, Any], dtypes: Mapping[str, str]) -> None:
-    """Raise `UserError` unless the stored tensors are those of the model.
-
-    `loaded`: `output_loading_info`; `dtypes`: of the files, empty for quantized weights.
-    """
     computed = {key for key, _ in model.named_buffers()}
     wrong = {
         "missing": loaded["missing_keys"],
