@@ -24,7 +24,7 @@ from specdemo.models.load import LoadedModel
 from specdemo.models.loaded_pair import LoadedPair
 from specdemo.models.memory import format_bytes
 from specdemo.models.model_pool import ModelPool
-from specdemo.models.tokenizer import ChatMessage, TextStream, TokenNames, render_prompt
+from specdemo.models.tokenizer import ChatMessage, TextStream, TokenNames, encode_prompt, prompt_text
 from specdemo.pipeline import Pipeline, Stores, build_pipeline, longest_chain
 from specdemo.recipe import METHODS, Recipe
 from specdemo.remote.client import RemoteModel, connect
@@ -84,8 +84,8 @@ def _run(
     drafter: Drafter | None,
 ) -> Iterator[Event]:
     environment = _environment(target, model)  # measured before the clock starts
-    start = time.perf_counter()
-    text, prompt_tokens = render_prompt(target.tokenizer, prompt, running.chat)
+    text, start = prompt_text(target.tokenizer, prompt, running.chat), time.perf_counter()
+    prompt_tokens = encode_prompt(target.tokenizer, text, running.chat, target.vocab_size)
     tokens = target.opening if target.encoder else prompt_tokens  # an encoder's input is not part of the text
     with ExitStack() as resources:
         pipeline = build_pipeline(running, target, model, stores, text)

@@ -29,7 +29,7 @@ from specdemo.models.engines.llama import PROMPT_CHUNK
 from specdemo.models.engines.llama_weights import layer_count, with_dropout, with_layers
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
-from specdemo.models.tokenizer import Bridge, token_bytes
+from specdemo.models.tokenizer import Bridge, check_vocabulary, token_bytes
 from specdemo.models.zoo import check_pair
 from specdemo.recipe import Recipe, refuse_with_encoder
 from specdemo.remote.client import RemoteModel, remote_verifier
@@ -203,6 +203,8 @@ def _bridge(recipe: Recipe, target: LoadedModel | RemoteModel, drafter: LoadedMo
     except UserError:
         if not recipe.universal:
             raise
+        check_vocabulary("the target", target.tokenizer, target.vocab_size)
+        check_vocabulary("the drafter", drafter.tokenizer, drafter.vocab_size)
         return Bridge(target.tokenizer, drafter.tokenizer, drafter.opening)
     return None
 

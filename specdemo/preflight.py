@@ -29,7 +29,7 @@ from specdemo.drafters.model import ModelDrafter, fitted
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
-from specdemo.models.tokenizer import render_prompt
+from specdemo.models.tokenizer import check_ids, encode_prompt, prompt_text
 from specdemo.models.zoo import PAIRS, check_pair
 from specdemo.pipeline import Pipeline, build_pipeline, sampling_params
 from specdemo.prompts import RECORDED_TEMPERATURES, Prompt, load_prompts, load_written
@@ -200,7 +200,7 @@ def _settings(recipe: Recipe) -> str:
 def _recorded_text(target: LoadedModel, prompt: Prompt, length: int) -> TimedText:
     tokens = target.tokenizer.encode(prompt.text)
     written = target.tokenizer.encode(prompt.written, add_special_tokens=False)
-    return tokens + written[:length], len(tokens)
+    return check_ids(tokens + written[:length], target.vocab_size), len(tokens)
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,8 @@ def decoded_runs(
     for seed, prompt in enumerate(_alternating(prompts)[:most]):
         if seed >= MIN_SAMPLED_TEXTS and clock() - began > seconds:
             return
-        _, tokens = render_prompt(target.tokenizer, prompt.text, recipe.chat)
+        text = prompt_text(target.tokenizer, prompt.text, recipe.chat)
+        tokens = encode_prompt(target.tokenizer, text, recipe.chat, target.vocab_size)
         tokens = tokens[: min(MAX_TEXT_TOKENS, context - 2 * MAX_GAMMA)]
         most_tokens = min(recipe.max_tokens, MAX_TEXT_TOKENS, context - len(tokens) - MAX_GAMMA)
         pipeline = build_pipeline(replace(recipe, seed=seed), target, drafter)

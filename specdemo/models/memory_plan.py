@@ -32,6 +32,7 @@ from specdemo.models.quantization import (
     unavailable,
 )
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, main_device
+from specdemo.models.untrusted import converts_errors
 from specdemo.worker import ReportProgress, ignore_progress
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ class MemoryPlan:
         return max(self.total, self.weights + self.loading)
 
 
+@converts_errors
 def plan_spec(
     spec: ModelSpec, context: int, hub: Hub | None = None, report: ReportProgress = ignore_progress
 ) -> MemoryPlan:

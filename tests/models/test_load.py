@@ -59,6 +59,14 @@ def test_llama_checkpoints_give_the_bits_of_transformers(tmp_path: Path, dtype: 
     assert torch.equal(ours, theirs)
 
 
+def test_checkpoints_without_generation_settings(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, byte_level_tokenizer())
+    (folder / "generation_config.json").unlink()
+    spec = ModelSpec(str(folder), "float32", device="cpu")
+    model, _ = read_checkpoint(spec, Hub())
+    assert model.generation_config.eos_token_id == reference(spec)[0].generation_config.eos_token_id == 0
+
+
 @pytest.mark.parametrize(
     "change", [{"hidden_act": "gelu"}, {"attention_bias": True}, {"rope_parameters": None}, {"intermediate_size": 40}]
 )
