@@ -26,6 +26,7 @@ from specdemo.cli.commands import at_least_one
 from specdemo.core.errors import UserError
 from specdemo.core.metrics import interval
 from specdemo.core.step import Draft
+from specdemo.models.kv_cache import new_engine
 from specdemo.models.load import load, reference
 from specdemo.models.memory import release_memory
 from specdemo.models.spec import ModelSpec
@@ -140,7 +141,7 @@ def compare(name: str, folder: str, options: argparse.Namespace) -> list[dict[st
                 subprocess.run([quantizer, full, file, kind], capture_output=True, check=True)
             release_memory()
             loaded = load(ModelSpec(folder, dtype=dtype, quantization=quantization, device="cpu"))
-            engine = loaded.model.engine()
+            engine = new_engine(loaded.model)
             for context in options.context:
                 pairs = []
                 for _ in range(options.rounds):

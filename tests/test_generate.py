@@ -161,12 +161,10 @@ def test_the_context_ends_the_text(target: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["ar", "draft", "nasd", "self", "tree", "lookahead"])
-def test_equal_bits_are_claimed_for_chains_only(target: str, method: str) -> None:
-    """The batch invariance check covers chains; rows of a forest have other positions among the keys."""
+def test_equal_bits_hold_for_all_methods_of_the_native_engine(target: str, method: str) -> None:
     recipe = Recipe(method=method, target=target, drafter=target, temperature=0, max_tokens=4, device="cpu")
     head = header_of(generate(recipe, PROMPT, ModelPool()))
-    found = head.environment["parity"]["equal"]
-    assert head.bit_equal == (found and method not in ("tree", "lookahead"))
+    assert head.environment["parity"]["by_construction"] and head.bit_equal
 
 
 def test_top_tokens_are_in_the_trace_on_request(target: str) -> None:

@@ -28,6 +28,7 @@ from specdemo.models.engines.generic import (
     opening,
 )
 from specdemo.models.engines.llama import LlamaEngine
+from specdemo.models.engines.native_llama import NativeEngine, NativeWeights
 from specdemo.models.memory import weight_bytes
 
 if TYPE_CHECKING:
@@ -53,6 +54,10 @@ class CacheEngine(Protocol):
 
     @property
     def reserved_bytes(self) -> int: ...
+
+
+def new_engine(model: FusedWeights) -> LlamaEngine | NativeEngine:
+    return NativeEngine(model) if isinstance(model, NativeWeights) else LlamaEngine(model)
 
 
 def _engine(model: PreTrainedModel, source: Sequence[int], uncached: bool) -> CacheEngine:
@@ -81,7 +86,7 @@ class CachedModel:
             )
         self.chains_only = ""  # or the reason why forests are not exact
         if isinstance(model, FusedWeights):
-            self._engine: CacheEngine = model.idle.pop() if model.idle else model.engine()
+            self._engine: CacheEngine = model.idle.pop() if model.idle else new_engine(model)
         else:
             support = cache_support(model)
             self.chains_only, self._engine = support.forests, _engine(model, source, bool(support.uncached))
@@ -218,8 +223,7 @@ COMPARED_ROWS = max(_DRAFT_LENGTHS) + 1
 class BatchInvariance:
     """Batch invariance, measured by `check_invariance`.
 
-    If each row has the same bits in every pass, greedy speculative text equals AR greedy text; otherwise near-ties may
-    resolve differently. Compared for up to `COMPARED_ROWS` rows and `compared_context` tokens, unless it holds
+    Without it, near-ties of greedy texts may resolve differently. Compared for up to `COMPARED_ROWS` rows and `compared_context` tokens, unless it holds
     `by_construction`. `cost[n]` is v(n), the cost of a pass over n rows in AR steps.
     """
 

@@ -137,7 +137,7 @@ def on_large_pages(tensors: Iterable[Tensor], budget_s: float = 1.0) -> None:
 
 
 class LargePageBuffer:
-    """Memory for tensors in 2 MiB pages (Linux), which save address translations; see docs/performance.md."""
+    """Memory for tensors in 2 MiB pages (Linux)."""
 
     _page, _chunk, _advice = 2 << 20, 8 << 20, 14  # MADV_HUGEPAGE in mman.h
 

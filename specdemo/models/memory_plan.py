@@ -16,8 +16,7 @@ from specdemo.models.engines.cuda_graphs import graph_bytes
 from specdemo.models.engines.generic import has_encoder
 from specdemo.models.engines.llama import KEY_BLOCK, PROMPT_CHUNK
 from specdemo.models.engines.llama_weights import can_pack, unsupported_reason
-from specdemo.models.engines.native_llama import FIRST_CAPACITY, kv_dtype, uses_native_engine
-from specdemo.models.engines.native_llama import PROMPT_CHUNK as NATIVE_CHUNK
+from specdemo.models.engines.native_llama import FIRST_CAPACITY, NATIVE_CHUNK, kv_dtype, uses_native_engine
 from specdemo.models.hub import Hub, TensorShapes
 from specdemo.models.llama_checkpoint import read_config
 from specdemo.models.load import configuration, head_apart

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Pretr
 
 from specdemo.core.step import Draft
 from specdemo.models.engines.llama_weights import with_dropout, with_layers
-from specdemo.models.engines.native_llama import KEPT_ROWS, PROMPT_CHUNK, NativeEngine, NativeWeights
+from specdemo.models.engines.native_llama import KEPT_ROWS, NATIVE_CHUNK, NativeEngine, NativeWeights
 from specdemo.models.kv_cache import CachedModel, check_invariance
 
 VOCAB, CONTEXT = 301, 2100
@@ -142,7 +142,7 @@ def test_long_contexts_and_prompt_chunks_keep_the_bits(form: str) -> None:
     for start in (2040, 1900, 5):
         engine = NativeEngine(model)
         engine.run(tokens[:start], 0, Draft())
-        assert 2040 - start < PROMPT_CHUNK or start == 5
+        assert 2040 - start < NATIVE_CHUNK or start == 5
         assert torch.equal(engine.run(tokens[start:2041], start, Draft())[-1], expected[0])
     rows = engine.run(tokens[2041:], 2041, Draft.chain(tuple(tokens[2042:])))
     assert torch.equal(rows, expected[1:])

@@ -1,4 +1,4 @@
-"""Base class of weights converted for an engine of this package, shared by all requests."""
+"""Base class of converted weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class FusedWeights(ABC):
-    """Weights of the Llama family; `channel_scale` `[width]` multiplies the embedding channels."""
+    """Weights of the Llama family, shared by all requests."""
 
     batch_invariant = False  # True: for any number of rows, by construction
 
@@ -38,16 +38,10 @@ class FusedWeights(ABC):
     @abstractmethod
     def weight_bytes(self) -> int: ...
 
-    @abstractmethod
-    def engine(self) -> Any:
-        """Create an engine for one request."""
-
     def release(self) -> None:
-        """Drop idle engines with their buffers."""
         self.idle.clear()
 
     def with_layers(self, kept: Sequence[int]) -> Self:
-        """Return the model with the layers `kept`."""
         thin = copy.copy(self)
         thin.layers, thin.idle = [self.layers[i] for i in kept], []
         return thin

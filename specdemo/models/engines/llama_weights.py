@@ -1,8 +1,4 @@
-"""Packed linear layers, fused weights of the Llama family (Llama, Qwen2, Qwen3, Mistral, SmolLM), and model variants.
-
-Same arithmetic as `transformers` in fewer, larger products; equal rounding in bfloat16 and float16. In float32 a norm's
-gain is folded into the next product, and the components of each RoPE rotation are adjacent, as a complex number.
-"""
+"""Weights of the Llama family for torch, packed linear layers, and model variants."""
 
 from __future__ import annotations
 
@@ -25,8 +21,6 @@ from specdemo.models.memory import is_mapped, weight_bytes
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from specdemo.models.engines.llama import LlamaEngine
-
 
 def can_pack(weight: Tensor) -> bool:
     return (
@@ -45,8 +39,7 @@ def _bfloat16_is_supported() -> bool:
 class PackedLinear(nn.Module):
     """A frozen linear layer packed for oneDNN: `[..., in]` to `[..., out]`.
 
-    `nn.Linear` repacks its weight for every product of several rows: on a 2-core Zen 4 in float32, a pass over five
-    rows costs 1.41 AR steps, packed 1.09.
+    `nn.Linear` repacks its weight for every product of several rows.
     """
 
     weight = None  # inspected by T5
@@ -159,19 +152,11 @@ class LlamaWeights(FusedWeights):
         return thin
 
     def with_channel_scale(self, scale: Tensor) -> LlamaWeights:
-        """See `FusedWeights.with_channel_scale`."""
         thin = super().with_channel_scale(scale)
         thin._thin = None
         return thin
 
-    def engine(self) -> LlamaEngine:
-        """See `FusedWeights.engine`."""
-        from specdemo.models.engines.llama import LlamaEngine
-
-        return LlamaEngine(self)
-
     def release(self) -> None:
-        """Drop idle engines and graphs."""
         super().release()
         self._thin = None
 

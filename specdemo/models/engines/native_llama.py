@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 GROUP = 64  # 4-bit weights per scale
-PROMPT_CHUNK = 256  # prompt rows per pass
+NATIVE_CHUNK = 256  # prompt rows per pass
 KEPT_ROWS = 16  # rows of the retained scratch buffer
 _HEAD_PADDING = 16
 FIRST_CAPACITY = 256
@@ -76,7 +76,6 @@ def uses_native_engine(device: torch.device) -> bool:
 
 
 def kv_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the KV cache of a model in `dtype`."""
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
@@ -125,7 +124,7 @@ class NativeMatrix:
             self.tensors["scales"] = self._transposed(self.tensors["scales"])
 
     def _narrow(self, parts: list[dict[str, Any]]) -> None:
-        """Store float32 weights in 16 bits if that loses nothing, as for a checkpoint in 16 bits: equal results."""
+        """Store float32 weights in 16 bits if that loses nothing."""
         for dtype in (torch.float16, torch.bfloat16):
             narrow = [part["weights"].to(dtype) for part in parts]
             if all(torch.equal(part["weights"], weights.float()) for part, weights in zip(parts, narrow, strict=True)):
@@ -217,14 +216,9 @@ class NativeWeights(FusedWeights):
         return sum(part.nbytes for part in self._kept)
 
     def with_channel_scale(self, scale: Tensor) -> NativeWeights:
-        """See `FusedWeights.with_channel_scale`."""
         thin = super().with_channel_scale(scale)
         thin.channel_scale = scale.float().contiguous()
         return thin
-
-    def engine(self) -> NativeEngine:
-        """See `FusedWeights.engine`."""
-        return NativeEngine(self)
 
     def rotation(self, count: int) -> tuple[Tensor, Tensor]:
         """Return cosines and sines `[count, head_dim / 2]`."""
@@ -233,7 +227,6 @@ class NativeWeights(FusedWeights):
         return cosines[0, :, :half].contiguous(), sines[0, :, :half].contiguous()
 
     def struct(self) -> tuple[_Model, Any]:
-        """Return the C model and the array that it references."""
         size = ctypes.sizeof(_Layer)
         pointers = (ctypes.c_void_p * len(self.layers))(
             *(ctypes.addressof(self._structs) + size * i for i in self.layers)
@@ -306,9 +299,9 @@ class NativeEngine:
     def run(self, new: list[int] | Tensor, held: int, draft: Draft, layers: Sequence[int] = ()) -> Tensor:
         """See `CacheEngine.run`. `layers`: store their hidden states `[layers, rows, width]` in `hidden`."""
         new = new.tolist() if isinstance(new, Tensor) else new
-        while len(new) > PROMPT_CHUNK + len(draft):
-            self._pass(new[:PROMPT_CHUNK], held, Draft(), 0, ())
-            new, held = new[PROMPT_CHUNK:], held + PROMPT_CHUNK
+        while len(new) > NATIVE_CHUNK + len(draft):
+            self._pass(new[:NATIVE_CHUNK], held, Draft(), 0, ())
+            new, held = new[NATIVE_CHUNK:], held + NATIVE_CHUNK
         return self._pass(new, held, draft, min(len(new), len(draft) + 1), layers)
 
     def keep(self, length: int, slots: list[int]) -> None:
