@@ -223,8 +223,9 @@ COMPARED_ROWS = max(_DRAFT_LENGTHS) + 1
 class BatchInvariance:
     """Batch invariance, measured by `check_invariance`.
 
-    Without it, near-ties of greedy texts may resolve differently. Compared for up to `COMPARED_ROWS` rows and `compared_context` tokens, unless it holds
-    `by_construction`. `cost[n]` is v(n), the cost of a pass over n rows in AR steps.
+    Without it, near-ties of greedy texts may resolve differently. Compared for up to `COMPARED_ROWS` rows and
+    `compared_context` tokens, unless it holds `by_construction`. `cost[n]` is v(n), the cost of a pass over n rows in
+    AR steps.
     """
 
     equal: bool
