@@ -18,7 +18,7 @@ from specdemo.core.explain import STYLES, Decision, decision_of, explain, figure
 from specdemo.core.metrics import Metrics
 from specdemo.generate import generate
 from specdemo.recipe import PRESETS, Recipe, refuse_ineffective
-from specdemo.worker import handle_signals
+from specdemo.signals import handle_signals
 
 RESET = "\x1b[0m"
 

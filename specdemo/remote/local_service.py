@@ -15,7 +15,7 @@ from typing import IO
 
 from specdemo.core.errors import UserError
 from specdemo.models.spec import ModelSpec
-from specdemo.worker import interruptible
+from specdemo.worker import device_released, interruptible
 
 _ROOT = Path(__file__).parents[2]
 _READY_PREFIX = "listening on "
@@ -105,7 +105,8 @@ class LocalServices:
         used: dict[ModelSpec, ServiceProcess] = {}
         try:
             for spec in dict.fromkeys(specs):
-                used[spec] = self._acquire(spec)
+                with device_released():  # stopping another service takes seconds
+                    used[spec] = self._acquire(spec)
             yield {spec: interruptible(process.address) for spec, process in used.items()}
         finally:
             if used:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -84,7 +85,6 @@ class Run:
     records: list[str] = field(default_factory=list)
     phase: tuple[str, str] = ("queued", "")
     over: bool = False
-    stop: Callable[[], None] = lambda: None
     size: int = 0  # characters of traces and records
     pairs: int = 1  # repetitions, of which the first is shown
     recorded: Mapping[str, Any] | None = None  # settings
@@ -93,6 +93,21 @@ class Run:
     def __post_init__(self) -> None:
         self.lanes = {name: Lane() for name in self.plan}
         self.speeds: dict[str, list[float]] = {name: [] for name in self.plan}
+        self._stop_job: Callable[[], None] | None = None
+        self._stopping, self._lock = False, threading.Lock()
+
+    def begin(self, stop_job: Callable[[], None]) -> None:
+        """Set the function that stops the job, and call it if the run was stopped before."""
+        with self._lock:
+            self._stop_job = stop_job
+        if self._stopping:
+            stop_job()
+
+    def stop(self) -> None:
+        with self._lock:
+            self._stopping, stop_job = True, self._stop_job
+        if stop_job is not None:
+            stop_job()
 
     def absorb(self, name: str, event: Event) -> None:
         lane = self.lanes[name]
@@ -157,7 +172,7 @@ class Run:
     def finish(self, error: str | None = None) -> None:
         if self.over:
             return
-        self.over = True
+        self.over, self._stop_job = True, None  # references all events
         if error:
             self.phase = ("failed", error)
         elif self.phase[0] not in ("failed", "stopped") and not self._complete:

@@ -162,6 +162,10 @@ def describe_waiting(lanes: Mapping[str, Lane]) -> str:
     return f"Waiting for the link took part of the time: {', '.join(shares)}." if shares else ""
 
 
+def describe_queue(ahead: int, seconds: float | None) -> str:
+    return f"{ahead} ahead" + ("" if seconds is None else f", about {max(1, round(seconds))} s")
+
+
 def describe_preflight(estimate: Preflight) -> str:
     rows = [
         (estimate.label(row), row.tokens_per_pass, f"{row.speedup:.2f}×", f"{row.low:.2f}–{row.high:.2f}")

@@ -9,6 +9,7 @@ import ipaddress
 import os
 import re
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -198,8 +199,9 @@ class TimeBudget:
                 yield End("cancelled", f"the time limit of {self._seconds} seconds per run is reached", metrics)
 
 
-class _Finished:
-    done = True
+def _is_active(run: Callable[[], Stream | None]) -> bool:
+    stream = run()
+    return stream is not None and not stream.done
 
 
 class Visitors:
@@ -207,13 +209,14 @@ class Visitors:
 
     def __init__(self, limits: HostLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits, self._clock = limits, clock
-        self._runs: dict[str, list[tuple[float, Stream | _Finished]]] = {}
+        # streams, with the events of their runs, are not retained
+        self._runs: dict[str, list[tuple[float, Callable[[], Stream | None]]]] = {}
 
     def admit(self, address: str) -> None:
         now, limits = self._clock(), self._limits
         self._forget(now)
         runs = self._runs.get(household(address), ())
-        active = sum(not run.done for _, run in runs)
+        active = sum(_is_active(run) for _, run in runs)
         if limits.at_once is not None and active >= limits.at_once:
             count = "1 run" if active == 1 else f"{active} runs"
             raise UserError(f"you already have {count} in progress: stop one, or wait until it ends")
@@ -224,14 +227,17 @@ class Visitors:
 
     def admit_request(self, address: str) -> None:
         self.admit(address)
-        self.entered(address, _Finished())
+        self._enter(address, lambda: None)
 
-    def entered(self, address: str, run: Stream | _Finished) -> None:
+    def entered(self, address: str, run: Stream) -> None:
+        self._enter(address, weakref.ref(run))
+
+    def _enter(self, address: str, run: Callable[[], Stream | None]) -> None:
         self._runs.setdefault(household(address), []).append((self._clock(), run))
 
     def _forget(self, now: float) -> None:
         recent = {
-            visitor: [(start, run) for start, run in runs if start > now - 60 or not run.done]
+            visitor: [(start, run) for start, run in runs if start > now - 60 or _is_active(run)]
             for visitor, runs in self._runs.items()
         }
         self._runs = {visitor: runs for visitor, runs in recent.items() if runs}

@@ -19,6 +19,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from specdemo.core.errors import UserError
 from specdemo.core.events import Event
 from specdemo.ui.frames import Run
+from specdemo.ui.labels import describe_queue
 from specdemo.ui.run_store import RunStore
 from specdemo.worker import Stream, Worker, WorkerBusy, WorkerGroup
 
@@ -74,7 +75,7 @@ class Sockets:
                     for lane, event in batch:
                         run.absorb(lane, event)
                     if not stream.started and (ahead := worker.ahead(stream)):
-                        run.phase = ("queued", f"{ahead} ahead")
+                        run.phase = ("queued", describe_queue(ahead, worker.expected_wait_s(stream)))
                     if (frame := run.frame(start)) != shown:
                         self.tell(run)
                         shown = frame

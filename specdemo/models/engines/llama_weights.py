@@ -128,6 +128,7 @@ class LlamaWeights:
             for name in ("q_proj", "k_proj", "v_proj")
         )
         self.embedding: Tensor = self._count(unmapped(body.embed_tokens.weight))
+        self.channel_scale: Tensor | None = None  # factors of the embedding channels
         self._angles = body.rotary_emb
         self.layers = []
         for layer in body.layers:
@@ -165,6 +166,10 @@ class LlamaWeights:
     def release(self) -> None:
         self.idle.clear()
         self._thin = None
+
+    def embed(self, ids: Tensor) -> Tensor:
+        rows = F.embedding(ids, self.embedding)
+        return rows if self.channel_scale is None else rows * self.channel_scale
 
     def rotation(self, token_positions: Tensor) -> Tensor:
         """Return the angles for `turn`: complex `[1, n, 1, dim / 2]`, or cosines and signed sines `[2, n, 1, dim]`."""
@@ -322,5 +327,5 @@ def with_dropout(model: PreTrainedModel | LlamaWeights, seed: int, share: float 
     width = model.embedding.shape[1]
     mask = (torch.rand(width, generator=generator) >= share).to(model.embedding)
     thin = copy.copy(model)
-    thin.embedding, thin.idle, thin._thin = model.embedding * mask / (1 - share), [], None
+    thin.channel_scale, thin.idle, thin._thin = mask / (1 - share), [], None
     return thin
