@@ -52,7 +52,11 @@ class ServiceProcess:
     @classmethod
     def start(cls, arguments: Sequence[str]) -> ServiceProcess:
         """Start the process with `cores_but_one` threads by default."""
-        errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+        try:
+            errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+        except OSError as error:
+            cause = error.strerror or type(error).__name__
+            raise UserError(f"no temporary file can be written ({cause}): free some space, or set TMPDIR") from error
         path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors, "text": True}
         environment = {"OMP_NUM_THREADS": str(cores_but_one()), **os.environ, "PYTHONPATH": path}

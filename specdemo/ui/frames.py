@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from specdemo.core.events import End, Event, Header, Loading, StepEvent
+from specdemo.core.events import INTERRUPTED, End, Event, Header, Loading, StepEvent
 from specdemo.core.explain import FATES, REASON_INDEX, Reason, decision_of, reason_of
 from specdemo.core.step import Outcome
 from specdemo.core.trace import MAX_CHARACTERS, ReadLimits, read
@@ -179,7 +179,7 @@ class Run:
             self.phase = self._ending(End("cancelled"))
         for lane in self.lanes.values():
             if lane.begun and not lane.ended:
-                self.size += lane.add(End("error" if error else "cancelled", error, lane.metrics))
+                self.size += lane.add(End("error" if error else "cancelled", error or INTERRUPTED, lane.metrics))
 
     def _ending(self, end: End) -> tuple[str, str]:
         phase, why = ENDS[end.reason]

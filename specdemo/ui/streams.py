@@ -7,6 +7,7 @@ The gradio event starts the run, a task of the server, and sends the frames wher
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -16,7 +17,7 @@ from traceback import format_tb
 from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from specdemo.core.errors import UserError
+from specdemo.core.errors import FULL_DISK, UserError, write_error
 from specdemo.core.events import Event
 from specdemo.ui.frames import Run
 from specdemo.ui.labels import describe_queue
@@ -51,6 +52,8 @@ def reason(error: BaseException) -> str:
     """Convert an exception to a sentence for the visitor; log unexpected exceptions."""
     if isinstance(error, (UserError, WorkerBusy)):
         text = str(error)
+    elif isinstance(error, OSError) and error.errno in (*FULL_DISK, errno.EROFS):
+        text = str(write_error("to the disk of this host", error))
     else:
         # without the message, which can quote the text of a visitor
         log.error("a run failed: %s\n%s", type(error).__name__, "".join(format_tb(error.__traceback__)))
