@@ -179,7 +179,7 @@ class ModelPool:
         plans = [plan for plan in plans if plan.spec not in self._models]
         weights = sum(plan.weights for plan in plans)
         while missing_bytes(plans) or (self._budget is not None and self.weight_bytes + weights > self._budget):
-            if self.chats.evict():
+            if missing_bytes(plans) and self.chats.evict():
                 release_memory()
                 continue
             unused = next((spec for spec in self._models if spec not in wanted), None)
