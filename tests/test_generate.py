@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import pickle
@@ -25,6 +26,7 @@ from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.pipeline import build_pipeline
 from specdemo.recipe import Recipe
+from specdemo.worker import Worker
 
 PROMPT = "for i in range(10):"
 
@@ -248,3 +250,18 @@ def test_second_turn_feeds_only_new_tokens(talker: str, monkeypatch: pytest.Monk
     fresh, _, none = turn(talk, None)
     assert again == fresh and none == 0
     assert first <= held < length  # at least the first prompt; the answer up to the first different token boundary
+
+
+def test_a_refused_run_releases_its_caches(target: str) -> None:
+    """Although the refusal, whose traceback references them, is still displayed."""
+
+    def caches() -> int:
+        return sum(type(item) is CachedModel for item in gc.get_objects())
+
+    recipe, pool, worker = Recipe(target=target, method="nasd", max_tokens=4, device="cpu"), ModelPool(), Worker()
+    pool.take(recipe.target_spec)
+    before = caches()
+    stream = worker.submit(lambda: generate(recipe, PROMPT * 1000, pool))
+    assert stream.wait(60) and "shorten it by at least" in str(stream.error)
+    assert caches() == before
+    worker.close()

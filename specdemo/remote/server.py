@@ -126,11 +126,7 @@ def create_app(
         """Decode autoregressively: a token id per line, then `end` or `error` with the cause."""
         message = await _read(request, StreamRequest, limits.body_bytes)
         tokens = stream_queued(worker, lambda: contexts.stream(message))
-        try:
-            first = await _while_connected(request, anext(tokens))  # earlier errors get a status code
-        except BaseException:
-            await tokens.aclose()
-            raise
+        first = await _first(request, tokens)  # earlier errors get a status code
         return StreamingResponse(_lines(first, tokens), media_type="text/plain")
 
     @app.delete("/v1/contexts/{ctx_id}", response_model=DeleteResponse, **common)
@@ -269,6 +265,14 @@ async def _read(request: Request, kind: type[MessageT], max_bytes: int) -> Messa
         return CODECS[content_type].load(kind, bytes(body))
     except UserError as error:
         raise ServiceError(422, "invalid", str(error)) from error
+
+
+async def _first(request: Request, tokens: AsyncGenerator[int, None]) -> int:
+    try:
+        return await _while_connected(request, anext(tokens))
+    except BaseException:
+        await tokens.aclose()
+        raise
 
 
 async def _lines(first: int, tokens: AsyncGenerator[int, None]) -> AsyncIterator[bytes]:
