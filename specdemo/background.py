@@ -1,4 +1,4 @@
-"""Background tasks of jobs: downloads and loading."""
+"""Background tasks: downloads and loading."""
 
 from __future__ import annotations
 
@@ -17,14 +17,11 @@ REPORT_INTERVAL_S = 0.1
 
 
 class TaskCancelled(Exception):
-    """Raised by progress reports of a cancelled task."""
+    """Raised by reports of a cancelled task."""
 
 
 class BackgroundTask(Generic[T]):
-    """Run `work(report)` in a background thread. `parked`: use the device in slices, which end with a report.
-
-    `text` is the progress until the first report.
-    """
+    """Run `work(report)` in a background thread. `parked`: use the device in slices, which end with a report."""
 
     def __init__(self, work: Callable[[ReportProgress], T], parked: bool = False, text: str = "") -> None:
         self._work, self._can_park = work, parked
@@ -36,10 +33,7 @@ class BackgroundTask(Generic[T]):
         self._future: Future[T] | None = None
 
     def progress(self) -> Iterator[TaskProgress]:
-        """Start the task and yield new progress at most every `REPORT_INTERVAL_S`. Closing the iterator cancels it.
-
-        Re-raise the exception of the task.
-        """
+        """Start the task and yield new progress, initially `text`. Closing the iterator cancels the task."""
         future = self._future = run_in_thread(partial(self._work, self._report))
         future.add_done_callback(self._wake)
         shown = None
@@ -60,12 +54,12 @@ class BackgroundTask(Generic[T]):
 
     @property
     def result(self) -> T:
-        """Return value of the task, after `progress` is exhausted."""
+        """Return value, after `progress` is exhausted."""
         assert self._future is not None and self._future.done()
         return self._future.result()
 
     def _run_slice(self, future: Future[T]) -> bool:
-        """Let the task use the device until it reports; return False if it does not report in time."""
+        """Let the task use the device; return False without a report."""
         with self._changed:
             self._has_slice, self._parked = self._has_slice or self._parked, False
             self._changed.notify_all()

@@ -73,7 +73,6 @@ def generate(
 
 
 def _context(recipe: Recipe, prompt: str | Sequence[ChatMessage]) -> int:
-    """Estimate the tokens in the KV caches of each model."""
     texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
     copies = 1 + PASSES if recipe.cloud and "variance" in recipe.cloud.gates else 1
     return copies * (sum(map(len, texts)) // CHARACTERS_PER_TOKEN + recipe.max_tokens)

@@ -11,10 +11,7 @@ from typing import Any
 
 @contextmanager
 def handle_signals(handler: Callable[[int, Any], Any], *signals: signal.Signals) -> Iterator[None]:
-    """Call `handler` for `signals` within the block; no effect outside the main thread.
-
-    Without it, Python ignores SIGINT if the parent process did (`trap '' INT`, background jobs of a shell).
-    """
+    """Call `handler` for `signals`, even if ignored by the parent; no effect outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,7 +1,7 @@
-"""Device scheduling and waiting. Imports no other module of specdemo.
+"""Device scheduling. Imports no other module of specdemo.
 
-A job is a function that returns an iterator. A single job uses the device at a time: jobs alternate after each step,
-and release the device while they wait. Any thread may use the job's `Stream`.
+A job is a function that returns an iterator. Jobs alternate after each step, and release the device to wait. Any thread
+may use the job's `Stream`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-_LEAD_S = 0.05  # device time that a job may use in advance of others
-_OPEN_PER_ACTIVE = 4  # jobs that wait for the network need no slot
+_LEAD_S = 0.05  # device time of a job in advance of others
+_OPEN_PER_ACTIVE = 4  # including jobs that wait
 
 _current: contextvars.ContextVar[Stream] = contextvars.ContextVar("current job")
 
@@ -62,7 +62,7 @@ def device_released() -> Iterator[None]:
 
 
 def wait_for(future: Future, timeout: float | None = None) -> bool:
-    """Release the device until `future` is done; return False after `timeout`. Raise `Stopped` if stopped."""
+    """Wait without the device; return False after `timeout`. Raise `Stopped` if the job is stopped."""
     stream = _current.get(None)
     stop_request = set() if stream is None else {stream._stop_request}
     with device_released():
@@ -73,7 +73,7 @@ def wait_for(future: Future, timeout: float | None = None) -> bool:
 
 
 def interruptible(call: Callable[[], T]) -> T:
-    """Run the blocking `call()` without the device. Raise `Stopped` if the job is stopped; the call continues."""
+    """Run the blocking `call()` without the device. Raise `Stopped` if the job is stopped meanwhile."""
     if _current.get(None) is None:
         return call()
     result = run_in_thread(call)
@@ -82,7 +82,7 @@ def interruptible(call: Callable[[], T]) -> T:
 
 
 def give_way() -> None:
-    """Let other jobs advance. Raise `Stopped` if the job is stopped."""
+    """Let other jobs advance. Raise `Stopped` if stopped."""
     stream = _current.get(None)
     if stream is None:
         return
@@ -93,10 +93,7 @@ def give_way() -> None:
 
 
 class Stream(Generic[T]):
-    """Append-only results of a job. Read `done` before `items` to get the last items.
-
-    `on_change` is called in the worker's thread after each item and at the end.
-    """
+    """Append-only results of a job. Read `done` before `items` to get the last items."""
 
     def __init__(
         self,
@@ -123,7 +120,7 @@ class Stream(Generic[T]):
 
     @property
     def done(self) -> bool:
-        """True after the last item and the job's `finally` blocks."""
+        """True after the job's `finally` blocks."""
         return self._done.is_set()
 
     @property
@@ -131,7 +128,7 @@ class Stream(Generic[T]):
         return self._stop_request.done()
 
     def stop(self) -> None:
-        """End the job before its next step. Return immediately."""
+        """End the job before its next step."""
         with suppress(InvalidStateError):  # already stopped
             self._stop_request.set_result(None)
 
@@ -154,14 +151,14 @@ class Stream(Generic[T]):
             return True
         except (StopIteration, Stopped):
             return False
-        except BaseException as error:  # the thread continues with other jobs
+        except BaseException as error:
             _release_locals(error)
             self.error = error
             return False
 
 
 def _release_locals(error: BaseException | None) -> None:
-    """Clear the frames of an exception, which reference tensors."""
+    """Clear frames, which reference tensors."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
@@ -170,14 +167,14 @@ def _release_locals(error: BaseException | None) -> None:
 class Worker:
     """Device thread with at most `at_once` active and `waiting` queued jobs.
 
-    A job that waits within a step keeps its thread; another thread advances the other jobs meanwhile.
+    While a job waits within a step, another thread advances other jobs.
     """
 
     def __init__(self, at_once: int = 4, waiting: int | None = 32, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_active, self._max_queued, self._clock = at_once, waiting, clock
         self._queued: list[Stream] = []  # in starting order
         self._round = 0  # of the last opened job
-        self._rounds: dict[str, int] = {}  # of the last queued jobs
+        self._rounds: dict[str, int] = {}  # of the last queued job by owner
         self._open: deque[Stream] = deque()  # least recently advanced first
         self._holder: Stream | None = None  # uses the device
         self._held_since = self._least_s = 0.0
@@ -191,9 +188,9 @@ class Worker:
     def submit(
         self, job: Callable[[], Iterator[T]], on_change: Callable[[], object] | None = None, owner: str = ""
     ) -> Stream[T]:
-        """Queue a job; jobs of different owners start in turn.
+        """Queue a job; owners start jobs in turn. Raise `WorkerBusy`, or `RuntimeError` after `close`.
 
-        Raise `WorkerBusy` if the queue is full, `RuntimeError` after `close`.
+        `on_change` is called in a device thread after each item and at the end.
         """
         stream: Stream[T] = Stream(self, job, on_change, owner)
         with self._changed:
@@ -207,14 +204,14 @@ class Worker:
         return stream
 
     def ahead(self, stream: Stream) -> int:
-        """Number of jobs that must start or end first."""
+        """Number of jobs that start or end first."""
         with self._changed:
             if stream not in self._queued:
                 return 0
             return self._queued.index(stream) + (not self._has_slot)
 
     def expected_wait_s(self, stream: Stream) -> float | None:
-        """Estimate the seconds in the queue; None before the first job has ended."""
+        """Estimate the time in the queue; None if unknown."""
         return None if self._mean_s is None else self.ahead(stream) * self._mean_s / self._max_active
 
     @property
@@ -223,7 +220,7 @@ class Worker:
             return len(self._open) + len(self._queued)
 
     def close(self, timeout: float | None = 10.0) -> None:
-        """Stop all jobs, including their `finally` blocks, and end the threads."""
+        """Stop all jobs and end the threads."""
         with self._changed:
             self._closed = True
             threads = list(self._threads)
@@ -239,7 +236,7 @@ class Worker:
     def _run(self) -> None:
         while (stream := self._next()) is not None:
             ended = not stream._advance()
-            if ended:  # free memory before another job uses the device, and before `done` is visible
+            if ended:  # free memory before `done` is visible
                 stream._job = stream._steps = stream._context = None
             with self._changed:
                 stream._in_step = False
@@ -252,7 +249,7 @@ class Worker:
                 stream._on_change()
 
     def _next(self) -> Stream | None:
-        """Block until a job can be advanced. Return None if this thread is no longer needed."""
+        """Block until a job can be advanced. Return None to end the thread."""
         with self._changed:
             while True:
                 self._choose()
@@ -284,7 +281,7 @@ class Worker:
         return active < self._max_active and len(self._open) < _OPEN_PER_ACTIVE * self._max_active
 
     def _enqueue(self, stream: Stream) -> None:
-        """Insert a job into the queue: the rounds of its owner continue, or begin now (start-time fair queueing)."""
+        """Insert a job into the queue (start-time fair queueing)."""
         if stream.owner:
             self._rounds = {owner: n for owner, n in self._rounds.items() if n >= self._round}
             self._rounds[stream.owner] = stream._round = self._rounds.get(stream.owner, self._round - 1) + 1
@@ -299,11 +296,11 @@ class Worker:
         self._open.appendleft(stream) if first else self._open.append(stream)
 
     def _choose(self) -> None:
-        """Assign the free device to the next job, by device time and turn."""
+        """Assign the free device to a job."""
         if self._holder is not None:
             return
         for stream in [stream for stream in self._queued if stream.stopping]:
-            self._open_next(stream, first=True)  # never started, so ending it takes no time
+            self._open_next(stream, first=True)
         while self._queued and self._has_slot:
             self._open_next(self._queued[0])
         ready = [stream for stream in self._open if not stream._waiting]
@@ -320,7 +317,7 @@ class Worker:
             self._holder = None
         self._choose()
         if self._holder is not None and self._holder._in_step:
-            self._changed.notify_all()  # continued by its thread
+            self._changed.notify_all()
 
     def _end(self, stream: Stream) -> None:
         self._open.remove(stream)
@@ -328,7 +325,7 @@ class Worker:
             seconds = self._clock() - stream._opened_s
             self._mean_s = seconds if self._mean_s is None else 0.8 * self._mean_s + 0.2 * seconds
         if stream._has_waited:
-            self._changed.notify_all()  # a thread may end
+            self._changed.notify_all()
 
     # --- within a step -----------------------------------------------------------------------------------------------
 
@@ -363,7 +360,7 @@ class WorkerGroup:
         self._workers = [Worker(at_once=1, waiting=each) for _ in range(workers)]
 
     def submit(self, job: Callable[[], Iterator[T]], *, owner: str = "") -> Stream[T]:
-        """Queue a job at the least loaded worker. Raise `WorkerBusy` if its queue is full."""
+        """Queue a job at the least loaded worker."""
         return min(self._workers, key=lambda worker: worker.active).submit(job, owner=owner)
 
     def ahead(self, stream: Stream) -> int:

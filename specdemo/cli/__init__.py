@@ -29,6 +29,6 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in FULL_DISK:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # flushed again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print(f"specdemo: {write_error('the output', error)}", file=sys.stderr)
         return 2

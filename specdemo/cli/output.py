@@ -12,7 +12,7 @@ from specdemo.core.errors import write_error
 
 
 class OutputFile:
-    """Temporary file, which replaces `path` at the end; devices and pipes are written directly."""
+    """Temporary file that replaces `path` at the end, unless that is a device or pipe."""
 
     def __init__(self, path: Path, kind: str) -> None:
         self._path, self._target = path.resolve(), f"{kind} to {path}"
@@ -29,7 +29,6 @@ class OutputFile:
         self._complete = True
 
     def close(self) -> None:
-        """Replace `path` unless no text was written or writing failed."""
         try:
             self._checked(self._file.close)
             if self._complete and not self._is_device:
@@ -48,7 +47,6 @@ class OutputFile:
 
 @contextmanager
 def output_file(path: Path, kind: str) -> Iterator[OutputFile]:
-    """Raises `UserError` if `path` cannot be written."""
     file = OutputFile(path, kind)
     try:
         yield file

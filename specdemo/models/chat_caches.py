@@ -10,11 +10,11 @@ from specdemo.models.kv_cache import CachedModel
 
 
 class Conversation:
-    """Key of a conversation; its caches are freed with it."""
+    """Owner of caches."""
 
 
 class ChatCaches:
-    """Caches of idle conversations, bounded in bytes; least recently used first."""
+    """Caches by conversation, least recently used first."""
 
     def __init__(self, is_loaded: Callable[[Any], bool], budget_bytes: int = 1 << 30) -> None:
         self._is_loaded, self._budget_bytes = is_loaded, budget_bytes
@@ -25,19 +25,19 @@ class ChatCaches:
         return sum(cache.reserved_bytes for caches in self._caches.values() for cache in caches.values())
 
     def take(self, conversation: Conversation, key: Hashable, model: Any) -> CachedModel | None:
-        """Remove a cache for exclusive use; return None if there is none for `model`."""
+        """Remove a cache of `model` for exclusive use."""
         cache = self._caches.get(conversation, {}).pop(key, None)
         return cache if cache is not None and cache.model is model else None
 
     def put(self, conversation: Conversation, key: Hashable, cache: CachedModel) -> None:
-        """Retain a cache until the next turn, unless its model was unloaded."""
+        """Retain a cache unless its model was unloaded."""
         if self._is_loaded(cache.model):
             self._caches[conversation] = {**self._caches.pop(conversation, {}), key: cache}
             while self.reserved_bytes > self._budget_bytes:
                 self.evict()
 
     def evict(self) -> bool:
-        """Free the caches of the least recently used conversation; return False if there are none."""
+        """Free the oldest caches; return False without any."""
         oldest = next(self._caches.keys(), None)
         return oldest is not None and self._caches.pop(oldest, None) is not None
 

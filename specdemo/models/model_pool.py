@@ -84,7 +84,7 @@ class ModelPool:
             yield from self._bring_one(plan.spec, partial(self._make_room, plans[i:], specs))
 
     def _bring_one(self, spec: ModelSpec, make_room: Callable[[], None]) -> Iterator[TaskProgress]:
-        """Load a model once for all jobs that request it."""
+        """Load a model once for concurrent jobs."""
         while (other := self._arriving.get(spec)) is not None:
             yield from _wait(other, f"waiting for {spec.title}, which another run loads")
         if spec in self._models:
@@ -94,7 +94,7 @@ class ModelPool:
             make_room()
             text = f"looking for the weights of {spec.name}"
             yield from BackgroundTask(partial(self.hub.weights, spec.name, spec.revision), text=text).progress()
-            while self._loading is not None:  # one at a time, because each plan assumes the free memory
+            while self._loading is not None:  # plans assume the free memory
                 yield from _wait(self._loading, f"waiting to load {spec.title} after another model")
             self._loading = arrived
             make_room()
@@ -124,7 +124,6 @@ class ModelPool:
         release_memory()
 
     def recover(self) -> None:
-        """Free memory that is retained for speed only."""
         self.chats.clear()
         for loaded in self._models.values():
             if isinstance(loaded.model, LlamaWeights):
@@ -169,7 +168,6 @@ class ModelPool:
         return self._models[spec]
 
     def _free_chats(self, spec: ModelSpec, context: int) -> None:
-        """Make room for the KV cache of a run with a loaded model."""
         device = self._models[spec].model.device
         while free_bytes(device) < context * self._kv_bytes.get(spec, 0) and self.chats.evict():
             release_memory()

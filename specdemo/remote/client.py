@@ -130,7 +130,6 @@ class RemoteVerifier:
         return replace(verdict, notes={**verdict.notes, **traffic, **times})
 
     def close(self) -> None:
-        """Delete the context, in the background after `CLOSE_S`."""
         self._closed = True
         self._sender.shutdown(wait=False, cancel_futures=True)
         if not self._alone and self._cloud_tokens and self._late is None:
@@ -407,7 +406,7 @@ def connect(
 def _service_info(
     http: HttpClient, cloud: CloudConfig, has_edge: bool, clock: Callable[[], float]
 ) -> ServiceInfo | None:
-    """Request the description of the target; return None without a response if the edge may continue alone."""
+    """Return None without a response if the edge may continue alone."""
     start, timeout = clock(), max(1.0, cloud.deadline_ms / 1000)
     while True:
         try:

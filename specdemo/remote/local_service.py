@@ -109,7 +109,7 @@ class LocalServices:
         used: dict[ModelSpec, ServiceProcess] = {}
         try:
             for spec in dict.fromkeys(specs):
-                with device_released():  # stopping another service takes seconds
+                with device_released():
                     used[spec] = self._acquire(spec)
             yield {spec: interruptible(process.address) for spec, process in used.items()}
         finally:

@@ -134,7 +134,6 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle signals, even if ignored before, as in shell background jobs."""
         with handle_signals(self.handle_exit, signal.SIGINT, signal.SIGTERM):
             yield
 

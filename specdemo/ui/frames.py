@@ -97,7 +97,7 @@ class Run:
         self._stopping, self._lock = False, threading.Lock()
 
     def begin(self, stop_job: Callable[[], None]) -> None:
-        """Set the function that stops the job, and call it if the run was stopped before."""
+        """Set the function that stops the job."""
         with self._lock:
             self._stop_job = stop_job
         if self._stopping:
@@ -172,7 +172,7 @@ class Run:
     def finish(self, error: str | None = None) -> None:
         if self.over:
             return
-        self.over, self._stop_job = True, None  # references all events
+        self.over, self._stop_job = True, None
         if error:
             self.phase = ("failed", error)
         elif self.phase[0] not in ("failed", "stopped") and not self._complete:

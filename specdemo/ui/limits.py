@@ -34,7 +34,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 class HostLimits:
     """Limits per request and per visitor; `None` is unlimited."""
 
-    public: bool = False  # visitors share the models, so they cannot unload them
+    public: bool = False  # visitors cannot unload models
     pairs: tuple[str, ...] = tuple(PAIRS)  # the first is the default of the page
     models: str = "any"
     max_tokens: int | None = None
@@ -93,7 +93,6 @@ class HostLimits:
         return replace(recipe, **{name: high for name, high in bounds.items() if (getattr(recipe, name) or 0) > high})
 
     def bounds(self) -> dict[str, int]:
-        """Return the largest values of limited options by name."""
         limits = {name: getattr(self, option.limit) for name, option in Recipe.OPTIONS.items() if option.limit}
         return {name: limit for name, limit in limits.items() if limit is not None}
 
@@ -209,7 +208,6 @@ class Visitors:
 
     def __init__(self, limits: HostLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits, self._clock = limits, clock
-        # streams, with the events of their runs, are not retained
         self._runs: dict[str, list[tuple[float, Callable[[], Stream | None]]]] = {}
 
     def admit(self, address: str) -> None:

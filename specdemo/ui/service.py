@@ -45,7 +45,7 @@ Engine = Callable[[Recipe, str, ModelPool, Stores], Generator[Event]]
 
 
 class Service:
-    """Starts runs and returns their streams; `worker` is the only thread that uses the device."""
+    """Starts runs and returns their streams."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Service:
         self.talks: OrderedDict[str, list[ChatMessage]] = OrderedDict()  # conversations by visitor
         self._visitors, self._door = Visitors(self.limits), threading.Lock()
         self.runs = RunStore(max_trace=self.limits.max_trace, admit=self._admit_request)
-        # by visitor and lane, so that no text leaks into other drafts
+        # by visitor and lane
         self._stores: OrderedDict[str, dict[str, Stores]] = OrderedDict()
         self._benches: dict[str, Stream[BenchProgress | dict[str, Any]]] = {}  # latest by visitor
         self._idle: threading.Timer | None = None
@@ -86,7 +86,7 @@ class Service:
             for i, (lane, recipe) in enumerate(granted):
                 stores = remembered.setdefault(lane, {})
                 if any(lane == earlier for earlier, _ in granted[:i]):
-                    stores.pop(CONVERSATION, None)  # every repetition computes its prefill
+                    stores.pop(CONVERSATION, None)  # repetitions compute their prefill
                 if recipe.needs_local_service:
                     yield lane, Loading("starting a cloud process on this machine")
                 with (

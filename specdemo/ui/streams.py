@@ -24,7 +24,7 @@ from specdemo.ui.labels import describe_queue
 from specdemo.ui.run_store import RunStore
 from specdemo.worker import Stream, Worker, WorkerBusy, WorkerGroup
 
-_POLL_S = 1 / 12  # latency below 150 ms at low load on the decoding thread
+_POLL_S = 1 / 12
 GRACE_S = 20.0  # without a listener
 _GOING_AWAY = 1001  # close code
 LONGEST_REASON = 600  # characters; error messages can quote arbitrary input
