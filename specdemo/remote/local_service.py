@@ -114,7 +114,8 @@ class LocalServices:
             yield {spec: interruptible(process.address) for spec, process in used.items()}
         finally:
             if used:
-                self._release(used.values())
+                with device_released():
+                    self._release(used.values())
 
     def close(self) -> None:
         with self._lock:

@@ -140,6 +140,15 @@ def test_jobs_that_request_a_model_load_it_once(
     worker.close()
 
 
+def test_concurrent_runs_of_a_new_model(folder: Path) -> None:
+    """All of them need its measured batch invariance."""
+    recipe, pool, worker = Recipe(target=str(folder), method="nasd", device="cpu", max_tokens=8), ModelPool(), Worker()
+    streams = [worker.submit(lambda: generate(recipe, "def add(a, b):", pool)) for _ in range(4)]
+    assert all(stream.wait(PATIENCE) and stream.error is None for stream in streams)
+    assert all(stream.items[-1]["end"] in ("stop", "length") for stream in streams)
+    worker.close()
+
+
 def test_hub_requests_do_not_use_the_device(hub: CountingHub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other jobs run during a download, and while smaller formats are planned for an error message."""
     threads, real = [], model_pool.plan_spec
