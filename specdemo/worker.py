@@ -49,7 +49,7 @@ def run_in_thread(call: Callable[[], T]) -> Future[T]:
 
 @contextmanager
 def device_released() -> Iterator[None]:
-    """Let other jobs use the device within the block."""
+    """Let other jobs use the device within the block. Call without locks."""
     stream = _current.get(None)
     if stream is None:  # not in a job
         yield

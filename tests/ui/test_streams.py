@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import json
+import os
 import weakref
 from collections.abc import Iterator
 from unittest.mock import Mock
@@ -205,3 +207,36 @@ def test_finished_runs_retain_no_events() -> None:
     gc.collect()
     assert retained() is None and runs.get(run.id) is run and run.over
     visitors.admit("192.0.2.1")
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
+def test_a_disk_that_cannot_be_written_is_named_on_the_page(code: int) -> None:
+    worker, runs = Worker(), RunStore()
+    run = runs.new("one", (SPEC,))
+
+    def job() -> Iterator[tuple[str, Event]]:
+        raise OSError(code, os.strerror(code))
+        yield
+
+    asyncio.run(Sockets(runs).play(run, worker.submit(job), worker))
+    remedy = "free some space" if code == errno.ENOSPC else "choose a writable directory"
+    assert run.phase == ("failed", f"cannot write to the disk of this host: {os.strerror(code)}: {remedy}")
+    worker.close()
+
+
+def test_an_interrupted_run_is_marked_in_its_trace() -> None:
+    worker, runs = Worker(), RunStore()
+    run = runs.new("one", (SPEC,))
+
+    def job() -> Iterator[tuple[str, Event]]:
+        header, *_ = events_of(LINES)
+        while True:
+            yield SPEC, header
+            run.stop()
+
+    stream = worker.submit(job)
+    run.begin(stream.stop)
+    asyncio.run(Sockets(runs).play(run, stream, worker))
+    last = json.loads(run.trace(SPEC).splitlines()[-1])
+    assert (last["end"], last["error"]) == ("cancelled", "interrupted") and run.phase[0] == "stopped"
+    worker.close()
