@@ -38,14 +38,11 @@ HOST = "127.0.0.1"
 SAMPLE_S = 10.0
 PROMPT_STEP = 5  # every fifth prompt of the set
 COLUMNS = {
-    "minutes": "{minutes:g}",
     "runs": "{runs:,}",
     "lost, mixed, failed": "{lost}, {wrong}, {failed}",
-    "queued, with estimate": "{queued}, {estimated}",
     "first token p50 / p95 s": "{p50_s:.1f} / {p95_s:.1f}",
     "Jain index": "{fairness:.3f}",
     "edge texts, mixed, failed": "{texts}, {edge_wrong}, {edge_failed}",
-    "edge step p95 ms": "{edge_p95_ms:.0f}",
     "page MB, growth": "{rss_mb:.0f}, {growth:+.1f} %",
 }
 ESTIMATE = re.compile(r"\d+ ahead, about \d+ s")
