@@ -24,8 +24,9 @@ from specdemo.core.step import Draft, Step
 from specdemo.generate import generate
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_pool import ModelPool
-from specdemo.pipeline import build_pipeline
+from specdemo.pipeline import PASSES, build_pipeline
 from specdemo.recipe import Recipe
+from specdemo.remote.config import CloudConfig
 from specdemo.worker import Worker
 
 PROMPT = "for i in range(10):"
@@ -265,3 +266,24 @@ def test_a_refused_run_releases_its_caches(target: str) -> None:
     assert stream.wait(60) and "shorten it by at least" in str(stream.error)
     assert caches() == before
     worker.close()
+
+
+def test_planned_contexts_contain_conversations_and_dropout_passes(talker: str) -> None:
+    class Planned(ModelPool):
+        contexts: list[int] = []
+
+        def bring(self, specs: Sequence[Any], context: int = 0) -> Iterator[Any]:
+            self.contexts.append(context)
+            raise UserError("planned")
+
+    def planned(recipe: Recipe, prompt: Any) -> int:
+        with pytest.raises(UserError, match="planned"):
+            list(generate(recipe, prompt, Planned()))
+        return Planned.contexts[-1]
+
+    recipe = Recipe(target=talker, drafter=talker, max_tokens=10, device="cpu")
+    assert planned(recipe, "x" * 300) == 110
+    talk = [{"role": "user", "content": "x" * 200}, {"role": "assistant", "content": "y" * 100}]
+    assert planned(replace(recipe, chat=True), talk) == 110
+    gated = CloudConfig("http://127.0.0.1:1", gates=("variance",))
+    assert planned(replace(recipe, cloud=gated), "x" * 300) == 110 * (1 + PASSES)
