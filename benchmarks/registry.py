@@ -46,6 +46,7 @@ RUNS = (
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.traffic --write", ("traffic",), 0.5),
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.modes --write", ("modes",), 1),
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.soak --write", ("soak",), 2.5),
+    TableRun("OMP_NUM_THREADS=1 python -m benchmarks.load --write", ("load",), 4),
     TableRun("python -m benchmarks.fuzz --seconds 150 --seed 1 --write", ("fuzz",), 3),
     TableRun(
         "python -m benchmarks.page_cost --tokens 1000 --rounds 10 --write",

@@ -25,7 +25,7 @@ from specdemo.models.loaded_pair import LoadedPair
 from specdemo.models.memory import format_bytes
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.tokenizer import ChatMessage, TextStream, TokenNames, encode_prompt, prompt_text
-from specdemo.pipeline import Pipeline, Stores, build_pipeline, longest_chain
+from specdemo.pipeline import PASSES, Pipeline, Stores, build_pipeline, longest_chain
 from specdemo.recipe import METHODS, Recipe
 from specdemo.remote.client import RemoteModel, connect
 
@@ -56,8 +56,7 @@ def generate(
             raise UserError(f"method {running.method} does not draft: choose another method to use a drafter with it")
         running = replace(running, method="lookup")  # needs no second model
     specs = [running.drafter_spec] if running.cloud else [running.target_spec, running.drafter_spec]
-    context = len(prompt) // CHARACTERS_PER_TOKEN + running.max_tokens
-    with closing(pool.bring([spec for spec in specs if spec is not None], context)) as loading:
+    with closing(pool.bring([spec for spec in specs if spec is not None], _context(running, prompt))) as loading:
         for progress in loading:
             yield Loading(progress.text, progress.done, progress.total)
     loaded = [pool.take(spec) if spec is not None else None for spec in specs]
@@ -71,6 +70,12 @@ def generate(
     else:
         assert loaded[0] is not None
         yield from _run(recipe, running, prompt, pool, *loaded, stores, drafter)
+
+
+def _context(recipe: Recipe, prompt: str | Sequence[ChatMessage]) -> int:
+    texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+    copies = 1 + PASSES if recipe.cloud and "variance" in recipe.cloud.gates else 1
+    return copies * (sum(map(len, texts)) // CHARACTERS_PER_TOKEN + recipe.max_tokens)
 
 
 def _run(
@@ -88,7 +93,7 @@ def _run(
     prompt_tokens = encode_prompt(target.tokenizer, text, running.chat, target.vocab_size)
     tokens = target.opening if target.encoder else prompt_tokens  # an encoder's input is not part of the text
     with ExitStack() as resources:
-        pipeline = build_pipeline(running, target, model, stores, text)
+        pipeline = build_pipeline(running, target, model, stores, text, pool.chats)
         resources.callback(pipeline.close)
         if drafter is not None:
             pipeline = replace(pipeline, drafter=drafter)

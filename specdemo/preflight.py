@@ -34,6 +34,7 @@ from specdemo.models.zoo import PAIRS, check_pair
 from specdemo.pipeline import Pipeline, build_pipeline, sampling_params
 from specdemo.prompts import RECORDED_TEMPERATURES, Prompt, load_prompts, load_written
 from specdemo.recipe import METHODS, Recipe
+from specdemo.worker import give_way
 
 MAX_GAMMA = 8
 MAX_TEXT_TOKENS = 512
@@ -120,6 +121,7 @@ def preflight(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool) -> Pre
     v = dict(enumerate(costs.v, 1))
     replayed: list[tuple[Chances, float]] = []  # with the cost of its prompt
     for tokens, start in texts:
+        give_way()
         opening = prompt_cost(build_pipeline(recipe, target, drafter), (tokens, start), costs)
         replayed.append((replay(recipe, target, drafter, (tokens, start)), opening))
     first = [draft[0] for chances, _ in replayed for draft in chances if draft]
@@ -246,7 +248,11 @@ def _decoded(
     pipeline: Pipeline, target: LoadedModel, tokens: Sequence[int], count: int, clock: Callable[[], float]
 ) -> list[Step]:
     roles = pipeline.verifier, pipeline.drafter, pipeline.policy
-    return list(decode(tokens, *roles, max_tokens=count, stop=target.stop, clock=clock))
+    steps = []
+    for step in decode(tokens, *roles, max_tokens=count, stop=target.stop, clock=clock):
+        steps.append(step)
+        give_way()
+    return steps
 
 
 def _alternating(prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -375,6 +381,7 @@ def _timed_steps(
     pipeline.verifier.verify(text[:start], Draft())  # prefill
     position = start + 1
     while position < len(text):
+        give_way()
         gamma = next(lengths)
         began = clock()
         draft = pipeline.drafter.propose(text[:position], DraftBudget(gamma, Fixed(gamma))) if gamma else Draft()

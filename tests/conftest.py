@@ -19,6 +19,7 @@ SLOW = (
     "bench/test_bench.py",
     "bench/test_equality.py",
     "benchmarks",
+    "cli/test_output.py",
     "cli/test_terminal.py",
     "contracts/test_names.py",
     "contracts/test_traces.py",

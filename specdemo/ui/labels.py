@@ -168,6 +168,10 @@ def describe_engines(lanes: Mapping[str, Lane]) -> str:
     return f"Computed by the {' and the '.join(filter(None, names))}." if any(names) else ""
 
 
+def describe_queue(ahead: int, seconds: float | None) -> str:
+    return f"{ahead} ahead" + ("" if seconds is None else f", about {max(1, round(seconds))} s")
+
+
 def describe_preflight(estimate: Preflight) -> str:
     rows = [
         (estimate.label(row), row.tokens_per_pass, f"{row.speedup:.2f}×", f"{row.low:.2f}–{row.high:.2f}")

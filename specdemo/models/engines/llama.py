@@ -143,9 +143,7 @@ class LlamaEngine:
         heads, kv_heads, dim = model.heads, model.kv_heads, model.head_dim
         shared, group = 2 * kv_heads, heads // kv_heads
         _, keys, values = self._states
-        rows = F.embedding(ids, model.embedding)
-        if model.channel_scale is not None:
-            rows = rows.mul_(model.channel_scale)
+        rows = model.embed(ids)
         for i, layer in enumerate(model.layers):
             qkv = layer.qkv(layer.enter(rows)).view(n, heads + shared, dim)
             if layer.norm_heads is not None:

@@ -160,6 +160,10 @@ class LlamaWeights(FusedWeights):
         super().release()
         self._thin = None
 
+    def embed(self, ids: Tensor) -> Tensor:
+        rows = F.embedding(ids, self.embedding)
+        return rows if self.channel_scale is None else rows * self.channel_scale
+
     def rotation(self, token_positions: Tensor) -> Tensor:
         """Return the angles for `turn`: complex `[1, n, 1, dim / 2]`, or cosines and signed sines `[2, n, 1, dim]`."""
         cos, sin = self._angles(self.embedding, token_positions[None])
