@@ -6,11 +6,14 @@ its weights, and tests marked with `@pytest.mark.slow`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType
 
 import pytest
 import torch
+
+from specdemo.models.engines.native_build import SWITCH, native_library
 
 torch.set_num_threads(1)  # the models are tiny, and the tests share the cores
 
@@ -82,3 +85,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         function = getattr(item, "function", None)
         if is_slow(item.path) or (function is not None and mentions_bundled_pair(function.__code__)):
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture
+def torch_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Disable the native engine."""
+    monkeypatch.setenv(SWITCH, "0")
+    native_library.cache_clear()
+    yield
+    native_library.cache_clear()

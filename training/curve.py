@@ -35,7 +35,7 @@ def measure(
     drafters: Mapping[str, LlamaForCausalLM], target: LlamaForCausalLM, held_out: np.ndarray
 ) -> list[CurvePoint]:
     """Measure agreement on test text and cost in the engine of this program."""
-    costs = step_seconds([fuse(model)[0] for model in (target, *drafters.values())])
+    costs = step_seconds([fuse(model, consume=False)[0] for model in (target, *drafters.values())])
     points = []
     for (shape, drafter), cost in zip(drafters.items(), costs[1:], strict=True):
         alpha, first = held_out_agreement(drafter, target, held_out, 1024, 24)

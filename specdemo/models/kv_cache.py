@@ -236,7 +236,7 @@ class BatchInvariance:
 
 
 def check_invariance(model: FusedWeights | torch.nn.Module, budget_s: float = 0.5) -> BatchInvariance:
-    """Measure for about `budget_s`, longer if a dozen passes take longer."""
+    """Measure for about `budget_s`."""
     timed = CachedModel(model)
     timed.prepare(MEASURED_ROWS, _STARTS[0], 2 * _STARTS[0])
     cost = _cost(timed, budget_s / 2)

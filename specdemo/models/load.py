@@ -119,14 +119,14 @@ def load(
     return LoadedModel(spec, model, tokenizer, cached.weight_bytes, engine, warm)
 
 
-def fuse(model: PreTrainedModel) -> tuple[FusedWeights, str]:
+def fuse(model: PreTrainedModel, consume: bool = True) -> tuple[FusedWeights, str]:
     """Convert a model of the Llama family for the fastest engine; return weights and engine name."""
     if model.device.type != "cpu":
-        return LlamaWeights(model, consume=True), "lean"
+        return LlamaWeights(model, consume), "lean"
     library = native_library()
     if isinstance(library, NativeUnavailable):
-        return LlamaWeights(model, consume=True), f"lean: no native engine, {library}"
-    return NativeWeights(model, consume=True), "native"
+        return LlamaWeights(model, consume), f"lean: no native engine, {library}"
+    return NativeWeights(model, consume), "native"
 
 
 def _warm_up(cached: CachedModel) -> None:

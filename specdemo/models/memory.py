@@ -114,7 +114,7 @@ def share_one_heap() -> None:
 def given_back_at_once() -> Iterator[None]:
     """Return large freed blocks to the system immediately (glibc).
 
-    Packing would otherwise leave holes as large as the weights. Afterwards glibc's maximum thresholds apply.
+    Packing would otherwise leave holes as large as the weights.
     """
     mmap_threshold, trim_threshold = -3, -1  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD in malloc.h
     _libc("mallopt", mmap_threshold, 128 << 10)

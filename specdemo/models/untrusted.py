@@ -15,9 +15,10 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
+from specdemo.background import TaskCancelled
 from specdemo.core.errors import UserError, plain_text
 from specdemo.models.memory import format_bytes, is_out_of_memory
-from specdemo.worker import Stopped, TaskCancelled
+from specdemo.worker import Stopped
 
 MAX_TOKENIZER_BYTES, _MAX_SETTINGS_BYTES, _MAX_HEADER_BYTES = 64_000_000, 8_000_000, 25_000_000
 _MAX_COMMAS, _MAX_BRACKETS, _MAX_DEPTH, _MAX_VALUES = 4_000_000, 2_000_000, 50, 200_000
