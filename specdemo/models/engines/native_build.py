@@ -89,7 +89,6 @@ def _cpu() -> str:
 
 
 def _is_intact(path: Path) -> bool:
-    """Return True if the file is complete, belongs to this user and matches its digest."""
     try:
         owned = path.stat().st_uid == os.getuid()
         return owned and path.with_suffix(".sha256").read_text() == _digest(path)
@@ -102,7 +101,6 @@ def _digest(path: Path) -> str:
 
 
 def _compile(compiler: tuple[str, ...], path: Path) -> None:
-    """Compile and check in a temporary folder, then move both files into the cache."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         built = Path(folder) / path.name
         _run([*compiler, *_FLAGS, str(SOURCE), "-o", str(built), "-lm"], _COMPILE_S, "the C compiler failed")
