@@ -46,6 +46,7 @@
 /* Blocks whose sums of `rows` rows fit into registers with the inputs. */
 #define FIT(rows) ((rows) * 4 * VECTORS < SUMS ? 4 : (rows) * 2 * VECTORS < SUMS ? 2 : 1)
 #define CHUNK_BYTES (96 << 10)
+#define AHEAD 2048 /* bytes; hardware prefetches too little while several rows are computed */
 #define MAX_THREADS 64
 #define SPINS 2000
 #define INLINE static inline __attribute__((always_inline))
@@ -238,6 +239,7 @@ INLINE void kernel(int form, int rows, int blocks, const slice *s, const float *
 #pragma GCC unroll 4
         for (int b = 0; b < blocks; b++) {
             vf weight[2 * VECTORS];
+            if (rows > 1) __builtin_prefetch(w + b * s->block_bytes + AHEAD);
             decode(form, w + b * s->block_bytes, s->codes, weight);
 #pragma GCC unroll 8
             for (int v = 0; v < step * VECTORS; v++) HOLD(weight[v]);
@@ -299,6 +301,7 @@ INLINE void unit_product(int form, const matrix *m, int64_t first, int blocks, c
                 for (int w = 0; w < width; w++)
                     for (int64_t i = 0; i < s.count; i += step_inputs(form)) {
                         vf weight[2 * VECTORS];
+                        __builtin_prefetch(s.w + w * bytes + i * input_bytes(form) + AHEAD);
                         decode(form, s.w + w * bytes + i * input_bytes(form), &codes, weight);
                         for (int v = 0; v < step_inputs(form) * VECTORS; v++)
                             store(tile + (w * GROUP + i) * BLOCK + v * LANES, weight[v]);
