@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from bitsandbytes.functional import has_avx512bf16
 from fakes.tiny_models import byte_level_tokenizer, save_model, sentencepiece_tokenizer
 from fakes.trace_lines import trace_lines as generate
 from transformers import ViTConfig
@@ -69,14 +72,27 @@ def test_other_checkpoints_need_transformers(tmp_path: Path, change: dict[str, o
     assert read_checkpoint(ModelSpec(str(folder), "float32", device="cpu"), Hub()) is None
 
 
-def test_quantised_weights_take_less_memory(checkpoint: Path) -> None:
-    full, int8, nf4 = (
-        load(ModelSpec(str(checkpoint), "float16", q, "cpu")).weight_bytes for q in ("none", "int8", "nf4")
-    )
-    half, _ = reference(ModelSpec(str(checkpoint), "float16", device="cpu"))
-    linear = sum(p.numel() for name, p in half.named_parameters() if "proj" in name)
-    assert full - int8 == pytest.approx(linear, rel=0.1)  # from 2 bytes to 1 and a scale per row
-    assert linear < full - nf4 < 1.5 * linear  # from 2 to 0.5, scales, and tables, which are large for these layers
+SCALES: dict[str, Callable[[int, int, int], int]] = {  # bytes, given weights, rows and matrices
+    "int8": lambda weights, rows, matrices: 4 * rows,
+    "nf4-single": lambda weights, rows, matrices: 4 * weights // 64 + matrices * 4 * 16,  # a table of 16 values
+    "nf4": lambda weights, rows, matrices: weights // 64 + matrices * 4 * (16 + 256 + 2),  # of scales, too
+}
+
+
+@pytest.mark.parametrize("quantization", SCALES)
+def test_quantised_weights_take_less_memory(checkpoint: Path, quantization: str) -> None:
+    """Weights of 2 bytes become 1 or 0.5 bytes and their scales (2208.07339, 2305.14314)."""
+    plain, _ = reference(ModelSpec(str(checkpoint), "float16", device="cpu"))
+    total = sum(p.numel() for p in plain.parameters())
+    shapes = [p.shape for name, p in plain.named_parameters() if "proj" in name]
+    weights, rows = sum(map(math.prod, shapes)), sum(shape[0] for shape in shapes)
+    scales = SCALES[quantization](weights, rows, len(shapes))
+    if quantization != "int8" and has_avx512bf16():  # bitsandbytes converts scales to bfloat16
+        scales = 2 * weights // 64 + len(shapes) * 4 * 16
+    width = 1 if quantization == "int8" else 0.5
+    full, quantised = (load(ModelSpec(str(checkpoint), "float16", q, "cpu")) for q in ("none", quantization))
+    assert full.weight_bytes == 2 * total
+    assert quantised.weight_bytes == 2 * (total - weights) + width * weights + scales
 
 
 @pytest.mark.parametrize("quantization", ["int8", "nf4"])
