@@ -2,19 +2,30 @@
 
 Slow are the files in `SLOW` (browser, other processes, long runs), tests that mention the bundled pair, since they load
 its weights, and tests marked with `@pytest.mark.slow`.
+
+Also, the measurement of batch invariance after each load is shortened, and `--dist loadfile` runs slow files first and
+all browser tests in one process, which starts one page server.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType
+from typing import Any
 
 import pytest
-import torch
 
-torch.set_num_threads(1)  # the models are tiny, and the tests share the cores
-
+MEASUREMENT_S = 0.04  # instead of 0.5 s
 TESTS = Path(__file__).parent
+BROWSER = (
+    "e2e/test_cockpit.py",
+    "e2e/test_edge_page.py",
+    "e2e/test_figures.py",
+    "e2e/test_page.py",
+    "e2e/test_tabs.py",
+    "e2e/test_tabs_theory.py",
+)
 SLOW = (
     "bench/test_bench.py",
     "bench/test_equality.py",
@@ -79,3 +90,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         function = getattr(item, "function", None)
         if is_slow(item.path) or (function is not None and mentions_bundled_pair(function.__code__)):
             item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: (file_of(item) not in BROWSER, not is_slow(item.path)))
+
+
+def file_of(item: pytest.Item) -> str:
+    return item.path.relative_to(TESTS).as_posix() if item.path.is_relative_to(TESTS) else ""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class BrowserTogether(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "browser" if file.removeprefix("tests/") in BROWSER else file
+
+    config.option.loadscopereorder = False  # the order of collection
+    return BrowserTogether(config, log)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def short_measurements() -> Iterator[None]:
+    import torch  # not in the process that distributes the tests
+
+    from specdemo.models.kv_cache import check_invariance
+
+    torch.set_num_threads(1)  # the models are tiny, and the tests share the cores
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check_invariance, "__defaults__", (MEASUREMENT_S,))
+        yield

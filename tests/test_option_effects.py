@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from contracts.models import save_pair
 
 from specdemo.core.errors import UserError
 from specdemo.core.events import StepEvent
@@ -16,6 +17,7 @@ from specdemo.recipe import METHODS, PRESETS, Recipe, methods_with, refuse_ineff
 
 PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n        self."
 POOL = ModelPool()
+MODELS: dict[str, str] = {}  # a random pair of four layers, whose distributions differ clearly
 OTHER = {
     "gamma": 2, "policy": "heuristic", "gamma_min": 2, "gamma_max": 2, "egag_ema_beta": 0.9, "first_target": False,
     "rule": "match", "temperature": 1.5, "top_k": 1, "top_p": 0.1, "repetition_penalty": 1.5, "bad_words": ("\n",),
@@ -45,11 +47,17 @@ CASES = [
 ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def models(tmp_path_factory: pytest.TempPathFactory) -> None:
+    target, drafter = save_pair(tmp_path_factory.mktemp("models"))
+    MODELS.update(target=target, drafter=drafter)
+
+
 @cache
 def trace(**values: Any) -> list[Any]:
     """Return the steps of a run without timings; `ngram_keep` follows a run with the same stores."""
     stores: dict[Any, Any] = {}
-    recipe = Recipe(**{"max_tokens": 16, "top_p": 1.0, **values})
+    recipe = Recipe(**{"max_tokens": 16, "top_p": 1.0, "device": "cpu", **MODELS, **values})
     if recipe.ngram_keep:
         list(generate(recipe, PROMPT, POOL, stores))
     steps = [event.step for event in generate(recipe, PROMPT, POOL, stores) if isinstance(event, StepEvent)]

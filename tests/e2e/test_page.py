@@ -24,6 +24,7 @@ from e2e.page_fixtures import (
     open_group,
     run,
     saved,
+    set_number,
     spans,
     status,
     text_of,
@@ -83,9 +84,16 @@ def test_other_methods_run(tab: Any) -> None:
 def test_preflight_shows_estimates(tab: Any) -> None:
     page = tab()
     estimate = page.locator("#estimate")
+    set_number(page, "max-tokens", 8)
     page.locator("#preflight").click()
     expect(estimate).to_contain_text(re.compile("Preflight of draft: (gamma [1-8]: about|don't).*speed of AR decoding"))
+    expect(estimate).to_contain_text("Texts of the target: 12 sampled, temperature 0.5")
     expect(estimate.locator("tbody tr")).to_have_count(8)
+    page.locator("#method input").click()
+    page.get_by_role("option", name="tree:").click()
+    page.locator("#preflight").click()
+    expect(estimate).to_contain_text("12 decoded with tree, temperature 0.5")
+    expect(estimate.locator("tbody tr")).to_have_count(1)
     page.locator("#method input").click()
     page.get_by_role("option", name="beam:").click()
     page.locator("#preflight").click()
@@ -164,6 +172,24 @@ def test_stop_ends_a_real_run(tab: Any, scripts: Scripts, served: Any) -> None:
     assert trace[-1]["end"] == "cancelled" and drawn(page) == counted(trace)
     run(page, CODE, tokens=8)  # the page remains usable
     status(page, "done: 8 tokens")
+
+
+def test_stop_does_not_wait_for_the_hub(tab: Any, scripts: Scripts, served: Any) -> None:
+    page = tab()
+    run(page, "silent")
+    status(page, "loading: reading the configuration of org/model")
+    page.locator("#stop").click()
+    status(page, "stopped")
+    assert served.worker.active == 0
+    scripts.gate.set()
+
+
+def test_the_end_of_a_text_is_named(tab: Any) -> None:
+    page = tab()
+    run(page, "full")
+    status(page, "done: 1 tokens, context full")
+    run(page, CODE, tokens=8)
+    status(page, "done: 8 tokens, token limit reached")
 
 
 def test_second_tab_is_queued_while_models_load(tab: Any, scripts: Scripts) -> None:
@@ -398,7 +424,7 @@ def test_api_streams_the_trace(served: Any) -> None:
         client.predict(CODE, gamma=0, api_name="/generate")
     with pytest.raises(Exception, match="prompt is empty"):
         client.predict("", api_name="/generate")
-    estimate = client.predict(method="nasd", temperature=1, api_name="/preflight")
+    estimate = client.predict(method="nasd", temperature=1, max_tokens=8, api_name="/preflight")
     assert estimate["advice"] and len(estimate["estimates"]) == 8 and estimate["c"] < 0.2
     with pytest.raises(Exception, match="preflight supports"):
         client.predict(method="beam", api_name="/preflight")
