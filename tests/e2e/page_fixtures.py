@@ -199,6 +199,23 @@ def shared(served: Any, chromium: BrowserContext) -> Iterator[Page]:
         yield open_tab()
 
 
+@pytest.fixture
+def page(shared: Page, scripts: Scripts) -> Page:
+    """The shared tab with default settings."""
+    scripts.reset()
+    shared.set_viewport_size({"width": 1280, "height": 900})
+    shared.get_by_role("tab", name="Method").click()
+    shared.evaluate("document.getElementById('figures').open = false, document.body.classList.remove('dark')")
+    for name, checked in (("show-rejected", True), ("safe-colours", False)):
+        shared.locator(f"#{name}").set_checked(checked)
+    shared.locator("#prompt textarea").fill(NOISE)
+    open_group(shared, "More actions")
+    shared.locator("#drop-lanes").click()
+    shared.locator("#reset").click()
+    expect(shared.locator("#prompt textarea")).not_to_have_value(NOISE)
+    return shared
+
+
 def run(page: Page, prompt: str, tokens: int | None = None) -> None:
     if tokens:
         set_number(page, "max-tokens", tokens)
@@ -207,9 +224,11 @@ def run(page: Page, prompt: str, tokens: int | None = None) -> None:
 
 
 def open_group(page: Page, *titles: str) -> None:
-    """Open groups of controls, from the outermost inwards."""
+    """Open groups of controls, from the outermost inwards, unless they are open."""
     for title in titles:
-        page.get_by_role("button", name=title).click()
+        group = page.get_by_role("button", name=title)
+        if "open" not in (group.get_attribute("class") or "").split():
+            group.click()
 
 
 def set_number(page: Page, name: str, value: float) -> None:
@@ -294,3 +313,16 @@ def grave(page: Page, *parts: str, schemes: Iterable[str] = RULES) -> list[Any]:
 def opened(page: Page, text: str | bytes, name: str = "trace.jsonl") -> None:
     content = text if isinstance(text, bytes) else text.encode()
     page.locator("#trace-file").set_input_files([{"name": name, "mimeType": "text/plain", "buffer": content}])
+
+
+def jsonl(*lines: Any) -> str:
+    return "".join(f"{json.dumps(line)}\n" for line in lines)
+
+
+def show(page: Page, *lines: Any) -> None:
+    """Open traces and wait until they are shown."""
+    shown = "() => document.querySelector('[data-run]')?.dataset.run ?? ''"
+    before = page.evaluate(shown)
+    opened(page, jsonl(*lines))
+    page.wait_for_function(f"before => ({shown})() !== before", arg=before)
+    status(page, "done: recorded trace")

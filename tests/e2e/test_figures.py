@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from functools import cache
@@ -13,7 +12,7 @@ from fakes.trace_lines import trace_lines
 from fakes.trace_records import PREFILL, end, header, step
 from playwright.sync_api import Page, expect
 
-from e2e.page_fixtures import CODE, opened
+from e2e.page_fixtures import CODE, show
 from specdemo.core.rules import RULES
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
@@ -36,16 +35,6 @@ RUNS: dict[str, dict[str, Any]] = {
 def recorded(name: str) -> list[Line]:
     settings = {"temperature": 1.0, "top_p": 1.0, "gamma": 3, "top": 5, "max_tokens": 24, "device": "cpu", "seed": 2}
     return [line for line in trace_lines(Recipe(**settings | RUNS[name]), CODE, POOL) if "phase" not in line]
-
-
-def show(page: Page, *lines: Line) -> None:
-    """Open traces and wait until they replace the previous ones."""
-    before = page.get_attribute("[data-run]", "data-run") if page.locator("[data-run]").count() else None
-    opened(page, "".join(f"{json.dumps(line)}\n" for line in lines))
-    page.wait_for_function(
-        "before => (document.querySelector('[data-run]')?.dataset.run ?? null) !== before", arg=before
-    )
-    expect(page.locator("#status")).to_have_text(re.compile("^done: recorded trace"))
 
 
 TIPS = """lane => [...lane.querySelectorAll(".round")].map((step) => [...step.querySelectorAll(".tok")].map((token) => {
