@@ -3,12 +3,13 @@
 Slow are the files in `SLOW` (browser, other processes, long runs), tests that mention the bundled pair, since they load
 its weights, and tests marked with `@pytest.mark.slow`.
 
-Also, the measurement of batch invariance after each load is shortened, and `--dist loadfile` runs slow files first and
-all browser tests in one process, which starts one page server.
+Also, measurements of models and costs are shortened, and `--dist loadfile` runs slow files first and all browser tests
+in one process, which starts one page server.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType
@@ -16,7 +17,8 @@ from typing import Any
 
 import pytest
 
-MEASUREMENT_S = 0.04  # instead of 0.5 s
+MEASUREMENT_S = 0.04  # of batch invariance after each load, instead of 0.5 s
+REPEATS = 4  # of each draft length in a preflight, instead of 20
 TESTS = Path(__file__).parent
 BROWSER = (
     "e2e/test_cockpit.py",
@@ -117,8 +119,10 @@ def short_measurements() -> Iterator[None]:
     import torch  # not in the process that distributes the tests
 
     from specdemo.models.kv_cache import check_invariance
+    from specdemo.preflight import measure_costs
 
     torch.set_num_threads(1)  # the models are tiny, and the tests share the cores
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(check_invariance, "__defaults__", (MEASUREMENT_S,))
+        patch.setattr(measure_costs, "__defaults__", (REPEATS, time.perf_counter))
         yield
