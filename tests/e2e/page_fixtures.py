@@ -164,7 +164,7 @@ def tabs(served: Any, chromium: BrowserContext) -> Iterator[Callable[..., Page]]
         page.set_viewport_size({"width": width, "height": 900})
         page.emulate_media(color_scheme=scheme)
         page.on("request", lambda request: requested.append(request.url))
-        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("pageerror", lambda error: errors.append(error.stack or str(error)))
         page.on("console", lambda message: "js_on_load" in message.text and errors.append(message.text))
         page.on("dialog", lambda dialog: errors.append(dialog.message))
         if script:

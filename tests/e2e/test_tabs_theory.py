@@ -14,6 +14,12 @@ PLOTS = ("tokens", "speed", "gamma", "best", "ops", "share")
 DOT, RUN = "var(--dot-set)", "var(--dot-run)"
 
 
+@pytest.fixture
+def page(tab: Any) -> Page:
+    """New tab of the browser, at the tab of the page."""
+    return opened(tab())
+
+
 def opened(page: Page) -> Page:
     page.get_by_role("tab", name="Theory").click()
     expect(page.locator("#theory-words li")).to_have_count(5)
@@ -37,7 +43,7 @@ def path(page: Page, plot: str, colour: str) -> list[list[float]]:
 
 
 def test_sliders_update_texts_and_curves(page: Page) -> None:
-    words = opened(page).locator("#theory-words")
+    words = page.locator("#theory-words")
     for name, value in (("alpha", "0.8"), ("c", "0.1"), ("gamma", "4")):
         enter(page, name, value)
     expect(words).to_contain_text("2.40× by Theorem 3.8")
@@ -57,9 +63,8 @@ def test_sliders_update_texts_and_curves(page: Page) -> None:
     expect(page.locator("#theory-alpha input[type=number]")).to_have_value("0.7")
 
 
-def test_run_appears_on_every_curve(tab: Any) -> None:
+def test_run_appears_on_every_curve(page: Page) -> None:
     """Compare texts and dots with the saved trace of a real run."""
-    page = opened(tab())
     expect(page.locator("#theory-run")).to_contain_text("No run available")
     assert all(path(page, plot, RUN) == [] for plot in PLOTS)
     page.locator("#compare input").check()
@@ -98,7 +103,6 @@ def test_run_appears_on_every_curve(tab: Any) -> None:
 
 
 def test_tab_is_not_drawn_while_tokens_stream(page: Page) -> None:
-    opened(page)
     expect(page.locator(f'.curves .mark-line path[stroke="{DOT}"]')).to_have_count(6)  # all plots are drawn
     page.evaluate("""() => {
         window.touched = 0;
@@ -115,7 +119,7 @@ def test_tab_is_not_drawn_while_tokens_stream(page: Page) -> None:
 
 
 def test_worked_example_and_trial_follow_the_inputs(page: Page) -> None:
-    example = opened(page).locator("#theory-residual")
+    example = page.locator("#theory-residual")
     expect(example).to_contain_text("β = 0.700")
     expect(page.locator("#theory-parts .mark-rect path").first).to_be_visible()
     enter(page, "q-d", "0.45")
@@ -140,7 +144,7 @@ def test_worked_example_and_trial_follow_the_inputs(page: Page) -> None:
 
 
 def test_narrow_page_does_not_overflow_in_both_themes(page: Page) -> None:
-    opened(page).set_viewport_size({"width": 390, "height": 900})
+    page.set_viewport_size({"width": 390, "height": 900})
     expect(page.locator("#plot-share .mark-line path")).to_have_count(4)
     expect(page.locator("#theory-residual table")).to_be_visible()
     page.wait_for_function("document.documentElement.scrollWidth <= 390")
