@@ -1,4 +1,6 @@
 FROM python:3.12-slim
+# Compiles the native CPU engine for the host on first use.
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 RUN useradd --create-home --uid 1000 user \
     && install --directory --owner=user /home/user/app /home/user/.cache /home/user/.cache/huggingface
 USER 1000

@@ -13,7 +13,7 @@ import webbrowser
 from typing import Any
 
 from specdemo import set_environment_defaults
-from specdemo.worker import handle_signals
+from specdemo.signals import handle_signals
 
 PORT = 7860
 PORT_COUNT = 100  # ports tried if none is requested

@@ -63,7 +63,7 @@ def require(condition: bool, detail: str) -> str:
 
 def target(recipe: Recipe, **changed: object) -> LoadedModel:
     loaded = load(replace(recipe, **changed).target_spec)
-    require(loaded.engine == "lean", f"engine {loaded.engine}")
+    require(loaded.engine.startswith("lean"), f"engine {loaded.engine}")
     return loaded
 
 

@@ -22,7 +22,8 @@ from specdemo.cli.arguments import given
 from specdemo.cli.commands import at_least_one
 from specdemo.core.errors import UserError
 from specdemo.core.theory import best_gamma, walltime_improvement
-from specdemo.models.engines.llama_weights import LlamaWeights, layer_count, with_layers
+from specdemo.models.engines.fused_weights import FusedWeights
+from specdemo.models.engines.llama_weights import layer_count, with_layers
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
@@ -63,7 +64,7 @@ def search(target: LoadedModel, texts: Sequence[str], max_tokens: int = 128) -> 
         pairs = zip((_distributions(drafter, tokens) for tokens in ids), target_probs, strict=True)
         return float(torch.cat([torch.minimum(q, p).sum(-1) for q, p in pairs]).mean())
 
-    removable = set(range(0 if isinstance(model, LlamaWeights) else 1, count))  # transformers' cache needs layer 0
+    removable = set(range(0 if isinstance(model, FusedWeights) else 1, count))  # transformers' cache needs layer 0
     skipped: tuple[int, ...] = ()
     while len(skipped) < count - 1 and removable - set(skipped):
         candidates = {(*skipped, i): alpha((*skipped, i)) for i in sorted(removable - set(skipped))}

@@ -21,14 +21,13 @@ from dataclasses import asdict
 from functools import partial
 from http.client import HTTPConnection, HTTPException
 from typing import Any
-from urllib.request import Request, urlopen
 
 import psutil
 import torch
 from playwright.sync_api import Browser, Page, expect
-from websockets.sync.client import connect
 
 from app import choose_port
+from benchmarks.page_client import PageClient
 from benchmarks.pages import CODE, HOST, chromium, run, served, set_number, status
 from benchmarks.tables import ROOT, publish, run_study, study_parser
 from specdemo.core.errors import UserError
@@ -136,26 +135,8 @@ def run_in_terminal(demo: Any, engine: RecordingEngine, pool: ModelPool, recipe:
 def read_frames(url: str, settings: str) -> None:
     """Press Run and read the stream without rendering; runs in a process of the lowest priority."""
     os.nice(19)
-    with urlopen(f"{url}config") as response:
-        config = json.load(response)
-    props = {component["id"]: component["props"] for component in config["components"]}
-    run_button = next(id_ for id_, values in props.items() if values.get("elem_id") == "run")
-    pressed = next(event for event in config["dependencies"] if [run_button, "click"] in event["targets"])
-    drawn = next(event for event in config["dependencies"] if event["inputs"] == pressed["outputs"])
-    given = json.loads(settings)
-    values = [given.get(props[id_].get("elem_id"), props[id_].get("value")) for id_ in pressed["inputs"]]
-    body = {"data": [json.dumps(values)], "fn_index": drawn["id"], "session_hash": f"reader{os.getpid()}"}
-    headers = {"Content-Type": "application/json"}
-    urlopen(Request(f"{url}gradio_api/queue/join", json.dumps(body).encode(), headers)).read()
-    with urlopen(f"{url}gradio_api/queue/data?session_hash={body['session_hash']}") as stream:
-        first = next(line for line in stream if b'"process_generating"' in line)
-        frame = json.loads(json.loads(first[len(b"data: ") :])["output"]["data"][0])
-        with connect(f"{url}frames/{frame['run']}".replace("http", "ws", 1)) as frames:
-            for _ in frames:
-                pass
-        for line in stream:
-            if b'"close_stream"' in line:
-                return
+    for _ in PageClient(url, f"reader{os.getpid()}").frames(json.loads(settings)):
+        pass
 
 
 def cpu_seconds() -> dict[str, float]:

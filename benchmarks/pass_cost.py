@@ -20,14 +20,14 @@ from specdemo.cli.commands import at_least_one
 from specdemo.core.errors import UserError
 from specdemo.core.metrics import interval
 from specdemo.core.step import Draft
-from specdemo.models.engines.llama_weights import LlamaWeights
+from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
 
 TABLES = {"pass_cost-float32": "docs/performance.md", "pass_cost-bfloat16": "docs/performance.md"}
 
-Model = LlamaWeights | PreTrainedModel
+Model = FusedWeights | PreTrainedModel
 
 
 def step_seconds(models: Sequence[Model], repeats: int = 60, length: int = 200) -> list[float]:

@@ -28,6 +28,7 @@ RUNS = (
     TableRun("python -m benchmarks.time_breakdown --write", ("time_breakdown",), 0.5),
     TableRun("python -m benchmarks.pass_cost --dtype float32 --write", ("pass_cost-float32",), 0.5),
     TableRun("python -m benchmarks.pass_cost --dtype bfloat16 --write", ("pass_cost-bfloat16",), 0.5),
+    TableRun("python -m benchmarks.against_llama_cpp --llama-bench PATH --write", ("against_llama_cpp",), 6),
     TableRun("python -m benchmarks.drafting_cost --write", ("drafting_cost",), 1),
     TableRun("python -m benchmarks.policy_regret --write", ("policy_regret",), 3),
     TableRun("python -m benchmarks.preflight_accuracy --prompts 40 --write", ("preflight_accuracy",), 8),
@@ -45,6 +46,7 @@ RUNS = (
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.traffic --write", ("traffic",), 0.5),
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.modes --write", ("modes",), 1),
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.soak --write", ("soak",), 2.5),
+    TableRun("OMP_NUM_THREADS=1 python -m benchmarks.load --write", ("load",), 4),
     TableRun("python -m benchmarks.fuzz --seconds 150 --seed 1 --write", ("fuzz",), 3),
     TableRun(
         "python -m benchmarks.page_cost --tokens 1000 --rounds 10 --write",

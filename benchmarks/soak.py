@@ -18,7 +18,7 @@ from dataclasses import replace
 from benchmarks.runs import Trace, cloud_service, possibly_failed, traced
 from benchmarks.tables import publish, run_study, study_parser
 from specdemo.models.model_pool import ModelPool
-from specdemo.prompts import load_prompts
+from specdemo.prompts import Prompt, load_prompts
 from specdemo.recipe import Recipe
 from specdemo.remote.config import CloudConfig
 
@@ -52,6 +52,30 @@ class Tallies:
             self.wrong += trace.end["error"] is None and trace.tokens != expected
 
 
+def start_edges(
+    count: int,
+    recipe: Recipe,
+    prompts: Sequence[Prompt],
+    expected: Sequence[Sequence[int]],
+    end: float,
+    tallies: Tallies,
+) -> list[threading.Thread]:
+    """Start threads that decode texts until `end`, by `time.monotonic`."""
+    pool = ModelPool()
+
+    def edge(number: int) -> None:
+        index = number
+        while time.monotonic() < end:
+            chosen = index % len(prompts)
+            tallies.add(possibly_failed(recipe, prompts[chosen].text, pool), expected[chosen])
+            index += 7
+
+    threads = [threading.Thread(target=edge, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
 def study(options: argparse.Namespace) -> None:
     """Run the edges for the requested time and publish the table."""
     pool, prompts, tallies = ModelPool(), load_prompts(), Tallies()
@@ -61,19 +85,7 @@ def study(options: argparse.Namespace) -> None:
     with cloud_service("--contexts", "64", "--budget-mb", "256") as service:
         recipe = replace(base, method="lookup", cloud=CloudConfig(service.url, encoding="msgpack", deadline_ms=5000))
         end = time.monotonic() + options.seconds
-
-        def edge(number: int) -> None:
-            index = number
-            while time.monotonic() < end:
-                tallies.add(
-                    possibly_failed(recipe, prompts[index % len(prompts)].text, pool), expected[index % len(prompts)]
-                )
-                index += 7
-
-        edges = [threading.Thread(target=edge, args=(number,)) for number in range(options.edges)]
-        for thread in edges:
-            thread.start()
-        for thread in edges:
+        for thread in start_edges(options.edges, recipe, prompts, expected, end, tallies):
             while thread.is_alive():
                 thread.join(2.0)
                 memory.append(service.rss_bytes)

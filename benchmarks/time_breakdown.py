@@ -15,26 +15,21 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from torch.nn import functional
-
 from benchmarks.tables import publish, run_study, study_parser
 from specdemo.core.events import StepEvent
 from specdemo.core.step import Step
 from specdemo.core.verifier import ModelVerifier
 from specdemo.generate import generate
-from specdemo.models.engines.llama import LlamaEngine
-from specdemo.models.engines.llama_weights import PackedLinear
+from specdemo.models.engines.native_llama import NativeEngine
 from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 
 TABLES = {"time_breakdown": "docs/performance.md"}
 
-# Timed calls and their names; a pass includes products and attention, a verification includes a pass.
+# Timed calls and their names; a verification includes a pass.
 TIMED: tuple[tuple[Any, str, str], ...] = (
-    (PackedLinear, "forward", "products"),
-    (functional, "scaled_dot_product_attention", "attention"),
-    (LlamaEngine, "run", "pass"),
+    (NativeEngine, "run", "pass"),
     (ModelVerifier, "verify", "verification"),
 )
 
@@ -80,11 +75,9 @@ def step_parts(recipe: Recipe, prompts: Sequence[str]) -> list[dict[str, float]]
 def _split(step: Step, spent: Counter[tuple[bool, str]]) -> dict[str, float]:
     parts = {}
     for verifying, role, seconds in ((False, "drafter", step.draft_s), (True, "target", step.verify_s)):
-        products, attention, passes = (spent[verifying, part] for part in ("products", "attention", "pass"))
+        passes = spent[verifying, "pass"]
         parts |= {
-            f"{role}: products": products,
-            f"{role}: attention": attention,
-            f"{role}: remainder of its passes": passes - products - attention,
+            f"{role}: passes": passes,
             f"{role}: distributions, sampling, tests": seconds - passes,
         }
     return {**parts, "loop": step.host_s}

@@ -24,8 +24,8 @@ from specdemo.models.load import LoadedModel
 from specdemo.models.loaded_pair import LoadedPair
 from specdemo.models.memory import format_bytes
 from specdemo.models.model_pool import ModelPool
-from specdemo.models.tokenizer import ChatMessage, TextStream, TokenNames, render_prompt
-from specdemo.pipeline import Pipeline, Stores, build_pipeline, longest_chain
+from specdemo.models.tokenizer import ChatMessage, TextStream, TokenNames, encode_prompt, prompt_text
+from specdemo.pipeline import PASSES, Pipeline, Stores, build_pipeline, longest_chain
 from specdemo.recipe import METHODS, Recipe
 from specdemo.remote.client import RemoteModel, connect
 
@@ -56,8 +56,7 @@ def generate(
             raise UserError(f"method {running.method} does not draft: choose another method to use a drafter with it")
         running = replace(running, method="lookup")  # needs no second model
     specs = [running.drafter_spec] if running.cloud else [running.target_spec, running.drafter_spec]
-    context = len(prompt) // CHARACTERS_PER_TOKEN + running.max_tokens
-    with closing(pool.bring([spec for spec in specs if spec is not None], context)) as loading:
+    with closing(pool.bring([spec for spec in specs if spec is not None], _context(running, prompt))) as loading:
         for progress in loading:
             yield Loading(progress.text, progress.done, progress.total)
     loaded = [pool.take(spec) if spec is not None else None for spec in specs]
@@ -73,6 +72,12 @@ def generate(
         yield from _run(recipe, running, prompt, pool, *loaded, stores, drafter)
 
 
+def _context(recipe: Recipe, prompt: str | Sequence[ChatMessage]) -> int:
+    texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+    copies = 1 + PASSES if recipe.cloud and "variance" in recipe.cloud.gates else 1
+    return copies * (sum(map(len, texts)) // CHARACTERS_PER_TOKEN + recipe.max_tokens)
+
+
 def _run(
     recipe: Recipe,
     running: Recipe,
@@ -84,11 +89,11 @@ def _run(
     drafter: Drafter | None,
 ) -> Iterator[Event]:
     environment = _environment(target, model)  # measured before the clock starts
-    start = time.perf_counter()
-    text, prompt_tokens = render_prompt(target.tokenizer, prompt, running.chat)
+    text, start = prompt_text(target.tokenizer, prompt, running.chat), time.perf_counter()
+    prompt_tokens = encode_prompt(target.tokenizer, text, running.chat, target.vocab_size)
     tokens = target.opening if target.encoder else prompt_tokens  # an encoder's input is not part of the text
     with ExitStack() as resources:
-        pipeline = build_pipeline(running, target, model, stores, text)
+        pipeline = build_pipeline(running, target, model, stores, text, pool.chats)
         resources.callback(pipeline.close)
         if drafter is not None:
             pipeline = replace(pipeline, drafter=drafter)
@@ -130,6 +135,8 @@ def _peak(device: torch.device, kv_bytes: int) -> MemoryUse:
 
 
 def _is_compared(recipe: Recipe, target: LoadedModel | RemoteModel, tokens: int) -> bool:
+    if isinstance(target, LoadedModel) and target.invariance.by_construction:
+        return True
     length = longest_chain(recipe)
     context = compared_context(target.model) if isinstance(target, LoadedModel) else sys.maxsize
     return length is not None and length < COMPARED_ROWS and tokens + recipe.max_tokens <= context

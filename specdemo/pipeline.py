@@ -24,12 +24,13 @@ from specdemo.core.step import Draft
 from specdemo.core.verifier import ModelVerifier, configured_rule
 from specdemo.drafters import METHODS
 from specdemo.drafters.model import fitted
+from specdemo.models.chat_caches import ChatCaches, Conversation
 from specdemo.models.engines.cuda_graphs import MAX_ROWS
 from specdemo.models.engines.llama import PROMPT_CHUNK
 from specdemo.models.engines.llama_weights import layer_count, with_dropout, with_layers
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
-from specdemo.models.tokenizer import Bridge, token_bytes
+from specdemo.models.tokenizer import Bridge, check_vocabulary, token_bytes
 from specdemo.models.zoo import check_pair
 from specdemo.recipe import Recipe, refuse_with_encoder
 from specdemo.remote.client import RemoteModel, remote_verifier
@@ -46,7 +47,8 @@ from specdemo.remote.protocol import VerifyConfig
 PASSES = 4  # of the drafter with dropout, for gate `variance`
 _CONTEXT_TOKENS = 8  # decoded before a draft, for rules about words
 
-Stores = dict[Any, Any]  # state of a visitor's earlier runs: n-grams and KV caches
+CONVERSATION = "conversation"  # key of the `Conversation` in `Stores`
+Stores = dict[Any, Any]  # state of earlier runs: n-grams, and the key of KV caches
 
 
 @dataclass(frozen=True)
@@ -91,10 +93,12 @@ class ModelContext:
         drafter: LoadedModel | None,
         stores: Stores | None = None,
         prompt: str = "",
+        chats: ChatCaches | None = None,
     ) -> None:
         self.options = self.recipe = recipe
         self.target, self.drafter = target, drafter
-        self._stores, self._prompt = stores, prompt
+        self._stores, self._prompt, self._chats = stores, prompt, chats
+        self._kept: dict[Any, CachedModel] = {}  # for the next turn
         self.seed = recipe.seed
         self.sampling = sampling_params(recipe, target)
         self.bridge = _bridge(recipe, target, drafter)
@@ -104,7 +108,7 @@ class ModelContext:
         self._shared = SharedNoise(recipe.seed) if RULES[recipe.rule].shares_noise else None
         self.target_cache: CachedModel | None = None
         if not isinstance(target, RemoteModel):
-            self.target_cache = self._cached(target, target.invariance.pad)
+            self.target_cache = self._cached(target, "target", target.invariance.pad)
 
     @property
     def vocab_size(self) -> int:
@@ -122,7 +126,7 @@ class ModelContext:
         model = self.target if role == "target" else self.drafter
         assert model is not None and not isinstance(model, RemoteModel)
         if layers is None:
-            cache = self._cached(model)
+            cache = self._cached(model, role)
         else:
             cache = CachedModel(with_layers(model.model, list(layers(layer_count(model.model)))))
         self.draft_caches.append(cache)
@@ -139,15 +143,19 @@ class ModelContext:
         self._stores[key] = drafter.store
         return drafter
 
-    def _cached(self, loaded: LoadedModel, pad: int = 1) -> CachedModel:
+    def _cached(self, loaded: LoadedModel, role: str, pad: int = 1) -> CachedModel:
         """In a conversation the KV cache of earlier turns is reused."""
-        if not self.recipe.chat or self._stores is None or loaded.encoder:
+        if not self.recipe.chat or self._stores is None or self._chats is None or loaded.encoder:
             return CachedModel(loaded.model, pad, _source(loaded, self._prompt))
-        key = ("keys and values", loaded.spec, self.recipe.method)  # compared lanes share no cache
-        cache = self._stores.get(key)
-        if cache is None or cache.model is not loaded.model:
-            cache = self._stores[key] = CachedModel(loaded.model, pad)
-        return cache
+        conversation, key = self._stores.setdefault(CONVERSATION, Conversation()), (role, self.recipe.method)
+        cache = self._kept.get(key) or self._chats.take(conversation, key, loaded.model)
+        self._kept[key] = cache or CachedModel(loaded.model, pad)
+        return self._kept[key]
+
+    def keep_caches(self) -> None:
+        for key, cached in self._kept.items():
+            self._chats.put(self._stores[CONVERSATION], key, cached)
+        self._kept = {}
 
 
 def build_pipeline(
@@ -156,6 +164,7 @@ def build_pipeline(
     drafter: LoadedModel | None,
     stores: Stores | None = None,
     prompt: str = "",
+    chats: ChatCaches | None = None,
 ) -> Pipeline:
     """Build the objects of a run; encoders process `prompt`.
 
@@ -166,7 +175,7 @@ def build_pipeline(
         raise UserError(f"the {role} has an encoder and the other model is a decoder: choose two of the same kind")
     if target.encoder:
         refuse_with_encoder(recipe.method)
-    method, context = METHODS[recipe.method], ModelContext(recipe, target, drafter, stores, prompt)
+    method, context = METHODS[recipe.method], ModelContext(recipe, target, drafter, stores, prompt, chats)
     proposer, caches = method.build(context), tuple(context.draft_caches)
     if method.shape == "forest":
         _refuse_forests(method.name, (context.target_cache, *caches))
@@ -180,9 +189,14 @@ def build_pipeline(
     if isinstance(target, RemoteModel):
         remote, policy = build_remote_verifier(recipe, target, context.sampling, policy, caches)
         context_length = min(context_length, target.info.context)
-        return Pipeline(remote, proposer, policy, caches, context_length, remote.close)
+
+        def close() -> None:
+            context.keep_caches()
+            remote.close()
+
+        return Pipeline(remote, proposer, policy, caches, context_length, close)
     verifier = method.verifier(context) if method.verifier else _verifier(context)
-    return Pipeline(verifier, proposer, policy, (*local, *caches), context_length)
+    return Pipeline(verifier, proposer, policy, (*local, *caches), context_length, context.keep_caches)
 
 
 def _refuse_forests(method: str, models: Sequence[CachedModel | None]) -> None:
@@ -203,6 +217,8 @@ def _bridge(recipe: Recipe, target: LoadedModel | RemoteModel, drafter: LoadedMo
     except UserError:
         if not recipe.universal:
             raise
+        check_vocabulary("the target", target.tokenizer, target.vocab_size)
+        check_vocabulary("the drafter", drafter.tokenizer, drafter.vocab_size)
         return Bridge(target.tokenizer, drafter.tokenizer, drafter.opening)
     return None
 

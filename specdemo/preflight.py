@@ -29,11 +29,12 @@ from specdemo.drafters.model import ModelDrafter, fitted
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
-from specdemo.models.tokenizer import render_prompt
+from specdemo.models.tokenizer import check_ids, encode_prompt, prompt_text
 from specdemo.models.zoo import PAIRS, check_pair
 from specdemo.pipeline import Pipeline, build_pipeline, sampling_params
 from specdemo.prompts import RECORDED_TEMPERATURES, Prompt, load_prompts, load_written
 from specdemo.recipe import METHODS, Recipe
+from specdemo.worker import give_way
 
 MAX_GAMMA = 8
 MAX_TEXT_TOKENS = 512
@@ -120,6 +121,7 @@ def preflight(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool) -> Pre
     v = dict(enumerate(costs.v, 1))
     replayed: list[tuple[Chances, float]] = []  # with the cost of its prompt
     for tokens, start in texts:
+        give_way()
         opening = prompt_cost(build_pipeline(recipe, target, drafter), (tokens, start), costs)
         replayed.append((replay(recipe, target, drafter, (tokens, start)), opening))
     first = [draft[0] for chances, _ in replayed for draft in chances if draft]
@@ -200,7 +202,7 @@ def _settings(recipe: Recipe) -> str:
 def _recorded_text(target: LoadedModel, prompt: Prompt, length: int) -> TimedText:
     tokens = target.tokenizer.encode(prompt.text)
     written = target.tokenizer.encode(prompt.written, add_special_tokens=False)
-    return tokens + written[:length], len(tokens)
+    return check_ids(tokens + written[:length], target.vocab_size), len(tokens)
 
 
 @dataclass(frozen=True)
@@ -226,7 +228,8 @@ def decoded_runs(
     for seed, prompt in enumerate(_alternating(prompts)[:most]):
         if seed >= MIN_SAMPLED_TEXTS and clock() - began > seconds:
             return
-        _, tokens = render_prompt(target.tokenizer, prompt.text, recipe.chat)
+        text = prompt_text(target.tokenizer, prompt.text, recipe.chat)
+        tokens = encode_prompt(target.tokenizer, text, recipe.chat, target.vocab_size)
         tokens = tokens[: min(MAX_TEXT_TOKENS, context - 2 * MAX_GAMMA)]
         most_tokens = min(recipe.max_tokens, MAX_TEXT_TOKENS, context - len(tokens) - MAX_GAMMA)
         pipeline = build_pipeline(replace(recipe, seed=seed), target, drafter)
@@ -245,7 +248,11 @@ def _decoded(
     pipeline: Pipeline, target: LoadedModel, tokens: Sequence[int], count: int, clock: Callable[[], float]
 ) -> list[Step]:
     roles = pipeline.verifier, pipeline.drafter, pipeline.policy
-    return list(decode(tokens, *roles, max_tokens=count, stop=target.stop, clock=clock))
+    steps = []
+    for step in decode(tokens, *roles, max_tokens=count, stop=target.stop, clock=clock):
+        steps.append(step)
+        give_way()
+    return steps
 
 
 def _alternating(prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -374,6 +381,7 @@ def _timed_steps(
     pipeline.verifier.verify(text[:start], Draft())  # prefill
     position = start + 1
     while position < len(text):
+        give_way()
         gamma = next(lengths)
         began = clock()
         draft = pipeline.drafter.propose(text[:position], DraftBudget(gamma, Fixed(gamma))) if gamma else Draft()

@@ -1,26 +1,29 @@
-"""Device thread, background threads and termination signals. Imports no other module of specdemo.
+"""Device scheduling. Imports no other module of specdemo.
 
-A job is a function that returns an iterator. The worker runs both in its thread and in the submitter's `contextvars`
-context, alternating between open jobs after each step. Any thread may use the job's `Stream`.
+A job is a function that returns an iterator. Jobs alternate after each step, and release the device to wait. Any thread
+may use the job's `Stream`.
 """
 
 from __future__ import annotations
 
 import contextvars
-import signal
 import threading
 import time
+import traceback
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-_stop_request: contextvars.ContextVar[Future[None]] = contextvars.ContextVar("stop request")  # of the current job
+_LEAD_S = 0.05  # device time of a job in advance of others
+_OPEN_PER_ACTIVE = 4  # including jobs that wait
+
+_current: contextvars.ContextVar[Stream] = contextvars.ContextVar("current job")
 
 
 class WorkerBusy(RuntimeError):
@@ -44,39 +47,80 @@ def run_in_thread(call: Callable[[], T]) -> Future[T]:
     return result
 
 
+@contextmanager
+def device_released() -> Iterator[None]:
+    """Let other jobs use the device within the block. Call without locks."""
+    stream = _current.get(None)
+    if stream is None:  # not in a job
+        yield
+        return
+    stream.worker._release(stream, waiting=True)
+    try:
+        yield
+    finally:
+        stream.worker._acquire(stream)
+
+
+def wait_for(future: Future, timeout: float | None = None) -> bool:
+    """Wait without the device; return False after `timeout`. Raise `Stopped` if the job is stopped."""
+    stream = _current.get(None)
+    stop_request = set() if stream is None else {stream._stop_request}
+    with device_released():
+        wait({future, *stop_request}, timeout, return_when=FIRST_COMPLETED)
+    if not future.done() and stream is not None and stream.stopping:
+        raise Stopped
+    return future.done()
+
+
 def interruptible(call: Callable[[], T]) -> T:
-    """Run the blocking `call()`. Raise `Stopped` if the job is stopped meanwhile; the call continues unobserved."""
-    stop_request = _stop_request.get(None)
-    if stop_request is None:  # not in a job
+    """Run the blocking `call()` without the device. Raise `Stopped` if the job is stopped meanwhile."""
+    if _current.get(None) is None:
         return call()
     result = run_in_thread(call)
-    wait({result, stop_request}, return_when=FIRST_COMPLETED)
-    if not result.done():
-        raise Stopped
+    wait_for(result)
     return result.result()
 
 
+def give_way() -> None:
+    """Let other jobs advance. Raise `Stopped` if stopped."""
+    stream = _current.get(None)
+    if stream is None:
+        return
+    if stream.stopping:
+        raise Stopped
+    stream.worker._release(stream, waiting=False)
+    stream.worker._acquire(stream)
+
+
 class Stream(Generic[T]):
-    """Append-only results of a job. Read `done` before `items` to get the last items.
+    """Append-only results of a job. Read `done` before `items` to get the last items."""
 
-    `on_change` is called in the worker's thread after each item and at the end.
-    """
-
-    def __init__(self, job: Callable[[], Iterator[T]], on_change: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        job: Callable[[], Iterator[T]],
+        on_change: Callable[[], object] | None = None,
+        owner: str = "",
+    ) -> None:
         self.items: list[T] = []
         self.error: BaseException | None = None
         self.started = False
+        self.owner = owner
+        self.worker = worker
         self._job: Callable[[], Iterator[T]] | None = job
         self._steps: Iterator[T] | None = None
         self._context: contextvars.Context | None = contextvars.copy_context()
+        self._context.run(_current.set, self)
         self._stop_request: Future[None] = Future()
-        self._context.run(_stop_request.set, self._stop_request)
         self._done = threading.Event()
         self._on_change = on_change
+        self._used_s = self._opened_s = 0.0  # device time; time of opening
+        self._round = 0
+        self._in_step = self._waiting = self._has_waited = False
 
     @property
     def done(self) -> bool:
-        """True after the last item and the job's `finally` blocks."""
+        """True after the job's `finally` blocks."""
         return self._done.is_set()
 
     @property
@@ -84,7 +128,7 @@ class Stream(Generic[T]):
         return self._stop_request.done()
 
     def stop(self) -> None:
-        """End the job before its next step. Return immediately."""
+        """End the job before its next step."""
         with suppress(InvalidStateError):  # already stopped
             self._stop_request.set_result(None)
 
@@ -92,39 +136,83 @@ class Stream(Generic[T]):
         """Block until the job ends. Return False after `timeout` seconds."""
         return self._done.wait(timeout)
 
+    def _advance(self) -> bool:
+        """Run a step; return False at the end of the job."""
+        try:
+            if self.stopping:
+                close = getattr(self._steps, "close", None)
+                if close is not None:
+                    self._context.run(close)
+                return False
+            if self._steps is None:
+                self.started = True
+                self._steps = iter(self._context.run(self._job))
+            self.items.append(self._context.run(next, self._steps))
+            return True
+        except (StopIteration, Stopped):
+            return False
+        except BaseException as error:
+            _release_locals(error)
+            self.error = error
+            return False
+
+
+def _release_locals(error: BaseException | None) -> None:
+    """Clear frames, which reference tensors."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
 
 class Worker:
-    """Device thread with at most `at_once` open and `waiting` queued jobs."""
+    """Device thread with at most `at_once` active and `waiting` queued jobs.
 
-    def __init__(self, at_once: int = 4, waiting: int | None = 32) -> None:
-        self._max_open = at_once
-        self._max_queued = waiting
-        self._queued: deque[Stream] = deque()
-        self._open: deque[Stream] = deque()
+    While a job waits within a step, another thread advances other jobs.
+    """
+
+    def __init__(self, at_once: int = 4, waiting: int | None = 32, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_active, self._max_queued, self._clock = at_once, waiting, clock
+        self._queued: list[Stream] = []  # in starting order
+        self._round = 0  # of the last opened job
+        self._rounds: dict[str, int] = {}  # of the last queued job by owner
+        self._open: deque[Stream] = deque()  # least recently advanced first
+        self._holder: Stream | None = None  # uses the device
+        self._held_since = self._least_s = 0.0
+        self._mean_s: float | None = None  # of visitors' jobs, from opening to end
         self._changed = threading.Condition()
+        self._threads: list[threading.Thread] = []
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="device", daemon=True)
-        self._thread.start()
+        with self._changed:
+            self._start_threads()
 
-    def submit(self, job: Callable[[], Iterator[T]], on_change: Callable[[], object] | None = None) -> Stream[T]:
-        """Queue a job. Raise `WorkerBusy` if the queue is full, `RuntimeError` after `close`."""
-        stream: Stream[T] = Stream(job, on_change)
+    def submit(
+        self, job: Callable[[], Iterator[T]], on_change: Callable[[], object] | None = None, owner: str = ""
+    ) -> Stream[T]:
+        """Queue a job; owners start jobs in turn. Raise `WorkerBusy`, or `RuntimeError` after `close`.
+
+        `on_change` is called in a device thread after each item and at the end.
+        """
+        stream: Stream[T] = Stream(self, job, on_change, owner)
         with self._changed:
             if self._closed:
                 raise RuntimeError("The worker is closed.")
             if self._max_queued is not None and len(self._queued) >= self._max_queued:
                 raise WorkerBusy(f"{len(self._queued)} runs are waiting already: try again in a minute.")
-            self._queued.append(stream)
-            self._changed.notify()
+            self._enqueue(stream)
+            self._changed.notify_all()
+        stream._stop_request.add_done_callback(self._wake)
         return stream
 
     def ahead(self, stream: Stream) -> int:
-        """Number of jobs that must start or end first."""
+        """Number of jobs that start or end first."""
         with self._changed:
             if stream not in self._queued:
                 return 0
-            position = self._queued.index(stream)
-            return position + 1 if len(self._open) >= self._max_open else position
+            return self._queued.index(stream) + (not self._has_slot)
+
+    def expected_wait_s(self, stream: Stream) -> float | None:
+        """Estimate the time in the queue; None if unknown."""
+        return None if self._mean_s is None else self.ahead(stream) * self._mean_s / self._max_active
 
     @property
     def active(self) -> int:
@@ -132,58 +220,136 @@ class Worker:
             return len(self._open) + len(self._queued)
 
     def close(self, timeout: float | None = 10.0) -> None:
-        """Stop all jobs, including their `finally` blocks, and end the thread."""
+        """Stop all jobs and end the threads."""
         with self._changed:
             self._closed = True
+            threads = list(self._threads)
             for stream in (*self._open, *self._queued):
                 stream.stop()
-            self._changed.notify()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout)
+            self._changed.notify_all()
+            if threading.current_thread() in threads:
+                return
+            self._changed.wait_for(lambda: not self._threads, timeout)
+        for thread in threads:
+            thread.join(timeout)
 
     def _run(self) -> None:
         while (stream := self._next()) is not None:
-            ended = not self._advance(stream)
+            ended = not stream._advance()
+            if ended:  # free memory before `done` is visible
+                stream._job = stream._steps = stream._context = None
             with self._changed:
-                self._open.popleft()
-                if not ended:
-                    self._open.append(stream)
+                stream._in_step = False
+                if ended:
+                    self._end(stream)
+                self._yield_device()
             if ended:
-                stream._job = stream._steps = stream._context = None  # free memory before `done` is visible
                 stream._done.set()
             if stream._on_change is not None:
                 stream._on_change()
 
     def _next(self) -> Stream | None:
-        """Block until a job can be advanced. Return None once closed and all jobs have ended."""
+        """Block until a job can be advanced. Return None to end the thread."""
         with self._changed:
-            while not self._open and not self._queued and not self._closed:
+            while True:
+                self._choose()
+                if self._holder is not None and not self._holder._in_step:
+                    self._holder._in_step = True
+                    return self._holder
+                finished = self._closed and not self._open and not self._queued
+                if finished or len(self._threads) > self._needed_threads:
+                    self._threads.remove(threading.current_thread())
+                    self._changed.notify_all()
+                    return None
                 self._changed.wait()
-            stopped = [stream for stream in self._queued if stream.stopping]
-            for stream in stopped:
-                self._queued.remove(stream)
-            while self._queued and len(self._open) < self._max_open:
-                self._open.append(self._queued.popleft())
-            self._open.extendleft(stopped)  # never started, so ending them takes no time
-            return self._open[0] if self._open else None
 
-    def _advance(self, stream: Stream) -> bool:
-        try:
-            if stream.stopping:
-                close = getattr(stream._steps, "close", None)
-                if close is not None:
-                    stream._context.run(close)
-                return False
-            if stream._steps is None:
-                stream.started = True
-                stream._steps = iter(stream._context.run(stream._job))
-            stream.items.append(stream._context.run(next, stream._steps))
-            return True
-        except (StopIteration, Stopped):
-            return False
-        except BaseException as error:  # the thread continues with other jobs
-            stream.error = error
-            return False
+    # --- with `_changed` ---------------------------------------------------------------------------------------------
+
+    @property
+    def _needed_threads(self) -> int:
+        return 1 + sum(stream._has_waited for stream in self._open)
+
+    def _start_threads(self) -> None:
+        while len(self._threads) < self._needed_threads:
+            thread = threading.Thread(target=self._run, name="device", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    @property
+    def _has_slot(self) -> bool:
+        active = sum(not stream._waiting for stream in self._open)
+        return active < self._max_active and len(self._open) < _OPEN_PER_ACTIVE * self._max_active
+
+    def _enqueue(self, stream: Stream) -> None:
+        """Insert a job into the queue (start-time fair queueing)."""
+        if stream.owner:
+            self._rounds = {owner: n for owner, n in self._rounds.items() if n >= self._round}
+            self._rounds[stream.owner] = stream._round = self._rounds.get(stream.owner, self._round - 1) + 1
+        else:
+            stream._round = self._round
+        insort(self._queued, stream, key=lambda queued: queued._round)
+
+    def _open_next(self, stream: Stream, first: bool = False) -> None:
+        self._queued.remove(stream)
+        self._round = max(self._round, stream._round)
+        stream._used_s, stream._opened_s = self._least_s, self._clock()
+        self._open.appendleft(stream) if first else self._open.append(stream)
+
+    def _choose(self) -> None:
+        """Assign the free device to a job."""
+        if self._holder is not None:
+            return
+        for stream in [stream for stream in self._queued if stream.stopping]:
+            self._open_next(stream, first=True)
+        while self._queued and self._has_slot:
+            self._open_next(self._queued[0])
+        ready = [stream for stream in self._open if not stream._waiting]
+        if ready:
+            self._least_s = min(stream._used_s for stream in ready)
+            chosen = next(stream for stream in ready if stream._used_s - self._least_s <= _LEAD_S)
+            self._open.remove(chosen)
+            self._open.append(chosen)
+            self._holder, self._held_since = chosen, self._clock()
+
+    def _yield_device(self) -> None:
+        if self._holder is not None:
+            self._holder._used_s += self._clock() - self._held_since
+            self._holder = None
+        self._choose()
+        if self._holder is not None and self._holder._in_step:
+            self._changed.notify_all()
+
+    def _end(self, stream: Stream) -> None:
+        self._open.remove(stream)
+        if stream.owner and stream.started:
+            seconds = self._clock() - stream._opened_s
+            self._mean_s = seconds if self._mean_s is None else 0.8 * self._mean_s + 0.2 * seconds
+        if stream._has_waited:
+            self._changed.notify_all()
+
+    # --- within a step -----------------------------------------------------------------------------------------------
+
+    def _release(self, stream: Stream, waiting: bool) -> None:
+        with self._changed:
+            stream._waiting = waiting
+            self._yield_device()
+            if self._holder is not stream:
+                stream._has_waited = True
+                self._start_threads()
+                self._changed.notify_all()
+
+    def _acquire(self, stream: Stream) -> None:
+        with self._changed:
+            if stream._waiting:
+                stream._waiting = False
+                stream._used_s = max(stream._used_s, self._least_s)
+                self._choose()
+                self._changed.notify_all()
+            self._changed.wait_for(lambda: self._holder is stream)
+
+    def _wake(self, _: object) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
 
 class WorkerGroup:
@@ -193,12 +359,15 @@ class WorkerGroup:
         each = None if waiting is None else -(-waiting // workers)
         self._workers = [Worker(at_once=1, waiting=each) for _ in range(workers)]
 
-    def submit(self, job: Callable[[], Iterator[T]]) -> Stream[T]:
-        """Queue a job at the least loaded worker. Raise `WorkerBusy` if its queue is full."""
-        return min(self._workers, key=lambda worker: worker.active).submit(job)
+    def submit(self, job: Callable[[], Iterator[T]], *, owner: str = "") -> Stream[T]:
+        """Queue a job at the least loaded worker."""
+        return min(self._workers, key=lambda worker: worker.active).submit(job, owner=owner)
 
     def ahead(self, stream: Stream) -> int:
-        return max(worker.ahead(stream) for worker in self._workers)
+        return stream.worker.ahead(stream)
+
+    def expected_wait_s(self, stream: Stream) -> float | None:
+        return stream.worker.expected_wait_s(stream)
 
     @property
     def active(self) -> int:
@@ -207,9 +376,6 @@ class WorkerGroup:
     def close(self, timeout: float | None = 10.0) -> None:
         for worker in self._workers:
             worker.close(timeout)
-
-
-REPORT_INTERVAL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -224,89 +390,5 @@ class TaskProgress:
 ReportProgress = Callable[[TaskProgress], None]
 
 
-class TaskCancelled(Exception):
-    """Raised by progress reports of a cancelled task."""
-
-
 def ignore_progress(progress: TaskProgress) -> None:
     pass
-
-
-class BackgroundTask(Generic[T]):
-    """Run `work(report)` in a background thread. `parked`: only while `progress` is being advanced.
-
-    `text` is the progress until the first report.
-    """
-
-    def __init__(self, work: Callable[[ReportProgress], T], parked: bool = False, text: str = "") -> None:
-        self._work, self._can_park = work, parked
-        self._changed = threading.Condition()
-        self._latest = TaskProgress(text) if text else None
-        self._parked = self._cancelled = False
-        self._next_report = 0.0
-        self._future: Future[T] | None = None
-
-    def progress(self) -> Iterator[TaskProgress]:
-        """Start the task and yield its progress at most every `REPORT_INTERVAL_S`. Closing the iterator cancels it.
-
-        Re-raise the exception of the task.
-        """
-        future = self._future = run_in_thread(partial(self._work, self._report))
-        future.add_done_callback(self._wake)
-        timeout = None if self._can_park else REPORT_INTERVAL_S
-        try:
-            while True:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._parked or future.done(), timeout)
-                if future.done():
-                    break
-                if self._latest is not None:
-                    yield self._latest
-                with self._changed:
-                    self._parked = False
-                    self._changed.notify_all()
-        finally:
-            self._cancelled = True
-            self._wake()
-            if self._can_park:
-                wait({future})  # the task uses the device until it ends
-        future.result()
-
-    @property
-    def result(self) -> T:
-        """Return value of the task, after `progress` is exhausted."""
-        assert self._future is not None and self._future.done()
-        return self._future.result()
-
-    def _wake(self, _: object = None) -> None:
-        with self._changed:
-            self._changed.notify_all()
-
-    def _report(self, progress: TaskProgress) -> None:
-        with self._changed:
-            if not self._cancelled:
-                self._latest = progress
-                if self._can_park and time.monotonic() >= self._next_report:
-                    self._parked = True
-                    self._changed.notify_all()
-                    self._changed.wait_for(lambda: not self._parked or self._cancelled)
-                    self._next_report = time.monotonic() + REPORT_INTERVAL_S
-            if self._cancelled:
-                raise TaskCancelled
-
-
-@contextmanager
-def handle_signals(handler: Callable[[int, Any], Any], *signals: signal.Signals) -> Iterator[None]:
-    """Call `handler` for `signals` within the block; no effect outside the main thread.
-
-    Without it, Python ignores SIGINT if the parent process did (`trap '' INT`, background jobs of a shell).
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = {number: signal.signal(number, handler) for number in signals}
-    try:
-        yield
-    finally:
-        for number, handler_before in previous.items():
-            signal.signal(number, handler_before or signal.SIG_DFL)

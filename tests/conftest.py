@@ -32,6 +32,7 @@ SLOW = (
     "bench/test_bench.py",
     "bench/test_equality.py",
     "benchmarks",
+    "cli/test_output.py",
     "cli/test_terminal.py",
     "contracts/test_names.py",
     "contracts/test_traces.py",
@@ -47,7 +48,9 @@ SLOW = (
     "models/test_bundled_pair.py",
     "models/test_cache_check.py",
     "models/test_cuda_graphs.py",
+    "models/test_chat_templates.py",
     "models/test_encoder_decoder.py",
+    "models/test_hostile_models.py",
     "models/test_hub.py",
     "models/test_kv_cache.py",
     "models/test_llama_engine.py",
@@ -126,3 +129,14 @@ def short_measurements() -> Iterator[None]:
         patch.setattr(check_invariance, "__defaults__", (MEASUREMENT_S,))
         patch.setattr(measure_costs, "__defaults__", (REPEATS, time.perf_counter))
         yield
+
+
+@pytest.fixture
+def torch_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Disable the native engine."""
+    from specdemo.models.engines.native_build import SWITCH, native_library
+
+    monkeypatch.setenv(SWITCH, "0")
+    native_library.cache_clear()
+    yield
+    native_library.cache_clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import pickle
@@ -23,8 +24,10 @@ from specdemo.core.step import Draft, Step
 from specdemo.generate import generate
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_pool import ModelPool
-from specdemo.pipeline import build_pipeline
+from specdemo.pipeline import PASSES, build_pipeline
 from specdemo.recipe import Recipe
+from specdemo.remote.config import CloudConfig
+from specdemo.worker import Worker
 
 PROMPT = "for i in range(10):"
 
@@ -161,12 +164,10 @@ def test_the_context_ends_the_text(target: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["ar", "draft", "nasd", "self", "tree", "lookahead"])
-def test_equal_bits_are_claimed_for_chains_only(target: str, method: str) -> None:
-    """The batch invariance check covers chains; rows of a forest have other positions among the keys."""
+def test_equal_bits_hold_for_all_methods_of_the_native_engine(target: str, method: str) -> None:
     recipe = Recipe(method=method, target=target, drafter=target, temperature=0, max_tokens=4, device="cpu")
     head = header_of(generate(recipe, PROMPT, ModelPool()))
-    found = head.environment["parity"]["equal"]
-    assert head.bit_equal == (found and method not in ("tree", "lookahead"))
+    assert head.environment["parity"]["by_construction"] and head.bit_equal
 
 
 def test_top_tokens_are_in_the_trace_on_request(target: str) -> None:
@@ -248,3 +249,39 @@ def test_second_turn_feeds_only_new_tokens(talker: str, monkeypatch: pytest.Monk
     fresh, _, none = turn(talk, None)
     assert again == fresh and none == 0
     assert first <= held < length  # at least the first prompt; the answer up to the first different token boundary
+
+
+def test_a_refused_run_releases_its_caches(target: str) -> None:
+    """Although the refusal, whose traceback references them, is still displayed."""
+
+    def caches() -> int:
+        return sum(type(item) is CachedModel for item in gc.get_objects())
+
+    recipe, pool, worker = Recipe(target=target, method="nasd", max_tokens=4, device="cpu"), ModelPool(), Worker()
+    pool.take(recipe.target_spec)
+    before = caches()
+    stream = worker.submit(lambda: generate(recipe, PROMPT * 1000, pool))
+    assert stream.wait(60) and "shorten it by at least" in str(stream.error)
+    assert caches() == before
+    worker.close()
+
+
+def test_planned_contexts_contain_conversations_and_dropout_passes(talker: str) -> None:
+    class Planned(ModelPool):
+        contexts: list[int] = []
+
+        def bring(self, specs: Sequence[Any], context: int = 0) -> Iterator[Any]:
+            self.contexts.append(context)
+            raise UserError("planned")
+
+    def planned(recipe: Recipe, prompt: Any) -> int:
+        with pytest.raises(UserError, match="planned"):
+            list(generate(recipe, prompt, Planned()))
+        return Planned.contexts[-1]
+
+    recipe = Recipe(target=talker, drafter=talker, max_tokens=10, device="cpu")
+    assert planned(recipe, "x" * 300) == 110
+    talk = [{"role": "user", "content": "x" * 200}, {"role": "assistant", "content": "y" * 100}]
+    assert planned(replace(recipe, chat=True), talk) == 110
+    gated = CloudConfig("http://127.0.0.1:1", gates=("variance",))
+    assert planned(replace(recipe, cloud=gated), "x" * 300) == 110 * (1 + PASSES)

@@ -6,6 +6,8 @@ import itertools
 import json
 import math
 import random
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -37,6 +39,7 @@ from specdemo.preflight import (
 )
 from specdemo.prompts import Prompt, load_prompts
 from specdemo.recipe import METHODS, Recipe
+from specdemo.worker import Worker
 
 TEXT = "def add(first, second):\n    return first + second\n\n\n" * 3
 FREE = dict.fromkeys(range(1, MAX_GAMMA + 2), 1.0)  # verification without additional cost
@@ -248,3 +251,28 @@ def test_unsupported_requests_raise_errors(folder: str, capsys: pytest.CaptureFi
     assert main(["preflight", "--target", folder, "--method", "nasd", *warm]) == 0
     out = capsys.readouterr().out
     assert "AR decoding" in out and "texts of the target: 12 sampled, temperature 1\n" in out
+
+
+@pytest.mark.parametrize("method", ["nasd", "lookahead"])
+def test_other_jobs_run_during_a_preflight(folder: str, method: str) -> None:
+    """It is stopped between its passes."""
+    recipe, pool = Recipe(target=folder, method=method, device="cpu", max_tokens=30), ModelPool()
+    pool.take(recipe.target_spec)
+    worker, started = Worker(), threading.Event()
+
+    def job() -> Iterator[Preflight]:
+        started.set()
+        yield preflight(recipe, PROMPTS, pool)
+
+    estimate = worker.submit(job)
+    assert started.wait(60)
+
+    def others() -> Iterator[bool]:
+        for _ in range(20):
+            yield estimate.done
+        estimate.stop()
+
+    stream = worker.submit(others)
+    assert stream.wait(60) and estimate.wait(60)
+    assert stream.items == [False] * 20 and estimate.items == [] and estimate.error is None
+    worker.close()

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
 
+from specdemo.background import BackgroundTask, TaskCancelled
 from specdemo.worker import (
-    BackgroundTask,
     ReportProgress,
     Stream,
-    TaskCancelled,
     TaskProgress,
     Worker,
     WorkerBusy,
+    WorkerGroup,
+    device_released,
+    give_way,
+    interruptible,
 )
 
 PATIENCE = 20.0  # seconds
@@ -81,7 +85,8 @@ def test_job_and_its_generator_run_in_the_worker_thread_only(worker: Worker) -> 
     assert seen == ["device", "device"]
 
 
-def test_open_jobs_alternate(worker: Worker) -> None:
+def test_open_jobs_alternate() -> None:
+    worker = Worker(clock=lambda: 0.0)  # steps of equal cost
     log: list[str] = []
     blocker = Gate()
     first = worker.submit(blocker)
@@ -97,6 +102,7 @@ def test_open_jobs_alternate(worker: Worker) -> None:
     blocker.open()
     finished(a), finished(b)
     assert log == ["a", "b"] * 50
+    worker.close()
 
 
 def test_stop_ends_the_job_within_one_step_and_in_the_worker_thread(worker: Worker) -> None:
@@ -220,7 +226,7 @@ def test_close_ends_every_job_and_the_thread() -> None:
     assert not closing.is_alive()
     assert all(s.done for s in streams)
     assert gates[0].ended_in == "device"
-    assert not worker._thread.is_alive()
+    assert not worker._threads
     with pytest.raises(RuntimeError, match="closed"):
         worker.submit(lambda: iter(()))
 
@@ -236,6 +242,214 @@ def test_on_change_is_called_after_each_item_and_at_the_end(worker: Worker) -> N
     finished(stream)
     worker.close()
     assert seen == [(1, False), (2, False), (2, True)]
+
+
+# --- shares of the device ------------------------------------------------------------------------------------------
+
+
+def log_steps(log: list[str], name: str, count: int = 50) -> Iterator[None]:
+    for _ in range(count):
+        log.append(name)
+        yield
+
+
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_other_jobs_run_while_a_job_waits(at_once: int) -> None:
+    """A job that waits also leaves its place to the queue."""
+    worker, response, request = Worker(at_once), threading.Event(), threading.Event()
+
+    def call() -> bool:
+        request.set()
+        return response.wait(PATIENCE)
+
+    waiting: Stream[bool] = worker.submit(lambda: iter((interruptible(call),)))
+    assert request.wait(PATIENCE)
+    assert finished(worker.submit(lambda: iter(range(500)))).items == list(range(500))
+    assert not waiting.done
+    response.set()
+    assert finished(waiting).items == [True]
+    worker.close()
+
+
+def test_a_waiting_job_is_stopped_while_others_run(worker: Worker) -> None:
+    response, inside = threading.Event(), threading.Event()
+
+    def job() -> Iterator[bool]:
+        inside.set()
+        yield interruptible(lambda: response.wait(PATIENCE))
+
+    waiting = worker.submit(job)
+
+    def others() -> Iterator[None]:
+        while not waiting.done:
+            yield
+
+    assert inside.wait(PATIENCE)
+    busy = worker.submit(others)
+    waiting.stop()
+    assert finished(waiting).items == [] and waiting.error is None and not response.is_set()
+    finished(busy)
+    response.set()
+
+
+def test_one_job_at_a_time_uses_the_device(worker: Worker) -> None:
+    using: list[int] = []
+
+    def job(number: int) -> Iterator[None]:
+        for _ in range(200):
+            interruptible(lambda: None)
+            using.append(number)
+            assert using == [number]
+            using.pop()
+            yield
+
+    streams = [worker.submit(lambda number=number: job(number)) for number in range(3)]
+    assert all(finished(stream).error is None and len(stream.items) == 200 for stream in streams)
+
+
+def test_a_long_step_is_divided() -> None:
+    worker = Worker(clock=lambda: 0.0)
+    log: list[str] = []
+    blocker = Gate()
+    first = worker.submit(blocker)
+    assert blocker.inside.wait(PATIENCE)
+
+    def long() -> Iterator[int]:
+        for _ in range(50):
+            log.append("part")
+            give_way()
+        yield 50
+
+    parts, steps = worker.submit(long), worker.submit(lambda: log_steps(log, "step"))
+    first.stop()
+    blocker.open()
+    assert finished(parts).items == [50] and finished(steps)
+    assert log == ["part", "step"] * 50
+    worker.close()
+
+
+def test_a_long_step_is_stopped_between_its_parts(worker: Worker) -> None:
+    inside, gate = threading.Event(), threading.Event()
+
+    def long() -> Iterator[int]:
+        while True:
+            inside.set()
+            assert gate.wait(PATIENCE)
+            give_way()
+        yield 1
+
+    stream = worker.submit(long)
+    assert inside.wait(PATIENCE)
+    stream.stop()
+    gate.set()
+    assert finished(stream).items == [] and stream.error is None
+
+
+def test_jobs_share_device_time() -> None:
+    """A job with long steps does not reduce others to a step for each of its own."""
+    now, log = [0.0], []
+    worker, blocker = Worker(clock=lambda: now[0]), Gate()
+    first = worker.submit(blocker)
+    assert blocker.inside.wait(PATIENCE)
+
+    def job(name: str, seconds: float, count: int) -> Iterator[None]:
+        for _ in range(count):
+            now[0] += seconds
+            log.append(name)
+            yield
+
+    streams = [worker.submit(lambda: job("long", 1.0, 3)), worker.submit(lambda: job("short", 0.01, 300))]
+    first.stop()
+    blocker.open()
+    assert all(map(finished, streams))
+    assert 80 <= log[: log.index("long", log.index("long") + 1)].count("short") <= 120
+    worker.close()
+
+
+def test_closing_a_job_does_not_delay_others(worker: Worker) -> None:
+    closing, gate = threading.Event(), threading.Event()
+
+    def job() -> Iterator[int]:
+        try:
+            yield 1
+            yield 2
+        finally:
+            with device_released():
+                closing.set()
+                assert gate.wait(PATIENCE)
+
+    stream = worker.submit(job)
+    assert closing.wait(PATIENCE)
+    assert finished(worker.submit(lambda: iter((7,)))).items == [7] and not stream.done
+    gate.set()
+    finished(stream)
+
+
+def test_visitors_start_in_turn() -> None:
+    worker = Worker(at_once=1, waiting=None)
+    gate, order = Gate(), []
+    busy = worker.submit(gate, owner="a")
+    assert gate.inside.wait(PATIENCE)
+    names = [*["a"] * 5, *["b"] * 3, "c"]
+    streams = [worker.submit(lambda name=name: log_steps(order, name, 1), owner=name) for name in names]
+    assert [worker.ahead(stream) for stream in streams] == [3, 5, 7, 8, 9, 1, 4, 6, 2]
+    busy.stop()
+    gate.open()
+    assert all(map(finished, streams))
+    assert order == ["b", "c", "a", "b", "a", "b", "a", "a", "a"]
+    worker.close()
+
+
+def test_expected_wait_follows_earlier_jobs() -> None:
+    now = [0.0]
+    worker = Worker(at_once=1, clock=lambda: now[0])
+
+    def job() -> Iterator[None]:
+        now[0] += 10
+        yield
+
+    gate = Gate()
+    assert worker.expected_wait_s(finished(worker.submit(job))) is None  # maintenance has no owner
+    finished(worker.submit(job, owner="a"))
+    busy = worker.submit(gate, owner="a")
+    assert gate.inside.wait(PATIENCE)
+    waiting = [worker.submit(job, owner=name) for name in "bc"]
+    assert [worker.expected_wait_s(stream) for stream in waiting] == [10, 20]
+    busy.stop()
+    gate.open()
+    assert all(map(finished, waiting))
+    worker.close()
+
+
+def test_groups_report_the_queue_of_the_job() -> None:
+    crew = WorkerGroup(2)
+    gates = [Gate() for _ in range(3)]
+    streams = [crew.submit(gate, owner="a") for gate in gates]
+    assert gates[0].inside.wait(PATIENCE) and gates[1].inside.wait(PATIENCE)
+    assert [crew.ahead(stream) for stream in streams] == [0, 0, 1] and crew.expected_wait_s(streams[2]) is None
+    for stream, gate in zip(streams, gates, strict=True):
+        stream.stop()
+        gate.open()
+    assert all(map(finished, streams))
+    crew.close()
+
+
+def test_a_failed_job_retains_no_objects(worker: Worker) -> None:
+    class Cache: ...
+
+    caches = []
+
+    def job() -> Iterator[int]:
+        cache = Cache()
+        caches.append(weakref.ref(cache))
+        try:
+            raise KeyError("inner")
+        except KeyError as error:
+            raise ValueError("outer") from error
+        yield 1
+
+    stream = finished(worker.submit(job))
+    assert str(stream.error) == "outer" and caches[0]() is None
 
 
 # --- background tasks ----------------------------------------------------------------------------------------------
@@ -283,7 +497,7 @@ def test_closing_the_progress_cancels_the_task(parked: bool) -> None:
 
 
 def test_parked_task_runs_only_while_progress_is_advanced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specdemo.worker.REPORT_INTERVAL_S", 0.0)  # each report parks
+    monkeypatch.setattr("specdemo.background.REPORT_INTERVAL_S", 0.0)  # each report parks
     active = threading.Event()
     active.set()
     violations: list[int] = []
@@ -305,3 +519,14 @@ def test_parked_task_runs_only_while_progress_is_advanced(monkeypatch: pytest.Mo
             break
         steps.append(item.done)
     assert task.result == 3 and steps == [0, 1, 2] and not violations
+
+
+@pytest.mark.parametrize("parked", [False, True])
+def test_other_jobs_run_next_to_a_task_without_progress(worker: Worker, parked: bool) -> None:
+    gate = threading.Event()
+    task = BackgroundTask(lambda report: gate.wait(PATIENCE), parked=parked, text="working")
+    stream = worker.submit(task.progress)
+    other = finished(worker.submit(lambda: iter(range(100))))
+    assert other.items == list(range(100)) and not stream.done
+    gate.set()
+    assert finished(stream).items == [TaskProgress("working")] and task.result

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 from benchmarks.pass_cost import step_seconds
 from specdemo.bench import markdown_table
 from specdemo.core.theory import best_gamma, walltime_improvement
-from specdemo.models.engines.llama_weights import LlamaWeights
+from specdemo.models.load import fuse
 from training.objectives import held_out_agreement
 
 CURVE_FILE = "curve.json"
@@ -35,7 +35,7 @@ def measure(
     drafters: Mapping[str, LlamaForCausalLM], target: LlamaForCausalLM, held_out: np.ndarray
 ) -> list[CurvePoint]:
     """Measure agreement on test text and cost in the engine of this program."""
-    costs = step_seconds([LlamaWeights(model) for model in (target, *drafters.values())])
+    costs = step_seconds([fuse(model, consume=False)[0] for model in (target, *drafters.values())])
     points = []
     for (shape, drafter), cost in zip(drafters.items(), costs[1:], strict=True):
         alpha, first = held_out_agreement(drafter, target, held_out, 1024, 24)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from specdemo.cli.arguments import parser
-from specdemo.core.errors import UserError
+from specdemo.core.errors import FULL_DISK, UserError, write_error
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -25,3 +26,9 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader closed the pipe
         sys.stderr.close()
         return 0
+    except OSError as error:
+        if error.errno not in FULL_DISK:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"specdemo: {write_error('the output', error)}", file=sys.stderr)
+        return 2

@@ -5,18 +5,20 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 from specdemo import bench
 from specdemo.bench import equality as prove
 from specdemo.bench.baselines import BASELINES
 from specdemo.cli.arguments import given
+from specdemo.cli.output import OutputFile, output_file
 from specdemo.core.errors import UserError
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import find_device
 from specdemo.preflight import preflight, texts_for
-from specdemo.prompts import load_prompts
+from specdemo.prompts import Prompt, load_prompts
 from specdemo.recipe import METHODS, Recipe
 from specdemo.remote.access import TOKEN, is_loopback, read_token
 from specdemo.remote.serve import bind, listen, serve_model
@@ -46,6 +48,18 @@ def _bench(options: argparse.Namespace) -> int:
     if options.peers:
         drafting = any(recipe.drafter_spec for recipe in recipes)
         peers = [name for name, peer in BASELINES.items() if drafting or peer.assistant is None]
+    opened = nullcontext() if options.output is None else output_file(options.output, "the report")
+    with opened as file:
+        return _print_bench(options, recipes, prompts, peers, file)
+
+
+def _print_bench(
+    options: argparse.Namespace,
+    recipes: Sequence[Recipe],
+    prompts: Sequence[Prompt],
+    peers: Sequence[str],
+    file: OutputFile | None,
+) -> int:
     records, progress = [], bench.Progress()
     for item in bench.measure(recipes, prompts, ModelPool(), peers, repeat=options.repeat):
         if isinstance(item, dict):
@@ -60,8 +74,8 @@ def _bench(options: argparse.Namespace) -> int:
         print(line)
     print(f"copy bandwidth of this machine: {bandwidth / 1e9:.1f} GB/s")
     print(bench.as_json(rows))
-    if options.output:
-        options.output.write_text(bench.report(recipes, len(prompts), records, rows), encoding="utf-8")
+    if file is not None:
+        file.write(bench.report(recipes, len(prompts), records, rows))
     return 0
 
 

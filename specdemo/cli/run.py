@@ -6,19 +6,18 @@ import argparse
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
-from typing import TextIO
+from contextlib import nullcontext
 
 from specdemo.cli.arguments import given
+from specdemo.cli.output import OutputFile, output_file
 from specdemo.core import trace
 from specdemo.core.errors import UserError, check_name
-from specdemo.core.events import End, Event, Header, Loading, StepEvent
-from specdemo.core.explain import STYLES, Decision, decision_of, explain, figure
+from specdemo.core.events import INTERRUPTED, End, Event, Header, Loading, StepEvent
+from specdemo.core.explain import STYLES, Decision, decision_of, explain, explain_engine, figure
 from specdemo.core.metrics import Metrics
 from specdemo.generate import generate
 from specdemo.recipe import PRESETS, Recipe, refuse_ineffective
-from specdemo.worker import handle_signals
+from specdemo.signals import handle_signals
 
 RESET = "\x1b[0m"
 
@@ -27,7 +26,8 @@ def run(options: argparse.Namespace) -> int:
     """Return the exit code: 0, 1 for a failed run, 130 if interrupted. Raises `UserError` for invalid input."""
     recipe = recipe_of_flags(options)
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-    with _open(options.trace) as file, handle_signals(signal.default_int_handler, signal.SIGTERM):
+    opened = nullcontext() if options.trace is None else output_file(options.trace, "the trace")
+    with opened as file, handle_signals(signal.default_int_handler, signal.SIGTERM):
         return _show(generate(recipe, prompt), options, file)
 
 
@@ -43,23 +43,17 @@ def recipe_of_flags(options: argparse.Namespace) -> Recipe:
     return recipe
 
 
-def _open(path: Path | None) -> AbstractContextManager[TextIO | None]:
-    if path is None:
-        return nullcontext()
-    try:
-        return open(path, "w", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write the trace to {path}: {error.strerror}") from error
-
-
-def _show(events: Iterator[Event], options: argparse.Namespace, file: TextIO | None) -> int:
+def _show(events: Iterator[Event], options: argparse.Namespace, file: OutputFile | None) -> int:
     view = Json() if options.json else Steps() if options.steps else Coloured()
     loading, metrics = LoadingLine(), None
 
     def put(event: Event) -> None:
+        record(event)
+        view.show(event)
+
+    def record(event: Event) -> None:
         if file:
             file.write(trace.write(event))
-        view.show(event)
 
     try:
         for event in events:
@@ -72,8 +66,12 @@ def _show(events: Iterator[Event], options: argparse.Namespace, file: TextIO | N
             put(event)
     except KeyboardInterrupt:
         if metrics is not None:
-            put(End("cancelled", None, metrics))
+            put(End("cancelled", INTERRUPTED, metrics))
         return 130
+    except Exception as error:
+        if metrics is not None:
+            record(End("error", str(error) or type(error).__name__, metrics))
+        raise
     if isinstance(event, End) and event.reason == "error":
         print(f"specdemo: the run failed: {event.error}", file=sys.stderr)
         return 1
@@ -89,12 +87,13 @@ class Coloured:
     def show(self, event: Event) -> None:
         match event:
             case Header():
-                self._exact = event.exact
+                self._exact, self._engine = event.exact, explain_engine(event.environment)
                 print(event.prompt, end="\n" if event.encoder else "", flush=True)
             case StepEvent():
                 print("".join(_spans(event)), end="", flush=True)
             case End():
                 print(f"\n\n{summary(event.metrics)}  {'exact' if self._exact else 'LOSSY'}  end: {_ending(event)}")
+                print(self._engine)
 
 
 class Steps:

@@ -1,7 +1,10 @@
 """Errors shown to users."""
 
+import errno
 import unicodedata
 from collections.abc import Collection
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class UserError(ValueError):
@@ -12,6 +15,11 @@ def plain_text(text: str, limit: int = 300) -> str:
     """Return external `text` as a printable line."""
     line = "".join(" " if unicodedata.category(c) in ("Cc", "Cf", "Zl", "Zp") else c for c in text[: limit + 1])
     return line if len(line) <= limit else f"{line[:limit]} …"
+
+
+def write_error(target: str, error: OSError) -> UserError:
+    remedy = "free some space" if error.errno in FULL_DISK else "choose a writable directory"
+    return UserError(f"cannot write {target}: {error.strerror or type(error).__name__}: {remedy}")
 
 
 def check_name(kind: str, name: str, names: Collection[str]) -> None:

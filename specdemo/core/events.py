@@ -9,6 +9,8 @@ from typing import Any
 from specdemo.core.metrics import Metrics
 from specdemo.core.step import Outcome, Step
 
+INTERRUPTED = "interrupted"
+
 
 @dataclass(frozen=True, slots=True)
 class Loading:

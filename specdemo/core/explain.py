@@ -185,3 +185,12 @@ def figure(x: float | None) -> str:
     if x is None:
         return "–"
     return f"{x:.1e}".replace("e-0", "e-") if 0 < abs(x) < 0.01 else f"{x:.3f}"
+
+
+def explain_engine(environment: Mapping[str, Any]) -> str:
+    """Name the engine of a run, and the benefit of the native one where it is missing."""
+    engine, threads = str(environment.get("engine", "")), environment.get("threads", 1)
+    if engine == "native":
+        return f"native CPU engine, {threads} thread{'' if threads == 1 else 's'}"
+    name, _, reason = engine.partition(": no native engine, ")
+    return f"torch engine, several times slower than the native CPU engine: {reason}" if reason else name

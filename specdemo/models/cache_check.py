@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
 import torch
@@ -66,12 +67,13 @@ def refuse_architecture(kind: type[PreTrainedModel], config: PretrainedConfig) -
 
 def _supported(kind: type[PreTrainedModel], config: PretrainedConfig, model: PreTrainedModel | None) -> CacheSupport:
     refuse_recurrent(kind, config)
-    with _quiet():
+    with quiet():
         try:
             small: PretrainedConfig | None = reduced(kind, config)
-            key = kind, f"{small.to_json_string()} {config._attn_implementation}"
+            described = f"{small.to_json_string()} {config._attn_implementation}"
         except Exception:
-            small, key = None, (kind, config.to_json_string())
+            small, described = None, config.to_json_string()
+        key = kind, sha256(described.encode()).hexdigest()
         if key not in _RESULTS:
             twin = _usable_twin(kind, small)
             if twin is None and model is None:
@@ -84,7 +86,7 @@ def _supported(kind: type[PreTrainedModel], config: PretrainedConfig, model: Pre
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

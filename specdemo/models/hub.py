@@ -35,6 +35,7 @@ from tqdm.auto import tqdm
 
 from specdemo.core.errors import UserError
 from specdemo.models.memory import format_bytes
+from specdemo.models.untrusted import check_files, check_folder, check_sizes, check_weights, weight_files
 from specdemo.worker import ReportProgress, TaskProgress, ignore_progress
 
 CONFIG_FILES = (  # validated before any weights are downloaded
@@ -74,10 +75,11 @@ class Hub:
 
     def settings(self, name: str, revision: str | None = None, report: ReportProgress = ignore_progress) -> Path:
         """Return a directory with configuration and tokenizer, downloaded if necessary."""
-        if (folder := local_folder(name)) is not None:
-            return folder
-        with load_errors(name):
-            return self._fetch(name, revision, CONFIG_FILES, report)
+        if (folder := local_folder(name)) is None:
+            with load_errors(name):
+                folder = self._fetch(name, revision, CONFIG_FILES, report)
+        check_folder(name, folder)
+        return folder
 
     def weights(self, name: str, revision: str | None = None, report: ReportProgress = ignore_progress) -> Path:
         folder = local_folder(name)
@@ -89,6 +91,8 @@ class Hub:
                 f"{name} has no safetensors weights (model.safetensors or shards of it), and other formats may contain "
                 "code: choose another model"
             )
+        check_files(name, folder)
+        check_weights(name, folder)
         return folder
 
     def shapes(self, name: str, revision: str | None = None) -> TensorShapes:
@@ -101,6 +105,7 @@ class Hub:
                     api = HfApi(endpoint=self.endpoint, token=self._access(name)[0])
                     files = api.get_safetensors_metadata(name, revision=folder.name).files_metadata.values()
                     return {k: (t.dtype, tuple(t.shape)) for file in files for k, t in file.tensors.items()}
+        check_weights(name, folder)
         return local_shapes(name, folder)
 
     def _fetch(self, name: str, revision: str | None, patterns: tuple[str, ...], report: ReportProgress) -> Path:
@@ -120,6 +125,8 @@ class Hub:
                 name, **options, dry_run=True, tqdm_class=_progress_bars(ignore_progress, name, 0)
             )
             missing = sum(file.file_size or 0 for file in files if file.will_download)
+            if patterns is CONFIG_FILES:
+                check_sizes(name, {file.filename: file.file_size or 0 for file in files})
         except DryRunError:
             pass  # hub unreachable: the next call uses the cache or raises
         if missing:
@@ -161,15 +168,14 @@ def local_folder(name: str) -> Path | None:
 
 def local_shapes(name: str, folder: Path) -> TensorShapes:
     shapes = {}
-    for pattern in WEIGHT_FILES:
-        for path in sorted(folder.glob(pattern)):
-            try:
-                with safe_open(path, "pt") as file:
-                    for key in file.keys():
-                        tensor = file.get_slice(key)
-                        shapes[key] = (tensor.get_dtype(), tuple(tensor.get_shape()))
-            except SafetensorError as error:
-                raise UserError(f"the weights of {name} are damaged ({error}): download them again") from error
+    for path in weight_files(folder):
+        try:
+            with safe_open(path, "pt") as file:
+                for key in file.keys():
+                    tensor = file.get_slice(key)
+                    shapes[key] = (tensor.get_dtype(), tuple(tensor.get_shape()))
+        except SafetensorError as error:
+            raise UserError(f"the weights of {name} are damaged ({error}): download them again") from error
     return shapes
 
 

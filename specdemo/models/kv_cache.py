@@ -19,6 +19,7 @@ from torch import Tensor
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft, common_prefix
 from specdemo.models.cache_check import cache_support
+from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.engines.generic import (
     EncoderDecoderEngine,
     TransformersEngine,
@@ -27,7 +28,7 @@ from specdemo.models.engines.generic import (
     opening,
 )
 from specdemo.models.engines.llama import LlamaEngine
-from specdemo.models.engines.llama_weights import LlamaWeights
+from specdemo.models.engines.native_llama import NativeEngine, NativeWeights
 from specdemo.models.memory import weight_bytes
 
 if TYPE_CHECKING:
@@ -55,6 +56,10 @@ class CacheEngine(Protocol):
     def reserved_bytes(self) -> int: ...
 
 
+def new_engine(model: FusedWeights) -> LlamaEngine | NativeEngine:
+    return NativeEngine(model) if isinstance(model, NativeWeights) else LlamaEngine(model)
+
+
 def _engine(model: PreTrainedModel, source: Sequence[int], uncached: bool) -> CacheEngine:
     if has_encoder(model.config):
         source = source or opening(model)
@@ -69,7 +74,7 @@ class CachedModel:
     tokens are decoder tokens. Raises `UserError` if `source` exceeds the context.
     """
 
-    def __init__(self, model: PreTrainedModel | LlamaWeights, pad: int = 1, source: Sequence[int] = ()) -> None:
+    def __init__(self, model: PreTrainedModel | FusedWeights, pad: int = 1, source: Sequence[int] = ()) -> None:
         config = model.config.get_text_config()
         self.model = model
         self.vocab_size: int = config.vocab_size
@@ -80,8 +85,8 @@ class CachedModel:
                 f"{len(source) - self.context:,}"
             )
         self.chains_only = ""  # or the reason why forests are not exact
-        if isinstance(model, LlamaWeights):
-            self._engine: CacheEngine = model.idle.pop() if model.idle else LlamaEngine(model)
+        if isinstance(model, FusedWeights):
+            self._engine: CacheEngine = model.idle.pop() if model.idle else new_engine(model)
         else:
             support = cache_support(model)
             self.chains_only, self._engine = support.forests, _engine(model, source, bool(support.uncached))
@@ -146,7 +151,7 @@ class CachedModel:
 
     def __del__(self) -> None:
         model = getattr(self, "model", None)
-        if isinstance(model, LlamaWeights) and not model.idle:  # one idle engine suffices for sequential requests
+        if isinstance(model, FusedWeights) and not model.idle:  # one idle engine suffices for sequential requests
             self._engine.clear()
             model.idle.append(self._engine)
 
@@ -156,7 +161,7 @@ class CachedModel:
 
     @property
     def weight_bytes(self) -> int:
-        return self.model.weight_bytes if isinstance(self.model, LlamaWeights) else weight_bytes(self.model)
+        return self.model.weight_bytes if isinstance(self.model, FusedWeights) else weight_bytes(self.model)
 
     @property
     def reserved_bytes(self) -> int:
@@ -218,23 +223,26 @@ COMPARED_ROWS = max(_DRAFT_LENGTHS) + 1
 class BatchInvariance:
     """Batch invariance, measured by `check_invariance`.
 
-    If each row has the same bits in every pass, greedy speculative text equals AR greedy text; otherwise near-ties may
-    resolve differently. Compared for up to `COMPARED_ROWS` rows and `compared_context` tokens. `cost[n]` is v(n), the
-    cost of a pass over n rows in AR steps.
+    Without it, near-ties of greedy texts may resolve differently. Compared for up to `COMPARED_ROWS` rows and
+    `compared_context` tokens, unless it holds `by_construction`. `cost[n]` is v(n), the cost of a pass over n rows in
+    AR steps.
     """
 
     equal: bool
     pad: int  # rows of target passes; 1: no padding
     compared: int
     cost: dict[int, float]
+    by_construction: bool = False
 
 
-def check_invariance(model: LlamaWeights | torch.nn.Module, budget_s: float = 0.5) -> BatchInvariance:
-    """Measure for about `budget_s`, longer if a dozen passes take longer."""
+def check_invariance(model: FusedWeights | torch.nn.Module, budget_s: float = 0.5) -> BatchInvariance:
+    """Measure for about `budget_s`."""
     timed = CachedModel(model)
     timed.prepare(MEASURED_ROWS, _STARTS[0], 2 * _STARTS[0])
     cost = _cost(timed, budget_s / 2)
     del timed  # its engine is reused
+    if isinstance(model, FusedWeights) and model.batch_invariant:
+        return BatchInvariance(True, 1, 0, cost, by_construction=True)
     equal, compared = _compare(model, 1, budget_s / 2)
     pad = MEASURED_ROWS[-1]
     if not equal and cost[pad] <= NO_COST:
@@ -263,15 +271,15 @@ def _cost(cached: CachedModel, budget_s: float) -> dict[int, float]:
     return {n: round(min(values) / single, 3) for n, values in seconds.items()}
 
 
-def compared_context(model: LlamaWeights | torch.nn.Module) -> int:
+def compared_context(model: FusedWeights | torch.nn.Module) -> int:
     return _CUDA_STARTS[-1] + _COMPARED if _depends_on_keys(model) else sys.maxsize
 
 
-def _depends_on_keys(model: LlamaWeights | torch.nn.Module) -> bool:
+def _depends_on_keys(model: FusedWeights | torch.nn.Module) -> bool:
     return model.device.type == "cuda"
 
 
-def _compare(model: LlamaWeights | torch.nn.Module, pad: int, budget_s: float) -> tuple[bool, int]:
+def _compare(model: FusedWeights | torch.nn.Module, pad: int, budget_s: float) -> tuple[bool, int]:
     """Compare rows of drafts with AR rows; return (all equal, rows compared)."""
     starts, compared = _CUDA_STARTS if _depends_on_keys(model) else _STARTS, 0
     for start in starts:
@@ -282,7 +290,7 @@ def _compare(model: LlamaWeights | torch.nn.Module, pad: int, budget_s: float) -
     return True, compared
 
 
-def _compare_from(start: int, model: LlamaWeights | torch.nn.Module, pad: int, budget_s: float) -> tuple[bool, int]:
+def _compare_from(start: int, model: FusedWeights | torch.nn.Module, pad: int, budget_s: float) -> tuple[bool, int]:
     sequential = CachedModel(model, pad)
     tokens = _tokens(sequential, start + _COMPARED)[: sequential.context - MEASURED_ROWS[-1]]  # space for padding
     start = min(start, max(len(tokens) - _COMPARED, len(tokens) // 2))

@@ -11,10 +11,13 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerFast
 
-from specdemo.models.hub import Hub
+from specdemo.models.hub import Hub, local_shapes
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device
+from specdemo.models.tokenizer_check import open_tokenizer
+from specdemo.models.untrusted import weight_files
 from specdemo.worker import ReportProgress, TaskProgress, ignore_progress
 
+_FLOATS = ("F64", "F32", "BF16", "F16")
 _TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
 _VALUES = {"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
@@ -37,6 +40,7 @@ def read_config(spec: ModelSpec, hub: Hub, report: ReportProgress = ignore_progr
     if (
         any(stored.get(name) != value for name, value in _VALUES.items())
         or not stored.keys() >= _KEYS
+        or not all(isinstance(stored[name], int) for name in _SIZES)
         or "quantization_config" in stored
         or not (isinstance(rope, dict) and rope.get("rope_type") == "default" and "rope_theta" in rope)
         or tokenizer.get("tokenizer_class") not in _TOKENIZERS
@@ -58,18 +62,22 @@ def read_checkpoint(
     folder = hub.weights(spec.name, spec.revision, report)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    model.generation_config = GenerationConfig.from_pretrained(folder)
+    if (folder / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    else:
+        model.generation_config = GenerationConfig.from_model_config(config)
     wanted, device = dict(model.named_parameters()), find_device(spec.device)
-    tensors = dict(_tensors(folder, spec, wanted.keys(), report))
-    if tensors.keys() != wanted.keys() or any(tensors[name].shape != wanted[name].shape for name in wanted):
+    stored = {name: shape for name, (dtype, shape) in local_shapes(spec.name, folder).items() if dtype in _FLOATS}
+    if stored != {name: tuple(weight.shape) for name, weight in wanted.items()}:
         return None
+    tensors = dict(_tensors(folder, spec, wanted.keys(), report))
     dtype = getattr(torch, spec.dtype)
     weights = {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
     model.load_state_dict(weights, strict=False, assign=True)  # a tied head is no separate tensor
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     model.eval().requires_grad_(False)
-    return model, PreTrainedTokenizerFast.from_pretrained(folder)
+    return model, open_tokenizer(spec.name, folder, PreTrainedTokenizerFast)
 
 
 def _read_json(path: Path) -> dict[str, object]:
@@ -82,8 +90,7 @@ def _read_json(path: Path) -> dict[str, object]:
 
 
 def _tensors(folder: Path, spec: ModelSpec, names: set[str], report: ReportProgress) -> Iterator[tuple[str, Tensor]]:
-    paths = sorted(folder.glob("model*.safetensors"))
-    for path in paths:
+    for path in weight_files(folder):
         with safe_open(path, "pt") as file:
             stored = [name for name in file.keys() if name in names]
             for i, name in enumerate(stored, 1):

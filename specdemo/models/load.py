@@ -17,15 +17,21 @@ from transformers.utils import logging
 
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
-from specdemo.models.cache_check import cache_support
+from specdemo.models.cache_check import cache_support, quiet
+from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.engines.generic import auto_class, has_encoder, opening, refuse_recurrent
 from specdemo.models.engines.llama_weights import LlamaWeights, PackedLinear, pack, unsupported_reason
-from specdemo.models.hub import Hub
+from specdemo.models.engines.native_build import NativeUnavailable, native_library
+from specdemo.models.engines.native_llama import NativeWeights
+from specdemo.models.hub import Hub, local_shapes
 from specdemo.models.kv_cache import NO_COSTS, BatchInvariance, CachedModel, check_invariance
 from specdemo.models.llama_checkpoint import read_checkpoint
 from specdemo.models.memory import drop_mapped_files, free_bytes, given_back_at_once, on_large_pages
 from specdemo.models.quantization import check_quantization, load_options, skeleton
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device
+from specdemo.models.tokenizer import check_ids
+from specdemo.models.tokenizer_check import open_tokenizer
+from specdemo.models.untrusted import check_tensors, converts_errors, model_errors
 from specdemo.worker import ReportProgress, TaskProgress, ignore_progress
 
 if TYPE_CHECKING:
@@ -39,10 +45,10 @@ class LoadedModel:
     """A model ready to run with its tokenizer."""
 
     spec: ModelSpec
-    model: PreTrainedModel | LlamaWeights
+    model: PreTrainedModel | FusedWeights
     tokenizer: PreTrainedTokenizerBase
     weight_bytes: int
-    engine: str  # "lean", or "transformers: REASON"
+    engine: str  # "native", "lean: REASON" or "transformers: REASON"
     measured: bool = True  # False: no batch invariance
 
     @cached_property
@@ -55,7 +61,7 @@ class LoadedModel:
 
     @property
     def opening(self) -> list[int]:
-        return opening(self.model) if self.encoder else self.tokenizer.encode("")
+        return check_ids(opening(self.model), self.vocab_size) if self.encoder else self.tokenizer.encode("")
 
     @property
     def bit_equal(self) -> bool:
@@ -84,6 +90,7 @@ class LoadedModel:
         return frozenset(i for i in (*listed, self.tokenizer.eos_token_id) if i is not None)
 
 
+@converts_errors
 def load(
     spec: ModelSpec, hub: Hub | None = None, report: ReportProgress = ignore_progress, warm: bool = True
 ) -> LoadedModel:
@@ -103,12 +110,23 @@ def load(
     drop_mapped_files(model)
     engine = f"transformers: {reason}{support.note}" if reason else "lean"
     if not reason:
-        model = LlamaWeights(model, consume=True)
-    on_large_pages(module.packed for module in model.modules() if isinstance(module, PackedLinear))
+        model, engine = fuse(model)
+    if not isinstance(model, NativeWeights):
+        on_large_pages(module.packed for module in model.modules() if isinstance(module, PackedLinear))
     cached = CachedModel(model)
     if warm:
         _warm_up(cached)
     return LoadedModel(spec, model, tokenizer, cached.weight_bytes, engine, warm)
+
+
+def fuse(model: PreTrainedModel, consume: bool = True) -> tuple[FusedWeights, str]:
+    """Convert a model of the Llama family for the fastest engine; return weights and engine name."""
+    if model.device.type != "cpu":
+        return LlamaWeights(model, consume), "lean"
+    library = native_library()
+    if isinstance(library, NativeUnavailable):
+        return LlamaWeights(model, consume), f"lean: no native engine, {library}"
+    return NativeWeights(model, consume), "native"
 
 
 def _warm_up(cached: CachedModel) -> None:
@@ -121,45 +139,43 @@ def _warm_up(cached: CachedModel) -> None:
         cached.model.graphs = True
 
 
+@converts_errors
 def reference(
     spec: ModelSpec, hub: Hub | None = None, report: ReportProgress = ignore_progress
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    from transformers import AutoTokenizer
-
     hub, spec = hub or Hub(), spec.resolved()
     config = configuration(spec, hub, report)
     folder = hub.weights(spec.name, spec.revision, report)
     logging.disable_progress_bar()
     getLogger("bitsandbytes.autograd._functions").setLevel(ERROR)  # a warning per layer and pass
-    try:
-        with _weight_errors(spec), _report_weights(spec.title, report):
-            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-            model = auto_class(config).from_pretrained(
-                folder,
-                dtype=getattr(torch, spec.dtype),
-                use_safetensors=True,
-                trust_remote_code=False,
-                **place(spec, config),
-                **load_options(spec),
-            )
-    except UserError:
-        raise
-    except (OSError, ValueError, ImportError) as error:
-        raise UserError(f"{spec.name} cannot be loaded: {_first_line(error, folder, spec.name)}") from error
+    tokenizer = _tokenizer(spec, folder)
+    with model_errors(spec.name, folder=folder), _weight_errors(spec), _report_weights(spec.title, report), quiet():
+        model, loaded = auto_class(config).from_pretrained(
+            folder,
+            dtype=getattr(torch, spec.dtype),
+            use_safetensors=True,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # reported with the others
+            output_loading_info=True,
+            **place(spec, config),
+            **load_options(spec),
+        )
+        shapes = {} if hasattr(model, "hf_quantizer") else local_shapes(spec.name, folder)
+        check_tensors(spec.name, model, loaded, {name: dtype for name, (dtype, _) in shapes.items()})
     return model.eval().requires_grad_(False), tokenizer
 
 
+@converts_errors
 def read_tokenizer(spec: ModelSpec, hub: Hub | None = None) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
     hub = hub or Hub()
     configuration(spec.resolved(), hub)
-    folder = hub.settings(spec.name, spec.revision)
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        reason = _first_line(error, folder, spec.name)
-        raise UserError(f"the tokenizer of {spec.name} cannot be loaded: {reason}") from error
+    return _tokenizer(spec, hub.settings(spec.name, spec.revision))
+
+
+def _tokenizer(spec: ModelSpec, folder: Path) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    return open_tokenizer(spec.name, folder, AutoTokenizer)
 
 
 def configuration(spec: ModelSpec, hub: Hub, report: ReportProgress = ignore_progress) -> PretrainedConfig:
@@ -167,14 +183,8 @@ def configuration(spec: ModelSpec, hub: Hub, report: ReportProgress = ignore_pro
     from transformers import AutoConfig
 
     folder = hub.settings(spec.name, spec.revision, report)
-    try:
+    with model_errors(spec.name, "has a configuration unknown to this transformers version", folder):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except OSError as error:
-        reason = _first_line(error, folder, spec.name)
-        raise UserError(f"{spec.name} has no readable configuration: {reason}") from error
-    except ValueError as error:
-        reason = _first_line(error, folder, spec.name)
-        raise UserError(f"{spec.name} has an architecture unknown to this transformers version: {reason}") from error
     kinds = auto_class(config)._model_mapping
     if type(config) not in kinds:
         raise UserError(
@@ -250,8 +260,3 @@ def _report_weights(name: str, report: ReportProgress) -> Iterator[None]:
         yield
     finally:
         logging.set_tqdm_hook(before)
-
-
-def _first_line(error: BaseException, folder: Path, name: str) -> str:
-    lines = (line.strip() for line in str(error).splitlines())
-    return next(filter(None, lines), type(error).__name__).replace(str(folder), name)

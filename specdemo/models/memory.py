@@ -114,7 +114,7 @@ def share_one_heap() -> None:
 def given_back_at_once() -> Iterator[None]:
     """Return large freed blocks to the system immediately (glibc).
 
-    Packing would otherwise leave holes as large as the weights. Afterwards glibc's maximum thresholds apply.
+    Packing would otherwise leave holes as large as the weights.
     """
     mmap_threshold, trim_threshold = -3, -1  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD in malloc.h
     _libc("mallopt", mmap_threshold, 128 << 10)
@@ -134,6 +134,29 @@ def on_large_pages(tensors: Iterable[Tensor], budget_s: float = 1.0) -> None:
         first, last = address // page, -(-(address + tensor.nbytes) // page)
         if time.monotonic() < end:
             _libc("madvise", ctypes.c_void_p(first * page), ctypes.c_size_t((last - first) * page), collapse)
+
+
+class LargePageBuffer:
+    """Memory for tensors in 2 MiB pages (Linux)."""
+
+    _page, _chunk, _advice = 2 << 20, 8 << 20, 14  # MADV_HUGEPAGE in mman.h
+
+    def __init__(self) -> None:
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def place(self, tensor: Tensor) -> Tensor:
+        """Copy a contiguous tensor."""
+        size = tensor.nbytes + -tensor.nbytes % 64
+        if len(self._free) < size:
+            self._free = self._allocate(max(size, self._chunk))
+        place, self._free = self._free[: tensor.nbytes], self._free[size:]
+        return place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    def _allocate(self, size: int) -> Tensor:
+        memory = torch.empty(size + self._page, dtype=torch.uint8)
+        start = -memory.data_ptr() % self._page
+        _libc("madvise", ctypes.c_void_p(memory.data_ptr() + start), ctypes.c_size_t(size), self._advice)
+        return memory[start : start + size]
 
 
 def _libc(name: str, *arguments: object) -> None:

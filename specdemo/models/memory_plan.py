@@ -16,6 +16,7 @@ from specdemo.models.engines.cuda_graphs import graph_bytes
 from specdemo.models.engines.generic import has_encoder
 from specdemo.models.engines.llama import KEY_BLOCK, PROMPT_CHUNK
 from specdemo.models.engines.llama_weights import can_pack, unsupported_reason
+from specdemo.models.engines.native_llama import FIRST_CAPACITY, NATIVE_CHUNK, kv_dtype, uses_native_engine
 from specdemo.models.hub import Hub, TensorShapes
 from specdemo.models.llama_checkpoint import read_config
 from specdemo.models.load import configuration, head_apart
@@ -30,6 +31,7 @@ from specdemo.models.quantization import (
     unavailable,
 )
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, main_device
+from specdemo.models.untrusted import converts_errors
 from specdemo.worker import ReportProgress, ignore_progress
 
 if TYPE_CHECKING:
@@ -76,6 +78,7 @@ class MemoryPlan:
         return max(self.total, self.weights + self.loading)
 
 
+@converts_errors
 def plan_spec(
     spec: ModelSpec, context: int, hub: Hub | None = None, report: ReportProgress = ignore_progress
 ) -> MemoryPlan:
@@ -95,6 +98,8 @@ def plan_config(
     """
     model = skeleton(config, apart)
     lean = unsupported_reason(model) is None and spec.device != SPREAD
+    if lean and uses_native_engine(torch.device(spec.device)):
+        return _plan_native(spec, config, context, model, _stored_bits(spec, config))
     if not lean:
         refuse_architecture(type(model), config)
     text = config.get_text_config()
@@ -124,6 +129,47 @@ def plan_config(
         settled=settled,
         passing=_pass_bytes(model, spec, activations, text.vocab_size),
         loading=_loading_bytes(model, spec, lean),
+    )
+
+
+def _stored_bits(spec: ModelSpec, config: PretrainedConfig) -> int | None:
+    if stored_quantised(config) is None:
+        return QUANTIZATIONS[spec.quantization].bits
+    settings = config.quantization_config
+    return next((bits for bits in (4, 8) if dict(settings).get(f"load_in_{bits}bit")), None)
+
+
+def _plan_native(
+    spec: ModelSpec, config: PretrainedConfig, context: int, model: PreTrainedModel, bits: int | None
+) -> MemoryPlan:
+    """Estimate the memory of the native engine: weights as stored, float32 activations."""
+    layers = {id(layer.weight) for layer in quantised_layers(model).values()} if bits else set()
+    width = _DTYPE_BYTES[spec.dtype]
+    if str(getattr(config, "dtype", None)).removeprefix("torch.") in ("float16", "bfloat16"):
+        width = 2  # stored without loss
+    weights = largest = 0
+    for weight in model.parameters():
+        count = weight.numel()
+        if weight.dim() < 2:
+            weights += 4 * count
+        elif id(weight) not in layers:
+            weights += count * width
+        else:
+            weights += count + 8 * weight.shape[0] if bits == 8 else count // 2 + 4 * count // BLOCK_SIZE
+        largest = max(largest, count)
+    capacity, rows = _doubled(context, FIRST_CAPACITY), min(max(context, 1), NATIVE_CHUNK)
+    queries, keys_and_values = _query_width(config), _kv_width(config)
+    activations = 2 * config.hidden_size + 3 * queries + keys_and_values + config.intermediate_size
+    return MemoryPlan(
+        spec,
+        context,
+        sum(weight.numel() for weight in model.parameters()),
+        weights=weights,
+        kv=config.num_hidden_layers * keys_and_values * capacity * kv_dtype(getattr(torch, spec.dtype)).itemsize,
+        keeps_kv=True,
+        settled=_RETAINED,
+        passing=4 * rows * activations + _LOGIT_ROWS * config.vocab_size * 4 * _LOGIT_COPIES,
+        loading=2 * largest * _DTYPE_BYTES[spec.dtype],
     )
 
 

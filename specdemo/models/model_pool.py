@@ -1,4 +1,4 @@
-"""Pool of loaded models, bounded by memory. Used only by the thread that owns the device."""
+"""Pool of loaded models, bounded by memory. Used only by the job that holds the device."""
 
 from __future__ import annotations
 
@@ -6,19 +6,27 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
+from specdemo.background import BackgroundTask
 from specdemo.core.errors import UserError
-from specdemo.models.engines.llama_weights import LlamaWeights
+from specdemo.models.chat_caches import ChatCaches
+from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.hub import Hub
 from specdemo.models.load import LoadedModel, load
-from specdemo.models.memory import format_bytes, is_out_of_memory, release_memory, share_one_heap
+from specdemo.models.memory import format_bytes, free_bytes, is_out_of_memory, release_memory, share_one_heap
 from specdemo.models.memory_plan import MemoryPlan, check_memory, missing_bytes, plan_spec, smaller
 from specdemo.models.spec import ModelSpec
-from specdemo.worker import BackgroundTask, TaskProgress
+from specdemo.worker import TaskProgress, interruptible, wait_for
 
 IDLE_S = 30 * 60.0
+
+
+def _wait(future: Future, text: str) -> Iterator[TaskProgress]:
+    yield TaskProgress(text)
+    wait_for(future)
 
 
 class ModelPool:
@@ -38,6 +46,10 @@ class ModelPool:
         self._budget, self.hub, self._clock = budget, hub or Hub(), clock
         self._models: OrderedDict[ModelSpec, LoadedModel] = OrderedDict()  # least recently used first
         self._used: dict[ModelSpec, float] = {}
+        self._arriving: dict[ModelSpec, Future[None]] = {}  # until loaded or failed
+        self._loading: Future[None] | None = None
+        self._kv_bytes: dict[ModelSpec, float] = {}  # per token
+        self.chats = ChatCaches(lambda model: any(loaded.model is model for loaded in self._models.values()))
 
     def __contains__(self, spec: ModelSpec) -> bool:
         return spec.resolved() in self._models
@@ -60,22 +72,39 @@ class ModelPool:
         specs = list(dict.fromkeys(spec.resolved() for spec in specs))
         plans = []
         for spec in specs:
-            if spec not in self._models:
+            if spec in self._models:
+                self._free_chats(spec, context)
+            else:
                 text = f"reading the configuration of {spec.name}"
                 planning = BackgroundTask(partial(plan_spec, spec, context, self.hub), text=text)
                 yield from planning.progress()
                 plans.append(planning.result)
         for i, plan in enumerate(plans):
-            spec = plan.spec
-            self._make_room(plans[i:], specs)
+            self._kv_bytes[plan.spec] = plan.kv / max(plan.context, 1)
+            yield from self._bring_one(plan.spec, partial(self._make_room, plans[i:], specs))
+
+    def _bring_one(self, spec: ModelSpec, make_room: Callable[[], None]) -> Iterator[TaskProgress]:
+        """Load a model once for concurrent jobs."""
+        while (other := self._arriving.get(spec)) is not None:
+            yield from _wait(other, f"waiting for {spec.title}, which another run loads")
+        if spec in self._models:
+            return
+        arrived = self._arriving[spec] = Future()
+        try:
+            make_room()
             text = f"looking for the weights of {spec.name}"
-            fetching = BackgroundTask(partial(self.hub.weights, spec.name, spec.revision), text=text)
-            yield from fetching.progress()
-            if spec in self._models:  # loaded by another job meanwhile
-                continue
-            self._make_room(plans[i:], specs)
+            yield from BackgroundTask(partial(self.hub.weights, spec.name, spec.revision), text=text).progress()
+            while self._loading is not None:  # plans assume the free memory
+                yield from _wait(self._loading, f"waiting to load {spec.title} after another model")
+            self._loading = arrived
+            make_room()
             self._models[spec] = yield from self._load(spec)
             self._touch(spec)
+        finally:
+            del self._arriving[spec]
+            if self._loading is arrived:
+                self._loading = None
+            arrived.set_result(None)
 
     def add(self, loaded: LoadedModel) -> None:
         spec = loaded.spec.resolved()
@@ -85,16 +114,19 @@ class ModelPool:
     def drop(self, spec: ModelSpec) -> None:
         if self._models.pop(spec.resolved(), None):
             self._used.pop(spec.resolved())
+            self.chats.drop_unloaded()
             release_memory()
 
     def clear(self) -> None:
         self._models.clear()
         self._used.clear()
+        self.chats.clear()
         release_memory()
 
     def recover(self) -> None:
+        self.chats.clear()
         for loaded in self._models.values():
-            if isinstance(loaded.model, LlamaWeights):
+            if isinstance(loaded.model, FusedWeights):
                 loaded.model.release()
         release_memory()
 
@@ -112,7 +144,8 @@ class ModelPool:
 
     def _load(self, spec: ModelSpec) -> Generator[TaskProgress, None, LoadedModel]:
         downloaded = replace(self.hub, offline=True)  # a parked task cannot be stopped
-        loading = BackgroundTask(partial(load, spec, downloaded, warm=self._warm), parked=True)
+        work = partial(load, spec, downloaded, warm=self._warm)
+        loading = BackgroundTask(work, parked=True, text=f"loading {spec.title}")
         out = False
         try:
             yield from loading.progress()
@@ -121,7 +154,7 @@ class ModelPool:
             if not out:
                 raise
         if out:  # after the handler, whose traceback references tensors
-            del loading
+            del loading, work
             release_memory()
             raise UserError(
                 f"memory ran out while {spec.title} was loaded: quantise it, choose a smaller pair, or close other "
@@ -134,18 +167,29 @@ class ModelPool:
         self._used[spec] = self._clock()
         return self._models[spec]
 
+    def _free_chats(self, spec: ModelSpec, context: int) -> None:
+        device = self._models[spec].model.device
+        while free_bytes(device) < context * self._kv_bytes.get(spec, 0) and self.chats.evict():
+            release_memory()
+
     def _make_room(self, plans: Sequence[MemoryPlan], wanted: Sequence[ModelSpec]) -> None:
         """Unload models until `plans` fit. Raises `UserError` if they cannot."""
         plans = [plan for plan in plans if plan.spec not in self._models]
         weights = sum(plan.weights for plan in plans)
         while missing_bytes(plans) or (self._budget is not None and self.weight_bytes + weights > self._budget):
+            if missing_bytes(plans) and self.chats.evict():
+                release_memory()
+                continue
             unused = next((spec for spec in self._models if spec not in wanted), None)
             if unused is None:
                 break
             self.drop(unused)
         if missing_bytes(plans):
             largest = max(plans, key=lambda plan: plan.total)
-            check_memory(plans, [plan_spec(spec, largest.context, self.hub) for spec in smaller(largest.spec)])
+            others = interruptible(
+                lambda: [plan_spec(spec, largest.context, self.hub) for spec in smaller(largest.spec)]
+            )
+            check_memory(plans, others)
         if self._budget is not None and self.weight_bytes + weights > self._budget:
             names = " and ".join(plan.spec.title for plan in plans)
             raise UserError(

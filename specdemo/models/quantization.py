@@ -23,6 +23,7 @@ BLOCK_SIZE = 64  # weights per scale in 4-bit formats
 
 _CODE_BYTES, _SCALE_CODE_BYTES = 64, 1024  # tables
 _SCALE_BLOCK = 256
+_MAX_BUFFER_BYTES = 4_000_000_000
 
 
 def scale_bytes(blocks: int, double: bool, device: str) -> int:
@@ -64,6 +65,9 @@ def skeleton(config: PretrainedConfig, apart: bool = False) -> PreTrainedModel:
             model = LlamaForCausalLM(config)
         else:
             model = auto_class(config).from_config(config, trust_remote_code=False)
+    masks = sum(buffer.nbytes for buffer in model.buffers())
+    if masks > _MAX_BUFFER_BYTES:
+        raise UserError(f"{type(model).__name__} with these sizes has {masks:,} bytes of masks: choose another model")
     if apart and (head := model.get_output_embeddings()) is not None:
         head.weight = nn.Parameter(torch.empty_like(head.weight))
     return model

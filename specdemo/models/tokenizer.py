@@ -6,12 +6,15 @@ preceding tokens.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from copy import copy
 
 from transformers import PreTrainedTokenizerBase
 
 from specdemo.core.errors import UserError, check_unicode
+from specdemo.models.chat_template import render_chat
+from specdemo.models.untrusted import model_errors
 
 UNFINISHED = "\ufffd"  # decoded form of an incomplete character
 _WINDOW = 6  # tokens of left context: 4 bytes of a character and a space
@@ -79,20 +82,41 @@ class TextStream:
 ChatMessage = dict[str, str]
 
 
-def render_prompt(
-    tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[ChatMessage], chat: bool
-) -> tuple[str, list[int]]:
-    """Return the model input as text and tokens. With `chat`, `prompt` is a user message or a conversation."""
-    if not chat:
-        assert isinstance(prompt, str)
-        check_unicode("the prompt", prompt)
-        return prompt, tokenizer.encode(prompt)
-    if not tokenizer.chat_template:
-        raise UserError("this model has no chat template: disable the chat option")
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    check_unicode("the prompt", text)
-    return text, tokenizer.encode(text, add_special_tokens=False)
+def prompt_text(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[ChatMessage], chat: bool) -> str:
+    """Return the model input as text. With `chat`, `prompt` is a user message or a conversation."""
+    if chat:
+        with model_errors("the chat template"):
+            template = tokenizer.get_chat_template() if tokenizer.chat_template else None
+        if not isinstance(template, str):
+            raise UserError("this model has no chat template: disable the chat option")
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        for message in messages:
+            check_unicode("the prompt", message["content"])
+        prompt = render_chat(template, messages, tokenizer.special_tokens_map)
+    assert isinstance(prompt, str)
+    check_unicode("the prompt", prompt)
+    return prompt
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool, vocab_size: int) -> list[int]:
+    with model_errors("the tokenizer", "cannot encode the prompt"):
+        tokens = tokenizer.encode(text, add_special_tokens=not chat)
+    if not tokens:
+        raise UserError("the tokenizer finds no tokens in the prompt: change it, or choose another model")
+    return check_ids(tokens, vocab_size)
+
+
+def check_vocabulary(name: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    if max(tokenizer.get_vocab().values(), default=0) >= vocab_size:
+        raise UserError(
+            f"the tokenizer of {name} has more than the {vocab_size:,} ids of the model: choose another pair"
+        )
+
+
+def check_ids(tokens: list[int], vocab_size: int) -> list[int]:
+    if wrong := [token for token in tokens if not 0 <= token < vocab_size]:
+        raise UserError(f"{wrong[0]:,} is not among the {vocab_size:,} token ids of the model: choose another model")
+    return tokens
 
 
 class TokenNames:
@@ -121,8 +145,8 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
         if name in added:
             return name.encode()
         if byte_level:
-            return bytes(_BYTE_OF[character] for character in name)
-        if len(name) == 6 and name.startswith("<0x"):
+            return bytes(_BYTE_OF[character] for character in name) if _BYTE_OF.keys() >= {*name} else name.encode()
+        if re.fullmatch("<0x[0-9A-F]{2}>", name):
             return bytes([int(name[3:5], 16)])
         return name.replace("\u2581", " ").encode() if "<0x00>" in known else _decode(tokenizer, [token]).encode()
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from ctypes import CDLL
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdemo.core.errors import UserError
+from specdemo.models.engines.native_build import native_library
 from specdemo.models.spec import find_device
 
 if TYPE_CHECKING:
@@ -214,8 +216,11 @@ def offers(device: str = "auto") -> list[PairOffer]:
     return sorted(pair_offers, key=lambda offer: not offer.fits)  # stable
 
 
+_NATIVE_KINDS = ("llama", "mistral", "qwen2", "qwen3")
+
+
 def _required_bytes(name: str, on_host: bool, context: int = 2048) -> int:
-    """Estimate bytes: float32 and a copy of tied embeddings on the host, otherwise bfloat16."""
+    """Estimate bytes: float32 on the host, with a copy of tied embeddings for torch; otherwise bfloat16."""
     if name not in MODELS:
         return 0
     known, width = MODELS[name], 4 if on_host else 2
@@ -231,7 +236,9 @@ def _required_bytes(name: str, on_host: bool, context: int = 2048) -> int:
     kv_width = shape.get("num_key_value_heads", heads) * (shape.get("head_dim") or shape.get("d_kv") or hidden // heads)
     if known.encoder:
         kv_width *= 2
-    head_copy = hidden * shape.get("vocab_size", 50257) if on_host and shape.get("tie_word_embeddings", True) else 0
+    native = known.kind in _NATIVE_KINDS and isinstance(native_library(), CDLL)
+    copied = on_host and not native and shape.get("tie_word_embeddings", True)
+    head_copy = hidden * shape.get("vocab_size", 50257) if copied else 0
     return width * (known.parameters + head_copy + 2 * layers * kv_width * context)
 
 

@@ -9,8 +9,8 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -54,9 +54,10 @@ from specdemo.remote.protocol import (
     digest,
     verdict_from_response,
 )
-from specdemo.worker import Stopped, interruptible
+from specdemo.worker import Stopped, device_released, interruptible, run_in_thread, wait_for
 
 MAX_TIMEOUT_S = 8.0  # of an attempt
+CLOSE_S = 1.0
 MAX_PADDING = 2  # vocabulary of a model per token of its tokenizer; padding is below 2%
 RowFormat = Literal["float32", "float16", "scalar"]
 
@@ -132,12 +133,15 @@ class RemoteVerifier:
         self._closed = True
         self._sender.shutdown(wait=False, cancel_futures=True)
         if not self._alone and self._cloud_tokens and self._late is None:
-            try:
-                path = f"/v1/contexts/{self._context_id}"
-                self._http.call("DELETE", path, None, DeleteResponse, self._deadlines.deadline_s)
-            except (NoResponse, UserError):
-                pass  # the context expires
+            deleted = run_in_thread(self._delete_context)
+            with device_released():
+                wait({deleted}, CLOSE_S)
         self._http.close()
+
+    def _delete_context(self) -> None:
+        with suppress(NoResponse, UserError):  # the context expires
+            path, timeout = f"/v1/contexts/{self._context_id}", min(self._deadlines.deadline_s, MAX_TIMEOUT_S)
+            self._http.call("DELETE", path, None, DeleteResponse, timeout)
 
     # --- requests -------------------------------------------------------------------------------------------------
 
@@ -154,11 +158,10 @@ class RemoteVerifier:
                 raise
         else:
             future = self._sender.submit(request)
-            try:
-                response, measured = future.result(self._deadlines.deadline_s)
-            except FutureTimeout:
+            if not wait_for(future, self._deadlines.deadline_s):
                 self._late = future, len(tokens)
                 return provisional_verdict(draft, notes)
+            response, measured = future.result()
         verdict = replace(verdict_from_response(response, draft), notes={**notes, **measured})
         return replace(verdict, draft_top=self._draft_top(draft, verdict))
 
@@ -199,7 +202,7 @@ class RemoteVerifier:
                 timeout = min(2 * timeout, MAX_TIMEOUT_S)
             else:
                 cloud_s += response.metrics.cloud_s
-                rtt_s += self._clock() - asked - response.metrics.cloud_s  # of all attempts: the first may be verified
+                rtt_s += self._clock() - asked - response.metrics.cloud_s
                 if response.wanted_row is None:
                     break
                 rows.append(self._row(draft, response.wanted_row))
@@ -246,10 +249,9 @@ class RemoteVerifier:
         assert self._late is not None
         late, length = self._late
         if draft.tokens:
-            try:
-                _, measured = late.result(self._deadlines.deadline_s)
-            except FutureTimeout:
+            if not wait_for(late, self._deadlines.deadline_s):
                 return provisional_verdict(draft, {**notes, "pending": 1.0})
+            _, measured = late.result()
         else:
             _, measured = interruptible(late.result)
         self._late = None
@@ -317,7 +319,7 @@ class StreamingVerifier:
         except NoResponse as failure:
             self._stream = None
             _raise_if_lost(failure, self._http.url, self._clock() - start, self._deadlines, "restart it")
-            self._sleep(min(timeout / 4, 0.25))
+            interruptible(partial(self._sleep, min(timeout / 4, 0.25)))
             return None
         if token is None:
             raise UserError(f"the cloud at {self._http.url} ended the text early: its stop tokens differ")
@@ -387,30 +389,46 @@ def connect(
     )
     if not cloud.remote:
         raise UserError("the service address is missing: set it to http://host:port")
-    tokenizer = read_tokenizer(target, hub)
+    tokenizer = interruptible(partial(read_tokenizer, target, hub))
     token = token_for(cloud.remote, os.environ)
     http = HttpClient(cloud.remote, content_type=ENCODINGS[cloud.encoding], token=token, link=link)
+    try:
+        info = _service_info(http, cloud, edge is not None, clock)
+        if info is not None:
+            _check_info(info, target, tokenizer)
+            return RemoteModel(http, info, tokenizer, cloud)
+        assert edge is not None
+        return RemoteModel(http, _info_without_service(target, tokenizer, edge), tokenizer, cloud, lost=True)
+    except BaseException:
+        http.close()
+        raise
+
+
+def _service_info(
+    http: HttpClient, cloud: CloudConfig, has_edge: bool, clock: Callable[[], float]
+) -> ServiceInfo | None:
+    """Return None without a response if the edge may continue alone."""
     start, timeout = clock(), max(1.0, cloud.deadline_ms / 1000)
     while True:
         try:
-            info = interruptible(lambda: http.call("GET", "/v1/target", None, ServiceInfo, timeout))
-            break
+            return interruptible(lambda: http.call("GET", "/v1/target", None, ServiceInfo, timeout))
         except NoResponse as failure:
             if clock() - start > min(3.0, cloud.lost_after_s) or not cloud.loss:
-                if edge is not None and cloud.on_loss == "edge":
-                    return RemoteModel(
-                        http, _info_without_service(target, tokenizer, edge), tokenizer, cloud, lost=True
-                    )
+                if has_edge and cloud.on_loss == "edge":
+                    return None
                 raise ConnectionLost(
                     f"there is no service at {cloud.remote} ({failure}): start one with serve"
                 ) from failure
         except Unauthorised as error:
-            if token is None and os.environ.get(TOKEN):
+            if token_for(cloud.remote, os.environ) is None and os.environ.get(TOKEN):
                 raise UserError(
                     f"{cloud.remote} requires a token, and {TOKEN} is sent only to this machine and to https addresses "
                     f"in {SERVICES}: add the address there"
                 ) from error
             raise
+
+
+def _check_info(info: ServiceInfo, target: ModelSpec, tokenizer: Any) -> None:
     if info.tokenizer != fingerprint(tokenizer):
         raise UserError(
             f"the service's target {info.name} and {target.title} have different tokenizers: use the same target at "
@@ -421,7 +439,6 @@ def connect(
             f"the service reports {info.vocab_size:,} token ids and the tokenizer has {len(tokenizer):,}: use the same "
             "target at both ends"
         )
-    return RemoteModel(http, info, tokenizer, cloud)
 
 
 def _info_without_service(target: ModelSpec, tokenizer: Any, edge: LoadedModel) -> ServiceInfo:

@@ -33,7 +33,7 @@ from specdemo.remote.protocol import (
     digest,
 )
 
-_ID_BYTES = 48  # an integer and its place in a list
+_ID_BYTES = 48  # of an integer in a list
 Score = Callable[[Sequence[int], Draft], Tensor]
 Ban = Callable[[tuple[str, ...]], BannedText]
 NoiseSources = Callable[[VerifyConfig, int], tuple[Any, Any]]  # config, position -> acceptance noise, token noise
@@ -215,7 +215,7 @@ class Contexts:
         self._make_cache, self._vocab_size, self._max_tokens, self._stop = make_cache, vocab_size, context, stop
         self._device, self._sources, self._clock = torch.device(device), sources, clock
         self._budget_bytes, self._max_contexts, self._expiry_s = budget_bytes, max_contexts, expiry_s
-        # By owner and id, so that no client continues or deletes a context of another; least recently used first.
+        # by owner and id, least recently used first
         self._contexts: OrderedDict[tuple[str, str], EdgeContext] = OrderedDict()
 
     def __len__(self) -> int:
@@ -226,7 +226,6 @@ class Contexts:
         return sum(context.reserved_bytes for context in self._contexts.values())
 
     def delete(self, context_id: str, owner: str = "") -> bool:
-        """Return False if the owner has no such context."""
         return self._contexts.pop((owner, context_id), None) is not None
 
     def verify(self, request: VerifyRequest, owner: str = "") -> VerifyResponse:

@@ -15,7 +15,7 @@ from typing import IO
 
 from specdemo.core.errors import UserError
 from specdemo.models.spec import ModelSpec
-from specdemo.worker import interruptible
+from specdemo.worker import device_released, interruptible
 
 _ROOT = Path(__file__).parents[2]
 _READY_PREFIX = "listening on "
@@ -52,7 +52,11 @@ class ServiceProcess:
     @classmethod
     def start(cls, arguments: Sequence[str]) -> ServiceProcess:
         """Start the process with `cores_but_one` threads by default."""
-        errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+        try:
+            errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+        except OSError as error:
+            cause = error.strerror or type(error).__name__
+            raise UserError(f"no temporary file can be written ({cause}): free some space, or set TMPDIR") from error
         path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors, "text": True}
         environment = {"OMP_NUM_THREADS": str(cores_but_one()), **os.environ, "PYTHONPATH": path}
@@ -105,11 +109,13 @@ class LocalServices:
         used: dict[ModelSpec, ServiceProcess] = {}
         try:
             for spec in dict.fromkeys(specs):
-                used[spec] = self._acquire(spec)
+                with device_released():
+                    used[spec] = self._acquire(spec)
             yield {spec: interruptible(process.address) for spec, process in used.items()}
         finally:
             if used:
-                self._release(used.values())
+                with device_released():
+                    self._release(used.values())
 
     def close(self) -> None:
         with self._lock:

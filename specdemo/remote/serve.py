@@ -27,7 +27,8 @@ from specdemo.models.zoo import fingerprint
 from specdemo.remote.contexts import Contexts
 from specdemo.remote.protocol import ServiceInfo
 from specdemo.remote.server import ServiceLimits, create_app
-from specdemo.worker import Worker, handle_signals
+from specdemo.signals import handle_signals
+from specdemo.worker import Worker
 
 _KEEP_ALIVE_S = 75
 _HEADER_TIMEOUT_S = 10.0
@@ -128,12 +129,11 @@ class _Server(uvicorn.Server):
             self._announce()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close the listener first, so that clients whose jobs end cannot connect again."""
+        """Close the listener before jobs end: clients must not connect again."""
         await asyncio.gather(super().shutdown(sockets), asyncio.to_thread(self._worker.close, _SHUTDOWN_TIMEOUT_S))
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle signals, even if ignored before, as in shell background jobs."""
         with handle_signals(self.handle_exit, signal.SIGINT, signal.SIGTERM):
             yield
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -127,7 +127,7 @@ def create_app(
         """Decode autoregressively: a token id per line, then `end` or `error` with the cause."""
         message = await _read(request, StreamRequest, limits.body_bytes)
         tokens = stream_queued(worker, lambda: contexts.stream(message))
-        first = await anext(tokens)  # earlier errors get a status code
+        first = await _first(request, tokens)  # earlier errors get a status code
         return StreamingResponse(_lines(first, tokens), media_type="text/plain")
 
     @app.delete("/v1/contexts/{ctx_id}", response_model=DeleteResponse, **common)
@@ -271,17 +271,26 @@ async def _read(request: Request, kind: type[MessageT], max_bytes: int) -> Messa
         raise ServiceError(422, "invalid", str(error)) from error
 
 
-async def _lines(first: int, tokens: AsyncIterator[int]) -> AsyncIterator[bytes]:
-    """Yield a token per line, then `end` or the error."""
-    yield f"{first}\n".encode()
+async def _first(request: Request, tokens: AsyncGenerator[int, None]) -> int:
     try:
-        async for token in tokens:
-            yield f"{token}\n".encode()
-    except ServiceError as error:  # too late for a status code
-        if error.status != 503:  # cut off: the client will resume
-            yield f"error {error}\n".encode()
-        return
-    yield b"end\n"
+        return await _while_connected(request, anext(tokens))
+    except BaseException:
+        await tokens.aclose()
+        raise
+
+
+async def _lines(first: int, tokens: AsyncGenerator[int, None]) -> AsyncIterator[bytes]:
+    """Yield a token per line, then `end` or the error."""
+    async with aclosing(tokens):
+        yield f"{first}\n".encode()
+        try:
+            async for token in tokens:
+                yield f"{token}\n".encode()
+        except ServiceError as error:  # too late for a status code
+            if error.status != 503:  # cut off: the client will resume
+                yield f"error {error}\n".encode()
+            return
+        yield b"end\n"
 
 
 # --- job queue ---------------------------------------------------------------------------------------------------
@@ -297,7 +306,7 @@ def _service_error(error: BaseException) -> BaseException:
     return error if isinstance(error, Exception) else RuntimeError(f"the worker failed: {error!r}")
 
 
-async def stream_queued(worker: Worker, job: Callable[[], Iterator[Any]]) -> AsyncIterator[Any]:
+async def stream_queued(worker: Worker, job: Callable[[], Iterator[Any]]) -> AsyncGenerator[Any, None]:
     """Yield the items of a job; closing the iterator stops it."""
     loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
@@ -336,19 +345,22 @@ def _stopping() -> ServiceError:
 
 async def run_queued(worker: Worker, request: Request, call: Callable[[], Any]) -> Any:
     """Run `call()` in the worker's thread; cancel it if the client disconnects before."""
+    async with aclosing(stream_queued(worker, lambda: iter((call(),)))) as results:
+        return await _while_connected(request, anext(results))
 
+
+async def _while_connected(request: Request, awaited: Awaitable[Any]) -> Any:
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    async with aclosing(stream_queued(worker, lambda: iter((call(),)))) as results:
-        result, disconnect = asyncio.ensure_future(anext(results)), asyncio.ensure_future(disconnected())
-        try:
-            await asyncio.wait({result, disconnect}, return_when=asyncio.FIRST_COMPLETED)
-            if not result.done():
-                raise ServiceError(400, "gone", "the client disconnected")
-            return result.result()
-        finally:
-            for task in (result, disconnect):
-                task.cancel()
-            await asyncio.gather(result, disconnect, return_exceptions=True)
+    result, disconnect = asyncio.ensure_future(awaited), asyncio.ensure_future(disconnected())
+    try:
+        await asyncio.wait({result, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        if not result.done():
+            raise ServiceError(400, "gone", "the client disconnected")
+        return result.result()
+    finally:
+        for task in (result, disconnect):
+            task.cancel()
+        await asyncio.gather(result, disconnect, return_exceptions=True)

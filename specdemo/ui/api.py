@@ -11,7 +11,7 @@ import gradio as gr
 
 from specdemo.core import trace
 from specdemo.core.errors import UserError
-from specdemo.core.events import End, Loading, StepEvent
+from specdemo.core.events import INTERRUPTED, End, Loading, StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.recipe import Recipe
 from specdemo.ui.lane import SPEC
@@ -56,7 +56,7 @@ def endpoints(service: Service, usual: Recipe, device: str) -> dict[str, Callabl
                         metrics = event.metrics
                     yield trace.write(event).rstrip()
         if started and not ended and not stream.error:  # stopped, for example because the program terminates
-            yield trace.write(End("cancelled", None, metrics)).rstrip()
+            yield trace.write(End("cancelled", INTERRUPTED, metrics)).rstrip()
         if stream.error:
             raise gr.Error(reason(stream.error), print_exception=False)
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import json
 import secrets
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from specdemo.core.events import End, Event, Header, Loading, StepEvent
+from specdemo.core.events import INTERRUPTED, End, Event, Header, Loading, StepEvent
 from specdemo.core.explain import FATES, REASON_INDEX, Reason, decision_of, figure, reason_of
 from specdemo.core.step import Outcome
 from specdemo.core.trace import MAX_CHARACTERS, ReadLimits, read
 from specdemo.ui.labels import (
+    describe_engines,
     describe_repeats,
     describe_waiting,
     guarantee,
@@ -56,7 +58,7 @@ def _cell(
 
 
 def _short(x: float | None) -> float | None:
-    return None if x is None else float(figure(x))  # rounded once, as in the inspector
+    return None if x is None else float(figure(x))
 
 
 def _record_of_step(name: str, event: StepEvent, recipe: Any) -> dict[str, Any]:
@@ -84,7 +86,6 @@ class Run:
     records: list[str] = field(default_factory=list)
     phase: tuple[str, str] = ("queued", "")
     over: bool = False
-    stop: Callable[[], None] = lambda: None
     size: int = 0  # characters of traces and records
     pairs: int = 1  # repetitions, of which the first is shown
     recorded: Mapping[str, Any] | None = None  # settings
@@ -93,6 +94,21 @@ class Run:
     def __post_init__(self) -> None:
         self.lanes = {name: Lane() for name in self.plan}
         self.speeds: dict[str, list[float]] = {name: [] for name in self.plan}
+        self._stop_job: Callable[[], None] | None = None
+        self._stopping, self._lock = False, threading.Lock()
+
+    def begin(self, stop_job: Callable[[], None]) -> None:
+        """Set the function that stops the job."""
+        with self._lock:
+            self._stop_job = stop_job
+        if self._stopping:
+            stop_job()
+
+    def stop(self) -> None:
+        with self._lock:
+            self._stopping, stop_job = True, self._stop_job
+        if stop_job is not None:
+            stop_job()
 
     def absorb(self, name: str, event: Event) -> None:
         lane = self.lanes[name]
@@ -157,14 +173,14 @@ class Run:
     def finish(self, error: str | None = None) -> None:
         if self.over:
             return
-        self.over = True
+        self.over, self._stop_job = True, None
         if error:
             self.phase = ("failed", error)
         elif self.phase[0] not in ("failed", "stopped") and not self._complete:
             self.phase = self._ending(End("cancelled"))
         for lane in self.lanes.values():
             if lane.begun and not lane.ended:
-                self.size += lane.add(End("error" if error else "cancelled", error, lane.metrics))
+                self.size += lane.add(End("error" if error else "cancelled", error or INTERRUPTED, lane.metrics))
 
     def _ending(self, end: End) -> tuple[str, str]:
         phase, why = ENDS[end.reason]
@@ -194,7 +210,8 @@ class Run:
         return text.replace("<", "\\u003c")  # model text must never be parsed as markup
 
     def _verdict(self) -> str:
-        texts = (describe_repeats(self.speeds) or verdict(self.lanes), describe_waiting(self.lanes))
+        result = describe_repeats(self.speeds) or verdict(self.lanes)
+        texts = (result, describe_waiting(self.lanes), result and describe_engines(self.lanes))
         return " ".join(filter(None, texts))
 
     def trace(self, name: str) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from specdemo.bench.table import markdown_table
 from specdemo.core.events import StepEvent
+from specdemo.core.explain import explain_engine
 from specdemo.core.metrics import Metrics
 from specdemo.core.theory import better_gamma, can_improve, expected_tokens, walltime_improvement
 from specdemo.core.theory import speedup as cost_model
@@ -160,6 +161,15 @@ def describe_waiting(lanes: Mapping[str, Lane]) -> str:
         and (waited := sum(event.step.verdict.notes.get("rtt_s", 0.0) for event in lane.steps[1:]))
     ]
     return f"Waiting for the link took part of the time: {', '.join(shares)}." if shares else ""
+
+
+def describe_engines(lanes: Mapping[str, Lane]) -> str:
+    names = dict.fromkeys(explain_engine(lane.environment) for lane in lanes.values() if lane.environment)
+    return f"Computed by the {' and the '.join(filter(None, names))}." if any(names) else ""
+
+
+def describe_queue(ahead: int, seconds: float | None) -> str:
+    return f"{ahead} ahead" + ("" if seconds is None else f", about {max(1, round(seconds))} s")
 
 
 def describe_preflight(estimate: Preflight) -> str:

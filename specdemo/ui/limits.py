@@ -9,6 +9,7 @@ import ipaddress
 import os
 import re
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -17,6 +18,7 @@ from specdemo.core.errors import UserError, check_name
 from specdemo.core.events import End, Event, Header, StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.core.trace import MAX_CHARACTERS
+from specdemo.models.engines.native_build import SWITCH
 from specdemo.models.hub import Hub
 from specdemo.models.zoo import PAIRS
 from specdemo.recipe import Recipe, methods_with
@@ -33,7 +35,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 class HostLimits:
     """Limits per request and per visitor; `None` is unlimited."""
 
-    public: bool = False  # visitors share the models, so they cannot unload them
+    public: bool = False  # visitors cannot unload models
     pairs: tuple[str, ...] = tuple(PAIRS)  # the first is the default of the page
     models: str = "any"
     max_tokens: int | None = None
@@ -92,7 +94,6 @@ class HostLimits:
         return replace(recipe, **{name: high for name, high in bounds.items() if (getattr(recipe, name) or 0) > high})
 
     def bounds(self) -> dict[str, int]:
-        """Return the largest values of limited options by name."""
         limits = {name: getattr(self, option.limit) for name, option in Recipe.OPTIONS.items() if option.limit}
         return {name: limit for name, limit in limits.items() if limit is not None}
 
@@ -150,7 +151,11 @@ def read_limits(environment: Mapping[str, str]) -> HostLimits:
     or `none`. Raises `UserError` for unknown or invalid variables.
     """
     texts = {name.removeprefix(PREFIX).lower(): text for name, text in environment.items() if name.startswith(PREFIX)}
-    texts = {name: text.strip() for name, text in texts.items() if text.strip() and PREFIX + name.upper() != TOKEN}
+    texts = {
+        name: text.strip()
+        for name, text in texts.items()
+        if text.strip() and PREFIX + name.upper() not in (TOKEN, SWITCH)
+    }
     names = {field.name: f"{PREFIX}{field.name.upper()}" for field in fields(HostLimits)}
     for name in texts.keys() - names.keys():
         check_name("variable", f"{PREFIX}{name.upper()}", tuple(names.values()))
@@ -198,8 +203,9 @@ class TimeBudget:
                 yield End("cancelled", f"the time limit of {self._seconds} seconds per run is reached", metrics)
 
 
-class _Finished:
-    done = True
+def _is_active(run: Callable[[], Stream | None]) -> bool:
+    stream = run()
+    return stream is not None and not stream.done
 
 
 class Visitors:
@@ -207,13 +213,13 @@ class Visitors:
 
     def __init__(self, limits: HostLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits, self._clock = limits, clock
-        self._runs: dict[str, list[tuple[float, Stream | _Finished]]] = {}
+        self._runs: dict[str, list[tuple[float, Callable[[], Stream | None]]]] = {}
 
     def admit(self, address: str) -> None:
         now, limits = self._clock(), self._limits
         self._forget(now)
         runs = self._runs.get(household(address), ())
-        active = sum(not run.done for _, run in runs)
+        active = sum(_is_active(run) for _, run in runs)
         if limits.at_once is not None and active >= limits.at_once:
             count = "1 run" if active == 1 else f"{active} runs"
             raise UserError(f"you already have {count} in progress: stop one, or wait until it ends")
@@ -224,14 +230,17 @@ class Visitors:
 
     def admit_request(self, address: str) -> None:
         self.admit(address)
-        self.entered(address, _Finished())
+        self._enter(address, lambda: None)
 
-    def entered(self, address: str, run: Stream | _Finished) -> None:
+    def entered(self, address: str, run: Stream) -> None:
+        self._enter(address, weakref.ref(run))
+
+    def _enter(self, address: str, run: Callable[[], Stream | None]) -> None:
         self._runs.setdefault(household(address), []).append((self._clock(), run))
 
     def _forget(self, now: float) -> None:
         recent = {
-            visitor: [(start, run) for start, run in runs if start > now - 60 or not run.done]
+            visitor: [(start, run) for start, run in runs if start > now - 60 or _is_active(run)]
             for visitor, runs in self._runs.items()
         }
         self._runs = {visitor: runs for visitor, runs in recent.items() if runs}

@@ -267,7 +267,7 @@ class _Handlers:
             toast(run)
             yield run.frame(0)
             return
-        run.stop = stream.stop
+        run.begin(stream.stop)
         playing = asyncio.create_task(self._play(run, stream, visitor, settings["prompt"]))
         self._playing.add(playing)
         playing.add_done_callback(self._playing.discard)

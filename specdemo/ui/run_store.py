@@ -42,7 +42,7 @@ class RunStore:
         self._lock = threading.Lock()
 
     def new(self, session: str, plan: tuple[str, ...], address: str = "") -> Run:
-        """Create a run of this browser session and stop the previous run of the session."""
+        """Create a run and stop the previous run of the session."""
         self.leave(session)
         run = Run(plan)
         with self._lock:
@@ -113,7 +113,7 @@ class RunStore:
         return run.frame(count)
 
     def trace(self, query: Any) -> str | None:
-        """Return the trace of `[run id, lane]`; of all lanes if the lane is "all"."""
+        """Return the trace of `[run id, lane or "all"]`."""
         run, lane = self._run_and_lane(query)
         if run is None:
             return None
@@ -156,7 +156,7 @@ class RunStore:
         return run.frame(0)
 
     def recorded(self, name: Any, address: str = "") -> str | None:
-        """Return names and titles of the bundled traces as JSON; given a name, a frame that shows that trace."""
+        """Return names and titles of bundled traces, or a frame with the named trace."""
         paths = {path.stem: path for path in sorted(RECORDED.glob("*.jsonl"))}
         if not name:
             return _json([[stem, stem.replace("-", " ")] for stem in paths])

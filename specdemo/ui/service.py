@@ -23,13 +23,13 @@ from specdemo.core.events import End, Event, Loading, StepEvent
 from specdemo.models.memory import format_bytes
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.tokenizer import ChatMessage
-from specdemo.pipeline import Stores
+from specdemo.pipeline import CONVERSATION, Stores
 from specdemo.preflight import Preflight, preflight, texts_for
 from specdemo.prompts import Prompt
 from specdemo.recipe import Recipe
 from specdemo.remote.local_service import LocalServices, cores_but_one
 from specdemo.ui.frames import Run
-from specdemo.ui.limits import HostLimits, TimeBudget, Visitors
+from specdemo.ui.limits import HostLimits, TimeBudget, Visitors, household
 from specdemo.ui.run_store import RunStore
 from specdemo.ui.streams import LaneEvents, drain, reason
 from specdemo.worker import Stream, Worker, WorkerBusy, WorkerGroup
@@ -45,7 +45,7 @@ Engine = Callable[[Recipe, str, ModelPool, Stores], Generator[Event]]
 
 
 class Service:
-    """Starts runs and returns their streams; `worker` is the only thread that uses the device."""
+    """Starts runs and returns their streams."""
 
     def __init__(
         self,
@@ -62,7 +62,8 @@ class Service:
         self.talks: OrderedDict[str, list[ChatMessage]] = OrderedDict()  # conversations by visitor
         self._visitors, self._door = Visitors(self.limits), threading.Lock()
         self.runs = RunStore(max_trace=self.limits.max_trace, admit=self._admit_request)
-        self._stores: OrderedDict[str, Stores] = OrderedDict()  # by visitor, so that no text leaks into others' drafts
+        # by visitor and lane
+        self._stores: OrderedDict[str, dict[str, Stores]] = OrderedDict()
         self._benches: dict[str, Stream[BenchProgress | dict[str, Any]]] = {}  # latest by visitor
         self._idle: threading.Timer | None = None
 
@@ -78,11 +79,14 @@ class Service:
         text = "".join(message["content"] for message in talk) if chat else prompt
         granted = [(lane, self.limits.grant(recipe, text)) for lane, recipe in jobs]
         keep = any(recipe.ngram_keep or recipe.chat for _, recipe in granted)
-        stores = _remembered(self._stores, visitor, {}) if keep and visitor else {}
+        remembered = _remembered(self._stores, visitor, {}) if keep and visitor else {}
         budget = TimeBudget(self.limits.max_seconds)
 
         def events() -> Iterator[tuple[str, Event]]:
-            for lane, recipe in granted:
+            for i, (lane, recipe) in enumerate(granted):
+                stores = remembered.setdefault(lane, {})
+                if any(lane == earlier for earlier, _ in granted[:i]):
+                    stores.pop(CONVERSATION, None)  # repetitions compute their prefill
                 if recipe.needs_local_service:
                     yield lane, Loading("starting a cloud process on this machine")
                 with (
@@ -95,7 +99,7 @@ class Service:
                 if isinstance(event, End) and event.reason in ("error", "cancelled"):
                     return
 
-        return self._admit(events, address)
+        return self._admit(events, address, visitor)
 
     def probe(self, recipe: Recipe) -> Stream[Event]:
         return self._submit(lambda: self._noting(self._engine(recipe, PROBE, self._models, {})))
@@ -131,7 +135,7 @@ class Service:
             with self._with_services(granted) as recipes:
                 yield from measure(recipes, prompts, self._models)
 
-        stream = self._admit(steps, address)
+        stream = self._admit(steps, address, visitor)
         self._benches[visitor] = stream
         return stream
 
@@ -165,14 +169,14 @@ class Service:
         except Exception as error:
             return reason(error)
 
-    def _submit(self, job: Callable[[], Iterator[Any]]) -> Stream:
+    def _submit(self, job: Callable[[], Iterator[Any]], owner: str = "") -> Stream:
         def steps() -> Iterator[Any]:
             try:
                 yield from job()
             finally:
                 self._tidy_later()
 
-        return self.worker.submit(steps)
+        return self.worker.submit(steps, owner=owner)
 
     def _tidy_later(self) -> None:
         def tidy() -> Iterator[int]:
@@ -204,10 +208,10 @@ class Service:
         self._stores.pop(visitor, None)
         self.talks.pop(visitor, None)
 
-    def _admit(self, job: Callable[[], Iterator[Any]], address: str) -> Stream:
+    def _admit(self, job: Callable[[], Iterator[Any]], address: str, visitor: str = "") -> Stream:
         with self._door:
             self._visitors.admit(address)
-            stream = self._submit(job)
+            stream = self._submit(job, visitor or household(address))
             self._visitors.entered(address, stream)
         return stream
 

@@ -7,6 +7,7 @@ The gradio event starts the run, a task of the server, and sends the frames wher
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -16,13 +17,14 @@ from traceback import format_tb
 from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from specdemo.core.errors import UserError
+from specdemo.core.errors import FULL_DISK, UserError, write_error
 from specdemo.core.events import Event
 from specdemo.ui.frames import Run
+from specdemo.ui.labels import describe_queue
 from specdemo.ui.run_store import RunStore
 from specdemo.worker import Stream, Worker, WorkerBusy, WorkerGroup
 
-_POLL_S = 1 / 12  # latency below 150 ms at low load on the decoding thread
+_POLL_S = 1 / 12
 GRACE_S = 20.0  # without a listener
 _GOING_AWAY = 1001  # close code
 LONGEST_REASON = 600  # characters; error messages can quote arbitrary input
@@ -50,6 +52,8 @@ def reason(error: BaseException) -> str:
     """Convert an exception to a sentence for the visitor; log unexpected exceptions."""
     if isinstance(error, (UserError, WorkerBusy)):
         text = str(error)
+    elif isinstance(error, OSError) and error.errno in (*FULL_DISK, errno.EROFS):
+        text = str(write_error("to the disk of this host", error))
     else:
         # without the message, which can quote the text of a visitor
         log.error("a run failed: %s\n%s", type(error).__name__, "".join(format_tb(error.__traceback__)))
@@ -74,7 +78,7 @@ class Sockets:
                     for lane, event in batch:
                         run.absorb(lane, event)
                     if not stream.started and (ahead := worker.ahead(stream)):
-                        run.phase = ("queued", f"{ahead} ahead")
+                        run.phase = ("queued", describe_queue(ahead, worker.expected_wait_s(stream)))
                     if (frame := run.frame(start)) != shown:
                         self.tell(run)
                         shown = frame

@@ -26,6 +26,7 @@ def test_without_a_gpu_nothing_is_checked(monkeypatch: pytest.MonkeyPatch, capsy
     assert capsys.readouterr().out == "No GPU is present: nothing was checked.\n"
 
 
+@pytest.mark.usefixtures("torch_engine")
 def test_checks_compare_replayed_graphs_with_eager_passes(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     FakeCuda().install(monkeypatch)
     error = gpu_check.replay_error(gpu_check.target(recipe))
@@ -34,6 +35,7 @@ def test_checks_compare_replayed_graphs_with_eager_passes(recipe: Recipe, monkey
     assert gpu_check.replay_error(gpu_check.target(recipe)) > gpu_check.TOLERANCE
 
 
+@pytest.mark.usefixtures("torch_engine")
 def test_independent_checks_run(recipe: Recipe) -> None:
     assert gpu_check.run_check("loading", recipe).startswith("passed")
     assert gpu_check.run_check("float16_range", recipe).startswith("passed")

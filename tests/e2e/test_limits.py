@@ -343,7 +343,8 @@ def test_visitors_are_counted_and_removed() -> None:
 )
 def test_addresses_of_one_network_are_one_visitor(first: str, second: str, same: bool) -> None:
     visitors = Visitors(HostLimits(at_once=1))
-    visitors.entered(first, ActiveRun())
+    active = ActiveRun()
+    visitors.entered(first, active)
     admit: Callable[[], None] = lambda: visitors.admit(second)  # noqa: E731
     if same:
         with pytest.raises(UserError, match="you already have 1 run in progress"):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from gradio_client import Client
 
-from specdemo.worker import handle_signals
+from specdemo.signals import handle_signals
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 60.0

@@ -31,6 +31,8 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import SPREAD, ModelSpec, find_device, unused_gpu
 from specdemo.recipe import METHODS, Recipe
 
+pytestmark = pytest.mark.usefixtures("torch_engine")
+
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:

@@ -20,6 +20,7 @@ from fakes.tiny_models import byte_level_tokenizer, save_model
 from fakes.trace_lines import trace_lines
 from transformers import BertConfig, MambaConfig
 
+from specdemo.background import BackgroundTask
 from specdemo.core.errors import UserError
 from specdemo.core.events import Loading
 from specdemo.generate import generate
@@ -30,7 +31,7 @@ from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import PAIRS
 from specdemo.recipe import Recipe
 from specdemo.ui.limits import PUBLIC, HostLimits
-from specdemo.worker import BackgroundTask, TaskProgress
+from specdemo.worker import TaskProgress
 
 NAME, SECRET = "tiny/target", "hf_aSecretThatMustNotShow"
 ROOT = Path(__file__).parents[2]

@@ -11,6 +11,7 @@ import sys
 import threading
 import weakref
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,6 +20,7 @@ from fakes.tiny_models import byte_level_tokenizer, save_model
 from fakes.trace_lines import trace_lines as generate
 
 from specdemo.core.errors import UserError
+from specdemo.models import memory_plan, model_pool
 from specdemo.models.hub import Hub
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
@@ -81,6 +83,94 @@ def test_stop_does_not_wait_for_an_unreachable_hub() -> None:
     finally:
         answered.set()
         worker.close()
+
+
+class CountingHub(Hub):
+    """Count downloads; the first waits for `gate`."""
+
+    asked: list[str] = []
+    gate = threading.Event()
+
+    def weights(self, name: str, *rest: Any) -> Path:
+        self.asked.append(name)
+        if len(self.asked) == 1:
+            assert self.gate.wait(PATIENCE)
+        return super().weights(name, *rest)
+
+
+@pytest.fixture
+def hub() -> CountingHub:
+    CountingHub.asked, CountingHub.gate = [], threading.Event()
+    return CountingHub()
+
+
+def others(worker: Worker) -> bool:
+    """True if other jobs run."""
+    other = worker.submit(lambda: iter(range(100)))
+    return other.wait(PATIENCE) and len(other.items) == 100
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_jobs_that_request_a_model_load_it_once(
+    hub: CountingHub, folder: Path, monkeypatch: pytest.MonkeyPatch, stopped: bool
+) -> None:
+    """If the first job is stopped, the second loads the model."""
+    spec, loads = ModelSpec(str(folder), device="cpu").resolved(), []
+    real = model_pool.load
+    monkeypatch.setattr(model_pool, "load", lambda *given, **options: loads.append(1) or real(*given, **options))
+    pool, worker, waiting = ModelPool(hub=hub), Worker(), threading.Event()
+    first = worker.submit(lambda: pool.bring([spec]))
+
+    def note() -> None:
+        if second.items and "which another run loads" in second.items[-1].text:
+            waiting.set()
+
+    while not hub.asked:
+        assert others(worker)
+    ready = threading.Event()
+    second = worker.submit(lambda: pool.bring([spec]) if ready.wait(PATIENCE) else iter(()), note)
+    ready.set()
+    assert waiting.wait(PATIENCE) and others(worker) and not first.done
+    if stopped:
+        first.stop()
+        assert second.wait(PATIENCE)
+    hub.gate.set()
+    assert first.wait(PATIENCE) and second.wait(PATIENCE) and second.error is None and first.error is None
+    assert spec in pool and len(loads) == 1
+    worker.close()
+
+
+def test_concurrent_runs_of_a_new_model(folder: Path) -> None:
+    """All of them need its measured batch invariance."""
+    recipe, pool, worker = Recipe(target=str(folder), method="nasd", device="cpu", max_tokens=8), ModelPool(), Worker()
+    streams = [worker.submit(lambda: generate(recipe, "def add(a, b):", pool)) for _ in range(4)]
+    assert all(stream.wait(PATIENCE) and stream.error is None for stream in streams)
+    assert all(stream.items[-1]["end"] in ("stop", "length") for stream in streams)
+    worker.close()
+
+
+def test_hub_requests_do_not_use_the_device(hub: CountingHub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other jobs run during a download, and while smaller formats are planned for an error message."""
+    threads, real = [], model_pool.plan_spec
+
+    def planned(*given: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return real(*given)
+
+    monkeypatch.setattr(model_pool, "plan_spec", planned)
+    monkeypatch.setattr(memory_plan, "_free", lambda device: 0)
+    worker = Worker()
+    stream = worker.submit(lambda: ModelPool(hub=hub).bring([ModelSpec(str(folder), device="cpu")]))
+    assert stream.wait(PATIENCE) and isinstance(stream.error, UserError)
+    assert len(threads) > 1 and set(threads) == {"background"}
+    monkeypatch.undo()
+    stream = worker.submit(lambda: ModelPool(hub=hub).bring([ModelSpec(str(folder), device="cpu")]))
+    while not hub.asked:
+        assert others(worker)
+    assert others(worker) and not stream.done
+    hub.gate.set()
+    assert stream.wait(PATIENCE) and stream.error is None
+    worker.close()
 
 
 def test_least_recently_used_model_is_evicted(specs: tuple[ModelSpec, ModelSpec, ModelSpec], size: int) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
 from fakes.tiny_models import TEXTS, byte_level_tokenizer, sentencepiece_tokenizer
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from specdemo.models.tokenizer import TextStream
+from specdemo.core.errors import UserError
+from specdemo.models.tokenizer import TextStream, check_vocabulary, token_bytes
 
 TOKENIZERS = {"byte-level": byte_level_tokenizer, "sentencepiece": sentencepiece_tokenizer}
 
@@ -72,3 +75,21 @@ def test_drafts_are_spelled_in_the_context_they_were_proposed_in(name: str) -> N
     assert "".join(pieces[: len(one)]) == whole(tokenizer, context, one)
     assert "".join(pieces[len(one) :]) == whole(tokenizer, context, two)
     assert stream.push(two[0]) == pieces[len(one)]  # peeking does not change the stream
+
+
+def test_bytes_of_unusual_tokens() -> None:
+    tokenizer = byte_level_tokenizer()
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state["model"]["vocab"] |= {"\u6771": 300, "<0xZZ>": 301}
+    unusual = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)))
+    assert token_bytes(unusual)[300:] == ["\u6771".encode(), b"<0xZZ>"]
+    state = json.loads(sentencepiece_tokenizer().backend_tokenizer.to_str())
+    state["model"]["vocab"]["<0xZZ>"] = len(state["model"]["vocab"])
+    unusual = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)))
+    assert token_bytes(unusual)[-1] == b"<0xZZ>"
+
+
+def test_vocabularies_beyond_the_model_are_refused() -> None:
+    check_vocabulary("the target", byte_level_tokenizer(), 300)
+    with pytest.raises(UserError, match="more than the 299 ids"):
+        check_vocabulary("the target", byte_level_tokenizer(), 299)

@@ -130,6 +130,7 @@ def test_dropout_variance_is_zero_without_dropout() -> None:
     assert len(varied) == 3 and all(0 < value <= 0.25 for value in varied)
     full = CachedModel(model).score(tokens, draft)
     assert torch.equal(full, CachedModel(with_dropout(model, 0, share=0.0)).score(tokens, draft))
+    assert with_dropout(model, 0).embedding is model.embedding  # which may take gigabytes
     with pytest.raises(UserError, match="Llama family"):
         with_dropout(tiny_model("gpt2"), 0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -454,6 +455,13 @@ def test_failed_start_reports_the_error() -> None:
     services = LocalServices(start=lambda spec: ServiceProcess.start([sys.executable, "-S", "-c", script]))
     with pytest.raises(UserError, match=r"did not start: there is no model of that name$"), services.running([ONE]):
         pass
+
+
+def test_a_service_without_temporary_directory_gets_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/proc/self/none")
+    sentence = r"^no temporary file can be written \(.*\): free some space, or set TMPDIR$"
+    with pytest.raises(UserError, match=sentence):
+        ServiceProcess.start(["true"])
 
 
 @pytest.mark.parametrize("threads", [None, "7"])

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import gc
 import json
+import os
+import weakref
 from collections.abc import Iterator
 from unittest.mock import Mock
 
 import pytest
+from fakes.trace_lines import events_of
 from fakes.trace_records import absorb, end, header, step
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
@@ -17,6 +23,7 @@ from specdemo.core.metrics import Metrics
 from specdemo.core.trace import from_json
 from specdemo.ui import streams
 from specdemo.ui.lane import SPEC
+from specdemo.ui.limits import HostLimits, Visitors
 from specdemo.ui.run_store import RunStore
 from specdemo.ui.streams import Sockets
 from specdemo.worker import Worker
@@ -174,3 +181,62 @@ def test_markup_is_escaped_in_frames(house: House) -> None:
     with house.listen() as socket:
         sent = socket.receive_text()
     assert "<" not in sent and json.loads(sent)["r"][0]["head"]["prompt"] == "<b>"
+
+
+def test_a_run_stopped_before_its_job_is_queued_does_not_start() -> None:
+    worker, runs = Worker(), RunStore()
+    run = runs.new("one", (SPEC,))
+    runs.stop_run(run.id)
+    stream = worker.submit(lambda: iter(range(1_000_000)))
+    run.begin(stream.stop)
+    assert stream.wait(60) and stream.error is None and len(stream.items) < 1_000_000
+    worker.close()
+
+
+def test_finished_runs_retain_no_events() -> None:
+    """Their traces are text; neither the runs nor the limits of the visitor retain the stream."""
+    worker, runs, visitors = Worker(), RunStore(), Visitors(HostLimits(at_once=1))
+    run = runs.new("one", (SPEC,))
+    stream = worker.submit(lambda: ((SPEC, event) for event in events_of(LINES)))
+    run.begin(stream.stop)
+    visitors.entered("192.0.2.1", stream)
+    asyncio.run(Sockets(runs).play(run, stream, worker))
+    worker.close()
+    retained = weakref.ref(stream)
+    del stream
+    gc.collect()
+    assert retained() is None and runs.get(run.id) is run and run.over
+    visitors.admit("192.0.2.1")
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
+def test_a_disk_that_cannot_be_written_is_named_on_the_page(code: int) -> None:
+    worker, runs = Worker(), RunStore()
+    run = runs.new("one", (SPEC,))
+
+    def job() -> Iterator[tuple[str, Event]]:
+        raise OSError(code, os.strerror(code))
+        yield
+
+    asyncio.run(Sockets(runs).play(run, worker.submit(job), worker))
+    remedy = "free some space" if code == errno.ENOSPC else "choose a writable directory"
+    assert run.phase == ("failed", f"cannot write to the disk of this host: {os.strerror(code)}: {remedy}")
+    worker.close()
+
+
+def test_an_interrupted_run_is_marked_in_its_trace() -> None:
+    worker, runs = Worker(), RunStore()
+    run = runs.new("one", (SPEC,))
+
+    def job() -> Iterator[tuple[str, Event]]:
+        header, *_ = events_of(LINES)
+        while True:
+            yield SPEC, header
+            run.stop()
+
+    stream = worker.submit(job)
+    run.begin(stream.stop)
+    asyncio.run(Sockets(runs).play(run, stream, worker))
+    last = json.loads(run.trace(SPEC).splitlines()[-1])
+    assert (last["end"], last["error"]) == ("cancelled", "interrupted") and run.phase[0] == "stopped"
+    worker.close()

@@ -1,8 +1,4 @@
-"""Packed linear layers, fused weights of the Llama family (Llama, Qwen2, Qwen3, Mistral, SmolLM), and model variants.
-
-Same arithmetic as `transformers` in fewer, larger products; equal rounding in bfloat16 and float16. In float32 a norm's
-gain is folded into the next product, and the components of each RoPE rotation are adjacent, as a complex number.
-"""
+"""Weights of the Llama family for torch, packed linear layers, and model variants."""
 
 from __future__ import annotations
 
@@ -11,13 +7,14 @@ import math
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specdemo.core.errors import UserError
+from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.engines.generic import has_encoder, has_window
 from specdemo.models.memory import is_mapped, weight_bytes
 
@@ -42,8 +39,7 @@ def _bfloat16_is_supported() -> bool:
 class PackedLinear(nn.Module):
     """A frozen linear layer packed for oneDNN: `[..., in]` to `[..., out]`.
 
-    `nn.Linear` repacks its weight for every product of several rows: on a 2-core Zen 4 in float32, a pass over five
-    rows costs 1.41 AR steps, packed 1.09.
+    `nn.Linear` repacks its weight for every product of several rows.
     """
 
     weight = None  # inspected by T5
@@ -104,21 +100,16 @@ class LlamaLayer:
     down: RowFunction
 
 
-class LlamaWeights:
-    """Fused and packed weights, shared by all engines. Raises `ValueError` for an `unsupported_reason`."""
+class LlamaWeights(FusedWeights):
+    """Fused and packed weights for torch. Raises `ValueError` for an `unsupported_reason`."""
 
     def __init__(self, model: PreTrainedModel, consume: bool = False) -> None:
         """`consume`: release each matrix of `model` when packed."""
         if reason := unsupported_reason(model):
             raise ValueError(reason)
-        self.config, self.generation_config = model.config, model.generation_config
-        self.dtype, self.device = model.dtype, model.device
-        config, body = model.config, model.model
-        self.heads: int = config.num_attention_heads
-        self.kv_heads: int = config.num_key_value_heads
-        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        super().__init__(model)
+        body = model.model
         self._parts: list[nn.Module | Tensor] = []
-        self.idle: list[Any] = []
         self._thin: tuple[list[int], LlamaWeights] | None = None
         self.graphs, self.graph_failure = True, ""
         self._consume = consume
@@ -128,8 +119,6 @@ class LlamaWeights:
             for name in ("q_proj", "k_proj", "v_proj")
         )
         self.embedding: Tensor = self._count(unmapped(body.embed_tokens.weight))
-        self._angles = body.rotary_emb
-        self.layers = []
         for layer in body.layers:
             self.layers.append(self._layer(layer))
         self.leave, self.head = self._after_norm(body.norm, [model.lm_head])
@@ -156,15 +145,24 @@ class LlamaWeights:
         """Return the model with the layers `kept`; retain its graphs."""
         if self._thin and self._thin[0] == list(kept):
             return self._thin[1]
-        thin = copy.copy(self)
-        thin.layers, thin.idle, thin._thin = [self.layers[i] for i in kept], [], None
+        thin = super().with_layers(kept)
+        thin._thin = None
         if self.recordable:
             self._thin = list(kept), thin
         return thin
 
+    def with_channel_scale(self, scale: Tensor) -> LlamaWeights:
+        thin = super().with_channel_scale(scale)
+        thin._thin = None
+        return thin
+
     def release(self) -> None:
-        self.idle.clear()
+        super().release()
         self._thin = None
+
+    def embed(self, ids: Tensor) -> Tensor:
+        rows = F.embedding(ids, self.embedding)
+        return rows if self.channel_scale is None else rows * self.channel_scale
 
     def rotation(self, token_positions: Tensor) -> Tensor:
         """Return the angles for `turn`: complex `[1, n, 1, dim / 2]`, or cosines and signed sines `[2, n, 1, dim]`."""
@@ -274,11 +272,11 @@ def unit_norm(eps: float, device: torch.device) -> RowFunction:
     return lambda rows: rows / length(rows, dim=-1, keepdim=True).hypot_(root)
 
 
-def layer_count(model: PreTrainedModel | LlamaWeights) -> int:
+def layer_count(model: PreTrainedModel | FusedWeights) -> int:
     return model.config.get_text_config().num_hidden_layers
 
 
-def with_layers(model: PreTrainedModel | LlamaWeights, kept: Sequence[int]) -> PreTrainedModel | LlamaWeights:
+def with_layers(model: PreTrainedModel | FusedWeights, kept: Sequence[int]) -> PreTrainedModel | FusedWeights:
     """Return the model restricted to the layers `kept`, sharing all weights.
 
     Raises `UserError` for invalid layers and encoder-decoders. `transformers` models need layer 0, which counts cached
@@ -291,7 +289,7 @@ def with_layers(model: PreTrainedModel | LlamaWeights, kept: Sequence[int]) -> P
     count = layer_count(model)
     if not kept or not set(kept) < set(range(count)):
         raise UserError(f"self-speculation needs a proper subset of layers 0 to {count - 1}, not {list(kept)}")
-    if isinstance(model, LlamaWeights):
+    if isinstance(model, FusedWeights):
         return model.with_layers(kept)
     if 0 not in kept:
         raise UserError(f"{type(model).__name__} cannot omit layer 0: include it")
@@ -314,13 +312,10 @@ def _with_layers(model: nn.Module, kept: Sequence[int], count: int) -> nn.Module
     raise UserError(f"{type(model).__name__} has no list of {count} layers: choose another method")
 
 
-def with_dropout(model: PreTrainedModel | LlamaWeights, seed: int, share: float = 0.1) -> LlamaWeights:
+def with_dropout(model: PreTrainedModel | FusedWeights, seed: int, share: float = 0.1) -> FusedWeights:
     """Apply a dropout mask to the embedding channels, equal for all positions (1512.05287, section 4)."""
-    if not isinstance(model, LlamaWeights):
+    if not isinstance(model, FusedWeights):
         raise UserError(f"dropout needs a drafter of the Llama family, not {type(model).__name__}: gate by entropy")
     generator = torch.Generator().manual_seed(seed)
-    width = model.embedding.shape[1]
-    mask = (torch.rand(width, generator=generator) >= share).to(model.embedding)
-    thin = copy.copy(model)
-    thin.embedding, thin.idle, thin._thin = model.embedding * mask / (1 - share), [], None
-    return thin
+    kept = torch.rand(model.width, generator=generator) >= share
+    return model.with_channel_scale(kept / (1 - share))

@@ -1,0 +1,189 @@
+"""Speed against llama.cpp with identical weights: table `against_llama_cpp` in docs/performance.md.
+
+`python -m benchmarks.against_llama_cpp --llama-bench PATH --write`. Needs `llama-bench` and `llama-quantize` in one
+folder and the package `gguf`. Runs of both programs alternate; both use the threads of torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.memory import SHAPES, save_random
+from benchmarks.tables import publish, run_study, study_parser
+from specdemo.cli.commands import at_least_one
+from specdemo.core.errors import UserError
+from specdemo.core.metrics import interval
+from specdemo.core.step import Draft
+from specdemo.models.kv_cache import new_engine
+from specdemo.models.load import load, reference
+from specdemo.models.memory import release_memory
+from specdemo.models.spec import ModelSpec
+from specdemo.models.zoo import PAIRS
+
+TABLES = {"against_llama_cpp": "docs/performance.md"}
+FORMS = {  # dtype and quantization here, type of llama-quantize
+    "float32": ("float32", "none", "F32"),
+    "bfloat16": ("bfloat16", "none", "BF16"),
+    "int8": ("bfloat16", "int8", "Q8_0"),
+    "nf4": ("bfloat16", "nf4", "Q4_0"),
+}
+COLUMNS = {
+    "model": "{model}",
+    "form": "{form} / {kind}",
+    "context": "{context}",
+    "llama.cpp tokens/s": "{theirs:.0f}",
+    "specdemo tokens/s": "{ours:.0f}",
+    "ratio": "{ratio:.2f} [{low:.2f}, {high:.2f}]",
+}
+_LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def write_gguf(model: Any, path: Path) -> None:
+    """Write the float32 weights of a Llama without tokenizer."""
+    from gguf import GGUFWriter
+
+    config, body = model.config, model.model
+    writer = GGUFWriter(path, "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("none")
+
+    def add(name: str, weight: Tensor) -> None:
+        writer.add_tensor(f"{name}.weight", weight.detach().float().contiguous().numpy())
+
+    add("token_embd", body.embed_tokens.weight)
+    add("output_norm", body.norm.weight)
+    if model.lm_head.weight is not body.embed_tokens.weight:
+        add("output", model.lm_head.weight)
+    for i, layer in enumerate(body.layers):
+        for ours, theirs in _LAYER_NAMES.items():
+            weight = layer.get_submodule(ours).weight
+            heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(theirs)
+            add(f"blk.{i}.{theirs}", weight if heads is None else _interleaved(weight, heads))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _interleaved(weight: Tensor, heads: int) -> Tensor:
+    """Place the components of each rotation next to each other, as llama.cpp expects them."""
+    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+def their_speed(program: Path, file: Path, tokens: int, context: int) -> float:
+    """Return tokens/s of autoregressive decoding with llama-bench."""
+    counts = ["-p", "0", "-n", str(tokens), "-d", str(context), "-r", "1", "-t", str(torch.get_num_threads())]
+    done = subprocess.run(
+        [program, "-m", file, *counts, "-o", "json"], capture_output=True, text=True, check=False, timeout=600
+    )
+    if done.returncode:
+        raise UserError(f"{program.name} failed ({done.stderr.strip().splitlines()[-1:]}): check the build")
+    return float(json.loads(done.stdout)[0]["avg_ts"])
+
+
+def our_speed(engine: Any, vocab: int, tokens: int, context: int) -> float:
+    """Return passes/s of single rows with greedy choice of the next token."""
+    engine.keep(0, [])
+    token, held = 1, 0
+    if context:
+        engine.run([i % vocab for i in range(context)], 0, Draft())
+        held = context
+    start = time.perf_counter()
+    for i in range(tokens):
+        token = int(engine.run([token], held + i, Draft())[0].argmax())
+    return tokens / (time.perf_counter() - start)
+
+
+def compare(name: str, folder: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure all forms and contexts of a model in alternation."""
+    records = []
+    with tempfile.TemporaryDirectory() as place:
+        full = Path(place) / "f32.gguf"
+        model, _ = reference(ModelSpec(folder, dtype="float32", device="cpu"))
+        write_gguf(model, full)
+        del model
+        for form in options.form:
+            dtype, quantization, kind = FORMS[form]
+            file = full
+            if kind != "F32":
+                file = Path(place) / f"{kind}.gguf"
+                quantizer = options.llama_bench.with_name("llama-quantize")
+                subprocess.run([quantizer, full, file, kind], capture_output=True, check=True)
+            release_memory()
+            loaded = load(ModelSpec(folder, dtype=dtype, quantization=quantization, device="cpu"))
+            engine = new_engine(loaded.model)
+            for context in options.context:
+                pairs = []
+                for _ in range(options.rounds):
+                    theirs = their_speed(options.llama_bench, file, options.tokens, context)
+                    pairs.append((our_speed(engine, loaded.vocab_size, options.tokens, context), theirs))
+                ours, theirs = (statistics.median(values) for values in zip(*pairs, strict=True))
+                ratios = [own / other for own, other in pairs]
+                low, high = interval(ratios)
+                figures = {"ours": ours, "theirs": theirs, "ratio": statistics.median(ratios), "low": low, "high": high}
+                records.append({"model": name, "form": form, "kind": kind, "context": context, **figures})
+                print(COLUMNS["ratio"].format(**records[-1]), form, context, file=sys.stderr, flush=True)
+    return records
+
+
+def study(options: argparse.Namespace) -> None:
+    """Compare all models, forms and contexts and publish the table."""
+    for name in ("rounds", "tokens"):
+        at_least_one(name, getattr(options, name))
+    if not options.llama_bench.is_file():
+        raise UserError(f"{options.llama_bench} is not a file: build llama.cpp and pass --llama-bench PATH")
+    records = []
+    for name in options.model:
+        if name == "bundled":
+            records += compare(name, PAIRS["bundled"].target, options)
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            save_random(SHAPES[name], Path(folder))
+            records += compare(name, folder, options)
+    publish(options, "against_llama_cpp", COLUMNS, records)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and run the study."""
+    parser = study_parser(__file__, __doc__, TABLES)
+    parser.add_argument("--llama-bench", type=Path, required=True, metavar="PATH")
+    parser.add_argument("--model", nargs="+", default=["bundled", "llama-300m"], choices=["bundled", *SHAPES])
+    parser.add_argument("--form", nargs="+", default=list(FORMS), choices=FORMS)
+    parser.add_argument("--context", nargs="+", type=int, default=[0, 512])
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=5)
+    return run_study(study, parser, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""Background tasks: downloads and loading."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from functools import partial
+from typing import Generic, TypeVar
+
+from specdemo.worker import ReportProgress, TaskProgress, device_released, run_in_thread, wait_for
+
+T = TypeVar("T")
+
+REPORT_INTERVAL_S = 0.1
+
+
+class TaskCancelled(Exception):
+    """Raised by reports of a cancelled task."""
+
+
+class BackgroundTask(Generic[T]):
+    """Run `work(report)` in a background thread. `parked`: use the device in slices, which end with a report."""
+
+    def __init__(self, work: Callable[[ReportProgress], T], parked: bool = False, text: str = "") -> None:
+        self._work, self._can_park = work, parked
+        self._changed = threading.Condition()
+        self._latest = TaskProgress(text) if text else None
+        self._parked = self._cancelled = False
+        self._has_slice = True
+        self._next_report = 0.0
+        self._future: Future[T] | None = None
+
+    def progress(self) -> Iterator[TaskProgress]:
+        """Start the task and yield new progress, initially `text`. Closing the iterator cancels the task."""
+        future = self._future = run_in_thread(partial(self._work, self._report))
+        future.add_done_callback(self._wake)
+        shown = None
+        try:
+            while not future.done():
+                if self._latest is not shown:
+                    shown = self._latest
+                    yield shown
+                if not (self._can_park and self._run_slice(future)):
+                    wait_for(future, REPORT_INTERVAL_S)
+        finally:
+            self._cancelled = True
+            self._wake()
+            if self._can_park:
+                with device_released():
+                    wait({future})  # until its memory is free
+        future.result()
+
+    @property
+    def result(self) -> T:
+        """Return value, after `progress` is exhausted."""
+        assert self._future is not None and self._future.done()
+        return self._future.result()
+
+    def _run_slice(self, future: Future[T]) -> bool:
+        """Let the task use the device; return False without a report."""
+        with self._changed:
+            self._has_slice, self._parked = self._has_slice or self._parked, False
+            self._changed.notify_all()
+            timeout = REPORT_INTERVAL_S if self._has_slice else 0.0
+            self._has_slice = self._changed.wait_for(lambda: self._parked or future.done(), timeout)
+            return self._has_slice
+
+    def _wake(self, _: object = None) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _report(self, progress: TaskProgress) -> None:
+        with self._changed:
+            if not self._cancelled:
+                self._latest = progress
+                if self._can_park and time.monotonic() >= self._next_report:
+                    self._parked = True
+                    self._changed.notify_all()
+                    self._changed.wait_for(lambda: not self._parked or self._cancelled)
+                    self._next_report = time.monotonic() + REPORT_INTERVAL_S
+            if self._cancelled:
+                raise TaskCancelled

@@ -1,0 +1,54 @@
+"""Output files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+from specdemo.core.errors import write_error
+
+
+class OutputFile:
+    """Temporary file that replaces `path` at the end, unless that is a device or pipe."""
+
+    def __init__(self, path: Path, kind: str) -> None:
+        self._path, self._target = path.resolve(), f"{kind} to {path}"
+        self._is_device = path.exists() and not path.is_file()
+        self._part = self._path.with_name(f"{path.name}.{os.getpid()}.part")
+        self._complete = False
+        self._file: TextIO = self._checked(
+            lambda: open(self._path if self._is_device else self._part, "w", encoding="utf-8")
+        )
+
+    def write(self, text: str) -> None:
+        self._complete = False
+        self._checked(lambda: self._file.write(text))
+        self._complete = True
+
+    def close(self) -> None:
+        try:
+            self._checked(self._file.close)
+            if self._complete and not self._is_device:
+                self._checked(lambda: os.replace(self._part, self._path))
+        finally:
+            if not self._is_device:
+                with suppress(OSError):
+                    self._part.unlink(missing_ok=True)
+
+    def _checked(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except OSError as error:
+            raise write_error(self._target, error) from error
+
+
+@contextmanager
+def output_file(path: Path, kind: str) -> Iterator[OutputFile]:
+    file = OutputFile(path, kind)
+    try:
+        yield file
+    finally:
+        file.close()

@@ -1,0 +1,53 @@
+"""Base class of converted weights."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+
+
+class FusedWeights(ABC):
+    """Weights of the Llama family, shared by all requests."""
+
+    batch_invariant = False  # True: for any number of rows, by construction
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.config: PretrainedConfig = model.config
+        self.generation_config: GenerationConfig = model.generation_config
+        self.dtype: torch.dtype = model.dtype
+        self.device: torch.device = model.device
+        self.heads: int = self.config.num_attention_heads
+        self.kv_heads: int = self.config.num_key_value_heads
+        self.width: int = self.config.hidden_size
+        self.head_dim: int = getattr(self.config, "head_dim", None) or self.width // self.heads
+        self.layers: list[Any] = []
+        self.idle: list[Any] = []  # engines
+        self.channel_scale: Tensor | None = None
+        self._angles: Any = model.model.rotary_emb
+
+    @property
+    @abstractmethod
+    def weight_bytes(self) -> int: ...
+
+    def release(self) -> None:
+        self.idle.clear()
+
+    def with_layers(self, kept: Sequence[int]) -> Self:
+        thin = copy.copy(self)
+        thin.layers, thin.idle = [self.layers[i] for i in kept], []
+        return thin
+
+    def with_channel_scale(self, scale: Tensor) -> Self:
+        """Return the model with embedding channels multiplied by `scale` `[width]`."""
+        thin = copy.copy(self)
+        thin.channel_scale, thin.idle = scale.to(self.device, self.dtype).contiguous(), []
+        return thin

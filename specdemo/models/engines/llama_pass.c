@@ -1,0 +1,910 @@
+/* Forward pass of a Llama model on a CPU: one call per pass, any number of rows.
+ *
+ * Batch invariance: every output of a row is computed by the same operations in the same order for any number of rows
+ * and threads. Matrices are stored in blocks of outputs, [n / BLOCK][k][BLOCK]; each sum is accumulated over k in ascending
+ * order. Attention visits the visible keys of a row in the order of the text.
+ *
+ * Work is divided into phases of chunks. Threads claim chunks with one atomic ticket; the thread that completes the
+ * last chunk of a phase executes its serial part and opens the next phase. No thread waits for one that has no chunk.
+ */
+#include <math.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+#define LANES 16  /* floats per vector */
+#define VECTORS 2 /* per block of outputs */
+#define TILE_ROWS 12
+#define SUMS 24 /* vectors of sums that fit into registers */
+#elif defined(__AVX__)
+#define LANES 8
+#define VECTORS 2
+#define TILE_ROWS 6
+#define SUMS 12
+#elif defined(__aarch64__)
+#define LANES 4
+#define VECTORS 4
+#define TILE_ROWS 6
+#define SUMS 24
+#else
+#define LANES 4
+#define VECTORS 2
+#define TILE_ROWS 6
+#define SUMS 12
+#endif
+#define BLOCK (VECTORS * LANES)
+#define UNIT_BLOCKS 4 /* blocks per unit of work */
+#define UNIT (UNIT_BLOCKS * BLOCK)
+#define GROUP 64 /* 4-bit weights per scale; inputs per tile */
+/* Blocks whose sums of `rows` rows fit into registers with the inputs. */
+#define FIT(rows) ((rows) * 4 * VECTORS < SUMS ? 4 : (rows) * 2 * VECTORS < SUMS ? 2 : 1)
+#define CHUNK_BYTES (96 << 10)
+#define MAX_THREADS 64
+#define SPINS 2000
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vf __attribute__((vector_size(4 * LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
+typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
+
+enum form { F32, BF16, F16, INT8, CODE4 };
+
+typedef struct {
+    const void *weights;   /* [n / BLOCK][k][BLOCK]; INT8: [n / BLOCK][k / 4][BLOCK][4]; CODE4: see decode4 */
+    const float *scales;   /* INT8: [n]; CODE4: [n / BLOCK][k / GROUP][BLOCK] */
+    const int32_t *sums;   /* INT8: sum of the weights of each output */
+    const float *codes;    /* CODE4: 16 values */
+    const float *bias;     /* [n] or null; n is a multiple of BLOCK in all arrays */
+    int32_t form, outputs, inputs;
+} matrix;
+
+typedef struct {
+    matrix qkv, out, gate_up, down; /* gate_up: blocks of gate and up alternate */
+    const float *enter, *between, *query_norm, *key_norm; /* gains of RMSNorm; the last two may be null */
+} layer;
+
+typedef struct {
+    const layer *const *layers;
+    const void *embedding;      /* [vocabulary][width], or null: rows of `head` */
+    const float *channel_scale; /* factors of the embedding channels, or null */
+    const float *leave;
+    matrix head;
+    int32_t layer_count, width, inner, heads, kv_heads, head_dim, embedding_form, cache_form;
+    float epsilon, attention_scale;
+} model;
+
+typedef struct {
+    const model *model;
+    char *cache;                /* [layers][keys then values of kv_heads][capacity][padded head_dim] */
+    const float *cosines, *sines; /* [positions][head_dim / 2] */
+    const int32_t *ids, *positions; /* [rows]; row r is stored at cache position held + r */
+    const int32_t *prefix;      /* [rows] leading cache positions that the row sees */
+    const int32_t *extra, *extra_start; /* further visible positions of row r: extra[extra_start[r]..extra_start[r+1]] */
+    const int32_t *taps;        /* [layers] index in `hidden`, or -1; or null */
+    float *hidden;              /* [taps][rows][width]: residual stream after a layer */
+    float *logits;              /* [last][vocabulary] */
+    float *scratch;             /* scratch_floats() */
+    int64_t capacity;
+    int32_t rows, last, held, threads;
+} pass;
+
+/* Vectors */
+
+INLINE vf load(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
+INLINE void store(float *p, vf v) { memcpy(p, &v, sizeof v); }
+INLINE vf fill(float x) { return x - (vf){0}; }
+INLINE vf load_bf16(const uint16_t *p) { vh h; memcpy(&h, p, sizeof h); return (vf)(__builtin_convertvector(h, vu) << 16); }
+INLINE vf load_f16(const uint16_t *p) {
+#if defined(__AVX512F__)
+    __m256i packed; memcpy(&packed, p, sizeof packed);
+    return (vf)_mm512_cvtph_ps(packed);
+#elif defined(__F16C__) && defined(__AVX__)
+    __m128i packed; memcpy(&packed, p, sizeof packed);
+    return (vf)_mm256_cvtph_ps(packed);
+#else
+    vh h; memcpy(&h, p, sizeof h);
+    vu u = __builtin_convertvector(h, vu);
+    vf magnitude = (vf)((u & 0x7fff) << 13) * 0x1p112f; /* exact, also for subnormal numbers */
+    return (vf)((vu)magnitude | (u & 0x8000) << 16);
+#endif
+}
+INLINE vf larger(vf a, vf b) { vi m = a > b; return (vf)((m & (vi)a) | (~m & (vi)b)); }
+INLINE float total(vf v) { /* pairwise, in a fixed order */
+    float a[LANES]; store(a, v);
+    for (int n = LANES / 2; n; n /= 2) for (int i = 0; i < n; i++) a[i] += a[i + n];
+    return a[0];
+}
+INLINE float largest(vf v) {
+    float m = v[0];
+    for (int i = 1; i < LANES; i++) m = v[i] > m ? v[i] : m;
+    return m;
+}
+INLINE vf nearest(vf x) { return (x + 12582912.0f) - 12582912.0f; } /* half to even, |x| < 2^22 */
+INLINE vf exponential(vf x) { /* Cephes' expf: relative error 2e-7; x <= 0 or |x| < 87 */
+    x = larger(x, fill(-87.0f));
+    x = -larger(-x, fill(-87.0f));
+    vf n = nearest(x * 1.44269504f), r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    vf p = fill(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f, p = p * r + 8.3334519073e-3f, p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f, p = p * r + 5.0000001201e-1f, p = p * r * r + r + 1.0f;
+    return p * (vf)((__builtin_convertvector(n, vi) + 127) << 23);
+}
+INLINE vf load_as(int form, const void *base, int64_t i) {
+    if (form == F32) return load((const float *)base + i);
+    if (form == BF16) return load_bf16((const uint16_t *)base + i);
+    return load_f16((const uint16_t *)base + i);
+}
+static uint16_t to_bf16(float x) {
+    uint32_t u; memcpy(&u, &x, 4);
+    return (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
+}
+
+/* Decoding of weights into vectors. CODE4: 2 * BLOCK codes of inputs k and k + 1 in BLOCK bytes. */
+
+#if defined(__AVX512F__)
+typedef struct { vf values; } lookup;
+INLINE lookup read_codes(const float *codes) { return (lookup){load(codes)}; }
+INLINE void decode4(const uint8_t *p, const lookup *t, vf out[2 * VECTORS]) { /* byte i: outputs i of k and k + 1 */
+    __m256i pairs; memcpy(&pairs, p, 32);
+    __m256i mask = _mm256_set1_epi8(15), now = _mm256_and_si256(pairs, mask);
+    __m256i next = _mm256_and_si256(_mm256_srli_epi16(pairs, 4), mask);
+    __m128i quarter[4] = {_mm256_castsi256_si128(now), _mm256_extracti128_si256(now, 1), _mm256_castsi256_si128(next),
+                          _mm256_extracti128_si256(next, 1)};
+    for (int i = 0; i < 4; i++)
+        out[i] = (vf)_mm512_permutexvar_ps(_mm512_cvtepu8_epi32(quarter[i]), (__m512)t->values);
+}
+#elif defined(__AVX2__)
+typedef struct { __m256i byte[4]; } lookup; /* byte i of the 16 values, in both halves */
+INLINE lookup read_codes(const float *codes) {
+    lookup t;
+    for (int i = 0; i < 4; i++) {
+        uint8_t bytes[16];
+        for (int c = 0; c < 16; c++) bytes[c] = ((const uint8_t *)(codes + c))[i];
+        __m128i half; memcpy(&half, bytes, 16);
+        t.byte[i] = _mm256_set_m128i(half, half);
+    }
+    return t;
+}
+/* Bytes 0-3: outputs 0-3 and 4-7 of k, 4-7: 8-11 and 12-15 of k, 8-15: the same of k + 1. */
+INLINE void decode4(const uint8_t *p, const lookup *t, vf out[2 * VECTORS]) {
+    __m128i pairs; memcpy(&pairs, p, 16);
+    __m256i both = _mm256_set_m128i(_mm_srli_epi16(pairs, 4), pairs), c = _mm256_and_si256(both, _mm256_set1_epi8(15));
+    __m256i b0 = _mm256_shuffle_epi8(t->byte[0], c), b1 = _mm256_shuffle_epi8(t->byte[1], c);
+    __m256i b2 = _mm256_shuffle_epi8(t->byte[2], c), b3 = _mm256_shuffle_epi8(t->byte[3], c);
+    __m256i low = _mm256_unpacklo_epi8(b0, b1), high = _mm256_unpacklo_epi8(b2, b3);
+    out[0] = (vf)_mm256_unpacklo_epi16(low, high), out[1] = (vf)_mm256_unpackhi_epi16(low, high);
+    low = _mm256_unpackhi_epi8(b0, b1), high = _mm256_unpackhi_epi8(b2, b3);
+    out[2] = (vf)_mm256_unpacklo_epi16(low, high), out[3] = (vf)_mm256_unpackhi_epi16(low, high);
+}
+#define SPLIT_CODES 1
+#else
+typedef struct { float values[16]; } lookup;
+INLINE lookup read_codes(const float *codes) { lookup t; memcpy(&t, codes, 64); return t; }
+INLINE void decode4(const uint8_t *p, const lookup *t, vf out[2 * VECTORS]) {
+    for (int i = 0; i < BLOCK; i++) {
+        ((float *)out)[i] = t->values[p[i] & 15];
+        ((float *)out)[BLOCK + i] = t->values[p[i] >> 4];
+    }
+}
+#endif
+#ifndef SPLIT_CODES
+#define SPLIT_CODES 0
+#endif
+
+INLINE int step_inputs(int form) { return form == CODE4 ? 2 : 1; }
+INLINE int64_t input_bytes(int form) { /* of a block */
+    return form == F32 ? 4 * BLOCK : form == CODE4 ? BLOCK / 2 : form == INT8 ? BLOCK : 2 * BLOCK;
+}
+INLINE void decode(int form, const char *p, const lookup *t, vf out[2 * VECTORS]) {
+    if (form == CODE4) { decode4((const uint8_t *)p, t, out); return; }
+    for (int v = 0; v < VECTORS; v++) out[v] = load_as(form, p, v * LANES);
+}
+
+/* Keep a vector in a register: compilers read it from memory again for each product. */
+#if defined(__x86_64__)
+#define HOLD(v) __asm__("" : "+x"(v))
+#elif defined(__aarch64__)
+#define HOLD(v) __asm__("" : "+w"(v))
+#else
+#define HOLD(v) (void)(v)
+#endif
+
+/* Products of float activations with `count` inputs of adjacent blocks, starting at w, added to o[rows][UNIT]. With
+ * scales, the sums over these inputs are multiplied by them first. */
+typedef struct {
+    const char *w;
+    const float *scales;
+    int64_t block_bytes, scale_stride, count;
+    const lookup *codes;
+} slice;
+
+INLINE void kernel(int form, int rows, int blocks, const slice *s, const float *x, int64_t stride, float *o) {
+    vf sum[TILE_ROWS][4 * VECTORS];
+    int step = step_inputs(form);
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 16
+        for (int v = 0; v < blocks * VECTORS; v++) sum[r][v] = s->scales ? (vf){0} : load(o + r * UNIT + v * LANES);
+    const char *w = s->w;
+    for (int64_t i = 0; i < s->count; i += step, w += step * input_bytes(form)) {
+#pragma GCC unroll 4
+        for (int b = 0; b < blocks; b++) {
+            vf weight[2 * VECTORS];
+            decode(form, w + b * s->block_bytes, s->codes, weight);
+#pragma GCC unroll 8
+            for (int v = 0; v < step * VECTORS; v++) HOLD(weight[v]);
+#pragma GCC unroll 2
+            for (int k = 0; k < step; k++)
+#pragma GCC unroll 16
+                for (int r = 0; r < rows; r++) {
+                    vf input = fill(x[r * stride + i + k]);
+#pragma GCC unroll 4
+                    for (int v = 0; v < VECTORS; v++) sum[r][b * VECTORS + v] += weight[k * VECTORS + v] * input;
+                }
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 16
+        for (int v = 0; v < blocks * VECTORS; v++) {
+            float *at = o + r * UNIT + v * LANES;
+            if (s->scales) {
+                vf scale = load(s->scales + v / VECTORS * s->scale_stride + v % VECTORS * LANES);
+                store(at, load(at) + sum[r][v] * scale);
+            } else store(at, sum[r][v]);
+        }
+}
+
+/* One kernel per number of rows; narrow ones for the last blocks of a matrix. */
+INLINE void kernels(int form, int rows, int blocks, const slice *s, const float *x, int64_t stride, float *o) {
+#define CASE(N) case N: if (blocks == 1) kernel(form, N, 1, s, x, stride, o); else kernel(form, N, FIT(N), s, x, stride, o); break;
+    switch (rows) {
+    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if TILE_ROWS > 6
+    CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#endif
+    }
+}
+
+/* Apart from `unit_product`, whose tables would occupy registers. */
+static __attribute__((noinline)) void tile_kernels(int rows, int blocks, const slice *s, const float *x, int64_t stride, float *o) {
+    kernels(F32, rows, blocks, s, x, stride, o);
+}
+
+/* o[rows][UNIT] = x[rows][inputs] times `blocks` blocks. Many rows share weights decoded into a tile. */
+INLINE void unit_product(int form, const matrix *m, int64_t first, int blocks, const float *x, int64_t stride, int rows, float *o) {
+    float tile[FIT(1) * GROUP * BLOCK] __attribute__((aligned(64)));
+    int64_t bytes = m->inputs * input_bytes(form), scale_stride = m->inputs / GROUP * BLOCK;
+    int groups = (rows + TILE_ROWS - 1) / TILE_ROWS, tiled = form != F32 && (groups > 1 || (form == CODE4 && rows > 2));
+    int64_t length = form == CODE4 || groups > 1 ? GROUP : m->inputs;
+    lookup codes;
+    if (form == CODE4) codes = read_codes(m->codes);
+    for (int r = 0; r < rows; r++) memset(o + r * UNIT, 0, blocks * BLOCK * sizeof *o);
+    for (int b = 0, width; b < blocks; b += width) {
+        width = rows <= TILE_ROWS ? FIT(rows) : 1;
+        if (b + width > blocks) width = 1;
+        for (int64_t start = 0; start < m->inputs; start += length) {
+            slice s = {(const char *)m->weights + (first + b) * bytes + start * input_bytes(form), 0, bytes, scale_stride,
+                       m->inputs - start < length ? m->inputs - start : length, &codes};
+            if (form == CODE4) s.scales = m->scales + (first + b) * scale_stride + start / GROUP * BLOCK;
+            if (tiled) {
+                for (int w = 0; w < width; w++)
+                    for (int64_t i = 0; i < s.count; i += step_inputs(form)) {
+                        vf weight[2 * VECTORS];
+                        decode(form, s.w + w * bytes + i * input_bytes(form), &codes, weight);
+                        for (int v = 0; v < step_inputs(form) * VECTORS; v++)
+                            store(tile + (w * GROUP + i) * BLOCK + v * LANES, weight[v]);
+                    }
+                s.w = (const char *)tile, s.block_bytes = GROUP * BLOCK * sizeof *tile;
+            }
+            for (int g = 0, r = 0; g < groups; g++) {
+                int n = (rows - r + groups - g - 1) / (groups - g);
+                const float *inputs = x + r * stride + start;
+                if (tiled) tile_kernels(n, width, &s, inputs, stride, o + r * UNIT + b * BLOCK);
+                else kernels(form, n, width, &s, inputs, stride, o + r * UNIT + b * BLOCK);
+                r += n;
+            }
+        }
+    }
+}
+
+/* Products with int8 activations: exact sums of integers */
+
+#if defined(__AVX512VNNI__)
+typedef __m512i vq; /* LANES sums, or LANES times 4 bytes */
+#define INT8_OFFSET 128 /* added to the inputs, which must be unsigned */
+INLINE vq fill_bytes(uint32_t x) { return _mm512_set1_epi32((int)(x ^ 0x80808080u)); }
+INLINE vq multiply(vq sum, vq w, vq x) { return _mm512_dpbusd_epi32(sum, x, w); }
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+typedef __m256i vq;
+#define INT8_OFFSET 0
+INLINE vq fill_bytes(uint32_t x) { return _mm256_set1_epi32((int)x); }
+INLINE vq multiply(vq sum, vq w, vq x) { /* |w|, |x| <= 127: pairs do not saturate */
+    vq pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(x), _mm256_sign_epi8(w, x));
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+#else
+typedef vi vq;
+#define INT8_OFFSET 0
+INLINE vq fill_bytes(uint32_t x) { return (vi){0} + (int32_t)x; }
+INLINE vq multiply(vq sum, vq w, vq x) {
+    for (int i = 0; i < 32; i += 8) sum += (w << (24 - i) >> 24) * (x << (24 - i) >> 24);
+    return sum;
+}
+#endif
+#define INT8_ROWS (SUMS / VECTORS / 2)
+
+INLINE void int8_kernel(int rows, int blocks, const int8_t *x, int64_t stride, const int8_t *w, int64_t quads, int32_t *sums) {
+    vq sum[INT8_ROWS][4 * VECTORS];
+    memset(sum, 0, sizeof sum);
+    for (int64_t k = 0; k < quads; k++)
+#pragma GCC unroll 16
+        for (int v = 0; v < blocks * VECTORS; v++) {
+            vq weight;
+            memcpy(&weight, w + ((v / VECTORS * quads + k) * BLOCK + v % VECTORS * LANES) * 4, sizeof weight);
+#pragma GCC unroll 16
+            for (int r = 0; r < rows; r++) {
+                uint32_t four;
+                memcpy(&four, x + r * stride + 4 * k, 4);
+                sum[r][v] = multiply(sum[r][v], weight, fill_bytes(four));
+            }
+        }
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < blocks * VECTORS; v++) memcpy(sums + r * UNIT + v * LANES, &sum[r][v], sizeof sum[r][v]);
+}
+
+static void int8_product(const matrix *m, int64_t first, int blocks, const int8_t *x, const float *x_scales, int rows, float *o) {
+    int64_t quads = (m->inputs + 3) / 4, stride = quads * 4;
+    int32_t sums[INT8_ROWS * UNIT];
+    for (int r = 0, n; r < rows; r += n) {
+        n = rows - r < INT8_ROWS ? rows - r : INT8_ROWS;
+        const int8_t *inputs = x + r * stride;
+        for (int b = 0, width; b < blocks; b += width) {
+            const int8_t *w = (const int8_t *)m->weights + (first + b) * quads * BLOCK * 4;
+            width = b + FIT(n) <= blocks ? FIT(n) : 1;
+            switch (n) {
+#define INT8_CASE(N) \
+    case N: \
+        if (width == 1) int8_kernel(N, 1, inputs, stride, w, quads, sums + b * BLOCK); \
+        else int8_kernel(N, FIT(N), inputs, stride, w, quads, sums + b * BLOCK); \
+        break;
+            INT8_CASE(1) INT8_CASE(2) INT8_CASE(3)
+#if SUMS > 12 && VECTORS == 2
+            INT8_CASE(4) INT8_CASE(5) INT8_CASE(6)
+#endif
+            }
+        }
+        for (int i = 0; i < n; i++)
+            for (int j = 0; j < blocks * BLOCK; j++) {
+                int64_t output = first * BLOCK + j;
+                int32_t sum = sums[i * UNIT + j] - (INT8_OFFSET ? INT8_OFFSET * m->sums[output] : 0);
+                o[(r + i) * UNIT + j] = (float)sum * (x_scales[r + i] * m->scales[output]);
+            }
+    }
+}
+
+/* Buffers of a pass, in `scratch` */
+
+typedef struct {
+    const pass *p;
+    float *rows;   /* [rows][width] residual stream */
+    float *input;  /* [rows][wider of width and heads * head_dim] input of qkv, out, gate_up and head */
+    float *gated;  /* [rows][inner] input of down */
+    float *qkv;    /* [rows][(heads + 2 kv_heads) head_dim] */
+    float *query;  /* [rows][heads][padded head_dim] */
+    float *x_scales; /* [rows] of int8 activations */
+    int8_t *bytes; /* [rows][inputs rounded up to 4] */
+    int first;     /* first row with logits */
+} state;
+
+static int64_t padded_dim(const model *m) { return (m->head_dim + 15) / 16 * 16; }
+static int64_t input_width(const model *m) {
+    int64_t mixed = (int64_t)m->heads * m->head_dim;
+    return mixed > m->width ? mixed : m->width;
+}
+static int64_t qkv_width(const model *m) { return (int64_t)(m->heads + 2 * m->kv_heads) * m->head_dim; }
+
+int64_t scratch_floats(const model *m, int32_t rows) {
+    int64_t bytes = (input_width(m) > m->inner ? input_width(m) : m->inner) / 4 + 1;
+    return rows * (m->width + input_width(m) + m->inner + qkv_width(m) + m->heads * padded_dim(m) + 1 + bytes);
+}
+
+static state lay_out(const pass *p) {
+    const model *m = p->model;
+    state s = {.p = p, .first = p->rows - p->last};
+    float *next = p->scratch;
+    s.rows = next, next += (int64_t)p->rows * m->width;
+    s.input = next, next += (int64_t)p->rows * input_width(m);
+    s.gated = next, next += (int64_t)p->rows * m->inner;
+    s.qkv = next, next += (int64_t)p->rows * qkv_width(m);
+    s.query = next, next += (int64_t)p->rows * m->heads * padded_dim(m);
+    s.x_scales = next, next += p->rows;
+    s.bytes = (int8_t *)next;
+    return s;
+}
+
+/* Serial parts */
+
+static void rms_norm(const float *x, const float *gain, float epsilon, int64_t width, float *o) {
+    vf sum = {0};
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) { vf v = load(x + i); sum += v * v; }
+    float squares = total(sum);
+    for (; i < width; i++) squares += x[i] * x[i];
+    float factor = 1.0f / sqrtf(squares / (float)width + epsilon);
+    for (i = 0; i < width; i++) o[i] = x[i] * factor * gain[i];
+}
+
+/* Quantise activations as LLM.int8() without outliers (2208.07339): one scale per row. */
+static void quantise_rows(state *s, const matrix *next, const float *inputs, int64_t input_stride, int first) {
+    if (next->form != INT8) return;
+    int64_t width = next->inputs, stride = (width + 3) / 4 * 4;
+    for (int r = first; r < s->p->rows; r++) {
+        const float *x = inputs + r * input_stride;
+        int8_t *bytes = s->bytes + r * stride;
+        float peak = 0;
+        for (int64_t i = 0; i < width; i++) { float a = fabsf(x[i]); peak = a > peak ? a : peak; }
+        float factor = peak > 0 ? 127.0f / peak : 0;
+        for (int64_t i = 0; i < width; i++) bytes[i] = (int8_t)(int32_t)(x[i] * factor + 12582912.0f - 12582912.0f);
+        memset(bytes + width, 0, stride - width);
+        s->x_scales[r] = peak / 127.0f;
+    }
+}
+
+static void normalise(state *s, const float *gain, const matrix *next, int first) {
+    const model *m = s->p->model;
+    for (int r = first; r < s->p->rows; r++)
+        rms_norm(s->rows + (int64_t)r * m->width, gain, m->epsilon, m->width, s->input + r * input_width(m));
+    quantise_rows(s, next, s->input, input_width(m), first);
+}
+
+static void embed(state *s) {
+    const model *m = s->p->model;
+    for (int r = 0; r < s->p->rows; r++) {
+        int64_t id = s->p->ids[r], width = m->width;
+        float *o = s->rows + r * width;
+        for (int64_t i = 0; i < width; i++) {
+            int form = m->embedding ? m->embedding_form : m->head.form;
+            const void *table = m->embedding ? m->embedding : m->head.weights;
+            int64_t at = m->embedding ? id * width + i : (id / BLOCK * width + i) * BLOCK + id % BLOCK;
+            if (form == F32) o[i] = ((const float *)table)[at];
+            else {
+                uint16_t h = ((const uint16_t *)table)[at], copies[LANES];
+                for (int j = 0; j < LANES; j++) copies[j] = h;
+                o[i] = load_as(form, copies, 0)[0];
+            }
+        }
+        if (m->channel_scale)
+            for (int64_t i = 0; i < width; i++) o[i] *= m->channel_scale[i];
+    }
+    normalise(s, m->layers[0]->enter, &m->layers[0]->qkv, 0);
+}
+
+/* Rotate queries and keys (RoPE, 2104.09864); write keys and values to the cache. */
+static void rotate(state *s, int l) {
+    const pass *p = s->p;
+    const model *m = p->model;
+    const layer *now = m->layers[l];
+    int64_t dim = m->head_dim, half = dim / 2, padded = padded_dim(m);
+    float head[dim], turned[padded];
+    memset(turned, 0, sizeof turned);
+    for (int r = 0; r < p->rows; r++) {
+        const float *cosines = p->cosines + p->positions[r] * half, *sines = p->sines + p->positions[r] * half;
+        for (int h = 0; h < m->heads + 2 * m->kv_heads; h++) {
+            const float *x = s->qkv + r * qkv_width(m) + h * dim;
+            int is_query = h < m->heads, is_value = h >= m->heads + m->kv_heads;
+            const float *gain = is_query ? now->query_norm : is_value ? 0 : now->key_norm;
+            if (gain) { rms_norm(x, gain, m->epsilon, dim, head); x = head; }
+            if (is_value) memcpy(turned, x, dim * sizeof *x);
+            else for (int64_t i = 0; i < half; i++) {
+                turned[i] = x[i] * cosines[i] - x[i + half] * sines[i];
+                turned[i + half] = x[i + half] * cosines[i] + x[i] * sines[i];
+            }
+            if (is_query) {
+                float *q = s->query + (r * m->heads + h) * padded;
+                for (int64_t i = 0; i < padded; i++) q[i] = turned[i] * m->attention_scale;
+                continue;
+            }
+            int64_t at = (((int64_t)l * 2 * m->kv_heads + h - m->heads) * p->capacity + p->held + r) * padded;
+            if (m->cache_form == F32) memcpy((float *)p->cache + at, turned, padded * sizeof *turned);
+            else for (int64_t i = 0; i < padded; i++) ((uint16_t *)p->cache)[at + i] = to_bf16(turned[i]);
+        }
+    }
+}
+
+static void copy_hidden(state *s, int l) {
+    const pass *p = s->p;
+    if (!p->taps || p->taps[l] < 0) return;
+    int64_t count = (int64_t)p->rows * p->model->width;
+    memcpy(p->hidden + p->taps[l] * count, s->rows, count * sizeof *s->rows);
+}
+
+/* Attention of row r for the query heads of one key head */
+
+INLINE float dot(int form, const float *q, const void *keys, int64_t at, int64_t padded) {
+    vf sum = {0};
+    for (int64_t i = 0; i < padded; i += LANES) sum += load(q + i) * load_as(form, keys, at + i);
+    return total(sum);
+}
+
+INLINE void attend_as(int form, state *s, int l, int r, int kv, float *scores) {
+    const pass *p = s->p;
+    const model *m = p->model;
+    int64_t padded = padded_dim(m), size = form == F32 ? 4 : 2, group = m->heads / m->kv_heads;
+    const char *keys = p->cache + ((int64_t)l * 2 * m->kv_heads + kv) * p->capacity * padded * size;
+    const char *values = keys + m->kv_heads * p->capacity * padded * size;
+    int64_t near = p->prefix[r], count = near + p->extra_start[r + 1] - p->extra_start[r];
+    const int32_t *far = p->extra + p->extra_start[r];
+    int64_t stride = (count + LANES - 1) / LANES * LANES;
+    const float *q = s->query + (r * m->heads + kv * group) * padded;
+    for (int64_t j = 0; j < count; j++) {
+        int64_t at = (j < near ? j : far[j - near]) * padded;
+        for (int64_t g = 0; g < group; g++) scores[g * stride + j] = dot(form, q + g * padded, keys, at, padded);
+    }
+    for (int64_t g = 0; g < group; g++) {
+        float *w = scores + g * stride;
+        for (int64_t j = count; j < stride; j++) w[j] = -INFINITY;
+        vf peak = load(w), sum = {0};
+        for (int64_t j = LANES; j < stride; j += LANES) peak = larger(load(w + j), peak);
+        float most = largest(peak);
+        for (int64_t j = 0; j < stride; j += LANES) {
+            vf e = exponential(load(w + j) - most);
+            store(w + j, e);
+        }
+        for (int64_t j = count; j < stride; j++) w[j] = 0;
+        for (int64_t j = 0; j < stride; j += LANES) sum += load(w + j);
+        float scale = 1.0f / total(sum), *o = s->input + r * input_width(m) + (kv * group + g) * m->head_dim;
+        for (int64_t start = 0; start < padded; start += 4 * LANES) {
+            int vectors = (int)((padded - start) / LANES < 4 ? (padded - start) / LANES : 4);
+            vf mixed[4] = {{0}};
+            if (vectors == 4)
+                for (int64_t j = 0; j < count; j++) {
+                    int64_t at = (j < near ? j : far[j - near]) * padded + start;
+#pragma GCC unroll 4
+                    for (int v = 0; v < 4; v++) mixed[v] += w[j] * load_as(form, values, at + v * LANES);
+                }
+            else
+                for (int64_t j = 0; j < count; j++) {
+                    int64_t at = (j < near ? j : far[j - near]) * padded + start;
+                    for (int v = 0; v < vectors; v++) mixed[v] += w[j] * load_as(form, values, at + v * LANES);
+                }
+            for (int v = 0; v < vectors; v++)
+                for (int i = 0; i < LANES && start + v * LANES + i < m->head_dim; i++)
+                    o[start + v * LANES + i] = mixed[v][i] * scale;
+        }
+    }
+}
+
+static void attend(state *s, int l, int r, int kv, float *scores) {
+    if (s->p->model->cache_form == F32) attend_as(F32, s, l, r, kv, scores);
+    else attend_as(BF16, s, l, r, kv, scores);
+}
+
+/* Products of units, with the operation that follows */
+
+static int64_t block_count(const matrix *m) { return ((int64_t)m->outputs + BLOCK - 1) / BLOCK; }
+
+/* o[rows from first][UNIT] = x times the blocks of unit u; returns their number. */
+static int unit_rows(const state *s, const matrix *m, int64_t u, const float *x, int64_t stride, int first, float *o) {
+    int64_t b = u * UNIT_BLOCKS, left = block_count(m) - b;
+    int rows = s->p->rows - first, blocks = left < UNIT_BLOCKS ? (int)left : UNIT_BLOCKS;
+    x += first * stride;
+    switch (m->form) {
+    case F32: unit_product(F32, m, b, blocks, x, stride, rows, o); break;
+    case BF16: unit_product(BF16, m, b, blocks, x, stride, rows, o); break;
+    case F16: unit_product(F16, m, b, blocks, x, stride, rows, o); break;
+    case CODE4: unit_product(CODE4, m, b, blocks, x, stride, rows, o); break;
+    default: {
+        int64_t bytes = ((int64_t)m->inputs + 3) / 4 * 4;
+        int8_product(m, b, blocks, s->bytes + first * bytes, s->x_scales + first, rows, o);
+    }
+    }
+    if (m->bias)
+        for (int r = 0; r < rows; r++)
+            for (int j = 0; j < blocks * BLOCK; j++) o[r * UNIT + j] += m->bias[b * BLOCK + j];
+    return blocks;
+}
+
+static int columns(const matrix *m, int64_t u) {
+    int64_t left = m->outputs - u * UNIT;
+    return left < UNIT ? (int)left : UNIT;
+}
+
+static void write_unit(const matrix *m, int64_t u, const float *o, int rows, int64_t stride, float *to) {
+    for (int r = 0; r < rows; r++) memcpy(to + r * stride + u * UNIT, o + r * UNIT, columns(m, u) * sizeof *o);
+}
+
+static void add_unit(const matrix *m, int64_t u, const float *o, int rows, int64_t stride, float *to) {
+    for (int r = 0; r < rows; r++)
+        for (int j = 0, n = columns(m, u); j < n; j++) to[r * stride + u * UNIT + j] += o[r * UNIT + j];
+}
+
+static void gate_unit(const state *s, const matrix *m, int64_t u, float *o) { /* silu(gate) * up */
+    const model *net = s->p->model;
+    int blocks = unit_rows(s, m, u, s->input, input_width(net), 0, o);
+    for (int r = 0; r < s->p->rows; r++)
+        for (int pair = 0; pair < blocks / 2; pair++) {
+            float *gates = o + r * UNIT + 2 * pair * BLOCK, *ups = gates + BLOCK;
+            for (int j = 0; j < BLOCK; j += LANES) {
+                vf g = load(gates + j);
+                store(gates + j, g / (1.0f + exponential(-g)) * load(ups + j));
+            }
+            int64_t at = (u * UNIT_BLOCKS / 2 + pair) * BLOCK, left = net->inner - at;
+            memcpy(s->gated + (int64_t)r * net->inner + at, gates, (left < BLOCK ? left : BLOCK) * sizeof *o);
+        }
+}
+
+/* Phases: 5 per layer, then the head; a chunk is a range of units (of outputs, or rows of a key head) */
+
+enum stage { QKV, ATTEND, OUT, GATE, DOWN, STAGES };
+
+static const matrix *product_of(const model *m, int phase) {
+    if (phase / STAGES == m->layer_count) return &m->head;
+    const layer *now = m->layers[phase / STAGES];
+    const matrix *products[STAGES] = {&now->qkv, 0, &now->out, &now->gate_up, &now->down};
+    return products[phase % STAGES];
+}
+
+static int64_t unit_count(const state *s, int phase) {
+    const matrix *product = product_of(s->p->model, phase);
+    if (!product) return (int64_t)s->p->rows * s->p->model->kv_heads;
+    return (block_count(product) + UNIT_BLOCKS - 1) / UNIT_BLOCKS;
+}
+
+static int64_t chunk_units(const state *s, int phase) {
+    const matrix *product = product_of(s->p->model, phase);
+    int64_t units = unit_count(s, phase), share = (units + 4 * s->p->threads - 1) / (4 * s->p->threads);
+    int64_t size = product ? 1 + CHUNK_BYTES / (UNIT_BLOCKS * product->inputs * input_bytes(product->form)) : share;
+    if (s->p->threads == 1) return units;
+    size = size < share ? size : share;
+    return size > units / 60000 ? size : units / 60000 + 1; /* the ticket counts 16 bits */
+}
+
+static void run_chunk(state *s, int phase, int64_t chunk, float *buffer) {
+    const pass *p = s->p;
+    const model *m = p->model;
+    const matrix *product = product_of(m, phase);
+    int64_t size = chunk_units(s, phase), count = unit_count(s, phase), end = (chunk + 1) * size;
+    int64_t stride = input_width(m);
+    for (int64_t u = chunk * size; u < (end < count ? end : count); u++) {
+        if (product == &m->head) {
+            unit_rows(s, product, u, s->input, stride, s->first, buffer);
+            write_unit(product, u, buffer, p->last, product->outputs, p->logits);
+            continue;
+        }
+        switch (phase % STAGES) {
+        case QKV:
+            unit_rows(s, product, u, s->input, stride, 0, buffer);
+            write_unit(product, u, buffer, p->rows, qkv_width(m), s->qkv);
+            break;
+        case ATTEND: attend(s, phase / STAGES, (int)(u / m->kv_heads), (int)(u % m->kv_heads), buffer); break;
+        case OUT:
+            unit_rows(s, product, u, s->input, stride, 0, buffer);
+            add_unit(product, u, buffer, p->rows, m->width, s->rows);
+            break;
+        case GATE: gate_unit(s, product, u, buffer); break;
+        case DOWN:
+            unit_rows(s, product, u, s->gated, m->inner, 0, buffer);
+            add_unit(product, u, buffer, p->rows, m->width, s->rows);
+        }
+    }
+}
+
+/* Serial part after a phase. Returns 0 after the last phase. */
+static int finish_phase(state *s, int phase) {
+    const pass *p = s->p;
+    const model *m = p->model;
+    int l = phase / STAGES;
+    if (l == m->layer_count) return 0;
+    const layer *now = m->layers[l];
+    switch (phase % STAGES) {
+    case QKV: rotate(s, l); break;
+    case ATTEND: quantise_rows(s, &now->out, s->input, input_width(m), 0); break;
+    case OUT: normalise(s, now->between, &now->gate_up, 0); break;
+    case GATE: quantise_rows(s, &now->down, s->gated, m->inner, 0); break;
+    case DOWN:
+        copy_hidden(s, l);
+        if (l + 1 < m->layer_count) { normalise(s, m->layers[l + 1]->enter, &m->layers[l + 1]->qkv, 0); break; }
+        if (!p->last) return 0;
+        normalise(s, m->leave, &m->head, s->first);
+    }
+    return 1;
+}
+
+/* Threads. The ticket contains phase (32 bits), chunks of the phase (16) and the next chunk (16). */
+
+static struct {
+    _Atomic uint64_t ticket;
+    _Atomic uint32_t done, opened, sleepers, running;
+    state *now;
+    int first_phase;          /* ticket's number of phase 0 */
+    int threads;              /* participants */
+    int started;
+    pid_t owner;
+    pthread_mutex_t busy, mutex;
+    pthread_cond_t changed;
+    float *buffers[MAX_THREADS];
+    size_t sizes[MAX_THREADS];
+} pool = {.busy = PTHREAD_MUTEX_INITIALIZER, .mutex = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER};
+
+static uint32_t ticket_phase(uint64_t t) { return (uint32_t)(t >> 32); }
+static int is_open(uint64_t t) { return (t & 0xffff) < (t >> 16 & 0xffff); }
+
+static void open_phase(uint32_t number, int64_t chunks) {
+    atomic_store(&pool.ticket, (uint64_t)number << 32 | (uint64_t)chunks << 16);
+    atomic_fetch_add(&pool.opened, 1);
+    if (!atomic_load(&pool.sleepers)) return;
+    pthread_mutex_lock(&pool.mutex);
+    pthread_cond_broadcast(&pool.changed);
+    pthread_mutex_unlock(&pool.mutex);
+}
+
+static int64_t chunk_count(const state *s, int phase) {
+    int64_t size = chunk_units(s, phase);
+    return (unit_count(s, phase) + size - 1) / size;
+}
+
+static void complete_chunk(uint64_t t) {
+    if (atomic_fetch_add(&pool.done, 1) + 1 < (t >> 16 & 0xffff)) return;
+    state *s = pool.now;
+    int phase = (int)(ticket_phase(t) - (uint32_t)pool.first_phase);
+    int more = finish_phase(s, phase);
+    atomic_store(&pool.done, 0);
+    if (!more) atomic_store(&pool.running, 0);
+    open_phase(ticket_phase(t) + 1, more ? chunk_count(s, phase + 1) : 0);
+}
+
+static void pause_briefly(void) {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+/* Wait until `opened` differs from `seen`: spin, then sleep. */
+static void wait_for_phase(uint32_t seen) {
+    for (int i = 0; i < SPINS; i++) {
+        if (atomic_load(&pool.opened) != seen) return;
+        pause_briefly();
+    }
+    pthread_mutex_lock(&pool.mutex);
+    atomic_fetch_add(&pool.sleepers, 1);
+    while (atomic_load(&pool.opened) == seen) pthread_cond_wait(&pool.changed, &pool.mutex);
+    atomic_fetch_sub(&pool.sleepers, 1);
+    pthread_mutex_unlock(&pool.mutex);
+}
+
+static void work(int thread, int is_caller) {
+    for (;;) {
+        uint32_t seen = atomic_load(&pool.opened);
+        uint64_t t = atomic_load(&pool.ticket);
+        if (is_caller && !atomic_load(&pool.running)) return;
+        if (is_open(t) && (is_caller || thread < pool.threads)) {
+            t = atomic_fetch_add(&pool.ticket, 1);
+            if (is_open(t)) {
+                run_chunk(pool.now, (int)(ticket_phase(t) - (uint32_t)pool.first_phase), t & 0xffff, pool.buffers[thread]);
+                complete_chunk(t);
+            }
+            continue;
+        }
+        wait_for_phase(seen);
+    }
+}
+
+static void *worker(void *thread) { work((int)(intptr_t)thread, 0); return 0; }
+
+static int prepare_threads(const pass *p) {
+    int64_t group = p->model->heads / p->model->kv_heads, keys = 0;
+    for (int r = 0; r < p->rows; r++) {
+        int64_t seen = p->prefix[r] + p->extra_start[r + 1] - p->extra_start[r] + LANES;
+        keys = seen > keys ? seen : keys;
+    }
+    size_t floats = group * keys > (int64_t)p->rows * UNIT ? group * keys : (int64_t)p->rows * UNIT;
+    for (int t = 0; t < p->threads; t++) {
+        if (pool.sizes[t] >= floats) continue;
+        float *larger_buffer = realloc(pool.buffers[t], floats * sizeof(float));
+        if (!larger_buffer) return 0;
+        pool.buffers[t] = larger_buffer, pool.sizes[t] = floats;
+    }
+    for (; pool.started < p->threads - 1; pool.started++) {
+        pthread_t thread;
+        if (pthread_create(&thread, 0, worker, (void *)(intptr_t)(pool.started + 1))) break;
+        pthread_detach(thread);
+    }
+    return 1;
+}
+
+/* Compute the logits of the last `last` rows. Returns 0, or 1 without memory. */
+int run_pass(const pass *p) {
+    if (pool.owner != getpid()) { /* threads do not survive fork() */
+        pthread_mutex_init(&pool.busy, 0), pthread_mutex_init(&pool.mutex, 0), pthread_cond_init(&pool.changed, 0);
+        pool.started = 0, pool.owner = getpid();
+        atomic_store(&pool.sleepers, 0);
+    }
+    pthread_mutex_lock(&pool.busy);
+    int ready = prepare_threads(p);
+    if (ready) {
+        state s = lay_out(p);
+        embed(&s);
+        pool.now = &s, pool.threads = p->threads;
+        uint32_t number = ticket_phase(atomic_load(&pool.ticket)) + 1;
+        pool.first_phase = (int)number;
+        atomic_store(&pool.done, 0);
+        atomic_store(&pool.running, 1);
+        open_phase(number, chunk_count(&s, 0));
+        work(0, 1);
+    }
+    pthread_mutex_unlock(&pool.busy);
+    return !ready;
+}
+
+/* Layout for the caller: outputs per block; 1 if 4-bit codes are split as in decode4 for AVX2. */
+int block_outputs(void) { return BLOCK; }
+int split_codes(void) { return SPLIT_CODES; }
+
+static uint32_t random_bits(uint32_t *seed) { return *seed = *seed * 1664525u + 1013904223u; }
+
+/* Store the integer v, exact in every form, as weight (k, n) of `m`; returns its value. */
+static float set_weight(const matrix *m, int64_t k, int64_t n, int v) {
+    int64_t b = n / BLOCK, j = n % BLOCK, at = (b * m->inputs + k) * BLOCK + j, quads = m->inputs / 4;
+    if (m->form == F32) ((float *)m->weights)[at] = (float)v;
+    if (m->form == BF16) ((uint16_t *)m->weights)[at] = to_bf16((float)v);
+    if (m->form == F16) { /* v = mantissa * 2^exponent */
+        int a = v < 0 ? -v : v, e = 0;
+        while (a >> (e + 1)) e++;
+        ((uint16_t *)m->weights)[at] = a ? (uint16_t)((v < 0) << 15 | (e + 15) << 10 | (a << (10 - e) & 0x3ff)) : 0;
+    }
+    if (m->form == INT8) {
+        ((int8_t *)m->weights)[((b * quads + k / 4) * BLOCK + j) * 4 + k % 4] = (int8_t)v;
+        ((int32_t *)m->sums)[n] += v;
+    }
+    if (m->form != CODE4) return (float)v;
+    int64_t byte = SPLIT_CODES ? k % 2 * 8 + j / 8 * 4 + j % 4 : j, high = SPLIT_CODES ? j / 4 % 2 : k % 2;
+    ((uint8_t *)m->weights)[(b * m->inputs / 2 + k / 2) * BLOCK + byte] |= (uint8_t)((v & 15) << 4 * high);
+    return m->codes[v & 15] * m->scales[(b * (m->inputs / GROUP) + k / GROUP) * BLOCK + j];
+}
+
+/* Compare the products of every form with scalar sums. Returns 0 if equal within rounding; used once after compiling. */
+int self_check(void) {
+    enum { K = 2 * GROUP, N = 5 * BLOCK, ROWS = TILE_ROWS + 3 };
+    static float weights[K * N], values[K * N], x[ROWS * K], scales[2 * N], codes[16], o[ROWS * UNIT], ones[ROWS];
+    static int32_t sums[N];
+    static int8_t x8[ROWS * K];
+    uint32_t seed = 1;
+    for (int i = 0; i < 16; i++) codes[i] = (float)(i - 7) / 9.0f;
+    for (int i = 0; i < 2 * N; i++) scales[i] = 1.0f + (float)(i % 97) / 64.0f;
+    for (int i = 0; i < ROWS * K; i++) x8[i] = (int8_t)((int)(random_bits(&seed) >> 24) - 127), x[i] = (float)x8[i];
+    for (int r = 0; r < ROWS; r++) ones[r] = 1.0f;
+    for (int form = F32; form <= CODE4; form++) {
+        matrix m = {weights, scales, sums, codes, 0, form, N, K};
+        memset(weights, 0, sizeof weights), memset(sums, 0, sizeof sums);
+        for (int k = 0; k < K; k++)
+            for (int n = 0; n < N; n++) values[k * N + n] = set_weight(&m, k, n, (int)(random_bits(&seed) >> 25) - 64);
+        for (int rows = 1; rows <= ROWS; rows++)
+            for (int first = 0; first <= UNIT_BLOCKS; first += UNIT_BLOCKS) {
+                int blocks = first ? N / BLOCK - UNIT_BLOCKS : UNIT_BLOCKS;
+                if (form == F32) unit_product(F32, &m, first, blocks, x, K, rows, o);
+                if (form == BF16) unit_product(BF16, &m, first, blocks, x, K, rows, o);
+                if (form == F16) unit_product(F16, &m, first, blocks, x, K, rows, o);
+                if (form == INT8) int8_product(&m, first, blocks, x8, ones, rows, o);
+                if (form == CODE4) unit_product(CODE4, &m, first, blocks, x, K, rows, o);
+                for (int r = 0; r < rows; r++)
+                    for (int j = 0; j < blocks * BLOCK; j++) {
+                        double sum = 0;
+                        for (int k = 0; k < K; k++) sum += (double)values[k * N + first * BLOCK + j] * x[r * K + k];
+                        if (form == INT8) sum *= scales[first * BLOCK + j];
+                        if (!(fabs(o[r * UNIT + j] - sum) <= 1e-5 * (1e4 + fabs(sum)))) return 1 + form;
+                    }
+            }
+    }
+    return 0;
+}

@@ -1,0 +1,388 @@
+"""Native CPU engine of the Llama family (Llama, Qwen2, Qwen3, Mistral, SmolLM), see `llama_pass.c`.
+
+Batch-invariant by construction: the bits of a row do not depend on the other rows, their number or the threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specdemo.core.step import Draft
+from specdemo.models.engines.fused_weights import FusedWeights
+from specdemo.models.engines.generic import positions
+from specdemo.models.engines.native_build import native_library
+from specdemo.models.memory import LargePageBuffer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+GROUP = 64  # 4-bit weights per scale
+NATIVE_CHUNK = 256  # prompt rows per pass
+KEPT_ROWS = 16  # rows of the retained scratch buffer
+_HEAD_PADDING = 16
+FIRST_CAPACITY = 256
+FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_INT8, _CODE4 = 3, 4
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in ("weights", "scales", "sums", "codes", "bias")] + [
+        (name, ctypes.c_int32) for name in ("form", "outputs", "inputs")
+    ]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [(name, _Matrix) for name in ("qkv", "out", "gate_up", "down")] + [
+        (name, ctypes.c_void_p) for name in ("enter", "between", "query_norm", "key_norm")
+    ]
+
+
+class _Model(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("layers", "embedding", "channel_scale", "leave")),
+        ("head", _Matrix),
+        *(
+            (name, ctypes.c_int32)
+            for name in (
+                *("layer_count", "width", "inner", "heads", "kv_heads", "head_dim", "embedding_form", "cache_form"),
+            )
+        ),
+        *((name, ctypes.c_float) for name in ("epsilon", "attention_scale")),
+    ]
+
+
+class _Pass(ctypes.Structure):
+    _fields_ = [
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                *("model", "cache", "cosines", "sines", "ids", "positions", "prefix", "extra", "extra_start", "taps"),
+                *("hidden", "logits", "scratch"),
+            )
+        ),
+        ("capacity", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("rows", "last", "held", "threads")),
+    ]
+
+
+def uses_native_engine(device: torch.device) -> bool:
+    return device.type == "cpu" and isinstance(native_library(), ctypes.CDLL)
+
+
+def kv_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+
+
+def _library() -> ctypes.CDLL:
+    library = native_library()
+    if not isinstance(library, ctypes.CDLL):
+        raise library
+    library.scratch_floats.restype = ctypes.c_int64
+    return library
+
+
+class NativeMatrix:
+    """Weights `[outputs, inputs]` in the layout of `matrix` in the C source."""
+
+    def __init__(self, linears: Sequence[nn.Module], buffer: LargePageBuffer, interleaved: bool = False) -> None:
+        """Join `linears`; `interleaved`: alternate their blocks."""
+        library = _library()
+        self._block: int = library.block_outputs()
+        self._split_codes: bool = library.split_codes()
+        self.outputs = sum(linear.out_features for linear in linears)
+        self.inputs: int = linears[0].in_features
+        self.tensors: dict[str, Tensor] = {}
+        parts = [_stored(linear) for linear in linears]
+        self.form: int = parts[0].pop("form")
+        for part in parts[1:]:
+            if part.pop("form") != self.form:
+                raise ValueError("joined matrices need one number format")
+        if interleaved:
+            self.outputs = len(linears) * self._block * -(-linears[0].out_features // self._block)
+            parts = [{name: self._whole(value) for name, value in part.items()} for part in parts]
+        if self.form == FORMS[torch.float32]:
+            self._narrow(parts)
+        for name in parts[0]:
+            values = [part[name] for part in parts]
+            if name == "codes":
+                self.tensors[name] = values[0]
+                continue
+            if interleaved:
+                blocks = [value.unflatten(0, (-1, self._block)) for value in values]
+                joined = torch.stack(blocks, 1).flatten(0, 2)
+            else:
+                joined = self._whole(torch.cat(values) if len(values) > 1 else values[0])
+            self.tensors[name] = joined
+        self.tensors["weights"] = buffer.place(self._blocks(self.tensors["weights"]))
+        if self.form == _CODE4:
+            self.tensors["scales"] = self._transposed(self.tensors["scales"])
+
+    def _narrow(self, parts: list[dict[str, Any]]) -> None:
+        """Store float32 weights in 16 bits if that loses nothing."""
+        for dtype in (torch.float16, torch.bfloat16):
+            narrow = [part["weights"].to(dtype) for part in parts]
+            if all(torch.equal(part["weights"], weights.float()) for part, weights in zip(parts, narrow, strict=True)):
+                self.form = FORMS[dtype]
+                for part, weights in zip(parts, narrow, strict=True):
+                    part["weights"] = weights
+                return
+
+    def _blocks(self, weights: Tensor) -> Tensor:
+        if self.form == _INT8:
+            self.tensors["sums"] = weights.sum(1, dtype=torch.int32)
+            quads = F.pad(weights, (0, -self.inputs % 4)).unflatten(0, (-1, self._block)).unflatten(2, (-1, 4))
+            return quads.transpose(1, 2).contiguous()
+        blocks = self._transposed(weights)  # [blocks, inputs, outputs]
+        if self.form != _CODE4:
+            return blocks
+        pairs = blocks.unflatten(1, (-1, 2))
+        if self._split_codes:  # a byte contains the outputs n and n + 4
+            pairs = pairs.unflatten(3, (-1, 2, 4))
+            return (pairs[..., 0, :] | pairs[..., 1, :] << 4).flatten(2).contiguous()
+        return pairs[:, :, 0] | pairs[:, :, 1] << 4  # a byte contains the inputs k and k + 1
+
+    def _transposed(self, values: Tensor) -> Tensor:
+        return values.unflatten(0, (-1, self._block)).transpose(1, 2).contiguous()
+
+    def _whole(self, values: Tensor) -> Tensor:
+        missing = -len(values) % self._block
+        return torch.cat((values, values.new_zeros(missing, *values.shape[1:]))) if missing else values
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def struct(self) -> _Matrix:
+        pointers = {name: tensor.data_ptr() for name, tensor in self.tensors.items()}
+        return _Matrix(form=self.form, outputs=self.outputs, inputs=self.inputs, **pointers)
+
+
+def _stored(linear: nn.Module) -> dict[str, Any]:
+    """Return the stored values of a linear layer: `weights` `[outputs, inputs]`, `scales`, `codes` and `bias`."""
+    weight = linear.weight
+    state = getattr(weight, "quant_state", None)
+    if state is not None:
+        part = {"form": _CODE4} | _four_bit(weight, state)
+    elif weight.dtype == torch.int8:
+        part = {"form": _INT8, "weights": weight.CB.detach(), "scales": weight.SCB.detach().float() / 127}
+    else:
+        part = {"form": FORMS[weight.dtype], "weights": weight.detach()}
+    if linear.bias is not None:
+        part["bias"] = linear.bias.detach().float()
+    return part
+
+
+def _four_bit(weight: Tensor, state: Any) -> dict[str, Tensor]:
+    """Return codes and scales of bitsandbytes (2305.14314): even inputs are stored in the upper half of a byte."""
+    from bitsandbytes.functional import dequantize_blockwise
+
+    outputs, inputs = state.shape
+    data = weight.detach().flatten()
+    codes = torch.stack((data >> 4, data & 15), 1).view(outputs, inputs)
+    scales = dequantize_blockwise(state.absmax, state.state2) + state.offset if state.nested else state.absmax
+    return {"weights": codes, "scales": scales.float().view(outputs, inputs // GROUP), "codes": state.code.float()}
+
+
+class NativeWeights(FusedWeights):
+    """Weights in the layout of the C functions."""
+
+    batch_invariant = True
+
+    def __init__(self, model: PreTrainedModel, consume: bool = False) -> None:
+        """`consume`: release each matrix of `model` when converted."""
+        super().__init__(model)
+        config, body = model.config, model.model
+        self.layers = list(range(len(body.layers)))
+        self._kept: list[Any] = []
+        self._buffer = LargePageBuffer()
+        self._consume = consume
+        tied = model.lm_head.weight is body.embed_tokens.weight
+        self.embedding = None if tied else self._keep(body.embed_tokens.weight.detach().clone())
+        self._leave = self._gain(body.norm)
+        self._structs = (_Layer * len(body.layers))(*map(self._layer, body.layers))
+        self._head = self._matrix([model.lm_head])
+        self._inner: int = config.intermediate_size
+        self._epsilon: float = body.norm.variance_epsilon
+        self._scale = getattr(getattr(body.layers[0], "self_attn", None), "scaling", None) or self.head_dim**-0.5
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(part.nbytes for part in self._kept)
+
+    def with_channel_scale(self, scale: Tensor) -> NativeWeights:
+        thin = super().with_channel_scale(scale)
+        thin.channel_scale = scale.float().contiguous()
+        return thin
+
+    def rotation(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines `[count, head_dim / 2]`."""
+        cosines, sines = self._angles(torch.empty(0), torch.arange(count)[None])
+        half = self.head_dim // 2
+        return cosines[0, :, :half].contiguous(), sines[0, :, :half].contiguous()
+
+    def struct(self) -> tuple[_Model, Any]:
+        size = ctypes.sizeof(_Layer)
+        pointers = (ctypes.c_void_p * len(self.layers))(
+            *(ctypes.addressof(self._structs) + size * i for i in self.layers)
+        )
+        return _Model(
+            layers=ctypes.addressof(pointers),
+            embedding=None if self.embedding is None else self.embedding.data_ptr(),
+            channel_scale=None if self.channel_scale is None else self.channel_scale.data_ptr(),
+            leave=self._leave.data_ptr(),
+            head=self._head.struct(),
+            layer_count=len(self.layers),
+            width=self.width,
+            inner=self._inner,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            embedding_form=0 if self.embedding is None else FORMS[self.embedding.dtype],
+            cache_form=FORMS[kv_dtype(self.dtype)],
+            epsilon=self._epsilon,
+            attention_scale=self._scale,
+        ), pointers
+
+    def _keep(self, part: Any) -> Any:
+        self._kept.append(part)
+        return part
+
+    def _gain(self, norm: nn.Module | None) -> Tensor | None:
+        return None if norm is None else self._keep(norm.weight.detach().float().clone())
+
+    def _matrix(self, linears: Sequence[nn.Module], interleaved: bool = False) -> NativeMatrix:
+        matrix = self._keep(NativeMatrix(linears, self._buffer, interleaved))
+        if self._consume:
+            for linear in linears:
+                linear.weight = None
+        return matrix
+
+    def _layer(self, layer: nn.Module) -> _Layer:
+        attention, gated = layer.self_attn, layer.mlp
+        gains = {
+            "enter": layer.input_layernorm,
+            "between": layer.post_attention_layernorm,
+            "query_norm": getattr(attention, "q_norm", None),
+            "key_norm": getattr(attention, "k_norm", None),
+        }
+        pointers = {name: gain.data_ptr() for name, norm in gains.items() if (gain := self._gain(norm)) is not None}
+        return _Layer(
+            qkv=self._matrix([attention.q_proj, attention.k_proj, attention.v_proj]).struct(),
+            out=self._matrix([attention.o_proj]).struct(),
+            gate_up=self._matrix([gated.gate_proj, gated.up_proj], interleaved=True).struct(),
+            down=self._matrix([gated.down_proj]).struct(),
+            **pointers,
+        )
+
+
+def _integers(values: Sequence[int]) -> Any:
+    return (ctypes.c_int32 * max(1, len(values)))(*values)
+
+
+class NativeEngine:
+    """Passes over the KV cache of one request."""
+
+    def __init__(self, model: NativeWeights) -> None:
+        self._library, self._model = _library(), model
+        self._struct, self._pointers = model.struct()
+        self._length = self._written = self._capacity = 0
+        padded = model.head_dim + -model.head_dim % _HEAD_PADDING
+        self._kv = torch.zeros(len(model.layers), 2 * model.kv_heads, 0, padded, dtype=kv_dtype(model.dtype))
+        self._scratch = self._buffer(KEPT_ROWS)
+
+    def run(self, new: list[int] | Tensor, held: int, draft: Draft, layers: Sequence[int] = ()) -> Tensor:
+        """See `CacheEngine.run`. `layers`: store their hidden states `[layers, rows, width]` in `hidden`."""
+        new = new.tolist() if isinstance(new, Tensor) else new
+        while len(new) > NATIVE_CHUNK + len(draft):
+            self._pass(new[:NATIVE_CHUNK], held, Draft(), 0, ())
+            new, held = new[NATIVE_CHUNK:], held + NATIVE_CHUNK
+        return self._pass(new, held, draft, min(len(new), len(draft) + 1), layers)
+
+    def keep(self, length: int, slots: list[int]) -> None:
+        end = length + len(slots)
+        if slots and slots != list(range(length, end)):
+            self._kv[:, :, length:end] = self._kv[:, :, torch.tensor(slots)]
+        self._length = end
+
+    @torch.inference_mode()
+    def clear(self) -> None:
+        """Zero the cache, so that texts do not outlive their request."""
+        self._kv[:, :, : self._written].zero_()
+        self._length = self._written = 0
+
+    @property
+    def kv_bytes(self) -> int:
+        return self._kv[:, :, : self._length].nbytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self._kv.nbytes
+
+    def _pass(self, new: list[int], held: int, draft: Draft, last: int, layers: Sequence[int]) -> Tensor:
+        model, rows = self._model, len(new)
+        self._reserve(held + rows)
+        text = held + rows - len(draft)  # length of the text before the draft
+        first = max(0, held - text)  # first node among the new rows
+        if draft.is_chain:
+            placed, prefix, extra, starts = (
+                range(held, held + rows),
+                range(held + 1, held + rows + 1),
+                (),
+                [0] * (rows + 1),
+            )
+        else:
+            paths = [draft.path(node) for node in range(first, len(draft))]
+            placed = positions(rows, held, draft)
+            prefix = [*range(held + 1, text + 1), *[text] * len(paths)]
+            extra, starts = [], [0] * (rows - len(paths) + 1)
+            for path in paths:
+                extra += [text + ancestor for ancestor in path]
+                starts.append(len(extra))
+        logits = torch.empty(last, model.config.vocab_size)
+        taps = [-1] * len(model.layers)
+        for index, layer in enumerate(layers):
+            taps[layer] = index
+        self.hidden = torch.empty(len(layers), rows, model.width)
+        scratch = self._scratch if rows <= KEPT_ROWS else self._buffer(rows)
+        arrays = [_integers(values) for values in (new, placed, prefix, extra, starts, taps)]
+        failed = self._library.run_pass(
+            ctypes.byref(
+                _Pass(
+                    ctypes.addressof(self._struct),
+                    self._kv.data_ptr(),
+                    self._cosines.data_ptr(),
+                    self._sines.data_ptr(),
+                    *map(ctypes.addressof, arrays),
+                    self.hidden.data_ptr(),
+                    logits.data_ptr(),
+                    scratch.data_ptr(),
+                    self._capacity,
+                    rows,
+                    last,
+                    held,
+                    torch.get_num_threads(),
+                )
+            )
+        )
+        if failed:
+            raise MemoryError("the native engine has no memory for its buffers")
+        self._length, self._written = held + rows, max(held + rows, self._written)
+        return logits
+
+    def _buffer(self, rows: int) -> Tensor:
+        return torch.empty(self._library.scratch_floats(ctypes.byref(self._struct), ctypes.c_int32(rows)))
+
+    def _reserve(self, end: int) -> None:
+        if end <= self._capacity:
+            return
+        capacity = max(FIRST_CAPACITY, 2 * self._capacity, end)
+        kv = torch.zeros(*self._kv.shape[:2], capacity, self._kv.shape[3], dtype=self._kv.dtype)
+        kv[:, :, : self._capacity] = self._kv
+        self._kv, self._capacity = kv, capacity
+        self._cosines, self._sines = self._model.rotation(capacity)

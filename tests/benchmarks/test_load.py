@@ -1,0 +1,59 @@
+"""Load test: figures of known frames."""
+
+from __future__ import annotations
+
+import json
+from itertools import count
+from typing import Any
+
+import pytest
+
+from benchmarks.load import Visit, figures, growth_percent, jain_index, visit
+from benchmarks.soak import Tallies
+
+
+def frame(at: int, phase: tuple[str, str], *records: dict[str, Any], over: bool = False) -> str:
+    return json.dumps({"at": at, "phase": phase, "r": records, "over": over})
+
+
+def cells(*tokens: int, rejected: int | None = None) -> dict[str, Any]:
+    kinds = [["accepted", "x", token] for token in tokens]
+    return {"l": "spec", "c": [*kinds, *([["rejected", "y", rejected]] if rejected is not None else [])]}
+
+
+FRAMES = [
+    frame(0, ("queued", "2 ahead")),
+    frame(0, ("queued", "1 ahead, about 3 s")),
+    frame(0, ("prefill", ""), {"l": "spec", "head": {}}),
+    frame(1, ("decoding", ""), cells(1, 2, rejected=9)),
+    frame(2, ("done", "3 tokens"), cells(3), over=True),
+]
+
+
+def test_a_visit_contains_tokens_phases_and_times() -> None:
+    seen = visit(FRAMES, count(0.0, 1.0))
+    assert seen.tokens == [1, 2, 3] and seen.first_token_s == 3.0 and seen.gaps == 0
+    assert seen.queued and seen.estimated and seen.done
+
+
+def test_lost_frames_and_failures_are_found() -> None:
+    assert visit([FRAMES[0], FRAMES[3], FRAMES[4]], count(0.0, 1.0)).gaps == 1
+    assert not visit(FRAMES[:-1], count(0.0, 1.0)).over
+    failed = visit([frame(0, ("failed", "busy"), over=True)], count(0.0, 1.0))
+    assert failed.over and not failed.done and not failed.queued and failed.first_token_s is None
+    assert visit(FRAMES[:1], count(0.0, 1.0)).queued and not visit(FRAMES[:1], count(0.0, 1.0)).estimated
+
+
+def test_fairness_and_growth_have_known_values() -> None:
+    assert jain_index([3, 3, 3]) == 1 and jain_index([6, 0, 0]) == pytest.approx(1 / 3) and jain_index([0, 0]) == 1
+    assert growth_percent([1, 9, 100, 100, 104, 108, 105, 105]) == pytest.approx(5)
+    assert growth_percent([100]) == 0
+
+
+def test_the_record_counts_lost_mixed_and_failed_runs() -> None:
+    good, lost = visit(FRAMES, count(0.0, 1.0)), visit(FRAMES[:-1], count(0.0, 1.0))
+    failed = Visit(phases=[("failed", "busy")], over=True)
+    record = figures(1, [[(good, 0), (good, 1)], [(lost, 0), (failed, 0)]], [[1, 2, 3], [1, 2, 4]], [100.0], Tallies())
+    assert (record["runs"], record["lost"], record["wrong"], record["failed"]) == (4, 1, 1, 1)
+    assert (record["queued"], record["estimated"], record["p95_s"]) == (3, 3, 3.0)
+    assert record["fairness"] == pytest.approx(0.5) and record["curve_mb"] == [100]

@@ -1,0 +1,148 @@
+"""Output files: complete or absent, ends of interrupted runs, and a sentence for each failure of writing."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fakes.tiny_models import byte_level_tokenizer, save_model
+
+from specdemo.cli import main
+from specdemo.cli import run as run_module
+from specdemo.cli.output import output_file
+from specdemo.core.errors import UserError
+from specdemo.core.events import StepEvent
+
+ROOT = Path(__file__).parents[2]
+PROMPT = "def add(a, b):\n"
+FULL = Path("/dev/full")
+
+needs_full_device = pytest.mark.skipif(not FULL.exists(), reason="no /dev/full")
+
+
+@pytest.fixture(scope="module")
+def ar(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = save_model(tmp_path_factory.mktemp("models") / "target", byte_level_tokenizer())
+    return ["--target", str(folder), "--method", "ar", "--device", "cpu", "--max-tokens", "20"]
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def test_a_failed_run_leaves_the_earlier_file(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("earlier")
+    with pytest.raises(KeyError), output_file(path, "the trace"):
+        raise KeyError("before the first line")
+    assert path.read_text() == "earlier" and os.listdir(tmp_path) == ["trace.jsonl"]
+    with output_file(path, "the trace") as file:
+        file.write("later")
+        assert path.read_text() == "earlier"
+    assert path.read_text() == "later" and os.listdir(tmp_path) == ["trace.jsonl"]
+
+
+def test_a_link_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    with output_file(tmp_path / "link", "the trace") as file:
+        file.write("text")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "text"
+
+
+def test_a_refused_run_does_not_change_the_trace(ar: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("earlier")
+    assert main(["run", "", *ar, "--trace", str(path)]) == 2
+    assert path.read_text() == "earlier" and len(os.listdir(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "end"), [(KeyboardInterrupt, 130, "cancelled"), (ZeroDivisionError, None, "error")]
+)
+def test_an_interrupted_run_is_marked_in_its_trace(
+    failure: type[BaseException],
+    code: int | None,
+    end: str,
+    ar: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path, real = tmp_path / "trace.jsonl", run_module.generate
+
+    def failing(*given: object) -> Iterator[object]:
+        for event in real(*given):
+            yield event
+            if isinstance(event, StepEvent) and event.step.i == 2:
+                raise failure("broken")
+
+    monkeypatch.setattr(run_module, "generate", failing)
+    command = ["run", PROMPT, *ar, "--trace", str(path)]
+    if code is None:
+        with pytest.raises(failure):
+            main(command)
+    else:
+        assert main(command) == code
+    header, *steps, last = lines(path)
+    assert "specdemo" in header and len(steps) == 3 and last["metrics"]["steps"] == 3
+    assert (last["end"], last["error"]) == (end, "interrupted" if code else "broken")
+
+
+def in_new_process(arguments: list[str], limit: int | None = None, **options: object) -> subprocess.CompletedProcess:
+    """Run the terminal with a maximum file size, like a disk that becomes full."""
+
+    def set_limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    return subprocess.run(
+        [sys.executable, "-m", "specdemo", *arguments],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=set_limit if limit else None,
+        **{"stdout": subprocess.PIPE, **options},
+    )
+
+
+def test_a_disk_that_becomes_full_ends_the_run_with_a_sentence(ar: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    done = in_new_process(["run", PROMPT, *ar, "--trace", str(path)], limit=4096)
+    assert done.returncode == 2
+    sentence = f"specdemo: cannot write the trace to {path}: File too large: free some space"
+    assert done.stderr.splitlines()[-1] == sentence and "Traceback" not in done.stderr
+    assert os.listdir(tmp_path) == []
+
+
+@needs_full_device
+def test_a_full_disk_for_traces_and_output(ar: list[str]) -> None:
+    done = in_new_process(["run", PROMPT, *ar, "--trace", str(FULL)])
+    assert done.returncode == 2 and FULL.is_char_device()
+    assert done.stderr.splitlines()[-1].endswith("No space left on device: free some space")
+    with FULL.open("w") as full:
+        done = in_new_process(["run", PROMPT, *ar, "--json"], stdout=full)
+    assert done.returncode == 2
+    sentence = "specdemo: cannot write the output: No space left on device: free some space"
+    assert done.stderr.splitlines()[-1] == sentence and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("option", ["--trace", "--output"])
+def test_a_directory_without_write_access(
+    option: str, ar: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """/proc is read-only for root, too; a bench is refused before it measures."""
+    command = ["run", PROMPT, *ar] if option == "--trace" else ["bench", *ar[:2], "--method", "nasd", "--device", "cpu"]
+    assert main([*command, option, "/proc/specdemo.out"]) == 2
+    shown = capsys.readouterr()
+    assert not shown.out and "cannot write the " in (last := shown.err.splitlines()[-1])
+    assert last.endswith(": choose a writable directory")
+
+
+@needs_full_device
+def test_direct_writes_report_their_failure() -> None:
+    with pytest.raises(UserError, match="free some space"), output_file(FULL, "the trace") as file:
+        file.write("x" * 100_000)

@@ -1,0 +1,158 @@
+"""KV caches of conversations: exclusive to a lane, bounded in bytes, freed with visitor and model."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.tiny_models import TEMPLATE, byte_level_tokenizer, save_model
+
+from specdemo.core.events import End
+from specdemo.core.step import Draft
+from specdemo.generate import generate
+from specdemo.models import model_pool
+from specdemo.models.chat_caches import ChatCaches, Conversation
+from specdemo.models.kv_cache import CachedModel
+from specdemo.models.model_pool import ModelPool
+from specdemo.recipe import Recipe
+from specdemo.ui.service import Service
+
+PATIENCE = 60.0
+TALK = [{"role": "user", "content": "one"}]
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> str:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return str(save_model(tmp_path_factory.mktemp("talker") / "target", tokenizer))
+
+
+@pytest.fixture
+def recipe(talker: str) -> Recipe:
+    return Recipe(target=talker, method="nasd", temperature=0, max_tokens=12, device="cpu", chat=True)
+
+
+@pytest.fixture
+def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Number of tokens in each pass over more than ten rows."""
+    counts: list[int] = []
+    run = CachedModel._run
+
+    def counting(self: CachedModel, new: Any, *rest: Any) -> Any:
+        counts.append(len(new)) if len(new) > 10 else None
+        return run(self, new, *rest)
+
+    monkeypatch.setattr(CachedModel, "_run", counting)
+    return counts
+
+
+@pytest.fixture
+def service(recipe: Recipe, prefilled: list[int]) -> Iterator[Service]:
+    """Service with a loaded and measured model."""
+    service = Service(ModelPool(), generate)
+    assert service.start([("spec", recipe)], "one").wait(PATIENCE)
+    prefilled.clear()
+    yield service
+    service.worker.close()
+
+
+def ended(events: Iterator[Any]) -> bool:
+    *_, end = events
+    return isinstance(end, End) and end.reason in ("stop", "length")
+
+
+def read(model: Any) -> CachedModel:
+    cache = CachedModel(model)
+    cache.score([1] * 40, Draft())
+    return cache
+
+
+def cached(pool: ModelPool) -> list[CachedModel]:
+    return [cache for caches in pool.chats._caches.values() for cache in caches.values()]
+
+
+def test_unloading_frees_the_model_of_a_conversation(recipe: Recipe) -> None:
+    pool, stores = ModelPool(), {}
+    assert ended(generate(recipe, TALK, pool, stores)) and pool.chats.reserved_bytes > 0
+    model = weakref.ref(pool.take(recipe.target_spec).model)
+    pool.drop(recipe.target_spec)
+    assert model() is None and pool.chats.reserved_bytes == 0 and stores
+    assert ended(generate(recipe, TALK, pool, stores))  # with the model loaded again
+    pool.clear()
+    assert pool.chats.reserved_bytes == 0
+
+
+def test_a_model_unloaded_during_a_run_is_freed(recipe: Recipe) -> None:
+    pool, stores = ModelPool(), {}
+    run = generate(recipe, TALK, pool, stores)
+    for event in run:
+        if hasattr(event, "step"):
+            break
+    model = weakref.ref(pool.take(recipe.target_spec).model)
+    pool.clear()
+    assert model() is not None and ended(run)
+    del run
+    gc.collect()
+    assert model() is None and not cached(pool)
+
+
+def test_leaving_frees_the_caches_of_a_visitor(service: Service, recipe: Recipe) -> None:
+    stream = service.start([("spec", recipe)], "one", visitor="a")
+    assert stream.wait(PATIENCE) and stream.error is None and cached(service._models)
+    service.leave("a")
+    assert not cached(service._models)
+
+
+@pytest.mark.parametrize("lanes", [("spec", "third"), ("spec", "spec")])
+def test_every_lane_computes_its_prefill(
+    service: Service, recipe: Recipe, prefilled: list[int], lanes: tuple[str, str]
+) -> None:
+    """Lanes with the same method, and repetitions of a lane."""
+    prompt = "a longer prompt than a draft"
+    stream = service.start([(lane, recipe) for lane in lanes], prompt, visitor="a")
+    assert stream.wait(PATIENCE) and stream.error is None
+    assert len(prefilled) == 2 and prefilled[0] == prefilled[1] > 10
+
+
+def test_each_lane_continues_from_its_own_cache(service: Service, recipe: Recipe, prefilled: list[int]) -> None:
+    lanes, prompt = [("spec", recipe), ("third", recipe)], "a longer prompt than a draft " * 4
+    assert service.start(lanes, prompt, visitor="a").wait(PATIENCE)
+    first = prefilled[0]
+    assert service.start(lanes, prompt, visitor="a").wait(PATIENCE)
+    assert prefilled[:2] == [first, first] and not prefilled[2:]
+
+
+def test_caches_are_bounded_in_bytes(recipe: Recipe) -> None:
+    pool = ModelPool()
+    assert ended(generate(recipe, TALK, pool, {}))
+    loaded = pool.take(recipe.target_spec)
+    size, conversations = read(loaded.model).reserved_bytes, [Conversation() for _ in range(3)]
+    caches = ChatCaches(lambda model: True, budget_bytes=2 * size)
+    for conversation in conversations[:2]:
+        caches.put(conversation, "target", read(loaded.model))
+    recent = caches.take(conversations[0], "target", loaded.model)
+    assert recent is not None and caches.take(conversations[0], "target", loaded.model) is None  # exclusive
+    caches.put(conversations[0], "target", recent)
+    caches.put(conversations[2], "target", read(loaded.model))
+    assert caches.reserved_bytes <= 2 * size
+    kept = [caches.take(conversation, "target", loaded.model) is not None for conversation in conversations]
+    assert kept == [True, False, True]  # the least recently used one was freed
+
+
+def test_caches_give_way_to_models(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches are freed before models are unloaded, and for the KV cache of another run."""
+    pool, stores = ModelPool(), {}
+    assert ended(generate(recipe, TALK, pool, stores)) and cached(pool)
+    other = str(save_model(tmp_path / "other", byte_level_tokenizer()))
+    monkeypatch.setattr(model_pool, "missing_bytes", lambda plans: {"cpu": (2, 1)} if cached(pool) else {})
+    assert ended(generate(Recipe(target=other, method="ar", max_tokens=4, device="cpu"), "x = 1", pool))
+    assert not cached(pool) and recipe.target_spec in pool
+    assert ended(generate(recipe, TALK, pool, stores)) and cached(pool)
+    monkeypatch.setattr(model_pool, "free_bytes", lambda device: 0)
+    assert ended(generate(Recipe(target=other, method="ar", max_tokens=4, device="cpu"), "x = 1", pool))
+    assert not cached(pool)

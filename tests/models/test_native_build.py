@@ -1,0 +1,108 @@
+"""Build of the native engine: compiled once per source, compiler and CPU; faults leave the torch engine."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fakes.tiny_models import byte_level_tokenizer, save_model
+
+from specdemo.models.engines import native_build
+from specdemo.models.engines.native_build import NativeUnavailable, native_library
+from specdemo.models.load import load
+from specdemo.models.spec import ModelSpec
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Use an empty cache folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    native_library.cache_clear()
+    yield tmp_path / "cache" / "specdemo"
+    native_library.cache_clear()
+
+
+def compiler(folder: Path, script: str) -> str:
+    path = folder / "fake-cc"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def failure() -> str:
+    result = native_library()
+    assert isinstance(result, NativeUnavailable)
+    return str(result)
+
+
+def test_the_second_load_uses_the_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(native_library(), ctypes.CDLL)
+    assert {path.suffix for path in cache.iterdir()} == {".so", ".sha256"}
+    native_library.cache_clear()
+    monkeypatch.setattr(native_build, "_compile", lambda *arguments: pytest.fail("compiled again"))
+    assert isinstance(native_library(), ctypes.CDLL)
+
+
+def test_a_damaged_cache_file_is_compiled_again(cache: Path) -> None:
+    native_library()
+    path = next(cache.glob("*.so"))
+    path.unlink()
+    path.write_bytes(b"\x7fELF foreign")
+    native_library.cache_clear()
+    assert isinstance(native_library(), ctypes.CDLL)
+
+
+def test_a_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "")
+    assert "no C compiler was found: install a C compiler" in failure()
+
+
+def test_a_failing_compiler_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", compiler(tmp_path, "echo 'fatal error: out of order' >&2; exit 1"))
+    assert failure().startswith("the C compiler failed (fatal error: out of order): ")
+
+
+def test_a_compiler_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_build, "_COMPILE_S", 0.2)
+    monkeypatch.setenv("CC", compiler(tmp_path, "exec sleep 60"))
+    assert "no result" in failure()
+
+
+def test_wrong_results_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = native_build.SOURCE.read_text()
+    broken = source.replace("convertvector(h, vu) << 16", "convertvector(h, vu) << 15")
+    assert broken != source
+    monkeypatch.setattr(native_build, "SOURCE", tmp_path / "broken.c")
+    (tmp_path / "broken.c").write_text(broken)
+    assert failure().startswith("the compiled engine computes wrong results")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="compiler options of x86-64")
+@pytest.mark.parametrize("target", ["x86-64", "x86-64-v2", "x86-64-v3"])
+def test_the_source_is_portable(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile without AVX and with AVX2; the compiled library is checked against scalar sums."""
+    flags = "AVX2" if target == "x86-64-v3" else ""
+    if flags and "avx2" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("the CPU has no AVX2")
+    changed = tuple(f"-march={target}" if flag == "-march=native" else flag for flag in native_build._FLAGS)
+    monkeypatch.setattr(native_build, "_FLAGS", changed)
+    assert isinstance(native_library(), ctypes.CDLL)
+
+
+def test_an_unusable_cache_folder_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file, not a folder")
+    assert "set XDG_CACHE_HOME to a writable directory" in failure()
+
+
+def test_the_torch_engine_replaces_a_disabled_native_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model(tmp_path / "model", byte_level_tokenizer())
+    spec = ModelSpec(str(tmp_path / "model"), device="cpu")
+    assert load(spec).engine == "native"
+    monkeypatch.setenv(native_build.SWITCH, "0")
+    native_library.cache_clear()
+    assert load(spec).engine == "lean: no native engine, disabled by SPECDEMO_NATIVE=0"

@@ -1,0 +1,281 @@
+"""Native engine: identical bits for any number of rows and threads; logits of transformers; values of bitsandbytes."""
+
+from __future__ import annotations
+
+import os
+import random
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import bitsandbytes as bnb
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from specdemo.core.step import Draft
+from specdemo.models.engines.llama_weights import with_dropout, with_layers
+from specdemo.models.engines.native_llama import KEPT_ROWS, NATIVE_CHUNK, NativeEngine, NativeWeights
+from specdemo.models.kv_cache import CachedModel, check_invariance
+
+VOCAB, CONTEXT = 301, 2100
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "initializer_range": 0.2,
+}
+ODD = {"hidden_size": 60, "intermediate_size": 37, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 18}
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**SMALL),
+    "tied": LlamaConfig(**SMALL, tie_word_embeddings=True),
+    "odd widths": LlamaConfig(**{**SMALL, **ODD}),
+    "biases": LlamaConfig(**{**SMALL, **ODD}, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "wide heads": LlamaConfig(**{**SMALL, "head_dim": 80}),
+    "yarn": LlamaConfig(**SMALL, rope_parameters=YARN),
+    "mistral": MistralConfig(**SMALL, sliding_window=None),
+    "qwen2": Qwen2Config(**SMALL),
+    "qwen3": Qwen3Config(**{**SMALL, "head_dim": 24}),
+}
+DTYPES = ("float32", "bfloat16", "float16")
+QUANTIZED = ("int8", "nf4", "nf4-single", "fp4")
+FORMS = [
+    *((name, "float32") for name in CONFIGS),
+    *((name, dtype) for name in ("odd widths", "tied") for dtype in ("bfloat16", "float16")),
+    *(("llama", form) for form in QUANTIZED),
+]
+
+
+def random_model(config: PretrainedConfig, dtype: str = "float32") -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype)).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # gains and biases
+            parameter.add_(torch.randn(parameter.shape) / 4)
+    return model
+
+
+def quantized(form: str, model: Any) -> Any:
+    """Replace the linear layers except the head by layers of bitsandbytes."""
+    for parent in list(model.model.modules()):
+        for name, linear in list(parent.named_children()):
+            if type(linear) is not nn.Linear:
+                continue
+            sizes, options = (linear.in_features, linear.out_features, linear.bias is not None), {}
+            if form == "int8":
+                layer = bnb.nn.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=0.0)
+            else:
+                kind, _, single = form.partition("-")
+                options = {"compress_statistics": not single, "quant_type": kind, "compute_dtype": torch.float32}
+                layer = bnb.nn.Linear4bit(*sizes, **options)
+            layer.load_state_dict(linear.state_dict())
+            setattr(parent, name, layer.to("cpu"))
+    return model
+
+
+def dequantized(model: Any) -> Any:
+    """Replace the layers of bitsandbytes by float32 layers with their dequantised weights."""
+    for parent in list(model.model.modules()):
+        for name, layer in list(parent.named_children()):
+            if not isinstance(layer, (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)):
+                continue
+            if isinstance(layer, bnb.nn.Linear4bit):
+                weight = bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+            else:
+                weight = layer.weight.CB * layer.weight.SCB[:, None] / 127
+            linear = nn.Linear(layer.in_features, layer.out_features, bias=False)
+            linear.weight = nn.Parameter(weight.float(), requires_grad=False)
+            setattr(parent, name, linear)
+    return model
+
+
+def weights(name: str, form: str) -> NativeWeights:
+    if form in DTYPES:
+        return NativeWeights(random_model(CONFIGS[name], form))
+    return NativeWeights(quantized(form, random_model(CONFIGS[name])))
+
+
+def text(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+def single_rows(model: NativeWeights, tokens: list[int], start: int) -> Tensor:
+    """Return the logits after tokens[start:], fed one by one."""
+    engine = NativeEngine(model)
+    if start:
+        engine.run(tokens[:start], 0, Draft())
+    return torch.cat([engine.run([token], start + i, Draft()) for i, token in enumerate(tokens[start:])])
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def threads(request: pytest.FixtureRequest) -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("name", "form"), FORMS)
+def test_rows_of_chains_have_the_bits_of_single_rows(name: str, form: str, threads: int) -> None:
+    model = weights(name, form)
+    for start in (0, 3, 250):  # the cache grows at 256
+        tokens = text(start + KEPT_ROWS + 3, seed=start)
+        expected = single_rows(model, tokens, start)
+        for rows in (*range(2, KEPT_ROWS + 1), KEPT_ROWS + 3) if start else (2, 7):
+            engine = NativeEngine(model)
+            if start:
+                engine.run(tokens[:start], 0, Draft())
+            chain = tokens[start : start + rows]
+            assert torch.equal(engine.run(chain, start, Draft.chain(tuple(chain[1:]))), expected[:rows]), (start, rows)
+
+
+@pytest.mark.parametrize("form", [*DTYPES, *QUANTIZED])
+def test_long_contexts_and_prompt_chunks_keep_the_bits(form: str) -> None:
+    model, tokens = weights("llama", form), text(2050)
+    expected = single_rows(model, tokens, 2040)
+    for start in (2040, 1900, 5):
+        engine = NativeEngine(model)
+        engine.run(tokens[:start], 0, Draft())
+        assert 2040 - start < NATIVE_CHUNK or start == 5
+        assert torch.equal(engine.run(tokens[start:2041], start, Draft())[-1], expected[0])
+    rows = engine.run(tokens[2041:], 2041, Draft.chain(tuple(tokens[2042:])))
+    assert torch.equal(rows, expected[1:])
+
+
+@pytest.mark.parametrize(("name", "form"), FORMS)
+def test_nodes_of_forests_have_the_bits_of_single_rows(name: str, form: str, threads: int) -> None:
+    model, rng = weights(name, form), random.Random(1)
+    for start in (1, 40):
+        tokens = text(start, seed=2)
+        for _ in range(2):
+            count = rng.randrange(2, 14)
+            draft = Draft(tuple(text(count, rng.random())), tuple(rng.randrange(-1, i) for i in range(count)))
+            engine = NativeEngine(model)
+            if start > 1:
+                engine.run(tokens[:-1], 0, Draft())
+            rows = engine.run([tokens[-1], *draft.tokens], start - 1, draft)
+            for node in range(-1, count):
+                path = draft.path(node) if node >= 0 else ()
+                branch = tokens + [draft.tokens[i] for i in path]
+                assert torch.equal(rows[node + 1], single_rows(model, branch, len(branch) - 1)[0]), (draft, node)
+            kept = draft.path(count - 1)
+            engine.keep(start, [start + node for node in kept])
+            branch = [*tokens, *(draft.tokens[i] for i in kept), 7]
+            after = engine.run([7], start + len(kept), Draft())
+            assert torch.equal(after[0], single_rows(model, branch, len(branch) - 1)[0])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_equal_transformers(name: str) -> None:
+    oracle, tokens = random_model(CONFIGS[name]), text(300)
+    expected = oracle(torch.tensor([tokens])).logits[0]
+    found = CachedModel(NativeWeights(oracle)).read(tokens)
+    assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rounding_errors_are_below_those_of_transformers(name: str, dtype: str) -> None:
+    """Compare both with the same weights in float32: activations stay in float32."""
+    model, tokens = random_model(CONFIGS[name], dtype), text(100)
+    found, theirs = CachedModel(NativeWeights(model)).read(tokens), model(torch.tensor([tokens])).logits[0].float()
+    exact = model.float()(torch.tensor([tokens])).logits[0]
+    assert (found - exact).abs().mean() < (theirs - exact).abs().mean()
+
+
+@pytest.mark.parametrize("form", ["nf4", "nf4-single", "fp4"])
+def test_4_bit_weights_are_those_of_bitsandbytes(form: str) -> None:
+    model, tokens = quantized(form, random_model(CONFIGS["llama"])), text(40)
+    found = CachedModel(NativeWeights(model)).read(tokens)
+    expected = dequantized(model)(torch.tensor([tokens])).logits[0]
+    assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
+def test_int8_equals_bitsandbytes_up_to_the_rounding_of_activations() -> None:
+    model, tokens = quantized("int8", random_model(CONFIGS["llama"])), text(40)
+    found = CachedModel(NativeWeights(model)).read(tokens)
+    expected = dequantized(model)(torch.tensor([tokens])).logits[0]
+    assert (found - expected).abs().max() <= 0.1 * expected.abs().max()
+
+
+def test_int8_rows_do_not_depend_on_outliers_next_to_them() -> None:
+    model = weights("llama", "int8")
+    model.embedding[5] *= 1000
+    engine, other = NativeEngine(model), NativeEngine(model)
+    rows = engine.run([1, 2, 5], 0, Draft.chain((2, 5)))
+    assert torch.equal(rows[:2], other.run([1, 2, 3], 0, Draft.chain((2, 3)))[:2])
+
+
+def test_hidden_states_equal_transformers() -> None:
+    oracle, tokens = random_model(CONFIGS["qwen3"]), text(9)
+    states = oracle.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    engine = NativeEngine(NativeWeights(oracle))
+    engine.run(tokens, 0, Draft.chain(tuple(tokens[1:])), layers=[0])
+    assert (engine.hidden[0] - states[1][0]).abs().max() <= 2e-5 * states[1].abs().max()
+
+
+def test_layers_and_dropout_change_only_the_derived_model() -> None:
+    oracle, tokens = random_model(CONFIGS["llama"]), text(20)
+    model = NativeWeights(oracle)
+    before = CachedModel(model).read(tokens)
+    thin, dropped = with_layers(model, [1]), with_dropout(model, 0)
+    oracle.model.layers = oracle.model.layers[1:]
+    oracle.model.layers[0].self_attn.layer_idx = 0
+    expected = oracle(torch.tensor([tokens]), use_cache=False).logits[0]
+    assert (CachedModel(thin).read(tokens) - expected).abs().max() <= 2e-5 * expected.abs().max()
+    assert not torch.equal(CachedModel(dropped).read(tokens), before)
+    assert torch.equal(CachedModel(model).read(tokens), before)
+    assert thin.weight_bytes == dropped.weight_bytes == model.weight_bytes  # shared, not copied
+
+
+@pytest.mark.parametrize(("form", "bits"), [("float32", 32), ("bfloat16", 16), ("int8", 8), ("nf4", 4)])
+def test_weights_are_stored_once(form: str, bits: int) -> None:
+    sizes = {**SMALL, "hidden_size": 256, "intermediate_size": 512, "tie_word_embeddings": True}
+    model = random_model(LlamaConfig(**sizes), form if form in DTYPES else "bfloat16")
+    linear = sum(layer.weight.numel() for layer in model.model.modules() if isinstance(layer, nn.Linear))
+    head = model.lm_head.weight.nbytes
+    model = model if form in DTYPES else quantized(form, model)
+    assert NativeWeights(model).weight_bytes == pytest.approx(linear * bits / 8 + head, rel=0.13)
+
+
+def test_parallel_requests_and_forked_processes_keep_the_bits() -> None:
+    model, tokens = weights("llama", "float32"), text(60)
+    expected = single_rows(model, tokens, 50)
+    with ThreadPoolExecutor(4) as executor:
+        results = list(executor.map(lambda _: single_rows(model, tokens, 50), range(8)))
+    assert all(torch.equal(rows, expected) for rows in results)
+    child = os.fork()
+    if not child:
+        os._exit(0 if torch.equal(single_rows(model, tokens, 50), expected) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_batch_invariance_holds_by_construction() -> None:
+    found = check_invariance(weights("llama", "bfloat16"))
+    assert found.by_construction and found.equal and found.pad == 1 and found.cost[1] == 1.0
+
+
+def test_cleared_caches_contain_no_text() -> None:
+    model = weights("llama", "float32")
+    cached = CachedModel(model)
+    cached.read(text(30))
+    del cached
+    assert model.idle and not model.idle[0]._kv.any() and model.idle[0].kv_bytes == 0
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_float32_weights_from_16_bits_are_stored_in_16_bits(dtype: str) -> None:
+    """Half the bytes, and the same logits as unrounded weights would give."""
+    stored, tokens = random_model(CONFIGS["tied"], dtype).float(), text(30)
+    half = NativeWeights(stored)
+    expected = stored(torch.tensor([tokens])).logits[0]
+    assert (CachedModel(half).read(tokens) - expected).abs().max() <= 2e-5 * expected.abs().max()
+    assert half.weight_bytes < 0.6 * sum(parameter.nbytes for parameter in stored.parameters())
+    stored.model.layers[0].self_attn.k_proj.weight[0, 0] = 1 / 3  # needs float32
+    assert NativeWeights(stored).weight_bytes > half.weight_bytes
