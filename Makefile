@@ -23,10 +23,10 @@ run: $(READY) ## open the page
 
 test: $(READY_DEV) ## run all tests, including a real browser
 	@$(BIN)/python tests/e2e/browser.py
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 test-fast: $(READY_DEV) ## run the tests that need no browser, no bundled weights and less than a minute
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not slow" $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not slow" $(ARGS)
 
 lint: $(READY_DEV) ## check style and formatting
 	@$(BIN)/ruff check .

@@ -2,22 +2,32 @@
 
 Slow are the files in `SLOW` (browser, other processes, long runs), tests that mention the bundled pair, since they load
 its weights, and tests marked with `@pytest.mark.slow`.
+
+Also, measurements of models and costs are shortened, and `--dist loadfile` runs slow files first and all browser tests
+in one process, which starts one page server.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType
+from typing import Any
 
 import pytest
-import torch
 
-from specdemo.models.engines.native_build import SWITCH, native_library
-
-torch.set_num_threads(1)  # the models are tiny, and the tests share the cores
-
+MEASUREMENT_S = 0.04  # of batch invariance after each load, instead of 0.5 s
+REPEATS = 4  # of each draft length in a preflight, instead of 20
 TESTS = Path(__file__).parent
+BROWSER = (
+    "e2e/test_cockpit.py",
+    "e2e/test_edge_page.py",
+    "e2e/test_figures.py",
+    "e2e/test_page.py",
+    "e2e/test_tabs.py",
+    "e2e/test_tabs_theory.py",
+)
 SLOW = (
     "bench/test_bench.py",
     "bench/test_equality.py",
@@ -85,11 +95,47 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         function = getattr(item, "function", None)
         if is_slow(item.path) or (function is not None and mentions_bundled_pair(function.__code__)):
             item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: (file_of(item) not in BROWSER, not is_slow(item.path)))
+
+
+def file_of(item: pytest.Item) -> str:
+    return item.path.relative_to(TESTS).as_posix() if item.path.is_relative_to(TESTS) else ""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class BrowserTogether(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "browser" if file.removeprefix("tests/") in BROWSER else file
+
+    config.option.loadscopereorder = False  # the order of collection
+    return BrowserTogether(config, log)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def short_measurements() -> Iterator[None]:
+    import torch  # not in the process that distributes the tests
+
+    from specdemo.models.kv_cache import check_invariance
+    from specdemo.preflight import measure_costs
+
+    torch.set_num_threads(1)  # the models are tiny, and the tests share the cores
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check_invariance, "__defaults__", (MEASUREMENT_S,))
+        patch.setattr(measure_costs, "__defaults__", (REPEATS, time.perf_counter))
+        yield
 
 
 @pytest.fixture
 def torch_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Disable the native engine."""
+    from specdemo.models.engines.native_build import SWITCH, native_library
+
     monkeypatch.setenv(SWITCH, "0")
     native_library.cache_clear()
     yield

@@ -99,9 +99,14 @@ def measured_steps(recipe: Recipe, text: tuple, pool: ModelPool) -> int:
     return len(steps) - 1
 
 
+@pytest.fixture(scope="module")
+def bundled() -> ModelPool:
+    return ModelPool()
+
+
 @pytest.mark.parametrize("method", ["draft", "nasd", "suffix", "hybrid", "lookup"])
-def test_replayed_greedy_drafts_take_the_steps_of_a_run(method: str) -> None:
-    pool, recipe = ModelPool(), Recipe(method=method, gamma=3, temperature=0.0, device="cpu", max_tokens=48)
+def test_replayed_greedy_drafts_take_the_steps_of_a_run(method: str, bundled: ModelPool) -> None:
+    pool, recipe = bundled, Recipe(method=method, gamma=3, temperature=0.0, device="cpu", max_tokens=48)
     target = pool.take(recipe.target_spec)
     drafter = pool.take(recipe.drafter_spec) if recipe.drafter_spec else None
     prompts = [Prompt("code", str(i), text) for i, text in enumerate(["x = [1, 2, 3, 1, 2, 3,", "def f(a, b):\n    "])]

@@ -179,7 +179,7 @@ class RemoteVerifier:
     ) -> tuple[VerifyResponse, dict[str, float]]:
         """Repeat the request until a response arrives; return it with its cost."""
         start, timeout, sent, rows = self._clock(), self._deadlines.deadline_s, 0, []
-        cloud_s = rtt_s = 0.0
+        cloud_s, rtt_s, asked = 0.0, 0.0, start
         while True:
             request = self._request(tokens, draft, hard_mask, rows)
             sent += 1
@@ -202,10 +202,11 @@ class RemoteVerifier:
                 timeout = min(2 * timeout, MAX_TIMEOUT_S)
             else:
                 cloud_s += response.metrics.cloud_s
-                rtt_s += self._clock() - attempt - response.metrics.cloud_s
+                rtt_s += self._clock() - asked - response.metrics.cloud_s
                 if response.wanted_row is None:
                     break
                 rows.append(self._row(draft, response.wanted_row))
+                asked = self._clock()
         check_response(response, draft, self._vocab_size)
         new = [*(draft.tokens[node] for node in response.accepted_nodes), response.token]
         self._cloud_tokens = [*tokens, *new]

@@ -129,8 +129,8 @@ class _Server(uvicorn.Server):
             self._announce()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await asyncio.to_thread(self._worker.close, _SHUTDOWN_TIMEOUT_S)
-        await super().shutdown(sockets)
+        """Close the listener before jobs end: clients must not connect again."""
+        await asyncio.gather(super().shutdown(sockets), asyncio.to_thread(self._worker.close, _SHUTDOWN_TIMEOUT_S))
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

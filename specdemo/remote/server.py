@@ -97,6 +97,7 @@ def create_app(
     token: str | None = None,
     limits: ServiceLimits | None = None,
     local: bool = False,
+    clock: Callable[[], float] = time.monotonic,
 ) -> FastAPI:
     """Create the application. `local`: without a token, refuse names of other hosts."""
     limits = limits or ServiceLimits()
@@ -108,7 +109,7 @@ def create_app(
     )
     app.state.worker = worker
     problems = {status: {"model": ErrorResponse} for status in (400, 401, 403, 404, 408, 409, 413, 415, 422, 429)}
-    common: dict[str, Any] = {"dependencies": [Depends(_admission(token, limits, local))], "responses": problems}
+    common: dict[str, Any] = {"dependencies": [Depends(_admission(token, limits, local, clock))], "responses": problems}
 
     @app.get("/v1/target", response_model=ServiceInfo, **common)
     async def target(request: Request) -> Response:
@@ -164,8 +165,11 @@ def _address(request: Request) -> str:
     return request.client.host if request.client else ""
 
 
-def _admission(token: str | None, limits: ServiceLimits, local: bool) -> Callable[..., None]:
-    rates, failures = RateLimiter(limits.requests_per_second, limits.burst), RateLimiter(*_WRONG_TOKENS)
+def _admission(
+    token: str | None, limits: ServiceLimits, local: bool, clock: Callable[[], float]
+) -> Callable[..., None]:
+    rates = RateLimiter(limits.requests_per_second, limits.burst, clock)
+    failures = RateLimiter(*_WRONG_TOKENS, clock)
     bearer = HTTPBearer(auto_error=False)
 
     def admit(request: Request, sent: HTTPAuthorizationCredentials | None = Depends(bearer)) -> None:  # noqa: B008

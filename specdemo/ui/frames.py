@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specdemo.core.events import INTERRUPTED, End, Event, Header, Loading, StepEvent
-from specdemo.core.explain import FATES, REASON_INDEX, Reason, decision_of, reason_of
+from specdemo.core.explain import FATES, REASON_INDEX, Reason, decision_of, figure, reason_of
 from specdemo.core.step import Outcome
 from specdemo.core.trace import MAX_CHARACTERS, ReadLimits, read
 from specdemo.ui.labels import (
@@ -58,7 +58,7 @@ def _cell(
 
 
 def _short(x: float | None) -> float | None:
-    return None if x is None else float(f"{x:.4g}")
+    return None if x is None else float(figure(x))
 
 
 def _record_of_step(name: str, event: StepEvent, recipe: Any) -> dict[str, Any]:

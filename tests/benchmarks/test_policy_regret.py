@@ -44,7 +44,8 @@ def test_constant_acceptance_gives_the_speed_of_the_cost_model(alpha: float, gam
     costs = CostModel({1: 1.0, 2: 1.1, 9: 1.5}, 0.2)
     recorded = RecordedAcceptance((alpha,) * 4000, (alpha,) * 4000)
     expected = expected_tokens(alpha, gamma) / (costs.verify(gamma + 1) + 0.2 * gamma)
-    assert replay_speed(recorded, costs, Fixed(gamma), 20) == pytest.approx(expected, rel=0.01)
+    runs = 20 if 0 < alpha < 1 else 1
+    assert replay_speed(recorded, costs, Fixed(gamma), runs) == pytest.approx(expected, rel=0.01)
 
 
 def test_the_prompt_cost_is_added_once_and_only_with_drafts() -> None:

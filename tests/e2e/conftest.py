@@ -4,4 +4,4 @@ import pytest
 
 pytest.register_assert_rewrite("e2e.page_fixtures")
 
-from e2e.page_fixtures import chromium, context, scripts, served, tab  # noqa: E402, F401
+from e2e.page_fixtures import chromium, page, profile, scripts, served, shared, tab  # noqa: E402, F401

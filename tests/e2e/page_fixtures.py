@@ -11,13 +11,14 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from fakes.trace_lines import events_of
+from fakes.trace_lines import events_of, trace_lines
 from fakes.trace_records import end, header, step
 from playwright.sync_api import BrowserContext, Page, expect, sync_playwright
 
@@ -25,6 +26,7 @@ from e2e import browser
 from specdemo.core.errors import UserError
 from specdemo.core.events import Event
 from specdemo.generate import generate
+from specdemo.models.hub import Hub
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
 from specdemo.ui.page import build, launch_options
@@ -81,6 +83,21 @@ class Scripts:
         assert self.gate.wait(PATIENCE)
         yield from (header(prompt="loading"), step(0, pieces=["a"]), end())
 
+    def silent(self, recipe: Recipe) -> Iterator[dict[str, Any]]:
+        """Load a model from a hub that responds when `gate` is set."""
+        gate = self.gate
+
+        class Silent(Hub):
+            def settings(self, *_: object) -> Path:
+                gate.wait()
+                raise UserError("the hub is unreachable")
+
+        recipe = Recipe(target="org/model", method="ar", device="cpu")
+        yield from trace_lines(recipe, "x", ModelPool(hub=Silent()))
+
+    def full(self, recipe: Recipe) -> Iterator[dict[str, Any]]:
+        yield from (header(prompt="full"), step(0, pieces=["a"]), end() | {"context_full": True})
+
     def hostile(self, recipe: Recipe) -> Iterator[dict[str, Any]]:
         """Yield text that contains HTML markup."""
         yield header(prompt=MARKUP + "\n    ")
@@ -98,62 +115,56 @@ class Scripts:
         raise RuntimeError("the device ran out of memory")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def scripts() -> Scripts:
     return Scripts()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def served(scripts: Scripts) -> Iterator[Any]:
     demo = build(engine=scripts)
     _, url, _ = demo.launch(server_name="127.0.0.1", prevent_thread_lock=True, **launch_options(demo))
     demo.url = url
     yield demo
     demo.worker.close()
+    demo.clouds.close()
     demo.close()
 
 
+@pytest.fixture(scope="session")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Browser profile, which caches compiled scripts across tabs."""
+    return tmp_path_factory.mktemp("profile")
+
+
 @pytest.fixture(scope="module")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrowserContext]:
-    """Browser with a profile on disk, which caches compiled scripts across tabs."""
+def chromium(profile: Path) -> Iterator[BrowserContext]:
+    """Browser, closed after each file: playwright's event loop would prevent `asyncio.run` in other tests."""
     path = browser.executable()
     assert path, browser.MISSING
+    permissions = ["clipboard-read", "clipboard-write"]
     with (
         sync_playwright() as playwright,
         playwright.chromium.launch_persistent_context(
-            tmp_path_factory.mktemp("profile"),
-            executable_path=path,
-            args=ARGS,
-            permissions=["clipboard-read", "clipboard-write"],
+            profile, executable_path=path, args=ARGS, permissions=permissions
         ) as opened,
     ):
         yield opened
 
 
-@pytest.fixture
-def context(served: Any, chromium: BrowserContext) -> Iterator[BrowserContext]:
-    """Browser context whose cookies and storage are cleared after each test."""
-    yield chromium
-    chromium.clear_cookies()
-    blank = chromium.new_cdp_session(chromium.pages[0])
-    blank.send("Storage.clearDataForOrigin", {"origin": served.url.rstrip("/"), "storageTypes": "all"})
-    blank.detach()
-
-
-@pytest.fixture
-def tab(served: Any, scripts: Scripts, context: BrowserContext) -> Iterator[Any]:
-    """Open tabs; afterwards, check that no tab raised an error or sent a request to another host."""
-    scripts.reset()
+@contextmanager
+def tabs(served: Any, chromium: BrowserContext) -> Iterator[Callable[..., Page]]:
+    """Open tabs; at the end, clear the storage, and check that no tab raised an error or contacted another host."""
     requested, errors, pages = [], [], []
 
     def open_tab(script: str = "", width: int = 1280, scheme: str = "light") -> Page:
-        page = context.new_page()
+        page = chromium.new_page()
         pages.append(page)
         page.set_default_timeout(PATIENCE * 1000)
         page.set_viewport_size({"width": width, "height": 900})
         page.emulate_media(color_scheme=scheme)
         page.on("request", lambda request: requested.append(request.url))
-        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("pageerror", lambda error: errors.append(error.stack or str(error)))
         page.on("console", lambda message: "js_on_load" in message.text and errors.append(message.text))
         page.on("dialog", lambda dialog: errors.append(dialog.message))
         if script:
@@ -165,9 +176,45 @@ def tab(served: Any, scripts: Scripts, context: BrowserContext) -> Iterator[Any]
     yield open_tab
     for page in pages:
         page.close()
+    chromium.clear_cookies()
+    blank = chromium.new_cdp_session(chromium.pages[0])
+    blank.send("Storage.clearDataForOrigin", {"origin": served.url.rstrip("/"), "storageTypes": "all"})
+    blank.detach()
     assert not errors
     external = [url for url in requested if not url.startswith((served.url, "data:", "blob:"))]
     assert requested and not external
+
+
+@pytest.fixture
+def tab(served: Any, scripts: Scripts, chromium: BrowserContext) -> Iterator[Any]:
+    scripts.reset()
+    with tabs(served, chromium) as open_tab:
+        yield open_tab
+
+
+@pytest.fixture(scope="module")
+def shared(served: Any, chromium: BrowserContext) -> Iterator[Page]:
+    """Tab shared by the tests of a file."""
+    with tabs(served, chromium) as open_tab:
+        yield open_tab()
+
+
+@pytest.fixture
+def page(shared: Page, scripts: Scripts) -> Page:
+    """The shared tab with default settings."""
+    scripts.reset()
+    shared.set_viewport_size({"width": 1280, "height": 900})
+    shared.get_by_role("tab", name="Method").click()
+    shared.evaluate("document.getElementById('figures').open = false, document.body.classList.remove('dark')")
+    for name, checked in (("show-rejected", True), ("safe-colours", False)):
+        shared.locator(f"#{name}").set_checked(checked)
+    shared.locator("#prompt textarea").fill(NOISE)
+    open_group(shared, "More actions")
+    shared.locator("#reset").click()
+    expect(shared.locator("#prompt textarea")).not_to_have_value(NOISE)
+    if shared.locator("#drop-lanes").is_visible():
+        shared.locator("#drop-lanes").click()
+    return shared
 
 
 def run(page: Page, prompt: str, tokens: int | None = None) -> None:
@@ -178,9 +225,11 @@ def run(page: Page, prompt: str, tokens: int | None = None) -> None:
 
 
 def open_group(page: Page, *titles: str) -> None:
-    """Open groups of controls, from the outermost inwards."""
+    """Open groups of controls, from the outermost inwards, unless they are open."""
     for title in titles:
-        page.get_by_role("button", name=title).click()
+        group = page.get_by_role("button", name=title)
+        if "open" not in (group.get_attribute("class") or "").split():
+            group.click()
 
 
 def set_number(page: Page, name: str, value: float) -> None:
@@ -244,13 +293,15 @@ RULES = {
 }  # other rules do not depend on colours
 
 
-def grave(page: Page, schemes: Iterable[str] = RULES) -> list[Any]:
-    """Serious and critical axe violations with their first four elements, in each colour scheme."""
+def grave(page: Page, *parts: str, schemes: Iterable[str] = RULES) -> list[Any]:
+    """Serious and critical axe violations of the page or its `parts`, with four elements, in each colour scheme."""
     violations = []
     page.add_style_tag(content="* { transition: none !important }")  # measure final colours
     for scheme in schemes:
         page.evaluate("dark => document.body.classList.toggle('dark', dark)", scheme == "dark")
-        result = Axe().run(page, options={"resultTypes": ["violations"], **RULES[scheme]})
+        result = Axe().run(
+            page, {"include": [[part] for part in parts or ("html",)]}, {"resultTypes": ["violations"], **RULES[scheme]}
+        )
         violations += [(scheme, violation) for violation in result.response["violations"]]
     page.evaluate("document.body.classList.remove('dark')")
     return [
@@ -263,3 +314,16 @@ def grave(page: Page, schemes: Iterable[str] = RULES) -> list[Any]:
 def opened(page: Page, text: str | bytes, name: str = "trace.jsonl") -> None:
     content = text if isinstance(text, bytes) else text.encode()
     page.locator("#trace-file").set_input_files([{"name": name, "mimeType": "text/plain", "buffer": content}])
+
+
+def jsonl(*lines: Any) -> str:
+    return "".join(f"{json.dumps(line)}\n" for line in lines)
+
+
+def show(page: Page, *lines: Any) -> None:
+    """Open traces and wait until they are shown."""
+    shown = "() => document.querySelector('[data-run]')?.dataset.run ?? ''"
+    before = page.evaluate(shown)
+    opened(page, jsonl(*lines))
+    page.wait_for_function(f"before => ({shown})() !== before", arg=before)
+    status(page, "done: recorded trace")

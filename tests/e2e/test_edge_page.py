@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import gradio_client
@@ -33,23 +32,12 @@ from specdemo.remote.config import MODES
 from specdemo.remote.local_service import ServiceProcess
 from specdemo.ui import link_charts as edge
 from specdemo.ui.limits import PUBLIC
-from specdemo.ui.page import build, launch_options
 from specdemo.ui.tabs import edge as modes
 
 STYLES = """tokens => tokens.map((token) => {
     const computed = getComputedStyle(token);
     return { style: computed.fontStyle, ground: computed.backgroundColor, fate: token.parentElement.dataset.fate };
 })"""
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Any]:
-    demo = build()
-    _, demo.url, _ = demo.launch(server_name="127.0.0.1", prevent_thread_lock=True, **launch_options(demo))
-    yield demo
-    demo.worker.close()
-    demo.clouds.close()
-    demo.close()
 
 
 def linked(page: Page, served: Any, **settings: Any) -> None:
@@ -94,6 +82,8 @@ def test_remote_run_equals_the_local_run_and_its_tab_shows_the_trace(tab: Any, s
     expect(page.locator("[data-lane=spec] .title")).to_have_text(re.compile("edge and cloud$"))
     trace, plain = saved(page), saved(page, "ar")
     assert trace[0]["recipe"]["cloud"]["remote"] == process(served).url
+    expect(page.locator("[data-lane=ar] .title")).to_have_text("cloud only: the target alone")
+    expect(page.locator("#verdict")).to_contain_text("Waiting for the link took part of the time: draft")
     over_link = {"mode": "cloud_only", "remote": process(served).url, "rtt_ms": 10}
     assert plain[0]["recipe"]["cloud"].items() >= over_link.items()
     texts = [[token for line in one if "i" in line for token in line["tokens"]] for one in (trace, plain)]
@@ -219,7 +209,7 @@ def test_axe_finds_no_serious_violations_in_the_tab(tab: Any, served: Any) -> No
     open_group(page, "Advanced settings", "Edge and cloud")
     page.get_by_role("tab", name="Edge-cloud").click()
     expect(page.locator('#edge-plot .mark-line path[stroke="var(--dot-run)"]')).to_have_count(1)
-    assert not grave(page)
+    assert not grave(page, "#tabs", "#settings")
     page.set_viewport_size({"width": 390, "height": 900})
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 

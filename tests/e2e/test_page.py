@@ -9,7 +9,7 @@ from typing import Any
 import gradio_client
 import pytest
 from fakes.trace_lines import trace_lines
-from playwright.sync_api import expect
+from playwright.sync_api import Page, expect
 
 from e2e.page_fixtures import (
     CODE,
@@ -24,6 +24,7 @@ from e2e.page_fixtures import (
     open_group,
     run,
     saved,
+    set_number,
     spans,
     status,
     text_of,
@@ -35,8 +36,7 @@ from specdemo.recipe import METHODS, Recipe
 from specdemo.ui.page import build
 
 
-def test_streamed_run_equals_the_trace(tab: Any) -> None:
-    page = tab()
+def test_streamed_run_equals_the_trace(page: Page) -> None:
     page.evaluate("""() => {
         window.seen = [];
         const lane = document.getElementById("lane-spec");
@@ -65,8 +65,7 @@ def test_streamed_run_equals_the_trace(tab: Any) -> None:
     expect(page.locator("[data-lane=spec] .badge")).to_have_text(KEEPS)
 
 
-def test_other_methods_run(tab: Any) -> None:
-    page = tab()
+def test_other_methods_run(page: Page) -> None:
     for method, tokens in (("nasd", 20), ("ar", 22), ("beam", 24)):  # different lengths: the status shows each end
         page.locator("#method input").click()
         page.get_by_role("option", name=f"{method}:").click()
@@ -80,27 +79,32 @@ def test_other_methods_run(tab: Any) -> None:
         assert not page.locator(".ahead").count()  # beams have been decided
 
 
-def test_preflight_shows_estimates(tab: Any) -> None:
-    page = tab()
-    estimate = page.locator("#estimate")
+def test_preflight_shows_estimates(page: Page) -> None:
+    estimate, before = page.locator("#estimate"), page.locator("#status").inner_text()
+    set_number(page, "max-tokens", 8)
     page.locator("#preflight").click()
     expect(estimate).to_contain_text(re.compile("Preflight of draft: (gamma [1-8]: about|don't).*speed of AR decoding"))
+    expect(estimate).to_contain_text("Texts of the target: 12 sampled, temperature 0.5")
     expect(estimate.locator("tbody tr")).to_have_count(8)
+    page.locator("#method input").click()
+    page.get_by_role("option", name="tree:").click()
+    page.locator("#preflight").click()
+    expect(estimate).to_contain_text("12 decoded with tree, temperature 0.5")
+    expect(estimate.locator("tbody tr")).to_have_count(1)
     page.locator("#method input").click()
     page.get_by_role("option", name="beam:").click()
     page.locator("#preflight").click()
     expect(estimate).to_contain_text("preflight supports the methods draft, nasd")
-    status(page, "ready")
+    expect(page.locator("#status")).to_have_text(before)
     open_group(page, "More actions")
     page.locator("#reset").click()
     expect(estimate).to_be_empty()
 
 
-def test_skipped_layers_are_validated(tab: Any) -> None:
-    page = tab()
+def test_skipped_layers_are_validated(page: Page) -> None:
     page.locator("#method input").click()
     page.get_by_role("option", name="self:").click()
-    page.get_by_role("button", name="Self-speculation").click()
+    open_group(page, "Self-speculation")
     written(page, "skip-layers", "3, five")
     run(page, CODE, tokens=8)
     status(page, "failed: skip_layers must be numbers like 5, 7, not '3, five'")
@@ -110,9 +114,8 @@ def test_skipped_layers_are_validated(tab: Any) -> None:
     assert saved(page)[0]["recipe"]["skip_layers"] == [3, 5, 6]
 
 
-def test_notes_of_the_method_are_shown(tab: Any) -> None:
+def test_notes_of_the_method_are_shown(page: Page) -> None:
     assert all(method.notes for method in METHODS.values())
-    page = tab()
     expect(page.locator("#about")).to_contain_text("A draft model")
     for method, words in (("suffix", "Suffix decoding"), ("lookahead", "guess ahead of itself")):
         page.locator("#method input").click()
@@ -120,8 +123,7 @@ def test_notes_of_the_method_are_shown(tab: Any) -> None:
         expect(page.locator("#about")).to_contain_text(words)
 
 
-def test_lossy_rules_have_a_badge(tab: Any) -> None:
-    page = tab()
+def test_lossy_rules_have_a_badge(page: Page) -> None:
     open_group(page, "Advanced settings", "Rule")
     page.locator("#rule input").click()
     page.get_by_role("option", name="top1").click()
@@ -136,8 +138,7 @@ def test_lossy_rules_have_a_badge(tab: Any) -> None:
         assert trace[0]["exact"] == (word == "exact") and drawn(page) == counted(trace)
 
 
-def test_stop_ends_the_run_and_keeps_its_steps(tab: Any, scripts: Scripts, served: Any) -> None:
-    page = tab()
+def test_stop_ends_the_run_and_keeps_its_steps(page: Page, scripts: Scripts, served: Any) -> None:
     run(page, "endless")
     spans(page, 20)
     page.locator("#stop").click()
@@ -152,8 +153,7 @@ def test_stop_ends_the_run_and_keeps_its_steps(tab: Any, scripts: Scripts, serve
     assert len(trace) == steps + 3  # header, end, and the step that was just being handed out
 
 
-def test_stop_ends_a_real_run(tab: Any, scripts: Scripts, served: Any) -> None:
-    page = tab()
+def test_stop_ends_a_real_run(page: Page, scripts: Scripts, served: Any) -> None:
     run(page, CODE, tokens=1024)
     spans(page, 10)
     page.keyboard.press("Escape")
@@ -164,6 +164,22 @@ def test_stop_ends_a_real_run(tab: Any, scripts: Scripts, served: Any) -> None:
     assert trace[-1]["end"] == "cancelled" and drawn(page) == counted(trace)
     run(page, CODE, tokens=8)  # the page remains usable
     status(page, "done: 8 tokens")
+
+
+def test_stop_does_not_wait_for_the_hub(page: Page, scripts: Scripts, served: Any) -> None:
+    run(page, "silent")
+    status(page, "loading: reading the configuration of org/model")
+    page.locator("#stop").click()
+    status(page, "stopped")
+    assert served.worker.active == 0
+    scripts.gate.set()
+
+
+def test_the_end_of_a_text_is_named(page: Page) -> None:
+    run(page, "full")
+    status(page, "done: 1 tokens, context full")
+    run(page, CODE, tokens=8)
+    status(page, "done: 8 tokens, token limit reached")
 
 
 def test_second_tab_is_queued_while_models_load(tab: Any, scripts: Scripts) -> None:
@@ -217,8 +233,7 @@ def test_run_resumes_after_an_interruption_of_the_network(tab: Any, scripts: Scr
     assert scripts.closed.is_set() and drawn(page) == counted(saved(page))
 
 
-def test_markup_is_escaped(tab: Any) -> None:
-    page = tab()
+def test_markup_is_escaped(page: Page) -> None:
     run(page, "hostile")
     status(page, "done")
     lane = page.locator("#lane-spec")
@@ -235,8 +250,7 @@ def test_markup_is_escaped(tab: Any) -> None:
     assert page.locator("img[src=x]").count() == 0 and page.evaluate("window.harmed") is None
 
 
-def test_invalid_input_shows_an_error_and_keeps_the_prompt(tab: Any) -> None:
-    page = tab()
+def test_invalid_input_shows_an_error_and_keeps_the_prompt(page: Page) -> None:
     open_group(page, "Advanced settings", "Sampling")
     page.locator("#seed input").fill("7")
     run(page, "")
@@ -253,8 +267,7 @@ def test_invalid_input_shows_an_error_and_keeps_the_prompt(tab: Any) -> None:
     assert saved(page)[0]["recipe"]["seed"] == 7
 
 
-def test_page_works_after_an_engine_error(tab: Any) -> None:
-    page = tab()
+def test_page_works_after_an_engine_error(page: Page) -> None:
     run(page, "broken")
     status(page, "failed: RuntimeError: the device ran out of memory")
     assert saved(page)[-1]["end"] == "error"
@@ -333,8 +346,7 @@ def test_contrast_of_both_themes(tab: Any, scheme: str) -> None:
     assert len(set(kinds.values())) == 4 and len({colour for *_, colour in styles}) == 6
 
 
-def test_keyboard_operation(tab: Any, scripts: Scripts) -> None:
-    page = tab()
+def test_keyboard_operation(page: Page, scripts: Scripts) -> None:
     page.locator("#prompt textarea").focus()
     page.keyboard.press("Control+A")
     page.keyboard.insert_text("endless")
@@ -375,8 +387,7 @@ def test_layout_of_narrow_and_wide_pages(tab: Any) -> None:
         assert all(box and 0 <= box["x"] and box["x"] + box["width"] <= width for box in boxes)
 
 
-def test_example_sets_prompt_and_method(tab: Any) -> None:
-    page = tab()
+def test_example_sets_prompt_and_method(page: Page) -> None:
     open_group(page, "Examples")
     page.get_by_role("button", name="Unit tests").click()
     expect(page.locator("#prompt textarea")).to_have_value(re.compile("unittest.TestCase"))
@@ -398,7 +409,7 @@ def test_api_streams_the_trace(served: Any) -> None:
         client.predict(CODE, gamma=0, api_name="/generate")
     with pytest.raises(Exception, match="prompt is empty"):
         client.predict("", api_name="/generate")
-    estimate = client.predict(method="nasd", temperature=1, api_name="/preflight")
+    estimate = client.predict(method="nasd", temperature=1, max_tokens=8, api_name="/preflight")
     assert estimate["advice"] and len(estimate["estimates"]) == 8 and estimate["c"] < 0.2
     with pytest.raises(Exception, match="preflight supports"):
         client.predict(method="beam", api_name="/preflight")

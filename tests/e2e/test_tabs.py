@@ -17,7 +17,6 @@ from specdemo import bench
 from specdemo.models.spec import QUANTIZATIONS
 from specdemo.models.zoo import PAIRS
 from specdemo.ui import service
-from specdemo.ui.page import build, launch_options
 from specdemo.ui.tabs.bench import SWEEP_TABLE_HEAD, sweep_cells
 
 
@@ -42,23 +41,15 @@ class MeasureRecorder:
 
 
 @pytest.fixture(scope="module")
-def measured() -> MeasureRecorder:
-    return MeasureRecorder()
-
-
-@pytest.fixture(scope="module")
-def served(measured: MeasureRecorder) -> Iterator[Any]:
+def measured() -> Iterator[MeasureRecorder]:
+    recorder = MeasureRecorder()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(service, "measure", measured)
-        demo = build()
-        _, demo.url, _ = demo.launch(server_name="127.0.0.1", prevent_thread_lock=True, **launch_options(demo))
-        yield demo
-        demo.worker.close()
-        demo.close()
+        patch.setattr(service, "measure", recorder)
+        yield recorder
 
 
 @pytest.fixture
-def tab(tab: Any) -> Any:
+def tab(tab: Any, measured: MeasureRecorder) -> Any:
     """Open the page at a tab."""
 
     def open_tab(name: str) -> Page:

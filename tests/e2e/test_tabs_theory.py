@@ -16,7 +16,7 @@ DOT, RUN = "var(--dot-set)", "var(--dot-run)"
 
 @pytest.fixture
 def page(tab: Any) -> Page:
-    """Page with the tab open."""
+    """New tab of the browser, at the tab of the page."""
     return opened(tab())
 
 
@@ -40,6 +40,27 @@ def path(page: Page, plot: str, colour: str) -> list[list[float]]:
         [float(n) for n in point.split(",")]
         for point in re.findall(r"[-\d.e]+,[-\d.e]+", curve.get_attribute("d") or "")
     ]
+
+
+def test_sliders_update_texts_and_curves(page: Page) -> None:
+    words = page.locator("#theory-words")
+    for name, value in (("alpha", "0.8"), ("c", "0.1"), ("gamma", "4")):
+        enter(page, name, value)
+    expect(words).to_contain_text("2.40× by Theorem 3.8")
+    expect(words).to_contain_text("Best γ: 6 with v and o (2.47×)")
+    dot = page.locator(f'#plot-speed .mark-line path[stroke="{DOT}"]')
+    before = dot.get_attribute("d") or ""
+    enter(page, "v", "2")
+    expect(words).to_contain_text("With v and o: 1.40×")
+    expect(dot).not_to_have_attribute("d", before)
+    enter(page, "alpha", "0.05")
+    expect(words).to_contain_text("Use autoregressive decoding")
+    page.locator("#theory-alpha input[type=number]").fill("")  # incomplete number
+    enter(page, "alpha", "0.7")
+    expect(words).to_contain_text("α > c")
+    page.locator("#theory-set").click()
+    expect(page.get_by_text("No run available").nth(1)).to_be_visible()  # sliders unchanged
+    expect(page.locator("#theory-alpha input[type=number]")).to_have_value("0.7")
 
 
 def test_run_appears_on_every_curve(page: Page) -> None:
@@ -79,27 +100,6 @@ def test_run_appears_on_every_curve(page: Page) -> None:
     assert 1 + round(gamma) * (y - low) / (high - low) == pytest.approx(m["tokens_per_target_pass"], abs=0.02)
     page.get_by_role("button", name="Published tables and this run").click()
     expect(page.locator(".figures strong", has_text="this run")).to_have_count(4)
-
-
-def test_sliders_update_texts_and_curves(page: Page) -> None:
-    words = page.locator("#theory-words")
-    for name, value in (("alpha", "0.8"), ("c", "0.1"), ("gamma", "4")):
-        enter(page, name, value)
-    expect(words).to_contain_text("2.40× by Theorem 3.8")
-    expect(words).to_contain_text("Best γ: 6 with v and o (2.47×)")
-    dot = page.locator(f'#plot-speed .mark-line path[stroke="{DOT}"]')
-    before = dot.get_attribute("d") or ""
-    enter(page, "v", "2")
-    expect(words).to_contain_text("With v and o: 1.40×")
-    expect(dot).not_to_have_attribute("d", before)
-    enter(page, "alpha", "0.05")
-    expect(words).to_contain_text("Use autoregressive decoding")
-    page.locator("#theory-alpha input[type=number]").fill("")  # incomplete number
-    enter(page, "alpha", "0.7")
-    expect(words).to_contain_text("α > c")
-    page.locator("#theory-set").click()
-    expect(page.get_by_text("No run available").nth(1)).to_be_visible()  # sliders unchanged
-    expect(page.locator("#theory-alpha input[type=number]")).to_have_value("0.7")
 
 
 def test_tab_is_not_drawn_while_tokens_stream(page: Page) -> None:

@@ -516,8 +516,8 @@ def test_interrupt_ends_streams_and_the_process_with_exit_code_0() -> None:
         client, stream = endless_stream(url)
         process.send_signal(signal.SIGINT)
         assert_cut_off(stream)
-        assert process.wait(15) == 0 and process.stderr.read() == ""
         assert_gone(client)
+        assert process.wait(15) == 0 and process.stderr.read() == ""
 
 
 def test_terminated_service_ends_streams_with_exit_code_0(process: list[Process]) -> None:

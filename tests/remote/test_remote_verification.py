@@ -418,3 +418,22 @@ def test_rows_use_the_shorter_encoding_without_loss(type: Any) -> None:
     for probs, dense in ((flat, True), (peaked, False)):
         row = DraftRow.of(3, probs, type)
         assert (row.ids is None) == dense and row.probs(64).tolist() == probs.tolist()
+
+
+def test_waiting_is_not_negative_if_a_repeated_request_was_verified_before() -> None:
+    """The cloud takes 5 s for the first request, which times out; its stored response arrives 0.25 s later."""
+    now = [0.0]
+
+    class Slow(DirectClient):
+        def call(self, *arguments: Any) -> Any:
+            response = super().call(*arguments)
+            if len(self.sent) > 2:
+                return response
+            response.metrics.cloud_s = 5.0
+            now[0] += 5.0 if len(self.sent) == 1 else 0.25
+            if len(self.sent) == 1:
+                raise NoResponse("no response")
+            return response
+
+    first, *_ = decode_coupled(Slow(contexts()), max_tokens=2, clock=lambda: now[0])
+    assert (first.verdict.notes["cloud_s"], first.verdict.notes["rtt_s"]) == (5.0, 0.25)

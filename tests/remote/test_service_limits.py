@@ -58,11 +58,20 @@ def test_bad_words_count_as_memory() -> None:
 
 
 def test_wrong_tokens_are_limited_per_address() -> None:
-    app = application(token="secret")
+    """20 at once and one more per second; then requests with the token are refused, too."""
+    now = [0.0]
+    app = application(token="secret", clock=lambda: now[0])
     guessing, other = (TestClient(app, client=(address, 1)) for address in ("192.0.2.1", "192.0.2.2"))
-    statuses = [guessing.get("/v1/target", headers={"Authorization": f"Bearer {i}"}).status_code for i in range(40)]
-    assert statuses[0] == 401 and {*statuses} == {401, 429} and statuses.count(429) > 10
-    assert other.get("/v1/target", headers={"Authorization": "Bearer secret"}).status_code == 200
+
+    def status(client: TestClient, token: str) -> int:
+        return client.get("/v1/target", headers={"Authorization": f"Bearer {token}"}).status_code
+
+    assert [status(guessing, f"{i}") for i in range(40)] == [401] * 20 + [429] * 20
+    assert status(guessing, "secret") == 429 and status(other, "secret") == 200
+    now[0] = 0.9
+    assert status(guessing, "secret") == 429
+    now[0] = 2.0
+    assert [status(guessing, token) for token in ("secret", "a", "secret", "b", "c")] == [200, 401, 200, 401, 429]
 
 
 def test_documentation_requires_the_token() -> None:
@@ -105,6 +114,26 @@ def test_empty_token_is_an_error_at_start(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setenv("SPECDEMO_TOKEN", " ")
     assert main(["serve", "--target", "/nowhere"]) == 2
     assert "SPECDEMO_TOKEN is empty" in capsys.readouterr().err
+
+
+def test_no_connection_is_accepted_while_jobs_are_stopped() -> None:
+    """Otherwise a client whose stream was cut off could be served once more."""
+
+    class Probe(Worker):
+        refused: ConnectionRefusedError | None = None
+
+        def close(self, timeout: float | None = None) -> None:
+            try:
+                socket.create_connection(address).close()
+            except ConnectionRefusedError as error:
+                self.refused = error
+            super().close(timeout)
+
+    worker, listener, (leash, end) = Probe(), serve.bind("127.0.0.1", 0), socket.socketpair()
+    address = listener.getsockname()
+    options = {"leash": leash.makefile("rb"), "announce": end.close}
+    serve.listen(create_app(INFO, contexts(), worker), listener, **options)
+    assert worker.refused
 
 
 _REQUEST = b"GET /v1/target HTTP/1.1\r\nHost: x\r\n\r\n"

@@ -1,0 +1,300 @@
+"""Figures, bars and statements about steps on the page, compared with the lines of the traces they describe."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import pytest
+from fakes.trace_lines import trace_lines
+from fakes.trace_records import PREFILL, end, header, step
+from playwright.sync_api import Page, expect
+
+from e2e.page_fixtures import CODE, show
+from specdemo.core.explain import figure
+from specdemo.core.rules import RULES
+from specdemo.models.model_pool import ModelPool
+from specdemo.recipe import Recipe
+
+POOL = ModelPool()
+Line = dict[str, Any]
+RUNS: dict[str, dict[str, Any]] = {
+    "chain": {},
+    "n-grams": {"method": "nasd", "ngram": 2},
+    "tree": {"method": "tree", "tree_nodes": 8},
+    "guesses": {"method": "lookahead"},
+    "greedy chain": {"temperature": 0.0},
+    "greedy tree": {"method": "tree", "tree_nodes": 8, "temperature": 0.0},
+    "tree, top1": {"method": "tree", "tree_nodes": 8, "rule": "top1"},
+    **{rule: {"rule": rule} for rule in RULES if rule != "rejection"},
+}
+
+
+@cache
+def recorded(name: str) -> list[Line]:
+    settings = {"temperature": 1.0, "top_p": 1.0, "gamma": 3, "top": 5, "max_tokens": 24, "device": "cpu", "seed": 2}
+    return [line for line in trace_lines(Recipe(**settings | RUNS[name]), CODE, POOL) if "phase" not in line]
+
+
+TIPS = """lane => [...lane.querySelectorAll(".round")].map((step) => [...step.querySelectorAll(".tok")].map((token) => {
+    token.dispatchEvent(new PointerEvent("pointerover", { bubbles: true }));
+    const tip = document.getElementById("tip");
+    const rows = [...tip.querySelectorAll("dt")].map((name) => [name.textContent, name.nextSibling.textContent]);
+    return { kind: token.dataset.kind, rows: Object.fromEntries(rows), why: tip.querySelector("p").textContent };
+}))"""
+CARDS = """async (steps) => {
+    const width = (node) => node.getBoundingClientRect().width;
+    const [slider, at] = ["round-at", "round-number"].map((id) => document.getElementById(id)), found = [];
+    for (const i of steps) {
+        slider.value = i;
+        slider.dispatchEvent(new Event("input"));
+        while (!at.textContent.startsWith(`${i} of`)) await new Promise(requestAnimationFrame);
+        found.push([...document.querySelectorAll("#round-nodes .node")].map((card) => ({
+            kind: card.dataset.state,
+            token: card.querySelector("h3 .tok").textContent,
+            why: card.querySelector(".why").textContent,
+            facts: card.querySelector(":scope > .quiet")?.textContent,
+            test: card.querySelector("svg.chart")?.getAttribute("aria-label"),
+            legend: card.querySelector(".laws > p")?.textContent,
+            bars: [...card.querySelectorAll(".law")].map((row) => ({
+                token: row.querySelector("code").textContent,
+                mass: row.querySelector(".mass").textContent.split(" ").map(Number),
+                track: width(row.querySelector(".track")),
+                widths: [...row.querySelectorAll(".track > :not(.both)")].map(width),
+            })),
+        })));
+    }
+    return found;
+}"""
+
+
+def steps_of(trace: list[Line]) -> list[Line]:
+    return [line for line in trace if line.get("draft")]
+
+
+def cards(page: Page, trace: list[Line]) -> list[list[dict[str, Any]]]:
+    """Open the inspector and read the cards of all steps with a draft."""
+    page.locator("#lane-spec .tok").last.click()
+    expect(page.locator("#inspector")).to_be_visible()
+    return page.evaluate(CARDS, [line["i"] for line in steps_of(trace)])
+
+
+def check_decision(line: Line, node: int, card: dict[str, Any], rule: str, greedy: bool) -> None:
+    """The displayed figures decide the displayed outcome, and are those of the trace."""
+    accepted, draw, bound = node in line["accepted"], line["draw"][node], line["bound"][node] if line["bound"] else None
+    assert card["kind"] == ("accepted" if accepted else "rejected")
+    assert card["why"].startswith("Accepted" if accepted else "Rejected"), card
+    if greedy or rule == "top1":
+        assert f"rank in target {line['rank'][node]} · probability" in card["facts"] and accepted == (
+            line["rank"][node] == 1
+        )
+        assert not re.search("β|draw|accepted", card["facts"]) and not card["test"]  # neither decides
+        assert accepted or f"choice number {line['rank'][node]}, with " in card["why"]
+    elif rule in ("match", "coupled"):
+        assert "the target sampled" in card["why"]
+    elif draw is None:
+        assert f"bound {figure(bound)}." in card["why"] and "accepted from p" in card["facts"]
+        assert accepted == (line["p"][node] >= bound)
+    else:
+        share, shown_draw = map(float, re.search(r"accepted below (\S+) · draw (\S+) ", card["facts"]).groups())
+        assert (share, shown_draw) == pytest.approx((bound, draw), abs=1e-3) and accepted == (draw < bound)
+        assert card["test"].startswith("The draw ")
+        elders = [other for other in range(node) if line["parents"][other] == line["parents"][node]]
+        assert ("siblings' residual" in card["why"]) == bool(elders)
+
+
+def check_untested(line: Line, node: int, card: dict[str, Any]) -> None:
+    siblings = {other for other, parent in enumerate(line["parents"]) if parent == line["parents"][node]}
+    assert card["kind"] == "ignored" and card["why"].startswith("Not tested: ")
+    if siblings & {*line["accepted"]}:
+        assert "another continuation was accepted at this position" in card["why"]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_tooltip_and_card_of_every_token_give_the_figures_that_decided(shared: Page, name: str) -> None:
+    trace = recorded(name)
+    show(shared, *trace)
+    recipe, tips = trace[0]["recipe"], shared.eval_on_selector("#lane-spec", TIPS)
+    tips = {line["i"]: tips[line["i"]] for line in steps_of(trace)}
+    outcomes: Counter[str] = Counter()
+    for line, shown in zip(steps_of(trace), cards(shared, trace), strict=True):
+        drafted = shown[: len(line["draft"])]
+        for node, card in enumerate(drafted):
+            outcomes[card["kind"]] += 1
+            if line["beta"][node] is None:
+                check_untested(line, node, card)
+            else:
+                check_decision(line, node, card, recipe["rule"], recipe["temperature"] == 0)
+        seen = Counter((tip["kind"], tip["why"]) for tip in tips[line["i"]])
+        assert seen == Counter((card["kind"], card["why"]) for card in shown)
+        for tip in tips[line["i"]]:
+            figures = [f"{label.partition(',')[0]} {value}" for label, value in tip["rows"].items()]
+            facts = " · ".join(figures[2:])  # without token and step
+            assert any(card["facts"].startswith(facts) for card in drafted if card["why"] == tip["why"]) or not facts
+    assert outcomes["rejected"] and (outcomes["accepted"] or name in ("guesses", "n-grams"))
+    if recipe["method"] == "tree":
+        leaves = shared.locator("#round-tree .leaf title").all_text_contents()
+        assert [leaf.partition(": ")[2] for leaf in leaves] == [card["why"] for card in drafted]
+
+
+@pytest.mark.parametrize("name", ["chain", "tree", "n-grams", "greedy chain"])
+def test_charts_contain_their_token_and_the_rest_and_share_a_scale(shared: Page, name: str) -> None:
+    trace = recorded(name)
+    show(shared, *trace)
+    residuals, tracks = 0, set()
+    for line, shown in zip(steps_of(trace), cards(shared, trace), strict=True):
+        for card in shown:
+            bars, drafted = card["bars"], card is not shown[-1] or len(shown) == len(line["draft"])
+            masses = [bar["mass"] for bar in bars]
+            assert card["token"] in [bar["token"] for bar in bars]
+            assert [sum(column) for column in zip(*masses, strict=True)] == pytest.approx(
+                [1] * len(masses[0]), abs=6e-3
+            )
+            others = [bar["token"] for bar in bars].index("others") if "others" in str(bars) else len(bars)
+            assert others >= len(bars) - 1  # the last row
+            largest = [max(mass) for mass in masses[:others]]
+            hidden = [bar["token"] for bar in bars if not any(bar["mass"])]
+            if drafted:
+                assert card["legend"] == "p target q drafter both"
+            else:
+                assert largest == sorted(largest, reverse=True) and {*hidden} <= {card["token"]}
+                residuals += card["legend"] == "residual"
+            for bar in bars:
+                tracks.add(round(bar["track"], 1))
+                shares = [width / bar["track"] for width in bar["widths"]]
+                assert shares == pytest.approx([min(1, mass) for mass in bar["mass"]], abs=2e-3)
+    assert len(tracks) == 1
+    assert residuals or name == "greedy chain"
+
+
+# --- unverified tokens, waiting, advice ---------------------------------------------------------------------------
+
+REMOTE = {"mode": "speculative", "remote": "http://127.0.0.1:1", "rtt_ms": 10.0}
+LINK = {"escalated": 1.0, "cloud_s": 0.004, "rtt_s": 0.01, "sent": 1.0, "bytes_up": 300.0, "bytes_down": 200.0}
+
+
+def recipe_line(method: str = "draft", **changes: Any) -> Line:
+    line = header(method)
+    line["recipe"] = line["recipe"] | {"rule": "rejection", "policy": "fixed", "temperature": 1.0} | changes
+    return line
+
+
+def verified(i: int, notes: dict[str, float] | None = None, **more: Any) -> Line:
+    """Three drafted, two tested, one accepted."""
+    return step(i, pieces=["b", "X"], draft=("b", "c", "d"), accepted=(0,), tested=2, **more) | (
+        {"remote": notes} if notes else {}
+    )
+
+
+def unverified(i: int, **notes: float) -> Line:
+    unknown = dict.fromkeys(("p", "draw", "beta"), [None] * 3)
+    line = step(i, pieces=["b", "c", "d"], draft=("b", "c", "d"), accepted=(0, 1, 2), **unknown)
+    return line | {"token": None, "choices": [], "remote": notes}
+
+
+def plain_lane(count: int, seconds: float) -> list[Line]:
+    steps = (step(i, pieces=["x"], draft_s=0.0, verify_s=seconds) for i in range(1, count))
+    return [header("ar"), PREFILL, *steps, end()]
+
+
+def test_unverified_tokens_are_counted_apart(shared: Page) -> None:
+    gated = [unverified(i, escalated=0.0) for i in (3, 4)]
+    steps = [PREFILL | {"remote": LINK}, *(verified(i, LINK) for i in (1, 2)), *gated]
+    show(shared, recipe_line(cloud=REMOTE | {"gates": ["nll"]}, gamma=3), *steps, end())
+    tile = shared.locator("[data-kpi=acceptance]")
+    expect(tile).to_contain_text("33 %")
+    expect(tile).to_contain_text("2 of 6 drafted · α 0.75 · 6 unverified")
+    expect(shared.locator("[data-kpi=tokens_per_pass]")).to_contain_text("2 target passes")
+    expect(shared.locator("#lane-spec [data-by=gate] .tok")).to_have_count(6)
+    shared.locator("#lane-spec [data-by=gate] .tok").first.hover()
+    expect(shared.locator("#tip strong")).to_have_text("unverified")
+    expect(shared.locator("#tip")).to_contain_text("the drafter was confident, so the cloud was not queried")
+    for name in ("Method", "Edge-cloud"):  # a tab is updated when it is selected
+        shared.get_by_role("tab", name=name).click()
+    expect(shared.locator("#edge-best")).to_contain_text("α 0.75")
+    alone = recipe_line(cloud=REMOTE | {"mode": "edge_only"})
+    show(
+        shared, alone, *(step(i, pieces=["x"]) | {"remote": {"escalated": 0.0}, "choices": []} for i in range(4)), end()
+    )
+    expect(shared.locator("[data-kpi=tokens_per_pass]")).to_contain_text("3 passes of the drafter, none of the target")
+    shared.locator("#lane-spec .tok").last.hover()
+    expect(shared.locator("#tip")).not_to_contain_text("target")
+
+
+def test_waiting_and_second_round_trips_are_labelled(shared: Page) -> None:
+    notes = LINK | {"rows": 1.0, "sent": 2.0}
+    trace = [recipe_line(cloud=REMOTE), PREFILL | {"remote": LINK}, verified(1, LINK), verified(2, notes), end()]
+    cloud_only = recipe_line("ar", cloud=REMOTE | {"mode": "cloud_only"}) | {"exact": True}
+    plain = [cloud_only, PREFILL | {"remote": LINK}, *(step(i, pieces=["x"]) | {"remote": LINK} for i in (1, 2)), end()]
+    show(shared, *trace, *plain)
+    expect(shared.locator("[data-lane=spec] .title")).to_have_text("draft, γ 3, edge and cloud")
+    expect(shared.locator("[data-lane=ar] .title")).to_have_text("cloud only: the target alone")
+    expect(shared.locator("#verdict")).to_contain_text(
+        "Waiting for the link took part of the time: draft, γ 3, edge and"
+    )
+    expect(shared.locator("#race-lengths")).to_have_text(re.compile("5 tokens; AR 3 tokens: speeds are compared, not"))
+    tip = shared.locator("#tip")
+    for i, trips in ((1, 0), (2, 1)):
+        shared.locator("#lane-spec .round").nth(i).locator(".tok").first.hover()
+        expect(tip.get_by_text("round trips")).to_have_count(trips)
+    shared.locator("#lane-spec .tok").last.click()
+    expect(shared.locator("#round-words")).to_contain_text("The rejection needed a second round trip")
+    for name in ("Method", "Edge-cloud"):  # a tab is updated when it is selected
+        shared.get_by_role("tab", name=name).click()
+    expect(shared.locator("#edge-run")).to_contain_text("1 rejections needed a second round trip")
+    expect(shared.locator("#edge-run")).to_contain_text(re.compile(r"The edge waited \d+ % of it"))
+    expect(shared.locator("#edge-timeline .key .wait")).to_have_text("waiting")
+    expect(shared.locator("#edge-table").get_by_role("gridcell", name="two round trips")).to_have_count(1)
+
+
+def test_alpha_has_one_meaning_per_run(shared: Page) -> None:
+    for rule, label in (("rejection", "α 0.75"), ("match", "accepted/tested 0.50")):
+        lanes = [recipe_line(rule=rule), PREFILL, verified(1), verified(2), end(), *plain_lane(5, 0.02)]
+        show(shared, *lanes)
+        expect(shared.locator("[data-kpi=acceptance] .note")).to_have_text(f"2 of 6 drafted · {label}")
+        expect(shared.locator("#verdict")).to_contain_text(f"With {label}, 3.0 draft tokens")
+        expect(shared.locator("[data-kpi=speedup] .value")).to_have_text(re.compile(r"^\d+\.\d×$"))  # one pair
+
+
+@pytest.mark.parametrize(
+    ("changes", "advice"),
+    [
+        ({}, "α 0.30 does not exceed c 0.50: disable speculation (method ar), or choose a cheaper drafter."),
+        ({"method": "tree"}, "lower “Nodes per draft”, or disable speculation (method ar)."),
+        ({"method": "lookahead"}, "lower “Window, positions” or “Order n”, or disable speculation (method ar)."),
+    ],
+)
+def test_advice_after_a_slow_run_can_help(shared: Page, changes: dict[str, str], advice: str) -> None:
+    slow = [verified(i, draft_s=0.03, verify_s=0.04) | {"beta": [0.3, 0.3, None]} for i in range(1, 6)]
+    show(shared, recipe_line(**changes), PREFILL, *slow, end(), *plain_lane(6, 0.02))
+    expect(shared.locator("#verdict")).to_contain_text("Speculation lost")
+    expect(shared.locator("#verdict")).to_contain_text(advice)
+    expect(shared.locator("#verdict")).not_to_contain_text("shorter")
+
+
+def test_what_if_agrees_with_the_measured_run_or_gives_no_advice(shared: Page) -> None:
+    cost = {"environment": {"parity": {"cost": {"1": 1.0, "2": 1.1, "5": 1.3, "9": 1.6}}}}
+    lucky = step(1, pieces=["b", "c", "d", "e"], draft=("b", "c", "d"), accepted=(0, 1, 2), tested=3)
+    unlucky = verified(1) | {"accepted": [], "tokens": [1], "token": 1, "pieces": ["X"], "text": "X"}
+    for line, betas, fits in (
+        (verified(1), [0.5, 0.5, None], True),
+        (lucky, [0.99] * 3, True),
+        (unlucky, [1.0, None, None], False),  # the probabilities do not describe the outcomes
+    ):
+        steps = [line | {"beta": betas, "i": i, "t": 0.05 * i} for i in range(1, 30)]
+        show(shared, recipe_line() | cost, PREFILL, *steps, end(), *plain_lane(30, 0.02))
+        if shared.locator("#figures").get_attribute("open") is None:
+            shared.locator("#figures summary").click()
+        chart = shared.locator("#chart-whatif")
+        expect(chart.locator("polygon.band")).to_have_count(1)
+        measured = float(shared.locator("[data-kpi=tokens_per_second] .value").inner_text())
+        expect(chart.locator("path.was title")).to_have_text(f"measured: {measured:.1f} tokens/s")
+        row = chart.locator("tr").filter(has=shared.locator("td:first-child", has_text="3")).first
+        low, high = map(float, row.locator("td").last.inner_text().split("–"))
+        assert (low <= measured <= high) == fits
+        expect(chart.locator("svg + p")).to_contain_text(
+            re.compile("^No advice" if not fits else "^(Estimated|No other)")
+        )
+        assert fits or not chart.locator(".dot.best").count()
