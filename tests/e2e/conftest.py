@@ -1,7 +1,10 @@
 """Fixtures of the page: a running server and a browser."""
 
+import sys
+
 import pytest
 
-pytest.register_assert_rewrite("e2e.page_fixtures")
+if "e2e.page_fixtures" not in sys.modules:  # pytest may import this file twice
+    pytest.register_assert_rewrite("e2e.page_fixtures")
 
 from e2e.page_fixtures import chromium, page, profile, scripts, served, shared, tab  # noqa: E402, F401

@@ -54,6 +54,7 @@ def tab(tab: Any, measured: MeasureRecorder) -> Any:
 
     def open_tab(name: str) -> Page:
         page = tab()
+        page.bring_to_front()  # Chromium draws hidden tabs rarely
         page.get_by_role("tab", name=name).click()
         return page
 

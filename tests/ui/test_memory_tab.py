@@ -41,8 +41,8 @@ def test_pairs_are_planned_and_fit_or_not(monkeypatch: pytest.MonkeyPatch) -> No
     planned = [plan_spec(ModelSpec(name, device="cpu").resolved(), 1000) for name in (BUNDLED.target, BUNDLED.drafter)]
     assert [target, drafter] == [f"{one.weights / 1e6:,.1f}" for one in planned] and fits == "yes"
     assert float(target) + float(drafter) + float(kv) < float(total)
-    monkeypatch.setattr(memory, "memory_limit", lambda device: (60_000_000, 90_000_000))
-    assert shown()[-1] == f"no, by {float(total) - 60:.1f}"
+    monkeypatch.setattr(memory, "memory_limit", lambda device: (int(1e6 * (float(total) - 7)), 90_000_000))
+    assert shown()[-1] in ("no, by 6.9", "no, by 7.0", "no, by 7.1")  # rounded
 
 
 def test_memory_of_a_run_equals_its_trace() -> None:

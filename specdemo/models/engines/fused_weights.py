@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+
+Weights = TypeVar("Weights", bound="FusedWeights")
 
 
 class FusedWeights(ABC):
@@ -41,12 +42,12 @@ class FusedWeights(ABC):
     def release(self) -> None:
         self.idle.clear()
 
-    def with_layers(self, kept: Sequence[int]) -> Self:
+    def with_layers(self: Weights, kept: Sequence[int]) -> Weights:
         thin = copy.copy(self)
         thin.layers, thin.idle = [self.layers[i] for i in kept], []
         return thin
 
-    def with_channel_scale(self, scale: Tensor) -> Self:
+    def with_channel_scale(self: Weights, scale: Tensor) -> Weights:
         """Return the model with embedding channels multiplied by `scale` `[width]`."""
         thin = copy.copy(self)
         thin.channel_scale, thin.idle = scale.to(self.device, self.dtype).contiguous(), []
