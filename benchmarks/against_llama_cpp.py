@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -103,9 +104,9 @@ def _interleaved(weight: Tensor, heads: int) -> Tensor:
 def their_speed(program: Path, file: Path, tokens: int, context: int) -> float:
     """Return tokens/s of autoregressive decoding with llama-bench."""
     counts = ["-p", "0", "-n", str(tokens), "-d", str(context), "-r", "1", "-t", str(torch.get_num_threads())]
-    done = subprocess.run(
-        [program, "-m", file, *counts, "-o", "json"], capture_output=True, text=True, check=False, timeout=600
-    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}  # its defaults
+    command = [program, "-m", file, *counts, "-o", "json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600, env=environment)
     if done.returncode:
         raise UserError(f"{program.name} failed ({done.stderr.strip().splitlines()[-1:]}): check the build")
     return float(json.loads(done.stdout)[0]["avg_ts"])

@@ -59,7 +59,7 @@ typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
 enum form { F32, BF16, F16, INT8, CODE4 };
 
 typedef struct {
-    const void *weights;   /* [n / BLOCK][k][BLOCK]; INT8: [n / BLOCK][k / 4][BLOCK][4]; CODE4: see decode4 */
+    const void *weights;   /* [n / BLOCK][k][BLOCK], BF16: see place; INT8: [n / BLOCK][k / 4][BLOCK][4]; CODE4: see decode4 */
     const float *scales;   /* INT8: [n]; CODE4: [n / BLOCK][k / GROUP][BLOCK] */
     const int32_t *sums;   /* INT8: sum of the weights of each output */
     const float *codes;    /* CODE4: 16 values */
@@ -206,7 +206,17 @@ INLINE int64_t input_bytes(int form) { /* of a block */
 }
 INLINE void decode(int form, const char *p, const lookup *t, vf out[2 * VECTORS]) {
     if (form == CODE4) { decode4((const uint8_t *)p, t, out); return; }
-    for (int v = 0; v < VECTORS; v++) out[v] = load_as(form, p, v * LANES);
+    if (form != BF16) {
+        for (int v = 0; v < VECTORS; v++) out[v] = load_as(form, p, v * LANES);
+        return;
+    }
+    for (int v = 0; v < VECTORS; v += 2) { /* the weights of two vectors alternate */
+        vu both; memcpy(&both, p + 2 * v * LANES, sizeof both);
+        out[v] = (vf)(both << 16), out[v + 1] = (vf)(both & 0xffff0000);
+    }
+}
+INLINE int64_t place(int form, int64_t j) { /* of output j in its block */
+    return form == BF16 ? j / (2 * LANES) * 2 * LANES + j % LANES * 2 + j / LANES % 2 : j;
 }
 
 /* Keep a vector in a register: compilers read it from memory again for each product. */
@@ -477,7 +487,7 @@ static void embed(state *s) {
         for (int64_t i = 0; i < width; i++) {
             int form = m->embedding ? m->embedding_form : m->head.form;
             const void *table = m->embedding ? m->embedding : m->head.weights;
-            int64_t at = m->embedding ? id * width + i : (id / BLOCK * width + i) * BLOCK + id % BLOCK;
+            int64_t at = m->embedding ? id * width + i : (id / BLOCK * width + i) * BLOCK + place(form, id % BLOCK);
             if (form == F32) o[i] = ((const float *)table)[at];
             else {
                 uint16_t h = ((const uint16_t *)table)[at], copies[LANES];
@@ -850,15 +860,16 @@ int run_pass(const pass *p) {
     return !ready;
 }
 
-/* Layout for the caller: outputs per block; 1 if 4-bit codes are split as in decode4 for AVX2. */
+/* Layout for the caller: outputs per block and vector; 1 if 4-bit codes are split as in decode4 for AVX2. */
 int block_outputs(void) { return BLOCK; }
+int vector_outputs(void) { return LANES; }
 int split_codes(void) { return SPLIT_CODES; }
 
 static uint32_t random_bits(uint32_t *seed) { return *seed = *seed * 1664525u + 1013904223u; }
 
 /* Store the integer v, exact in every form, as weight (k, n) of `m`; returns its value. */
 static float set_weight(const matrix *m, int64_t k, int64_t n, int v) {
-    int64_t b = n / BLOCK, j = n % BLOCK, at = (b * m->inputs + k) * BLOCK + j, quads = m->inputs / 4;
+    int64_t b = n / BLOCK, j = n % BLOCK, at = (b * m->inputs + k) * BLOCK + place(m->form, j), quads = m->inputs / 4;
     if (m->form == F32) ((float *)m->weights)[at] = (float)v;
     if (m->form == BF16) ((uint16_t *)m->weights)[at] = to_bf16((float)v);
     if (m->form == F16) { /* v = mantissa * 2^exponent */

@@ -94,6 +94,7 @@ class NativeMatrix:
         """Join `linears`; `interleaved`: alternate their blocks."""
         library = _library()
         self._block: int = library.block_outputs()
+        self._lanes: int = library.vector_outputs()
         self._split_codes: bool = library.split_codes()
         self.outputs = sum(linear.out_features for linear in linears)
         self.inputs: int = linears[0].in_features
@@ -139,6 +140,8 @@ class NativeMatrix:
             quads = F.pad(weights, (0, -self.inputs % 4)).unflatten(0, (-1, self._block)).unflatten(2, (-1, 4))
             return quads.transpose(1, 2).contiguous()
         blocks = self._transposed(weights)  # [blocks, inputs, outputs]
+        if self.form == FORMS[torch.bfloat16]:  # the weights of two vectors alternate
+            return blocks.unflatten(2, (-1, 2, self._lanes)).transpose(3, 4).flatten(2).contiguous()
         if self.form != _CODE4:
             return blocks
         pairs = blocks.unflatten(1, (-1, 2))
