@@ -163,6 +163,7 @@ def study(options: argparse.Namespace) -> None:
         at_least_one(name, getattr(options, name))
     if not options.llama_bench.is_file():
         raise UserError(f"{options.llama_bench} is not a file: build llama.cpp and pass --llama-bench PATH")
+    options.command = options.command.replace(str(options.llama_bench), "PATH")
     records = []
     for name in options.model:
         if name == "bundled":
