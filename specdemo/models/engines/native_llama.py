@@ -125,7 +125,6 @@ class NativeMatrix:
             self.tensors["scales"] = self._transposed(self.tensors["scales"])
 
     def _narrow(self, parts: list[dict[str, Any]]) -> None:
-        """Store float32 weights in 16 bits if that loses nothing."""
         for dtype in (torch.float16, torch.bfloat16):
             narrow = [part["weights"].to(dtype) for part in parts]
             if all(torch.equal(part["weights"], weights.float()) for part, weights in zip(parts, narrow, strict=True)):
@@ -140,12 +139,12 @@ class NativeMatrix:
             quads = F.pad(weights, (0, -self.inputs % 4)).unflatten(0, (-1, self._block)).unflatten(2, (-1, 4))
             return quads.transpose(1, 2).contiguous()
         blocks = self._transposed(weights)  # [blocks, inputs, outputs]
-        if self.form == FORMS[torch.bfloat16]:  # the weights of two vectors alternate
+        if self.form == FORMS[torch.bfloat16]:
             return blocks.unflatten(2, (-1, 2, self._lanes)).transpose(3, 4).flatten(2).contiguous()
         if self.form != _CODE4:
             return blocks
         pairs = blocks.unflatten(1, (-1, 2))
-        if self._split_codes:  # a byte contains the outputs n and n + 4
+        if self._split_codes:
             pairs = pairs.unflatten(3, (-1, 2, 4))
             return (pairs[..., 0, :] | pairs[..., 1, :] << 4).flatten(2).contiguous()
         return pairs[:, :, 0] | pairs[:, :, 1] << 4  # a byte contains the inputs k and k + 1
