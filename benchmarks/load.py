@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import psutil
 
@@ -43,7 +44,8 @@ COLUMNS = {
     "first token p50 / p95 s": "{p50_s:.1f} / {p95_s:.1f}",
     "Jain index": "{fairness:.3f}",
     "edge texts, mixed, failed": "{texts}, {edge_wrong}, {edge_failed}",
-    "page MB, growth": "{rss_mb:.0f}, {growth:+.1f} %",
+    "page MB by eighth of the time": "{curve}",
+    "growth": "{growth:+.1f} %",
 }
 ESTIMATE = re.compile(r"\d+ ahead, about \d+ s")
 DISCARDED = ("rejected", "ignored")
@@ -108,6 +110,12 @@ def growth_percent(samples: Sequence[float]) -> float:
     quarter = max(1, len(samples) // 4)
     before = statistics.mean(samples[quarter : 2 * quarter] or samples)
     return 100 * (statistics.mean(samples[-quarter:]) / before - 1)
+
+
+def mean_by_eighth(samples: Sequence[float]) -> list[float]:
+    """Return the mean of each eighth of the samples; an eighth without samples is left out."""
+    bounds = [len(samples) * part // 8 for part in range(9)]
+    return [statistics.mean(samples[start:end]) for start, end in pairwise(bounds) if end > start]
 
 
 @contextmanager
@@ -191,9 +199,8 @@ def figures(
         "edge_wrong": edges.wrong,
         "edge_failed": edges.failed,
         "edge_p95_ms": 1000 * percentile(edges.latencies, 0.95) if edges.latencies else 0.0,
-        "rss_mb": memory[-1],
         "growth": growth_percent(memory),
-        "curve_mb": [round(sample) for sample in memory],
+        "curve": " ".join(f"{mean:.0f}" for mean in mean_by_eighth(memory)),
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.load import Visit, figures, growth_percent, jain_index, visit
+from benchmarks.load import Visit, figures, growth_percent, jain_index, mean_by_eighth, visit
 from benchmarks.soak import Tallies
 
 
@@ -48,6 +48,7 @@ def test_fairness_and_growth_have_known_values() -> None:
     assert jain_index([3, 3, 3]) == 1 and jain_index([6, 0, 0]) == pytest.approx(1 / 3) and jain_index([0, 0]) == 1
     assert growth_percent([1, 9, 100, 100, 104, 108, 105, 105]) == pytest.approx(5)
     assert growth_percent([100]) == 0
+    assert mean_by_eighth(range(16)) == [0.5 + 2 * part for part in range(8)] and mean_by_eighth([7]) == [7]
 
 
 def test_the_record_counts_lost_mixed_and_failed_runs() -> None:
@@ -56,4 +57,4 @@ def test_the_record_counts_lost_mixed_and_failed_runs() -> None:
     record = figures(1, [[(good, 0), (good, 1)], [(lost, 0), (failed, 0)]], [[1, 2, 3], [1, 2, 4]], [100.0], Tallies())
     assert (record["runs"], record["lost"], record["wrong"], record["failed"]) == (4, 1, 1, 1)
     assert (record["queued"], record["estimated"], record["p95_s"]) == (3, 3, 3.0)
-    assert record["fairness"] == pytest.approx(0.5) and record["curve_mb"] == [100]
+    assert record["fairness"] == pytest.approx(0.5) and record["curve"] == "100"
