@@ -28,7 +28,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from app import choose_port
 from benchmarks.page_client import PageClient
-from benchmarks.pages import CODE, HOST, chromium, run, served, set_number, status
+from benchmarks.pages import CODE, HOST, chromium, open_group, run, served, set_number, status
 from benchmarks.tables import ROOT, publish, run_study, study_parser
 from specdemo.core.errors import UserError
 from specdemo.core.events import Event, Loading
@@ -40,7 +40,7 @@ from specdemo.recipe import Recipe
 from specdemo.ui.service import leave_a_core
 
 TABLES = dict.fromkeys(("page_cost", "page_cost-remote", "page_cost-cpu", "page_cost-startup"), "docs/page.md")
-TIMEOUT_S = 600.0
+TIMEOUT_S = 120.0
 POLL_S = 0.02
 BASELINE = "terminal, threads of the page"
 COLD_STARTS, COLD_TOKENS = 3, 16
@@ -196,6 +196,7 @@ def page_cost(options: argparse.Namespace) -> None:
         expect(page.locator("#lane-spec")).to_be_visible()
         names = ("gamma", "temperature", "top_p", "max_tokens")
         settings: dict[str, Any] = {name.replace("_", "-"): getattr(recipe, name) for name in names}
+        open_group(page, "Advanced settings", "Sampling")
         for name, value in settings.items():
             set_number(page, name, value)
         settings["prompt"] = CODE

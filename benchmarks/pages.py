@@ -17,9 +17,9 @@ from specdemo.ui.page import build, launch_options
 sys.path.insert(0, str(ROOT / "tests"))
 
 from e2e import browser
-from e2e.page_fixtures import ARGS, CODE, run, set_number, status
+from e2e.page_fixtures import ARGS, CODE, open_group, run, set_number, status
 
-__all__ = ["CODE", "HOST", "chromium", "run", "served", "set_number", "status"]
+__all__ = ["CODE", "HOST", "chromium", "open_group", "run", "served", "set_number", "status"]
 
 HOST = "127.0.0.1"
 

@@ -177,13 +177,17 @@ def build_pipeline(
         refuse_with_encoder(recipe.method)
     method, context = METHODS[recipe.method], ModelContext(recipe, target, drafter, stores, prompt, chats)
     proposer, caches = method.build(context), tuple(context.draft_caches)
+    local = (context.target_cache,) if context.target_cache else ()
     if method.shape == "forest":
-        _refuse_forests(method.name, (context.target_cache, *caches))
+        _refuse_forests(
+            method.name, [(type(cached.model).__name__, cached.chains_only) for cached in (*local, *caches)]
+        )
+        if isinstance(target, RemoteModel):
+            _refuse_forests(method.name, [(target.info.name, target.info.chains_only)])
     if method.policy is not None:
         policy = method.policy(recipe)
     else:
         policy = POLICIES[recipe.policy].make(recipe.draft_lengths, _cost_model(context))
-    local = (context.target_cache,) if context.target_cache else ()
     same_tokens = (*local, *(() if context.bridge else caches))  # a drafter of another vocabulary has other counts
     context_length = min([cache.context for cache in same_tokens] + [sys.maxsize])
     if isinstance(target, RemoteModel):
@@ -199,12 +203,13 @@ def build_pipeline(
     return Pipeline(verifier, proposer, policy, (*local, *caches), context_length, context.keep_caches)
 
 
-def _refuse_forests(method: str, models: Sequence[CachedModel | None]) -> None:
-    for cached in models:
-        if cached is not None and cached.chains_only:
+def _refuse_forests(method: str, models: Sequence[tuple[str, str]]) -> None:
+    """Raise `UserError` if one of `models`, as (name, reason), supports chains only."""
+    for name, reason in models:
+        if reason:
             raise UserError(
-                f"method {method} verifies several continuations in one pass, and {type(cached.model).__name__} "
-                f"{cached.chains_only}: choose method draft, nasd, suffix or ar"
+                f"method {method} verifies several continuations in one pass, and {name} {reason}: choose method "
+                "draft, nasd, suffix or ar"
             )
 
 

@@ -36,18 +36,19 @@ class SamplingParams:
         return self.logits_to_probs(self.process_logits(logits, paths))
 
     def process_logits(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-        """Apply repetition penalty and bad words; return float32 logits `[rows, vocab]`.
-
-        `paths[r]`: all tokens before row r, if `needs_paths`. Raise `UserError` if the largest logit of a row is not
-        finite.
-        """
-        logits = logits.float()
-        self.refuse_broken(logits.amax(-1).tolist())
-        if not self.needs_paths:
-            return logits
-        logits = torch.stack([self._process_row(row, path) for row, path in zip(logits, paths, strict=True)])
+        """`constrain`, with `refuse_broken`."""
+        logits = self.constrain(logits, paths)
         self.refuse_broken(logits.amax(-1).tolist())
         return logits
+
+    def constrain(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+        """Apply repetition penalty and bad words; return float32 logits `[rows, vocab]`.
+
+        `paths[r]`: all tokens before row r, if `needs_paths`.
+        """
+        if not self.needs_paths:
+            return logits.float()
+        return torch.stack([self._process_row(row, path) for row, path in zip(logits.float(), paths, strict=True)])
 
     def logits_to_probs(self, logits: Tensor) -> Tensor:
         """Apply temperature, top-k, top-p and softmax to processed logits; return `[rows, vocab]`."""
@@ -91,7 +92,7 @@ class SamplingParams:
         return logits
 
     def refuse_broken(self, largest: Sequence[float]) -> None:
-        """Raise `UserError` unless logits are finite, also after division by the temperature."""
+        """Raise `UserError` unless the largest logits are finite, also after division by the temperature."""
         limit = _LARGEST * min(1.0, self.temperature or 1.0)
         if not all(abs(logit) <= limit for logit in largest):
             raise UserError("the model returned NaN or infinite logits: try dtype float32, or another checkpoint")

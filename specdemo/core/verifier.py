@@ -48,13 +48,15 @@ class ModelVerifier:
     def verify(self, tokens: Sequence[int], draft: Draft) -> Verdict:
         logits = self._score(tokens, draft)
         nodes = range(-1, len(draft)) if self._sampling.needs_paths else ()
-        logits = self._sampling.process_logits(
+        logits = self._sampling.constrain(
             logits, [[*tokens, *(draft.tokens[i] for i in draft.path(node))] for node in nodes]
         )
         several = self._candidates > 1  # argmax is several times faster than top-1
         choices = logits.topk(self._candidates).indices if several else logits.argmax(-1, keepdim=True)
         greedy = self._sampling.temperature == 0
-        listed = choices.tolist()
+        listed = torch.cat([logits.gather(-1, choices[:, :1]), choices], -1).tolist()  # one transfer to the host
+        self._sampling.refuse_broken([row[0] for row in listed])
+        listed = [[int(token) for token in row[1:]] for row in listed]  # exact in float32 below 2^24
         argmax = (logits.argmax(-1).tolist() if several else [row[0] for row in listed]) if greedy else ()
         p = [PointMass(token) for token in argmax] if greedy else self._sampling.logits_to_probs(logits)
         if isinstance(draft.probs, Tensor) and draft.probs.device != logits.device:

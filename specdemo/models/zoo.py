@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from ctypes import CDLL
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdemo.core.errors import UserError
+from specdemo.core.theory import best_gamma, walltime_improvement
 from specdemo.models.engines.native_build import native_library
 from specdemo.models.spec import find_device
 
@@ -189,6 +191,7 @@ class PairOffer:
     pair: Pair
     needs: int  # weights plus KV cache of a typical text
     free: int
+    launch_bound_gain: float | None = None  # speed-up if passes cost their kernel launches
 
     @property
     def fits(self) -> bool:
@@ -196,11 +199,14 @@ class PairOffer:
 
     @property
     def label(self) -> str:
+        remarks = ["accept the licence on the hub first"] if self.pair.gated else []
         if not self.fits:
             from specdemo.models.memory import format_bytes
 
-            return f"{self.pair.title} (needs {format_bytes(self.needs)}, {format_bytes(self.free)} free)"
-        return f"{self.pair.title} (accept the licence on the hub first)" if self.pair.gated else self.pair.title
+            remarks = [f"needs {format_bytes(self.needs)}, {format_bytes(self.free)} free"]
+        elif self.launch_bound_gain is not None:
+            remarks.append(f"no CUDA graphs: up to {self.launch_bound_gain:.1f}× at α {_ALPHA}")
+        return f"{self.pair.title} ({'; '.join(remarks)})" if remarks else self.pair.title
 
 
 def offers(device: str = "auto") -> list[PairOffer]:
@@ -210,13 +216,37 @@ def offers(device: str = "auto") -> list[PairOffer]:
     found_device = find_device(device)
     free, on_host = free_bytes(found_device), found_device.type == "cpu"
     pair_offers = [
-        PairOffer(name, pair, _required_bytes(pair.target, on_host) + _required_bytes(pair.drafter, on_host), free)
+        PairOffer(
+            name,
+            pair,
+            _required_bytes(pair.target, on_host) + _required_bytes(pair.drafter, on_host),
+            free,
+            _launch_bound_gain(pair) if found_device.type == "cuda" else None,
+        )
         for name, pair in PAIRS.items()
     ]
     return sorted(pair_offers, key=lambda offer: not offer.fits)  # stable
 
 
-_NATIVE_KINDS = ("llama", "mistral", "qwen2", "qwen3")
+_FUSED_KINDS = ("llama", "mistral", "qwen2", "qwen3")
+_ALPHA = 0.8
+
+
+def _launch_bound_gain(pair: Pair) -> float | None:
+    """Return the speed-up at `_ALPHA` if a pass costs its kernel launches, about equal per layer and for any rows."""
+    known = [MODELS.get(name) for name in (pair.target, pair.drafter)]
+    if any(model is None or model.kind in _FUSED_KINDS for model in known):
+        return None
+    target_layers, draft_layers = (_size(model.shape, *_LAYERS) for model in known)
+    c = draft_layers / target_layers
+    return walltime_improvement(_ALPHA, best_gamma(_ALPHA, c), c)
+
+
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+
+
+def _size(shape: Mapping[str, int], *names: str) -> int:
+    return next(shape[name] for name in names if name in shape)
 
 
 def _required_bytes(name: str, on_host: bool, context: int = 2048) -> int:
@@ -225,18 +255,12 @@ def _required_bytes(name: str, on_host: bool, context: int = 2048) -> int:
         return 0
     known, width = MODELS[name], 4 if on_host else 2
     shape = known.shape
-    hidden, layers, heads = (
-        next(shape[key] for key in keys if key in shape)
-        for keys in (
-            ("hidden_size", "n_embd", "d_model"),
-            ("num_hidden_layers", "n_layer", "num_layers"),
-            ("num_attention_heads", "n_head", "num_heads"),
-        )
-    )
+    hidden, layers = _size(shape, "hidden_size", "n_embd", "d_model"), _size(shape, *_LAYERS)
+    heads = _size(shape, "num_attention_heads", "n_head", "num_heads")
     kv_width = shape.get("num_key_value_heads", heads) * (shape.get("head_dim") or shape.get("d_kv") or hidden // heads)
     if known.encoder:
         kv_width *= 2
-    native = known.kind in _NATIVE_KINDS and isinstance(native_library(), CDLL)
+    native = known.kind in _FUSED_KINDS and isinstance(native_library(), CDLL)
     copied = on_host and not native and shape.get("tie_word_embeddings", True)
     head_copy = hidden * shape.get("vocab_size", 50257) if copied else 0
     return width * (known.parameters + head_copy + 2 * layers * kv_width * context)

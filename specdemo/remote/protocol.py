@@ -221,6 +221,7 @@ class ServiceInfo(NetworkMessage):
     threads: Count
     weight_bytes: Annotated[int, Field(ge=0, lt=1 << 60)]
     bit_equal: bool
+    chains_only: ExternalText = ""  # why forests are refused
 
 
 def digest(tokens: Sequence[int]) -> str:

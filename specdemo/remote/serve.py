@@ -47,11 +47,11 @@ def serve_model(
     local: bool = False,
 ) -> FastAPI:
     invariance, model = target.invariance, target.model
-    vocab_size = model.config.get_text_config().vocab_size
+    vocab_size, cached = model.config.get_text_config().vocab_size, CachedModel(model)
     info = ServiceInfo(
         name=Path(target.spec.name).name,
         vocab_size=vocab_size,
-        context=min(CachedModel(model).context, 1 << 30),
+        context=min(cached.context, 1 << 30),
         stop=sorted(target.stop),
         tokenizer=fingerprint(target.tokenizer),
         engine=target.engine,
@@ -60,6 +60,7 @@ def serve_model(
         threads=torch.get_num_threads(),
         weight_bytes=target.weight_bytes,
         bit_equal=invariance.equal,
+        chains_only=cached.chains_only,
     )
     pieces = cache(lambda: token_bytes(target.tokenizer))
     contexts = Contexts(

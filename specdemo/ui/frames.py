@@ -211,7 +211,7 @@ class Run:
 
     def _verdict(self) -> str:
         result = describe_repeats(self.speeds) or verdict(self.lanes)
-        texts = (result, describe_waiting(self.lanes), result and describe_engines(self.lanes))
+        texts = (result, describe_waiting(self.lanes), describe_engines(self.lanes))
         return " ".join(filter(None, texts))
 
     def trace(self, name: str) -> str | None:

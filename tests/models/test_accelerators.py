@@ -219,7 +219,7 @@ def counted_synchronisations(counts: Counter[str], monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.usefixtures("as_on_an_accelerator")
-@pytest.mark.parametrize(("temperature", "budget"), [(0.0, 5), (0.8, 9)])
+@pytest.mark.parametrize(("temperature", "budget"), [(0.0, 4), (0.8, 8)])
 def test_synchronisations_of_a_step(
     temperature: float, budget: int, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -191,10 +191,13 @@ def test_rounding_errors_are_below_those_of_transformers(name: str, dtype: str) 
 
 @pytest.mark.parametrize("form", ["nf4", "nf4-single", "fp4"])
 def test_4_bit_weights_are_those_of_bitsandbytes(form: str) -> None:
+    """Rounding activations to 12 bits costs less than bfloat16, the usual compute type of bitsandbytes."""
     model, tokens = quantized(form, random_model(CONFIGS["llama"])), text(40)
     found = CachedModel(NativeWeights(model)).read(tokens)
-    expected = dequantized(model)(torch.tensor([tokens])).logits[0]
-    assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
+    plain = dequantized(model)
+    expected = plain(torch.tensor([tokens])).logits[0]
+    theirs = plain.bfloat16()(torch.tensor([tokens])).logits[0].float()
+    assert (found - expected).abs().mean() < (theirs - expected).abs().mean() / 4
 
 
 def test_int8_equals_bitsandbytes_up_to_the_rounding_of_activations() -> None:

@@ -6,23 +6,31 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fakes.enumeration import TARGET, VOCAB
 from fakes.remote import INFO, DirectClient, TableCache, contexts
+from fakes.tiny_models import byte_level_tokenizer, save_model
+from fakes.trace_lines import trace_lines
+from fastapi.testclient import TestClient
+from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
-from specdemo.models.load import read_tokenizer
+from specdemo.models.load import load, read_tokenizer
+from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import PAIRS
+from specdemo.recipe import Recipe
 from specdemo.remote import client as client_module
 from specdemo.remote.client import Deadlines, RemoteVerifier, connect
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.contexts import Contexts
 from specdemo.remote.link import HttpClient
-from specdemo.remote.protocol import VerifyConfig
+from specdemo.remote.protocol import ServiceInfo, VerifyConfig
+from specdemo.remote.serve import serve_model
 from specdemo.remote.server import create_app
 from specdemo.worker import Stream, Worker
 
@@ -173,16 +181,17 @@ def test_a_run_ends_although_its_context_cannot_be_deleted(monkeypatch: pytest.M
 
 
 class RecordingClient(HttpClient):
-    """Record which clients are open, and answer with `INFO`."""
+    """Record which clients are open, and answer with `info`."""
 
     open: list[HttpClient] = []
+    info = INFO
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
         self.open.append(self)
 
     def call(self, *_: Any) -> Any:
-        return INFO
+        return self.info
 
     def close(self) -> None:
         super().close()
@@ -193,6 +202,34 @@ def test_a_client_of_a_service_with_another_tokenizer_is_closed(monkeypatch: pyt
     monkeypatch.setattr(client_module, "HttpClient", RecordingClient)
     with pytest.raises(UserError, match="different tokenizers"):
         connect(CloudConfig("http://127.0.0.1:1"), SPEC, 0)
+    assert RecordingClient.open == []
+
+
+def test_forests_are_refused_before_the_first_request_if_the_service_cannot_verify_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tokenizer = byte_level_tokenizer()
+    config = GPTNeoConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        attention_types=[[["global", "local"], 1]],
+        max_position_embeddings=128,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    GPTNeoForCausalLM(config).save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    drafter = save_model(tmp_path / "drafter", tokenizer)
+    app = serve_model(load(ModelSpec(str(tmp_path / "target"), device="cpu"), warm=False))
+    info = ServiceInfo.model_validate_json(TestClient(app).get("/v1/target").content)
+    assert "position" in info.chains_only
+    monkeypatch.setattr(RecordingClient, "info", info)
+    monkeypatch.setattr(client_module, "HttpClient", RecordingClient)
+    cloud = CloudConfig("http://127.0.0.1:1")
+    recipe = Recipe(target=str(tmp_path / "target"), drafter=str(drafter), method="tree", cloud=cloud, device="cpu")
+    with pytest.raises(UserError, match="several continuations in one pass, and target "):
+        list(trace_lines(recipe, "def f():", ModelPool()))
     assert RecordingClient.open == []
 
 

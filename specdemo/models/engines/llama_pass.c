@@ -16,9 +16,11 @@
 #include <unistd.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) && defined(__AVX512BW__)
 #define LANES 16  /* floats per vector */
 #define VECTORS 2 /* per block of outputs */
 #define TILE_ROWS 12
@@ -43,6 +45,7 @@
 #define UNIT_BLOCKS 4 /* blocks per unit of work */
 #define UNIT (UNIT_BLOCKS * BLOCK)
 #define GROUP 64 /* 4-bit weights per scale; inputs per tile */
+#define EXACT 32 /* inputs per exact sum of products of codes (16 bits) and activations (12 bits) */
 /* Blocks whose sums of `rows` rows fit into registers with the inputs. */
 #define FIT(rows) ((rows) * 4 * VECTORS < SUMS ? 4 : (rows) * 2 * VECTORS < SUMS ? 2 : 1)
 #define CHUNK_BYTES (96 << 10)
@@ -55,6 +58,8 @@ typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
 typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
+typedef uint8_t vb __attribute__((vector_size(4 * LANES)));
+typedef uint16_t vw __attribute__((vector_size(4 * LANES)));
 
 enum form { F32, BF16, F16, INT8, CODE4 };
 
@@ -104,7 +109,7 @@ INLINE void store(float *p, vf v) { memcpy(p, &v, sizeof v); }
 INLINE vf fill(float x) { return x - (vf){0}; }
 INLINE vf load_bf16(const uint16_t *p) { vh h; memcpy(&h, p, sizeof h); return (vf)(__builtin_convertvector(h, vu) << 16); }
 INLINE vf load_f16(const uint16_t *p) {
-#if defined(__AVX512F__)
+#if LANES == 16
     __m256i packed; memcpy(&packed, p, sizeof packed);
     return (vf)_mm512_cvtph_ps(packed);
 #elif defined(__F16C__) && defined(__AVX__)
@@ -148,64 +153,12 @@ static uint16_t to_bf16(float x) {
     return (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
 }
 
-/* Decoding of weights into vectors. CODE4: 2 * BLOCK codes of inputs k and k + 1 in BLOCK bytes. */
+/* Decoding of weights into vectors */
 
-#if defined(__AVX512F__)
-typedef struct { vf values; } lookup;
-INLINE lookup read_codes(const float *codes) { return (lookup){load(codes)}; }
-INLINE void decode4(const uint8_t *p, const lookup *t, vf out[2 * VECTORS]) { /* byte i: outputs i of k and k + 1 */
-    __m256i pairs; memcpy(&pairs, p, 32);
-    __m256i mask = _mm256_set1_epi8(15), now = _mm256_and_si256(pairs, mask);
-    __m256i next = _mm256_and_si256(_mm256_srli_epi16(pairs, 4), mask);
-    __m128i quarter[4] = {_mm256_castsi256_si128(now), _mm256_extracti128_si256(now, 1), _mm256_castsi256_si128(next),
-                          _mm256_extracti128_si256(next, 1)};
-    for (int i = 0; i < 4; i++)
-        out[i] = (vf)_mm512_permutexvar_ps(_mm512_cvtepu8_epi32(quarter[i]), (__m512)t->values);
-}
-#elif defined(__AVX2__)
-typedef struct { __m256i byte[4]; } lookup; /* byte i of the 16 values, in both halves */
-INLINE lookup read_codes(const float *codes) {
-    lookup t;
-    for (int i = 0; i < 4; i++) {
-        uint8_t bytes[16];
-        for (int c = 0; c < 16; c++) bytes[c] = ((const uint8_t *)(codes + c))[i];
-        __m128i half; memcpy(&half, bytes, 16);
-        t.byte[i] = _mm256_set_m128i(half, half);
-    }
-    return t;
-}
-/* Bytes 0-3: outputs 0-3 and 4-7 of k, 4-7: 8-11 and 12-15 of k, 8-15: the same of k + 1. */
-INLINE void decode4(const uint8_t *p, const lookup *t, vf out[2 * VECTORS]) {
-    __m128i pairs; memcpy(&pairs, p, 16);
-    __m256i both = _mm256_set_m128i(_mm_srli_epi16(pairs, 4), pairs), c = _mm256_and_si256(both, _mm256_set1_epi8(15));
-    __m256i b0 = _mm256_shuffle_epi8(t->byte[0], c), b1 = _mm256_shuffle_epi8(t->byte[1], c);
-    __m256i b2 = _mm256_shuffle_epi8(t->byte[2], c), b3 = _mm256_shuffle_epi8(t->byte[3], c);
-    __m256i low = _mm256_unpacklo_epi8(b0, b1), high = _mm256_unpacklo_epi8(b2, b3);
-    out[0] = (vf)_mm256_unpacklo_epi16(low, high), out[1] = (vf)_mm256_unpackhi_epi16(low, high);
-    low = _mm256_unpackhi_epi8(b0, b1), high = _mm256_unpackhi_epi8(b2, b3);
-    out[2] = (vf)_mm256_unpacklo_epi16(low, high), out[3] = (vf)_mm256_unpackhi_epi16(low, high);
-}
-#define SPLIT_CODES 1
-#else
-typedef struct { float values[16]; } lookup;
-INLINE lookup read_codes(const float *codes) { lookup t; memcpy(&t, codes, 64); return t; }
-INLINE void decode4(const uint8_t *p, const lookup *t, vf out[2 * VECTORS]) {
-    for (int i = 0; i < BLOCK; i++) {
-        ((float *)out)[i] = t->values[p[i] & 15];
-        ((float *)out)[BLOCK + i] = t->values[p[i] >> 4];
-    }
-}
-#endif
-#ifndef SPLIT_CODES
-#define SPLIT_CODES 0
-#endif
-
-INLINE int step_inputs(int form) { return form == CODE4 ? 2 : 1; }
 INLINE int64_t input_bytes(int form) { /* of a block */
     return form == F32 ? 4 * BLOCK : form == CODE4 ? BLOCK / 2 : form == INT8 ? BLOCK : 2 * BLOCK;
 }
-INLINE void decode(int form, const char *p, const lookup *t, vf out[2 * VECTORS]) {
-    if (form == CODE4) { decode4((const uint8_t *)p, t, out); return; }
+INLINE void decode(int form, const char *p, vf out[VECTORS]) {
     if (form != BF16) {
         for (int v = 0; v < VECTORS; v++) out[v] = load_as(form, p, v * LANES);
         return;
@@ -228,51 +181,39 @@ INLINE int64_t place(int form, int64_t j) { /* of output j in its block */
 #define HOLD(v) (void)(v)
 #endif
 
-/* Products of float activations with `count` inputs of adjacent blocks, starting at w, added to o[rows][UNIT]. With
- * scales, the sums over these inputs are multiplied by them first. */
+/* Products of float activations with `count` inputs of adjacent blocks, starting at w, added to o[rows][UNIT] */
 typedef struct {
     const char *w;
-    const float *scales;
-    int64_t block_bytes, scale_stride, count;
-    const lookup *codes;
+    int64_t block_bytes, count;
 } slice;
 
 INLINE void kernel(int form, int rows, int blocks, const slice *s, const float *x, int64_t stride, float *o) {
     vf sum[TILE_ROWS][4 * VECTORS];
-    int step = step_inputs(form);
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 16
-        for (int v = 0; v < blocks * VECTORS; v++) sum[r][v] = s->scales ? (vf){0} : load(o + r * UNIT + v * LANES);
+        for (int v = 0; v < blocks * VECTORS; v++) sum[r][v] = load(o + r * UNIT + v * LANES);
     const char *w = s->w;
-    for (int64_t i = 0; i < s->count; i += step, w += step * input_bytes(form)) {
+    for (int64_t i = 0; i < s->count; i++, w += input_bytes(form)) {
 #pragma GCC unroll 4
         for (int b = 0; b < blocks; b++) {
-            vf weight[2 * VECTORS];
+            vf weight[VECTORS];
             if (rows > 1) __builtin_prefetch(w + b * s->block_bytes + AHEAD);
-            decode(form, w + b * s->block_bytes, s->codes, weight);
-#pragma GCC unroll 8
-            for (int v = 0; v < step * VECTORS; v++) HOLD(weight[v]);
-#pragma GCC unroll 2
-            for (int k = 0; k < step; k++)
-#pragma GCC unroll 16
-                for (int r = 0; r < rows; r++) {
-                    vf input = fill(x[r * stride + i + k]);
+            decode(form, w + b * s->block_bytes, weight);
 #pragma GCC unroll 4
-                    for (int v = 0; v < VECTORS; v++) sum[r][b * VECTORS + v] += weight[k * VECTORS + v] * input;
-                }
+            for (int v = 0; v < VECTORS; v++) HOLD(weight[v]);
+#pragma GCC unroll 16
+            for (int r = 0; r < rows; r++) {
+                vf input = fill(x[r * stride + i]);
+#pragma GCC unroll 4
+                for (int v = 0; v < VECTORS; v++) sum[r][b * VECTORS + v] += weight[v] * input;
+            }
         }
     }
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 16
-        for (int v = 0; v < blocks * VECTORS; v++) {
-            float *at = o + r * UNIT + v * LANES;
-            if (s->scales) {
-                vf scale = load(s->scales + v / VECTORS * s->scale_stride + v % VECTORS * LANES);
-                store(at, load(at) + sum[r][v] * scale);
-            } else store(at, sum[r][v]);
-        }
+        for (int v = 0; v < blocks * VECTORS; v++) store(o + r * UNIT + v * LANES, sum[r][v]);
 }
 
 /* One kernel per number of rows; narrow ones for the last blocks of a matrix. */
@@ -293,30 +234,24 @@ static __attribute__((noinline)) void tile_kernels(int rows, int blocks, const s
 
 /* o[rows][UNIT] = x[rows][inputs] times `blocks` blocks. Many rows share weights decoded into a tile. */
 INLINE void unit_product(int form, const matrix *m, int64_t first, int blocks, const float *x, int64_t stride, int rows, float *o) {
-    float tile[FIT(1) * GROUP * BLOCK] __attribute__((aligned(64)));
-    int64_t bytes = m->inputs * input_bytes(form), scale_stride = m->inputs / GROUP * BLOCK;
-    int groups = (rows + TILE_ROWS - 1) / TILE_ROWS, tiled = form != F32 && (groups > 1 || (form == CODE4 && rows > 2));
-    int64_t length = form == CODE4 || groups > 1 ? GROUP : m->inputs;
-    lookup codes;
-    if (form == CODE4) codes = read_codes(m->codes);
+    float tile[GROUP * BLOCK] __attribute__((aligned(64)));
+    int64_t bytes = m->inputs * input_bytes(form);
+    int groups = (rows + TILE_ROWS - 1) / TILE_ROWS, tiled = form != F32 && groups > 2;
+    int64_t length = groups > 1 ? GROUP : m->inputs;
     for (int r = 0; r < rows; r++) memset(o + r * UNIT, 0, blocks * BLOCK * sizeof *o);
     for (int b = 0, width; b < blocks; b += width) {
-        width = rows <= TILE_ROWS ? FIT(rows) : 1;
-        if (b + width > blocks) width = 1;
+        width = groups > 1 || b + FIT(rows) > blocks ? 1 : FIT(rows);
         for (int64_t start = 0; start < m->inputs; start += length) {
-            slice s = {(const char *)m->weights + (first + b) * bytes + start * input_bytes(form), 0, bytes, scale_stride,
-                       m->inputs - start < length ? m->inputs - start : length, &codes};
-            if (form == CODE4) s.scales = m->scales + (first + b) * scale_stride + start / GROUP * BLOCK;
+            slice s = {(const char *)m->weights + (first + b) * bytes + start * input_bytes(form), bytes,
+                       m->inputs - start < length ? m->inputs - start : length};
             if (tiled) {
-                for (int w = 0; w < width; w++)
-                    for (int64_t i = 0; i < s.count; i += step_inputs(form)) {
-                        vf weight[2 * VECTORS];
-                        __builtin_prefetch(s.w + w * bytes + i * input_bytes(form) + AHEAD);
-                        decode(form, s.w + w * bytes + i * input_bytes(form), &codes, weight);
-                        for (int v = 0; v < step_inputs(form) * VECTORS; v++)
-                            store(tile + (w * GROUP + i) * BLOCK + v * LANES, weight[v]);
-                    }
-                s.w = (const char *)tile, s.block_bytes = GROUP * BLOCK * sizeof *tile;
+                for (int64_t i = 0; i < s.count; i++) {
+                    vf weight[VECTORS];
+                    __builtin_prefetch(s.w + i * input_bytes(form) + AHEAD);
+                    decode(form, s.w + i * input_bytes(form), weight);
+                    for (int v = 0; v < VECTORS; v++) store(tile + i * BLOCK + v * LANES, weight[v]);
+                }
+                s.w = (const char *)tile;
             }
             for (int g = 0, r = 0; g < groups; g++) {
                 int n = (rows - r + groups - g - 1) / (groups - g);
@@ -329,14 +264,180 @@ INLINE void unit_product(int form, const matrix *m, int64_t first, int blocks, c
     }
 }
 
+/* Products of 4-bit codes with activations of 12 bits, one scale per row and GROUP. The sum of EXACT products fits into
+ * 32 bits, so it does not depend on the order. */
+
+#define WORD_PEAK 2047
+#define CODE_PEAK 32767
+#define CODE_ROWS (SUMS / VECTORS / 3) /* that decode weights themselves */
+#define CODE_STEP 4                    /* inputs in 2 * BLOCK bytes */
+
+typedef struct { vb low, high; } lookup; /* bytes of the 16 values, repeated every 16 bytes */
+
+static float code_peak(const float *codes) {
+    float peak = 0;
+    for (int c = 0; c < 16; c++) peak = fabsf(codes[c]) > peak ? fabsf(codes[c]) : peak;
+    return peak;
+}
+INLINE lookup read_codes(const float *codes) {
+    lookup t;
+    float factor = CODE_PEAK / code_peak(codes);
+    for (int i = 0; i < 4 * LANES; i++) {
+        int value = (int)lrintf(codes[i % 16] * factor);
+        t.low[i] = (uint8_t)value, t.high[i] = (uint8_t)(value >> 8);
+    }
+    return t;
+}
+
+/* table[index], and the values (low, high) of the lower and upper half of every 16 bytes */
+#if LANES == 16
+INLINE vb look_up(vb table, vb index) { return (vb)_mm512_shuffle_epi8((__m512i)table, (__m512i)index); }
+INLINE vi lower(vb low, vb high) { return (vi)_mm512_unpacklo_epi8((__m512i)low, (__m512i)high); }
+INLINE vi upper(vb low, vb high) { return (vi)_mm512_unpackhi_epi8((__m512i)low, (__m512i)high); }
+#elif defined(__AVX2__)
+INLINE vb look_up(vb table, vb index) { return (vb)_mm256_shuffle_epi8((__m256i)table, (__m256i)index); }
+INLINE vi lower(vb low, vb high) { return (vi)_mm256_unpacklo_epi8((__m256i)low, (__m256i)high); }
+INLINE vi upper(vb low, vb high) { return (vi)_mm256_unpackhi_epi8((__m256i)low, (__m256i)high); }
+#elif defined(__aarch64__)
+INLINE vb look_up(vb table, vb index) { return (vb)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)index); }
+INLINE vi lower(vb low, vb high) { return (vi)vzip1q_u8((uint8x16_t)low, (uint8x16_t)high); }
+INLINE vi upper(vb low, vb high) { return (vi)vzip2q_u8((uint8x16_t)low, (uint8x16_t)high); }
+#else
+INLINE vb look_up(vb table, vb index) {
+    vb out;
+    for (int i = 0; i < 4 * LANES; i++) out[i] = table[index[i]];
+    return out;
+}
+INLINE vi half_of(vb low, vb high, int first) {
+    vb out;
+    for (int i = 0; i < 4 * LANES; i++) out[i] = (i % 2 ? high : low)[i / 16 * 16 + first + i % 16 / 2];
+    return (vi)out;
+}
+INLINE vi lower(vb low, vb high) { return half_of(low, high, 0); }
+INLINE vi upper(vb low, vb high) { return half_of(low, high, 8); }
+#endif
+
+INLINE vi multiply_pairs(vi sum, vi w, vi x) { /* pairs of 16-bit integers */
+#if defined(__AVX512VNNI__) && LANES == 16
+    return (vi)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
+#elif LANES == 16
+    return sum + (vi)_mm512_madd_epi16((__m512i)w, (__m512i)x);
+#elif defined(__AVX2__)
+    return sum + (vi)_mm256_madd_epi16((__m256i)w, (__m256i)x);
+#elif defined(__SSE2__) && LANES == 4
+    return sum + (vi)_mm_madd_epi16((__m128i)w, (__m128i)x);
+#else
+    return sum + (w << 16 >> 16) * (x << 16 >> 16) + (w >> 16) * (x >> 16);
+#endif
+}
+
+/* Bytes of CODE_STEP inputs: byte 2j + i of half h of the 16 bytes of output group g contains, for output hL + 4g + j,
+ * the codes of input i (lower half) and i + 2 (upper half); with more than two vectors, 4L bytes per two vectors. */
+INLINE void decode4(const uint8_t *p, const lookup *t, vi out[2 * VECTORS]) {
+    for (int v = 0; v < VECTORS; v += 2) {
+        vb pairs; memcpy(&pairs, p + 2 * v * LANES, sizeof pairs);
+        vb now = pairs & 15, next = (vb)((vw)pairs >> 4) & 15;
+        vb low = look_up(t->low, now), high = look_up(t->high, now);
+        out[v] = lower(low, high), out[v + 1] = upper(low, high);
+        low = look_up(t->low, next), high = look_up(t->high, next);
+        out[VECTORS + v] = lower(low, high), out[VECTORS + v + 1] = upper(low, high);
+    }
+}
+
+/* `groups` groups of a block; `tile`: decoded weights of the only group, or null */
+typedef struct {
+    const uint8_t *w;
+    const vi *tile;
+    const float *scales;   /* [groups][BLOCK] */
+    const int16_t *x;      /* [rows][inputs] */
+    const float *x_scales; /* [rows][inputs / GROUP] */
+    int64_t groups, inputs;
+} code_slice;
+
+INLINE void code4_kernel(int rows, int tiled, const code_slice *s, const lookup *t, float *o) {
+    vf out[TILE_ROWS][VECTORS];
+    const uint8_t *w = s->w;
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < VECTORS; v++) out[r][v] = load(o + r * UNIT + v * LANES);
+    for (int64_t i = 0; i < s->groups * GROUP; i += EXACT) {
+        vi sum[TILE_ROWS][VECTORS];
+        memset(sum, 0, sizeof sum);
+        for (int k = 0; k < EXACT; k += CODE_STEP, w += 2 * BLOCK) {
+            vi weight[2 * VECTORS];
+            if (tiled) memcpy(weight, s->tile + (i + k) / CODE_STEP * 2 * VECTORS, sizeof weight);
+            else {
+                if (rows > 1) __builtin_prefetch(w + AHEAD);
+                decode4(w, t, weight);
+            }
+#pragma GCC unroll 2
+            for (int pair = 0; pair < 2; pair++)
+#pragma GCC unroll 16
+                for (int r = 0; r < rows; r++) {
+                    int32_t two;
+                    memcpy(&two, s->x + r * s->inputs + i + k + 2 * pair, sizeof two);
+                    vi input = two - (vi){0};
+#pragma GCC unroll 4
+                    for (int v = 0; v < VECTORS; v++)
+                        sum[r][v] = multiply_pairs(sum[r][v], weight[pair * VECTORS + v], input);
+                }
+        }
+        const float *scales = s->scales + i / GROUP * BLOCK;
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < VECTORS; v++)
+                out[r][v] += __builtin_convertvector(sum[r][v], vf) *
+                             (load(scales + v * LANES) * s->x_scales[r * (s->inputs / GROUP) + i / GROUP]);
+    }
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < VECTORS; v++) store(o + r * UNIT + v * LANES, out[r][v]);
+}
+
+static void code4_kernels(int rows, const code_slice *s, const lookup *t, float *o) {
+#define CODE_CASE(N) \
+    case N: \
+        if (s->tile) code4_kernel(N, 1, s, t, o); \
+        else if (N <= CODE_ROWS) code4_kernel(N, 0, s, t, o); \
+        break;
+    switch (rows) {
+    CODE_CASE(1) CODE_CASE(2) CODE_CASE(3) CODE_CASE(4) CODE_CASE(5) CODE_CASE(6)
+#if TILE_ROWS > 6
+    CODE_CASE(7) CODE_CASE(8) CODE_CASE(9) CODE_CASE(10) CODE_CASE(11) CODE_CASE(12)
+#endif
+    }
+}
+
+static void code4_product(const matrix *m, int64_t first, int blocks, const int16_t *x, const float *x_scales, int rows, float *o) {
+    lookup codes = read_codes(m->codes);
+    int64_t groups = m->inputs / GROUP;
+    int parts = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    for (int r = 0; r < rows; r++) memset(o + r * UNIT, 0, blocks * BLOCK * sizeof *o);
+    for (int b = 0; b < blocks; b++) {
+        const uint8_t *w = (const uint8_t *)m->weights + (first + b) * m->inputs * BLOCK / 2;
+        const float *scales = m->scales + (first + b) * groups * BLOCK;
+        code_slice s = {w, 0, scales, x, x_scales, groups, m->inputs};
+        if (rows <= CODE_ROWS) { code4_kernels(rows, &s, &codes, o + b * BLOCK); continue; }
+        for (int64_t g = 0; g < groups; g++) {
+            vi tile[GROUP / CODE_STEP * 2 * VECTORS];
+            for (int k = 0; k < GROUP / CODE_STEP; k++, w += 2 * BLOCK) {
+                __builtin_prefetch(w + AHEAD);
+                decode4(w, &codes, tile + k * 2 * VECTORS);
+            }
+            for (int part = 0, r = 0, n; part < parts; part++, r += n) {
+                n = (rows - r + parts - part - 1) / (parts - part);
+                code_slice one = {0, tile, scales + g * BLOCK, x + r * m->inputs + g * GROUP, x_scales + r * groups + g, 1, m->inputs};
+                code4_kernels(n, &one, &codes, o + r * UNIT + b * BLOCK);
+            }
+        }
+    }
+}
+
 /* Products with int8 activations: exact sums of integers */
 
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) && LANES == 16
 typedef __m512i vq; /* LANES sums, or LANES times 4 bytes */
 #define INT8_OFFSET 128 /* added to the inputs, which must be unsigned */
 INLINE vq fill_bytes(uint32_t x) { return _mm512_set1_epi32((int)(x ^ 0x80808080u)); }
 INLINE vq multiply(vq sum, vq w, vq x) { return _mm512_dpbusd_epi32(sum, x, w); }
-#elif defined(__AVX2__) && !defined(__AVX512F__)
+#elif defined(__AVX2__) && LANES == 8
 typedef __m256i vq;
 #define INT8_OFFSET 0
 INLINE vq fill_bytes(uint32_t x) { return _mm256_set1_epi32((int)x); }
@@ -413,8 +514,8 @@ typedef struct {
     float *gated;  /* [rows][inner] input of down */
     float *qkv;    /* [rows][(heads + 2 kv_heads) head_dim] */
     float *query;  /* [rows][heads][padded head_dim] */
-    float *x_scales; /* [rows] of int8 activations */
-    int8_t *bytes; /* [rows][inputs rounded up to 4] */
+    float *x_scales;   /* of quantised activations */
+    int8_t *quantised; /* [rows][inputs]; INT8: inputs rounded up to 4; CODE4: of 2 bytes */
     int first;     /* first row with logits */
 } state;
 
@@ -425,9 +526,11 @@ static int64_t input_width(const model *m) {
 }
 static int64_t qkv_width(const model *m) { return (int64_t)(m->heads + 2 * m->kv_heads) * m->head_dim; }
 
+static int64_t widest(const model *m) { return input_width(m) > m->inner ? input_width(m) : m->inner; }
+static int64_t scale_count(const model *m) { return widest(m) / GROUP + 1; } /* of a row of activations */
+
 int64_t scratch_floats(const model *m, int32_t rows) {
-    int64_t bytes = (input_width(m) > m->inner ? input_width(m) : m->inner) / 4 + 1;
-    return rows * (m->width + input_width(m) + m->inner + qkv_width(m) + m->heads * padded_dim(m) + 1 + bytes);
+    return rows * (m->width + input_width(m) + m->inner + qkv_width(m) + m->heads * padded_dim(m) + scale_count(m) + widest(m) / 2 + 2);
 }
 
 static state lay_out(const pass *p) {
@@ -439,8 +542,8 @@ static state lay_out(const pass *p) {
     s.gated = next, next += (int64_t)p->rows * m->inner;
     s.qkv = next, next += (int64_t)p->rows * qkv_width(m);
     s.query = next, next += (int64_t)p->rows * m->heads * padded_dim(m);
-    s.x_scales = next, next += p->rows;
-    s.bytes = (int8_t *)next;
+    s.x_scales = next, next += p->rows * scale_count(m);
+    s.quantised = (int8_t *)next;
     return s;
 }
 
@@ -456,19 +559,40 @@ static void rms_norm(const float *x, const float *gain, float epsilon, int64_t w
     for (i = 0; i < width; i++) o[i] = x[i] * factor * gain[i];
 }
 
-/* Quantise activations as LLM.int8() without outliers (2208.07339): one scale per row. */
+/* Store the integers nearest to x / |peak of x| * limit; return the value of 1, NaN if x contains NaN or infinity. */
+INLINE float quantise(const float *x, int64_t width, int limit, int bytes, void *to) {
+    vf peaks = {0}, broken = {0};
+    int64_t whole = width / LANES * LANES;
+    for (int64_t i = 0; i < whole; i += LANES) {
+        vf v = load(x + i);
+        peaks = larger(larger(v, -v), peaks), broken += v * 0.0f;
+    }
+    float peak = largest(peaks), invalid = total(broken);
+    for (int64_t i = whole; i < width; i++) peak = fabsf(x[i]) > peak ? fabsf(x[i]) : peak, invalid += x[i] * 0.0f;
+    float factor = peak > 1e-30f ? (float)limit / peak : 0;
+    for (int64_t i = 0; i < width; i++) {
+        int32_t q = (int32_t)(x[i] * factor + 12582912.0f - 12582912.0f);
+        if (bytes == 1) ((int8_t *)to)[i] = (int8_t)q;
+        else ((int16_t *)to)[i] = (int16_t)q;
+    }
+    return peak / (float)limit + invalid;
+}
+
+/* INT8: as LLM.int8() without outliers (2208.07339), one scale per row; CODE4: 12 bits, one scale per row and GROUP. */
 static void quantise_rows(state *s, const matrix *next, const float *inputs, int64_t input_stride, int first) {
-    if (next->form != INT8) return;
-    int64_t width = next->inputs, stride = (width + 3) / 4 * 4;
+    int64_t width = next->inputs, stride = (width + 3) / 4 * 4, groups = width / GROUP;
     for (int r = first; r < s->p->rows; r++) {
         const float *x = inputs + r * input_stride;
-        int8_t *bytes = s->bytes + r * stride;
-        float peak = 0;
-        for (int64_t i = 0; i < width; i++) { float a = fabsf(x[i]); peak = a > peak ? a : peak; }
-        float factor = peak > 0 ? 127.0f / peak : 0;
-        for (int64_t i = 0; i < width; i++) bytes[i] = (int8_t)(int32_t)(x[i] * factor + 12582912.0f - 12582912.0f);
-        memset(bytes + width, 0, stride - width);
-        s->x_scales[r] = peak / 127.0f;
+        if (next->form == INT8) {
+            int8_t *to = s->quantised + r * stride;
+            s->x_scales[r] = quantise(x, width, 127, 1, to);
+            memset(to + width, 0, stride - width);
+        }
+        if (next->form == CODE4)
+            for (int64_t g = 0; g < groups; g++) {
+                int16_t *to = (int16_t *)s->quantised + r * width + g * GROUP;
+                s->x_scales[r * groups + g] = quantise(x + g * GROUP, GROUP, WORD_PEAK, 2, to) * code_peak(next->codes) / CODE_PEAK;
+            }
     }
 }
 
@@ -614,10 +738,14 @@ static int unit_rows(const state *s, const matrix *m, int64_t u, const float *x,
     case F32: unit_product(F32, m, b, blocks, x, stride, rows, o); break;
     case BF16: unit_product(BF16, m, b, blocks, x, stride, rows, o); break;
     case F16: unit_product(F16, m, b, blocks, x, stride, rows, o); break;
-    case CODE4: unit_product(CODE4, m, b, blocks, x, stride, rows, o); break;
-    default: {
+    case INT8: {
         int64_t bytes = ((int64_t)m->inputs + 3) / 4 * 4;
-        int8_product(m, b, blocks, s->bytes + first * bytes, s->x_scales + first, rows, o);
+        int8_product(m, b, blocks, s->quantised + first * bytes, s->x_scales + first, rows, o);
+        break;
+    }
+    case CODE4: {
+        const int16_t *words = (const int16_t *)s->quantised + (int64_t)first * m->inputs;
+        code4_product(m, b, blocks, words, s->x_scales + first * (m->inputs / GROUP), rows, o);
     }
     }
     if (m->bias)
@@ -860,10 +988,9 @@ int run_pass(const pass *p) {
     return !ready;
 }
 
-/* Layout for the caller: outputs per block and vector; 1 if 4-bit codes are split as in decode4 for AVX2. */
+/* Layout for the caller: outputs per block and vector */
 int block_outputs(void) { return BLOCK; }
 int vector_outputs(void) { return LANES; }
-int split_codes(void) { return SPLIT_CODES; }
 
 static uint32_t random_bits(uint32_t *seed) { return *seed = *seed * 1664525u + 1013904223u; }
 
@@ -882,8 +1009,8 @@ static float set_weight(const matrix *m, int64_t k, int64_t n, int v) {
         ((int32_t *)m->sums)[n] += v;
     }
     if (m->form != CODE4) return (float)v;
-    int64_t byte = SPLIT_CODES ? k % 2 * 8 + j / 8 * 4 + j % 4 : j, high = SPLIT_CODES ? j / 4 % 2 : k % 2;
-    ((uint8_t *)m->weights)[(b * m->inputs / 2 + k / 2) * BLOCK + byte] |= (uint8_t)((v & 15) << 4 * high);
+    int64_t byte = j / (2 * LANES) * 4 * LANES + j % LANES / 4 * 16 + j / LANES % 2 * 8 + j % 4 * 2 + k % 2;
+    ((uint8_t *)m->weights)[(b * m->inputs + k / CODE_STEP * CODE_STEP) * BLOCK / 2 + byte] |= (uint8_t)((v & 15) << 4 * (k / 2 % 2));
     return m->codes[v & 15] * m->scales[(b * (m->inputs / GROUP) + k / GROUP) * BLOCK + j];
 }
 
@@ -893,11 +1020,15 @@ int self_check(void) {
     static float weights[K * N], values[K * N], x[ROWS * K], scales[2 * N], codes[16], o[ROWS * UNIT], ones[ROWS];
     static int32_t sums[N];
     static int8_t x8[ROWS * K];
+    static int16_t x16[ROWS * K];
+    static float x16_scales[ROWS * K / GROUP];
     uint32_t seed = 1;
     for (int i = 0; i < 16; i++) codes[i] = (float)(i - 7) / 9.0f;
     for (int i = 0; i < 2 * N; i++) scales[i] = 1.0f + (float)(i % 97) / 64.0f;
     for (int i = 0; i < ROWS * K; i++) x8[i] = (int8_t)((int)(random_bits(&seed) >> 24) - 127), x[i] = (float)x8[i];
     for (int r = 0; r < ROWS; r++) ones[r] = 1.0f;
+    for (int i = 0; i < ROWS * K; i += GROUP)
+        x16_scales[i / GROUP] = quantise(x + i, GROUP, WORD_PEAK, 2, x16 + i) * code_peak(codes) / CODE_PEAK;
     for (int form = F32; form <= CODE4; form++) {
         matrix m = {weights, scales, sums, codes, 0, form, N, K};
         memset(weights, 0, sizeof weights), memset(sums, 0, sizeof sums);
@@ -910,13 +1041,14 @@ int self_check(void) {
                 if (form == BF16) unit_product(BF16, &m, first, blocks, x, K, rows, o);
                 if (form == F16) unit_product(F16, &m, first, blocks, x, K, rows, o);
                 if (form == INT8) int8_product(&m, first, blocks, x8, ones, rows, o);
-                if (form == CODE4) unit_product(CODE4, &m, first, blocks, x, K, rows, o);
+                if (form == CODE4) code4_product(&m, first, blocks, x16, x16_scales, rows, o);
                 for (int r = 0; r < rows; r++)
                     for (int j = 0; j < blocks * BLOCK; j++) {
                         double sum = 0;
                         for (int k = 0; k < K; k++) sum += (double)values[k * N + first * BLOCK + j] * x[r * K + k];
                         if (form == INT8) sum *= scales[first * BLOCK + j];
-                        if (!(fabs(o[r * UNIT + j] - sum) <= 1e-5 * (1e4 + fabs(sum)))) return 1 + form;
+                        double rounding = form == CODE4 ? 2e-4 : 1e-5; /* of activations */
+                        if (!(fabs(o[r * UNIT + j] - sum) <= rounding * (1e4 + fabs(sum)))) return 1 + form;
                     }
             }
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -215,9 +214,8 @@ class LlamaWeights(FusedWeights):
         """Return a norm and the product after it; the cheaper contains the gain."""
         gain, eps = norm.weight, norm.variance_epsilon
         if self.dtype == torch.float32 and all(type(linear) is nn.Linear for linear in linears):
-            width = len(gain)
-            return unit_norm(width * eps, self.device), self._linear(linears, gain * math.sqrt(width), order)
-        return rms_norm(self._count(unmapped(gain)), eps), self._linear(linears)
+            return rms_norm(eps), self._linear(linears, gain, order)
+        return rms_norm(eps, self._count(unmapped(gain))), self._linear(linears)
 
     def _linear(self, linears: list[nn.Module], gain: Tensor | None = None, order: Tensor | None = None) -> RowFunction:
         if any(type(linear) is not nn.Linear for linear in linears):
@@ -249,27 +247,20 @@ def unmapped(weight: Tensor) -> Tensor:
     return weight.clone() if is_mapped(weight) and can_pack(weight) else weight
 
 
-def rms_norm(gain: Tensor, eps: float) -> RowFunction:
+def rms_norm(eps: float, gain: Tensor | None = None) -> RowFunction:
     """RMSNorm (1910.07467) with the rounding of `transformers`: the gain is applied in the model's dtype."""
 
     def norm(rows: Tensor) -> Tensor:
-        wide = rows.float()
-        wide = wide * wide.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
-        return wide.to(rows.dtype).mul_(gain)
+        scaled = F.rms_norm(rows, rows.shape[-1:], None, eps)  # a single kernel on CUDA
+        return scaled if gain is None else scaled.mul_(gain)
 
     return norm
 
 
 def head_norm(gain: Tensor, eps: float) -> RowFunction:
     """RMSNorm of query and key heads, which have a row in `gain`, not of value heads."""
-    norm, count = rms_norm(gain, eps), len(gain)
+    norm, count = rms_norm(eps, gain), len(gain)
     return lambda rows: torch.cat((norm(rows[:, :count]), rows[:, count:]), 1)
-
-
-def unit_norm(eps: float, device: torch.device) -> RowFunction:
-    """RMSNorm without gain and factor sqrt(width), contained in the next product: x / sqrt(|x|^2 + eps)."""
-    root, length = torch.tensor(math.sqrt(eps), device=device), torch.linalg.vector_norm
-    return lambda rows: rows / length(rows, dim=-1, keepdim=True).hypot_(root)
 
 
 def layer_count(model: PreTrainedModel | FusedWeights) -> int:

@@ -95,7 +95,6 @@ class NativeMatrix:
         library = _library()
         self._block: int = library.block_outputs()
         self._lanes: int = library.vector_outputs()
-        self._split_codes: bool = library.split_codes()
         self.outputs = sum(linear.out_features for linear in linears)
         self.inputs: int = linears[0].in_features
         self.tensors: dict[str, Tensor] = {}
@@ -143,11 +142,10 @@ class NativeMatrix:
             return blocks.unflatten(2, (-1, 2, self._lanes)).transpose(3, 4).flatten(2).contiguous()
         if self.form != _CODE4:
             return blocks
-        pairs = blocks.unflatten(1, (-1, 2))
-        if self._split_codes:
-            pairs = pairs.unflatten(3, (-1, 2, 4))
-            return (pairs[..., 0, :] | pairs[..., 1, :] << 4).flatten(2).contiguous()
-        return pairs[:, :, 0] | pairs[:, :, 1] << 4  # a byte contains the inputs k and k + 1
+        # [blocks, inputs / 4, pair of inputs, input, two vectors, vector, four outputs, output], see decode4 in C
+        parts = blocks.unflatten(1, (-1, 2, 2)).unflatten(4, (-1, 2, self._lanes // 4, 4))
+        parts = parts.permute(0, 1, 2, 4, 6, 5, 7, 3)
+        return (parts[:, :, 0] | parts[:, :, 1] << 4).flatten(1).contiguous()
 
     def _transposed(self, values: Tensor) -> Tensor:
         return values.unflatten(0, (-1, self._block)).transpose(1, 2).contiguous()
