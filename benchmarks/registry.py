@@ -29,6 +29,7 @@ RUNS = (
     TableRun("python -m benchmarks.pass_cost --dtype float32 --write", ("pass_cost-float32",), 0.5),
     TableRun("python -m benchmarks.pass_cost --dtype bfloat16 --write", ("pass_cost-bfloat16",), 0.5),
     TableRun("python -m benchmarks.against_llama_cpp --llama-bench PATH --write", ("against_llama_cpp",), 6),
+    TableRun("python -m benchmarks.imposed_acceptance --write", ("imposed_acceptance",), 5),
     TableRun("python -m benchmarks.drafting_cost --write", ("drafting_cost",), 1),
     TableRun("python -m benchmarks.policy_regret --write", ("policy_regret",), 3),
     TableRun("python -m benchmarks.preflight_accuracy --prompts 40 --write", ("preflight_accuracy",), 8),
