@@ -30,6 +30,7 @@ from specdemo.models.engines.generic import (
 from specdemo.models.engines.llama import LlamaEngine
 from specdemo.models.engines.native_llama import NativeEngine, NativeWeights
 from specdemo.models.memory import weight_bytes
+from specdemo.worker import give_way
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -263,6 +264,7 @@ def _cost(cached: CachedModel, budget_s: float) -> dict[int, float]:
     seconds: dict[int, list[float]] = {n: [] for n in MEASURED_ROWS}
     while len(seconds[1]) < 2 or (len(seconds[1]) < 15 and time.perf_counter() - began < budget_s):
         for n in MEASURED_ROWS:
+            give_way()
             cached.score(text[:-1], Draft())  # leaves the last token to be fed
             start = time.perf_counter()
             cached.score(text, Draft.chain(tuple(tokens[len(text) : len(text) + n - 1])))[0, 0].item()  # synchronises
@@ -298,6 +300,7 @@ def _compare_from(start: int, model: FusedWeights | torch.nn.Module, pad: int, b
     sequential.score(tokens[:start], Draft())
     began, rows = time.perf_counter(), []
     for end in range(start + 1, len(tokens) + 1):
+        give_way()
         rows.append(sequential.score(tokens[:end], Draft())[0])
         if len(rows) >= 4 and time.perf_counter() - began > budget_s / 2:
             break
@@ -316,6 +319,7 @@ def _draft_rows(cached: CachedModel, tokens: Sequence[int], start: int, length: 
     indexed = []
     end = start + 1
     while end <= len(tokens):
+        give_way()
         draft = tuple(tokens[end : end + length])
         rows = cached.score(tokens[:end], Draft.chain(draft))
         indexed += [(end - 1 - start + i, row) for i, row in enumerate(rows)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from specdemo.models import kv_cache as invariance
 from specdemo.models.engines.llama import LAST_BLOCK_KEYS, LlamaEngine, padded_keys
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.kv_cache import CachedModel
+from specdemo.worker import Worker
 
 GREEDY, NOISE = SamplingParams(temperature=0), Noise(0, "unused when greedy")
 
@@ -99,6 +100,27 @@ def test_padded_passes_give_the_same_logits(kind: str) -> None:
         expected, found = plain.score(tokens, draft), filled.score(tokens, draft)
         assert found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
         tokens = [*tokens, *draft.tokens[: rng.randrange(len(draft) + 1)], rng.randrange(61)][:CONTEXT]
+
+
+def test_other_runs_advance_during_the_measurement() -> None:
+    worker, log = Worker(), []
+    model = LlamaWeights(tiny_model("llama"))
+
+    def measurement() -> Iterator[str]:
+        log.append("begin")
+        invariance.check_invariance(model)
+        log.append("end")
+        yield "measured"
+
+    def steps() -> Iterator[int]:
+        while "end" not in log:
+            log.append("step")
+            yield 1
+
+    streams = worker.submit(measurement), worker.submit(steps)
+    assert all(stream.wait(60) and stream.error is None for stream in streams)
+    worker.close()
+    assert log[log.index("begin") : log.index("end")].count("step") > 5
 
 
 def test_cost_of_a_pass() -> None:
