@@ -44,8 +44,7 @@ def methods() -> dict[str, str]:
 def set_environment_defaults() -> None:
     """Set environment variables of oneDNN, OpenMP and transformers. Entry points call this before torch is imported.
 
-    oneDNN compiles 0.5 MB per weight shape and number of rows, and caches 1,024 kernels twice by default; prompt
-    lengths produce as many numbers of rows.
+    oneDNN compiles and caches 0.5 MB per weight shape and number of rows.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")  # ZeroGPU emulates CUDA in one thread only

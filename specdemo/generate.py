@@ -24,6 +24,7 @@ from specdemo.models.load import LoadedModel
 from specdemo.models.loaded_pair import LoadedPair
 from specdemo.models.memory import format_bytes
 from specdemo.models.model_pool import ModelPool
+from specdemo.models.threads import torch_threads
 from specdemo.models.tokenizer import ChatMessage, TextStream, TokenNames, encode_prompt, prompt_text
 from specdemo.pipeline import PASSES, Pipeline, Stores, build_pipeline, longest_chain
 from specdemo.recipe import METHODS, Recipe
@@ -180,7 +181,11 @@ def _steps(
         start=start,
         first_target=first_target,
     )
-    for step in steps:
+    while True:
+        with torch_threads(1):
+            step = next(steps, None)
+        if step is None:
+            return
         metrics = metrics.plus(step)
         verdict = step.verdict
         draft_texts = stream.peek(step.draft.tokens, step.draft.parents)

@@ -170,7 +170,15 @@ class Worker:
     While a job waits within a step, another thread advances other jobs.
     """
 
-    def __init__(self, at_once: int = 4, waiting: int | None = 32, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        at_once: int = 4,
+        waiting: int | None = 32,
+        clock: Callable[[], float] = time.monotonic,
+        prepare: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`prepare` starts each device thread."""
+        self._prepare = prepare
         self._max_active, self._max_queued, self._clock = at_once, waiting, clock
         self._queued: list[Stream] = []  # in starting order
         self._round = 0  # of the last opened job
@@ -234,6 +242,7 @@ class Worker:
             thread.join(timeout)
 
     def _run(self) -> None:
+        self._prepare()
         while (stream := self._next()) is not None:
             ended = not stream._advance()
             if ended:  # free memory before `done` is visible

@@ -1,7 +1,7 @@
 """Run every recipe on every prompt and record figures.
 
-All lanes decode a prompt in shuffled order before the next prompt, so that other load affects them alike. The warm-up
-is not timed; time spent by the caller between steps counts only as `paused_s`.
+All lanes decode a prompt in shuffled order before the next prompt, so that other load affects them alike. Time spent by
+the caller between steps counts only as `paused_s`.
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ class Auto(PolicyDefaults):
     """Maximise expected tokens per second from measured acceptance and times.
 
     A draft of k tokens yields 1 + a_1 + a_1 a_2 + ... tokens (a_i: acceptance at position i) and costs k draft tokens
-    plus a pass over k + 1 rows. v comes from `costs`, c from recent medians. Acceptance decays exponentially and is
-    shrunk towards the mean over positions, then `prior_acceptance`. If drafting does not pay, gamma is 0, with retries.
+    plus a pass over k + 1 rows (`costs`). Acceptance decays exponentially and is shrunk towards the mean over
+    positions, then `prior_acceptance`. If drafting does not pay, gamma is 0, with retries.
     """
 
     max_gamma: int

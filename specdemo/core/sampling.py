@@ -13,7 +13,7 @@ from specdemo.core.banned_text import BannedText
 from specdemo.core.errors import UserError
 from specdemo.core.step import TopTokens
 
-_LARGEST = torch.finfo(torch.float32).max
+_LARGEST, _TINY = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 _TOP_P_WIDTH = 256  # initial number of candidates for top-p
 
 
@@ -98,6 +98,15 @@ class SamplingParams:
             raise UserError("the model returned NaN or infinite logits: try dtype float32, or another checkpoint")
 
 
+def most_probable(distributions: Tensor, count: int) -> list[set[int]]:
+    """Return the `count` most probable tokens of each row, without zero mass."""
+    mass, tokens = distributions.topk(min(count, distributions.shape[-1]))
+    return [
+        {token for token, p in zip(*row, strict=True) if p > 0}
+        for row in zip(tokens.tolist(), mass.tolist(), strict=True)
+    ]
+
+
 def top_tokens(
     distributions: Tensor, count: int, also: Sequence[Collection[int]] | None = None
 ) -> tuple[TopTokens, ...]:
@@ -105,7 +114,8 @@ def top_tokens(
 
     The tokens `also[r]` are always included.
     """
-    entropy = torch.special.entr(distributions).sum(-1).tolist()
+    surprise = distributions.clamp_min(_TINY).reciprocal().log()  # `special.entr` is several times slower
+    entropy = (distributions * surprise).sum(-1).tolist()
     mass, tokens = distributions.topk(min(count, distributions.shape[-1]))
     rows = [
         {token: p for token, p in zip(*row, strict=True) if p > 0}

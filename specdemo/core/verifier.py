@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdemo.core.rules import RULES, AcceptanceTest, PointMass, ProbRows, TokenSampler
-from specdemo.core.sampling import SamplingParams, top_tokens
+from specdemo.core.sampling import SamplingParams, most_probable, top_tokens
 from specdemo.core.step import Draft, Verdict
 
 
@@ -76,11 +76,11 @@ def with_top_tokens(verdict: Verdict, draft: Draft, p: Tensor, count: int) -> Ve
     """
     q = draft.probs if isinstance(draft.probs, Tensor) else None
     tokens = position_tokens(draft, verdict.token, verdict.accepted)
-    for row, top in zip(tokens, top_tokens(p, count), strict=True):
-        row.update(token for token, _ in top.top)
+    for row, top in zip(tokens, most_probable(p, count), strict=True):
+        row |= top
     if q is not None:
-        for parent, top in zip(draft.parents, top_tokens(q, count), strict=True):
-            tokens[parent + 1].update(token for token, _ in top.top)
+        for parent, top in zip(draft.parents, most_probable(q, count), strict=True):
+            tokens[parent + 1] |= top
     end = (verdict.accepted[-1] if verdict.accepted else -1) + 1
     return replace(
         verdict,
@@ -123,10 +123,9 @@ class BeamSearch:
     The beams after the last committed token form a forest, scored in a single target pass. A token is committed when
     all beams and finished hypotheses share it.
 
-    Finished hypotheses are ranked by log p(text) / length ** `length_penalty`. The search ends when no running beam can
-    beat the worst of `num_beams` hypotheses at the current length, or at `max_tokens` or `context` tokens. Candidates
-    are limited to the `top_k` best per beam (0: all) and exclude `stop` before `min_length` tokens. Penalty and bad
-    words of `sampling` apply, temperature does not.
+    Finished hypotheses are ranked by log p(text) / length ** `length_penalty`; the search ends when no running beam can
+    beat the worst of `num_beams` of them. Candidates are the `top_k` best per beam (0: all). Penalty and bad words of
+    `sampling` apply, temperature does not.
     """
 
     def __init__(

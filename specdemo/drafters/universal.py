@@ -1,8 +1,7 @@
 """Draft with a different vocabulary by re-encoding tokens as target tokens.
 
 A text has many tokenisations, so the distribution over target tokens is unknown; drafts are verified as point masses.
-This is exact for sampled drafts too, since they depend only on committed text and on random numbers independent of the
-target's: a point mass y is accepted with p(y) and corrected from p without y, so tokens follow p.
+This is exact for sampled drafts too, which depend only on committed text and independent random numbers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A language model with a KV cache, and the batch invariance of its passes.
 
-Callers always pass all tokens. `CachedModel` feeds the difference to the cached tokens and decides every rollback, so
-rejected drafts and new chat turns need no special handling.
+Callers always pass all tokens; `CachedModel` feeds the difference to the cached tokens and decides every rollback.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from specdemo.models.engines.generic import (
 from specdemo.models.engines.llama import LlamaEngine
 from specdemo.models.engines.native_llama import NativeEngine, NativeWeights
 from specdemo.models.memory import weight_bytes
+from specdemo.models.threads import torch_threads
 from specdemo.worker import give_way
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ class CachedModel:
         self._held: list[int] = []
         self._draft = Draft()
         self._logits: Tensor | None = None  # rows after the last token and after each draft node
+        self._threads = torch.get_num_threads()
 
     @torch.inference_mode()
     def score(self, tokens: Sequence[int], draft: Draft) -> Tensor:
@@ -140,11 +141,12 @@ class CachedModel:
     def prepare(self, rows: Iterable[int], start: int, end: int) -> None:
         """Record passes of these row counts over `start` to `end` positions on CUDA."""
         if isinstance(self._engine, LlamaEngine):
-            self._engine.prepare(rows, start, end)
+            self._engine.prepare({max(n, self._pad) for n in rows}, start, end)
 
     def _run(self, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
         try:
-            return self._engine.run(new, held, draft)
+            with torch_threads(self._threads):
+                return self._engine.run(new, held, draft)
         except BaseException:  # layers may have different lengths now
             self._engine.keep(0, [])
             self._held, self._draft = [], Draft()
@@ -214,8 +216,7 @@ MEASURED_ROWS = (1, 2, 5, 8)
 _DRAFT_LENGTHS = (1, 2, 4, 7)
 NO_COSTS = dict.fromkeys(MEASURED_ROWS, 1.0)  # of passes, if not measured
 NO_COST = 1.05  # accepted relative cost of padding
-_STARTS = (50,)  # cached tokens; compared rows cross a boundary of attention key counts
-_CUDA_STARTS = (50, 600, 2000)
+_TIMED_START = 50  # cached tokens
 _COMPARED = 24  # tokens
 COMPARED_ROWS = max(_DRAFT_LENGTHS) + 1
 
@@ -224,9 +225,8 @@ COMPARED_ROWS = max(_DRAFT_LENGTHS) + 1
 class BatchInvariance:
     """Batch invariance, measured by `check_invariance`.
 
-    Without it, near-ties of greedy texts may resolve differently. Compared for up to `COMPARED_ROWS` rows and
-    `compared_context` tokens, unless it holds `by_construction`. `cost[n]` is v(n), the cost of a pass over n rows in
-    AR steps.
+    Compared for up to `COMPARED_ROWS` rows and `compared_context` tokens, unless it holds `by_construction`. `cost[n]`
+    is v(n), the cost of a pass over n rows in AR steps.
     """
 
     equal: bool
@@ -239,11 +239,13 @@ class BatchInvariance:
 def check_invariance(model: FusedWeights | torch.nn.Module, budget_s: float = 0.5) -> BatchInvariance:
     """Measure for about `budget_s`."""
     timed = CachedModel(model)
-    timed.prepare(MEASURED_ROWS, _STARTS[0], 2 * _STARTS[0])
+    timed.prepare(MEASURED_ROWS, _TIMED_START, 2 * _TIMED_START)
     cost = _cost(timed, budget_s / 2)
     del timed  # its engine is reused
     if isinstance(model, FusedWeights) and model.batch_invariant:
         return BatchInvariance(True, 1, 0, cost, by_construction=True)
+    if not _starts(model):
+        return BatchInvariance(False, 1, 0, cost)
     equal, compared = _compare(model, 1, budget_s / 2)
     pad = MEASURED_ROWS[-1]
     if not equal and cost[pad] <= NO_COST:
@@ -258,7 +260,7 @@ def _tokens(cached: CachedModel, count: int) -> list[int]:
 
 
 def _cost(cached: CachedModel, budget_s: float) -> dict[int, float]:
-    tokens = _tokens(cached, _STARTS[0] + MEASURED_ROWS[-1])
+    tokens = _tokens(cached, _TIMED_START + MEASURED_ROWS[-1])
     text = tokens[: -MEASURED_ROWS[-1]]
     began = time.perf_counter()
     seconds: dict[int, list[float]] = {n: [] for n in MEASURED_ROWS}
@@ -273,17 +275,18 @@ def _cost(cached: CachedModel, budget_s: float) -> dict[int, float]:
     return {n: round(min(values) / single, 3) for n, values in seconds.items()}
 
 
+def _starts(model: FusedWeights | torch.nn.Module) -> tuple[int, ...]:
+    """Cached tokens at which rows are compared; none on a CPU, where other lengths may differ."""
+    return {"cpu": (), "cuda": (50, 600, 2000)}.get(model.device.type, (50,))
+
+
 def compared_context(model: FusedWeights | torch.nn.Module) -> int:
-    return _CUDA_STARTS[-1] + _COMPARED if _depends_on_keys(model) else sys.maxsize
-
-
-def _depends_on_keys(model: FusedWeights | torch.nn.Module) -> bool:
-    return model.device.type == "cuda"
+    return max(_starts(model)) + _COMPARED if _starts(model) else sys.maxsize
 
 
 def _compare(model: FusedWeights | torch.nn.Module, pad: int, budget_s: float) -> tuple[bool, int]:
     """Compare rows of drafts with AR rows; return (all equal, rows compared)."""
-    starts, compared = _CUDA_STARTS if _depends_on_keys(model) else _STARTS, 0
+    starts, compared = _starts(model), 0
     for start in starts:
         equal, rows = _compare_from(start, model, pad, budget_s / len(starts))
         compared += rows

@@ -20,13 +20,13 @@ from specdemo.core.step import Draft
 from specdemo.models.cache_check import cache_support, quiet
 from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.engines.generic import auto_class, has_encoder, opening, refuse_recurrent
-from specdemo.models.engines.llama_weights import LlamaWeights, PackedLinear, pack, unsupported_reason
+from specdemo.models.engines.llama_weights import LlamaWeights, pack, unsupported_reason
 from specdemo.models.engines.native_build import NativeUnavailable, native_library
 from specdemo.models.engines.native_llama import NativeWeights
 from specdemo.models.hub import Hub, local_shapes
 from specdemo.models.kv_cache import NO_COSTS, BatchInvariance, CachedModel, check_invariance
 from specdemo.models.llama_checkpoint import read_checkpoint
-from specdemo.models.memory import drop_mapped_files, free_bytes, given_back_at_once, on_large_pages
+from specdemo.models.memory import drop_mapped_files, free_bytes, given_back_at_once
 from specdemo.models.quantization import check_quantization, load_options, skeleton
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device
 from specdemo.models.tokenizer import check_ids
@@ -111,8 +111,6 @@ def load(
     engine = f"transformers: {reason}{support.note}" if reason else "lean"
     if not reason:
         model, engine = fuse(model)
-    if not isinstance(model, NativeWeights):
-        on_large_pages(module.packed for module in model.modules() if isinstance(module, PackedLinear))
     cached = CachedModel(model)
     if warm:
         _warm_up(cached)

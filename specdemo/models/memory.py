@@ -6,7 +6,7 @@ import ctypes
 import gc
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -123,17 +123,6 @@ def given_back_at_once() -> Iterator[None]:
     finally:
         _libc("mallopt", mmap_threshold, 32 << 20)
         _libc("mallopt", trim_threshold, 64 << 20)
-
-
-def on_large_pages(tensors: Iterable[Tensor], budget_s: float = 1.0) -> None:
-    """Move tensors to 2 MiB pages (Linux 6.1), see docs/performance.md."""
-    page, collapse = 2 << 20, 25  # MADV_COLLAPSE in mman.h
-    end = time.monotonic() + budget_s
-    for tensor in tensors:
-        address = torch.ops.mkldnn.data_ptr(tensor) if tensor.is_mkldnn else tensor.data_ptr()
-        first, last = address // page, -(-(address + tensor.nbytes) // page)
-        if time.monotonic() < end:
-            _libc("madvise", ctypes.c_void_p(first * page), ctypes.c_size_t((last - first) * page), collapse)
 
 
 class LargePageBuffer:

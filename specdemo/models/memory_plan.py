@@ -270,12 +270,10 @@ def _stored_sizes(model: PreTrainedModel, spec: ModelSpec, shapes: TensorShapes)
 
 
 def _head_copy(model: PreTrainedModel, spec: ModelSpec, lean: bool) -> int:
-    """Return the bytes of a copied tied head, for packing or a folded norm."""
+    """Return the bytes of a tied head that is copied for packing."""
     head, inner = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is None or head.weight is not inner.weight:
-        return 0
-    folds = lean and spec.dtype == "float32"
-    return head.weight.numel() * _DTYPE_BYTES[spec.dtype] if _packs(spec) or folds else 0
+    copied = not lean and _packs(spec) and head is not None and head.weight is inner.weight
+    return head.weight.numel() * _DTYPE_BYTES[spec.dtype] if copied else 0
 
 
 def _packs(spec: ModelSpec) -> bool:
@@ -302,7 +300,7 @@ def _retained(model: PreTrainedModel, spec: ModelSpec) -> int:
 
 
 def _loading_bytes(model: PreTrainedModel, spec: ModelSpec, lean: bool) -> int:
-    """Bytes of the largest matrix to be quantized, packed or fused."""
+    """Bytes of the largest matrix to be quantized, packed or joined."""
     head, inner = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head is not None and head.weight is inner.weight
     sizes = [linear.weight.numel() for linear in _unquantized_linears(model, spec) if linear is not head or not tied]
@@ -310,12 +308,9 @@ def _loading_bytes(model: PreTrainedModel, spec: ModelSpec, lean: bool) -> int:
         sizes += [layer.weight.numel() for layer in quantised_layers(model).values()]
     elif not lean and not _packs(spec):
         sizes = []
-    if lean and spec.dtype == "float32":  # a norm's gain is multiplied into the following matrix
-        sizes += [head.weight.numel()]
     if lean and not QUANTIZATIONS[spec.quantization].bits:
         gated = model.model.layers[0].mlp
-        joined = gated.gate_proj.weight.numel() + gated.up_proj.weight.numel()
-        sizes += [joined * 2 if spec.dtype == "float32" else joined]
+        sizes += [gated.gate_proj.weight.numel() + gated.up_proj.weight.numel()]
     return max(sizes, default=0) * _DTYPE_BYTES[spec.dtype]
 
 

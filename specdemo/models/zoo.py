@@ -233,7 +233,7 @@ _ALPHA = 0.8
 
 
 def _launch_bound_gain(pair: Pair) -> float | None:
-    """Return the speed-up at `_ALPHA` if a pass costs its kernel launches, about equal per layer and for any rows."""
+    """Return the speed-up at `_ALPHA` if a pass costs its kernel launches, about equal for each layer."""
     known = [MODELS.get(name) for name in (pair.target, pair.drafter)]
     if any(model is None or model.kind in _FUSED_KINDS for model in known):
         return None

@@ -1,7 +1,7 @@
 """Server-side verification: contexts with text and KV cache per edge, used in the worker's thread.
 
 After an eviction the edge sends its complete text again. Noise is keyed by token position, so repeated requests get the
-same response, even after a restart.
+same response.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from specdemo.core.sampling import Noise, SharedNoise
 from specdemo.core.step import Draft, RowNeeded, Verdict
 from specdemo.core.verifier import ModelVerifier, configured_rule
 from specdemo.models.kv_cache import CachedModel
+from specdemo.models.threads import torch_threads
 from specdemo.remote.protocol import (
     StreamRequest,
     TopTokensMessage,
@@ -244,7 +245,9 @@ class Contexts:
         tokens = [*context.tokens[: request.base], *request.tokens]
         self._check_length(len(tokens) + len(draft))
         start = self._clock()
-        response = verify_request(request, tokens, draft, context.config, context.cache.score, self._sources, self._ban)
+        with torch_threads(1):
+            score, config = context.cache.score, context.config
+            response = verify_request(request, tokens, draft, config, score, self._sources, self._ban)
         response.metrics.cloud_s = self._clock() - start
         context.request, context.response, context.last_used = request, response, self._clock()
         context.tokens = tokens
@@ -264,7 +267,8 @@ class Contexts:
         self._check_length(len(tokens))
         for _ in range(min(request.max_tokens, self._max_tokens - len(tokens) + 1)):
             verifier = build_verifier(request.config, cache.score, len(tokens), self._sources, self._ban)
-            token = verifier.verify(tokens, Draft()).token
+            with torch_threads(1):
+                token = verifier.verify(tokens, Draft()).token
             assert token is not None
             tokens.append(token)
             yield token

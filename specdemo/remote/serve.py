@@ -22,6 +22,7 @@ from specdemo.core.banned_text import BannedText
 from specdemo.core.errors import UserError
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
+from specdemo.models.threads import usual_threads
 from specdemo.models.tokenizer import token_bytes
 from specdemo.models.zoo import fingerprint
 from specdemo.remote.contexts import Contexts
@@ -74,7 +75,9 @@ def serve_model(
         expiry_s=expiry_s,
         ban=lru_cache(maxsize=8)(lambda texts: BannedText(texts, pieces())),
     )
-    return create_app(info, contexts, Worker(waiting=waiting), token=token, limits=limits, local=local)
+    return create_app(
+        info, contexts, Worker(waiting=waiting, prepare=usual_threads()), token=token, limits=limits, local=local
+    )
 
 
 def bind(host: str, port: int) -> socket.socket:

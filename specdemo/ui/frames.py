@@ -1,7 +1,6 @@
 """Runs of the page, and their projection to the JSON frames that the browser draws.
 
-Records are only appended; a frame contains the records from index `at` on and the current state. A client that missed
-frames requests them by index.
+Records are only appended; a frame contains the records from index `at` on and the current state.
 """
 
 from __future__ import annotations

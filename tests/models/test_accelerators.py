@@ -177,7 +177,6 @@ def has_mps_kernel(name: str, table: dict[str, dict[str, Any]]) -> bool:
 def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the branches taken only on a CPU."""
     monkeypatch.setattr(Noise, "_inverse_cdf", Noise._exponential_race)
-    monkeypatch.setattr("specdemo.models.engines.llama_weights.can_pack", lambda weight: False)
 
 
 @pytest.mark.usefixtures("as_on_an_accelerator")

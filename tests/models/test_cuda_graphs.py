@@ -34,6 +34,7 @@ VOCAB = LLAMA["vocab_size"]
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     cuda = FakeCuda()
     cuda.install(monkeypatch)
+    monkeypatch.setattr("specdemo.models.kv_cache._starts", lambda model: (50,))
     return cuda
 
 
@@ -161,11 +162,14 @@ def test_nothing_is_captured_while_models_load(cuda: FakeCuda, pair: dict[str, A
     assert not cuda.captures
 
 
+@pytest.mark.parametrize("pad", [1, 8])
 @pytest.mark.parametrize("changed", [{}, {"policy": "auto"}, {"method": "tree"}, {"method": "nasd"}])
 def test_no_capture_is_timed(
-    changed: dict[str, Any], cuda: FakeCuda, pair: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    changed: dict[str, Any], pad: int, cuda: FakeCuda, pair: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A clock advances during captures only, by 100 s each: every time of the run is 0."""
+    found = BatchInvariance(True, pad, 1, {1: 1.0})
+    monkeypatch.setattr("specdemo.models.load.check_invariance", lambda model: found)
     clock = SimpleNamespace(perf_counter=lambda: 100.0 * len(cuda.captures))
     monkeypatch.setattr(sys.modules["specdemo.generate"], "time", clock)
     for prompt in ("abcd", "a" * 250):
@@ -204,7 +208,7 @@ def test_equal_bits_are_claimed_for_compared_rows_and_contexts_only(
     pool, recipe = ModelPool(), Recipe(target=folder, drafter=folder, device="cpu", temperature=0.0, **changed)
     loaded = pool.take(recipe.target_spec)
     loaded.__dict__["invariance"] = BatchInvariance(True, 1, 10, {1: 1.0})
-    monkeypatch.setattr("specdemo.models.kv_cache._depends_on_keys", lambda model: device == "cuda")
+    monkeypatch.setattr("specdemo.models.kv_cache._starts", lambda model: (50, 600, 2000) if device == "cuda" else ())
     header = next(event for event in run_recipe(recipe, "abcd", pool) if isinstance(event, Header))
     assert header.bit_equal == claimed
 
@@ -217,7 +221,7 @@ def test_cuda_compares_long_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
         lengths.append(len(tokens))
         return score(cached, tokens, draft)
 
-    monkeypatch.setattr("specdemo.models.kv_cache._depends_on_keys", lambda model: True)
+    monkeypatch.setattr("specdemo.models.kv_cache._starts", lambda model: (50, 600, 2000))
     monkeypatch.setattr(CachedModel, "score", recorded)
     model = weights(num_hidden_layers=1)
     result = check_invariance(model, 0.01)

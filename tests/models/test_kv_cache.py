@@ -7,18 +7,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from fakes.tiny_models import CONTEXT, blurred, committed, run, tiny_model
+from fakes.tiny_models import CONTEXT, tiny_model
 from torch import Tensor
 
-from specdemo.core.decode import EmptyDrafter
-from specdemo.core.policies import Fixed
-from specdemo.core.rules import rejection
 from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft
-from specdemo.core.verifier import ModelVerifier
-from specdemo.drafters.model import ModelDrafter
 from specdemo.models import kv_cache as invariance
-from specdemo.models.engines.llama import LAST_BLOCK_KEYS, LlamaEngine, padded_keys
+from specdemo.models.engines.llama import LlamaEngine
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.kv_cache import CachedModel
 from specdemo.worker import Worker
@@ -34,6 +29,7 @@ def disturbed(monkeypatch: pytest.MonkeyPatch, noise: Callable[[int], float]) ->
         return original(self, new, held, draft) + noise(len(new))
 
     monkeypatch.setattr(LlamaEngine, "run", run)
+    monkeypatch.setattr(invariance, "_starts", lambda model: (50,))  # as on a GPU
 
 
 def test_dependence_on_the_number_of_rows_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,33 +55,10 @@ def test_broken_padding_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not invariance.check_invariance(LlamaWeights(tiny_model("llama"))).equal
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_positive_results_are_correct(dtype: torch.dtype) -> None:
-    """For a positive result, speculative greedy text equals AR greedy text for every gamma."""
-    model, small = (
-        LlamaWeights(tiny_model("llama").to(dtype)),
-        LlamaWeights(blurred(tiny_model("llama"), "llama").to(dtype)),
-    )
-    if not (found := invariance.check_invariance(model)).equal:
-        pytest.skip("this machine's kernels give rows other bits in other company")
-    assert found.pad == 1 and found.compared >= 24
-    rng = random.Random(5)
-    accepted = 0
-    for _ in range(5):
-        prompt = [rng.randrange(61) for _ in range(rng.randrange(1, 20))]
-        length = CONTEXT - len(prompt)
-
-        def text(drafter: object, gamma: int, prompt: list[int] = prompt, length: int = length) -> list[int]:
-            nonlocal accepted
-            verifier = ModelVerifier(CachedModel(model).score, GREEDY, rejection, NOISE, NOISE)
-            steps = run(prompt, verifier, drafter, Fixed(gamma), length)  # type: ignore[arg-type]
-            accepted += sum(len(step.verdict.accepted) for step in steps)
-            return committed(steps)
-
-        plain = text(EmptyDrafter(), 1)
-        for gamma in (1, 3, 5, 7):
-            assert text(ModelDrafter(CachedModel(small).score, GREEDY, NOISE, 61), gamma) == plain
-    assert accepted > 0
+def test_torch_on_a_cpu_claims_no_equal_bits() -> None:
+    """Rows had equal bits at the compared numbers of keys, but not at others."""
+    found = invariance.check_invariance(LlamaWeights(tiny_model("llama")))
+    assert not found.equal and found.compared == 0 and found.cost[1] == 1.0
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral-sliding"])
@@ -126,9 +99,3 @@ def test_other_runs_advance_during_the_measurement() -> None:
 def test_cost_of_a_pass() -> None:
     cost = invariance.check_invariance(LlamaWeights(tiny_model("llama"))).cost
     assert list(cost) == list(invariance.MEASURED_ROWS) and cost[1] == 1.0 and all(value > 0 for value in cost.values())
-
-
-def test_attention_is_given_full_vectors_of_keys() -> None:
-    for count in range(1, 2000):
-        assert count <= padded_keys(count) < count + 192
-        assert padded_keys(count) % 512 in {part % 512 for part in LAST_BLOCK_KEYS}

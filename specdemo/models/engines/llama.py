@@ -16,17 +16,8 @@ from specdemo.models.engines.generic import positions, visible
 from specdemo.models.engines.llama_weights import LlamaWeights
 
 PROMPT_CHUNK = 512  # prompt rows per pass: masks grow with rows times keys
-
-# For these numbers of rows and keys, attention had equal bits (oneDNN and MKL on Zen 4).
-KEY_BLOCK = 512  # keys per kernel block
-LAST_BLOCK_KEYS = (64, 128, 192, 384, 512)
-_QUERY_ROWS = 4  # query rows are padded to a multiple
-
-
-def padded_keys(count: int) -> int:
-    blocks, part = divmod(count, KEY_BLOCK)
-    return blocks * KEY_BLOCK + (next(width for width in LAST_BLOCK_KEYS if width >= part) if part else 0)
-
+KEY_BLOCK = 512  # initial capacity of a cache
+_MASK_MULTIPLE = 16  # of keys: CUDA's attention requires aligned mask rows
 
 Recorder = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 
@@ -45,8 +36,6 @@ class PassShape:
 
     angles: tuple[Tensor, ...]  # RoPE arguments of all heads `[n, heads, ...]`
     rotated: Tensor  # view of the position-dependent ones
-    query: Tensor  # padded queries `[1, kv_heads, n * group + padding, dim]`
-    unpadded: Tensor  # view without padding `[n, kv_heads, group, dim]`
 
 
 class LlamaEngine:
@@ -90,7 +79,7 @@ class LlamaEngine:
         if self._records and n <= MAX_ROWS and (logits := self._replay(new, held, draft)) is not None:
             logits = logits[:n][-last:]
         else:
-            inputs, shape = self._inputs(new, held, draft, padded_keys(held + n))
+            inputs, shape = self._inputs(new, held, draft, held + n + -(held + n) % _MASK_MULTIPLE)
             slots = self._kv[:, :, held : held + n].transpose(1, 2).unbind()
             logits = self._forward(*inputs[:2], shape, lambda i, states: slots[i].copy_(states), last)
         self._length = held + n
@@ -150,9 +139,10 @@ class LlamaEngine:
             qkv = model.turn(qkv, *shape.angles)
             write(i, qkv.narrow(1, heads, shared))
             # Grouped query heads become rows of one head.
-            shape.unpadded.copy_(qkv.narrow(1, 0, heads).view(n, kv_heads, group, dim))
-            mixed = F.scaled_dot_product_attention(shape.query, keys[i], values[i], attn_mask=mask)
-            mixed = mixed.narrow(2, 0, n * group).view(kv_heads, n, group, dim).transpose(0, 1)
+            queries = qkv.narrow(1, 0, heads).view(n, kv_heads, group, dim).transpose(0, 1)
+            queries = queries.reshape(1, kv_heads, n * group, dim)
+            mixed = F.scaled_dot_product_attention(queries, keys[i], values[i], attn_mask=mask)
+            mixed = mixed.view(kv_heads, n, group, dim).transpose(0, 1)
             rows = rows.add_(layer.out(mixed.reshape(n, heads * dim)))
             gate, up = layer.gate_up(layer.between(rows)).chunk(2, -1)
             rows = rows.add_(layer.down(F.silu(gate).mul_(up)))
@@ -218,15 +208,8 @@ class LlamaEngine:
             heads, rotated = model.heads + 2 * model.kv_heads, model.heads + model.kv_heads
             padded = angles.new_zeros(len(angles), n, heads, angles.shape[-1])
             padded[0, :, rotated:] = 1
-            group = model.heads // model.kv_heads
-            query = torch.zeros(
-                (1, model.kv_heads, n * group + -n * group % _QUERY_ROWS, model.head_dim),
-                dtype=model.dtype,
-                device=model.device,
-            )
-            unpadded = query[0, :, : n * group].unflatten(1, (n, group)).transpose(0, 1)
             cached = {rows: shape for rows, shape in self._shapes.items() if rows <= MAX_ROWS}
-            self._shapes = cached | {n: PassShape(padded.unbind(), padded[:, :, :rotated], query, unpadded)}
+            self._shapes = cached | {n: PassShape(padded.unbind(), padded[:, :, :rotated])}
         shape = self._shapes[n]
         shape.rotated.copy_(angles)
         return shape
@@ -247,8 +230,7 @@ class LlamaEngine:
         return buffer[: len(causal) * width].view(len(causal), width).copy_(causal[:, first : first + width])
 
     def _mask(self, seen: Tensor) -> Tensor:
-        """Convert a mask on the host to an additive mask `[n * group + padding, keys]`."""
+        """Convert a mask on the host to an additive mask `[n * group, keys]`."""
         model = self._model
         mask = torch.zeros(seen.shape, dtype=model.dtype).masked_fill_(~seen, torch.finfo(model.dtype).min)
-        mask = mask.repeat_interleave(model.heads // model.kv_heads, 0)
-        return F.pad(mask, (0, 0, 0, -len(mask) % _QUERY_ROWS)).to(model.device)
+        return mask.repeat_interleave(model.heads // model.kv_heads, 0).to(model.device)

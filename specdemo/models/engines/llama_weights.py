@@ -100,10 +100,10 @@ class LlamaLayer:
 
 
 class LlamaWeights(FusedWeights):
-    """Fused and packed weights for torch. Raises `ValueError` for an `unsupported_reason`."""
+    """Fused weights for torch. Raises `ValueError` for an `unsupported_reason`."""
 
     def __init__(self, model: PreTrainedModel, consume: bool = False) -> None:
-        """`consume`: release each matrix of `model` when packed."""
+        """`consume`: release each matrix of `model` when joined."""
         if reason := unsupported_reason(model):
             raise ValueError(reason)
         super().__init__(model)
@@ -112,15 +112,12 @@ class LlamaWeights(FusedWeights):
         self._thin: tuple[list[int], LlamaWeights] | None = None
         self.graphs, self.graph_failure = True, ""
         self._consume = consume
-        self.paired = self.dtype == torch.float32 and all(
-            type(getattr(layer.self_attn, name)) is nn.Linear
-            for layer in body.layers
-            for name in ("q_proj", "k_proj", "v_proj")
-        )
         self.embedding: Tensor = self._count(unmapped(body.embed_tokens.weight))
         for layer in body.layers:
             self.layers.append(self._layer(layer))
-        self.leave, self.head = self._after_norm(body.norm, [model.lm_head])
+        self.leave = self._norm(body.norm)
+        tied = model.lm_head.weight is body.embed_tokens.weight
+        self.head = (lambda rows: F.linear(rows, self.embedding)) if tied else self._linear([model.lm_head])
 
     @property
     def recordable(self) -> bool:
@@ -164,29 +161,14 @@ class LlamaWeights(FusedWeights):
         return rows if self.channel_scale is None else rows * self.channel_scale
 
     def rotation(self, token_positions: Tensor) -> Tensor:
-        """Return the angles for `turn`: complex `[1, n, 1, dim / 2]`, or cosines and signed sines `[2, n, 1, dim]`."""
+        """Return cosines and signed sines for `turn`, `[2, n, 1, dim]`."""
         cos, sin = self._angles(self.embedding, token_positions[None])
-        half = self.head_dim // 2
-        if self.paired:
-            return torch.complex(cos[..., :half], sin[..., :half])[:, :, None]
-        sin[..., :half].neg_()
+        sin[..., : self.head_dim // 2].neg_()
         return torch.cat((cos, sin))[:, :, None]
 
-    def turn(self, heads: Tensor, *angles: Tensor) -> Tensor:
-        """Rotate `heads` `[n, heads, dim]` (RoPE, 2104.09864); in place if components are paired."""
-        if self.paired:
-            heads.view(torch.complex64).mul_(*angles)
-            return heads
-        cos, sin = angles
+    def turn(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate `heads` `[n, heads, dim]` (RoPE, 2104.09864)."""
         return heads.roll(self.head_dim // 2, -1).mul_(sin).add_(heads.mul_(cos))
-
-    @property
-    def _order(self) -> Tensor | None:
-        if not self.paired:
-            return None
-        rotated = self.heads + self.kv_heads
-        index = torch.arange((rotated + self.kv_heads) * self.head_dim).view(-1, 2, self.head_dim // 2)
-        return torch.cat((index[:rotated].transpose(1, 2).flatten(), index[rotated:].flatten()))
 
     def _count(self, part: Tensor) -> Tensor:
         self._parts.append(part)
@@ -194,67 +176,48 @@ class LlamaWeights(FusedWeights):
 
     def _layer(self, layer: nn.Module) -> LlamaLayer:
         attention, gated = layer.self_attn, layer.mlp
-        order = self._order
-        enter, qkv = self._after_norm(
-            layer.input_layernorm, [attention.q_proj, attention.k_proj, attention.v_proj], order
-        )
-        between, gate_up = self._after_norm(layer.post_attention_layernorm, [gated.gate_proj, gated.up_proj])
         norm_heads = None
         if hasattr(attention, "q_norm"):
             gains = [attention.q_norm.weight.expand(self.heads, -1), attention.k_norm.weight.expand(self.kv_heads, -1)]
-            gain = torch.cat(gains) if order is None else torch.cat(gains)[:, order[: self.head_dim]]
-            norm_heads = head_norm(gain, attention.q_norm.variance_epsilon)
+            norm_heads = head_norm(torch.cat(gains), attention.q_norm.variance_epsilon)
         return LlamaLayer(
-            enter, qkv, norm_heads, self._linear([attention.o_proj]), between, gate_up, self._linear([gated.down_proj])
+            self._norm(layer.input_layernorm),
+            self._linear([attention.q_proj, attention.k_proj, attention.v_proj]),
+            norm_heads,
+            self._linear([attention.o_proj]),
+            self._norm(layer.post_attention_layernorm),
+            self._linear([gated.gate_proj, gated.up_proj]),
+            self._linear([gated.down_proj]),
         )
 
-    def _after_norm(
-        self, norm: nn.Module, linears: list[nn.Module], order: Tensor | None = None
-    ) -> tuple[RowFunction, RowFunction]:
-        """Return a norm and the product after it; the cheaper contains the gain."""
-        gain, eps = norm.weight, norm.variance_epsilon
-        if self.dtype == torch.float32 and all(type(linear) is nn.Linear for linear in linears):
-            return rms_norm(eps), self._linear(linears, gain, order)
-        return rms_norm(eps, self._count(unmapped(gain))), self._linear(linears)
+    def _norm(self, norm: nn.Module) -> RowFunction:
+        return rms_norm(norm.variance_epsilon, self._count(unmapped(norm.weight)))
 
-    def _linear(self, linears: list[nn.Module], gain: Tensor | None = None, order: Tensor | None = None) -> RowFunction:
+    def _linear(self, linears: list[nn.Module]) -> RowFunction:
         if any(type(linear) is not nn.Linear for linear in linears):
             self._parts.extend(linears)
             if len(linears) == 1:
                 return linears[0]
             return lambda rows: torch.cat([linear(rows) for linear in linears], dim=-1)
-        weight = torch.cat([linear.weight for linear in linears]) if len(linears) > 1 else linears[0].weight
+        joined = len(linears) > 1
+        weight = torch.cat([linear.weight for linear in linears]) if joined else unmapped(linears[0].weight)
         biases = [linear.bias for linear in linears if linear.bias is not None]
         bias = torch.cat(biases) if biases else None
-        if order is not None:
-            weight, bias = weight[order], None if bias is None else bias[order]
-        if gain is not None:
-            weight = weight * gain
         if self._consume:
             for linear in linears:
                 linear.weight = None
-        if can_pack(weight):
-            packed = PackedLinear(weight, bias)
-            self._parts.append(packed)
-            return packed.forward  # without module hooks, which cost more than some products
-        if weight.data_ptr() != self.embedding.data_ptr():
-            self._count(weight)
+        self._count(weight)
         return lambda rows: F.linear(rows, weight, bias)
 
 
 def unmapped(weight: Tensor) -> Tensor:
-    """Copy a memory-mapped weight where others are packed, so that the file can be closed."""
-    return weight.clone() if is_mapped(weight) and can_pack(weight) else weight
+    """Copy a memory-mapped weight, so that the file can be closed."""
+    return weight.clone() if is_mapped(weight) else weight
 
 
-def rms_norm(eps: float, gain: Tensor | None = None) -> RowFunction:
+def rms_norm(eps: float, gain: Tensor) -> RowFunction:
     """RMSNorm (1910.07467) with the rounding of `transformers`: the gain is applied in the model's dtype."""
-
-    def norm(rows: Tensor) -> Tensor:
-        scaled = F.rms_norm(rows, rows.shape[-1:], None, eps)  # a single kernel on CUDA
-        return scaled if gain is None else scaled.mul_(gain)
-
-    return norm
+    return lambda rows: F.rms_norm(rows, rows.shape[-1:], None, eps).mul_(gain)  # the norm is one kernel on CUDA
 
 
 def head_norm(gain: Tensor, eps: float) -> RowFunction:
