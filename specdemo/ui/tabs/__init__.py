@@ -21,12 +21,12 @@ def build_tabs(
     with gr.Tabs(elem_id="tabs"):
         with gr.Tab("Method", id="method"):
             about = gr.Markdown(METHODS[defaults.method].notes, elem_id="about")
-        with gr.Tab("Theory", id="theory") as tab:
+        with gr.Tab("Theory", id="theory", render_children=True) as tab:
             theory_tab(service.runs.latest, tab)
-        with gr.Tab("Edge-cloud", id="edge") as tab:
+        with gr.Tab("Edge-cloud", id="edge", render_children=True) as tab:
             edge_tab(service, controls, device, tab)
-        with gr.Tab("Bench", id="bench") as tab:
+        with gr.Tab("Bench", id="bench", render_children=True) as tab:
             bench_tab(service, controls, defaults, tab)
-        with gr.Tab("Memory", id="memory") as tab:
+        with gr.Tab("Memory", id="memory", render_children=True) as tab:
             memory_tab(service, device, tab)
     return about
