@@ -269,7 +269,7 @@ INLINE void unit_product(int form, const matrix *m, int64_t first, int blocks, c
 
 #define WORD_PEAK 2047
 #define CODE_PEAK 32767
-#define CODE_ROWS (SUMS / VECTORS / 3) /* that decode weights themselves */
+#define CODE_ROWS (SUMS / 3 < TILE_ROWS ? SUMS / 3 : TILE_ROWS) /* that decode weights themselves */
 #define CODE_STEP 4                    /* inputs in 2 * BLOCK bytes */
 
 typedef struct { vb low, high; } lookup; /* bytes of the 16 values, repeated every 16 bytes */
@@ -355,17 +355,20 @@ typedef struct {
 } code_slice;
 
 INLINE void code4_kernel(int rows, int tiled, const code_slice *s, const lookup *t, float *o) {
-    vf out[TILE_ROWS][VECTORS];
     const uint8_t *w = s->w;
-    for (int r = 0; r < rows; r++)
-        for (int v = 0; v < VECTORS; v++) out[r][v] = load(o + r * UNIT + v * LANES);
     for (int64_t i = 0; i < s->groups * GROUP; i += EXACT) {
         vi sum[TILE_ROWS][VECTORS];
-        memset(sum, 0, sizeof sum);
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; v++) sum[r][v] = (vi){0};
+#pragma GCC unroll 1
         for (int k = 0; k < EXACT; k += CODE_STEP, w += 2 * BLOCK) {
             vi weight[2 * VECTORS];
-            if (tiled) memcpy(weight, s->tile + (i + k) / CODE_STEP * 2 * VECTORS, sizeof weight);
-            else {
+            if (tiled) {
+#pragma GCC unroll 8
+                for (int v = 0; v < 2 * VECTORS; v++) weight[v] = s->tile[(i + k) / CODE_STEP * 2 * VECTORS + v];
+            } else {
                 if (rows > 1) __builtin_prefetch(w + AHEAD);
                 decode4(w, t, weight);
             }
@@ -382,13 +385,15 @@ INLINE void code4_kernel(int rows, int tiled, const code_slice *s, const lookup 
                 }
         }
         const float *scales = s->scales + i / GROUP * BLOCK;
-        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; r++) {
+            float x_scale = s->x_scales[r * (s->inputs / GROUP) + i / GROUP], *at = o + r * UNIT;
+#pragma GCC unroll 4
             for (int v = 0; v < VECTORS; v++)
-                out[r][v] += __builtin_convertvector(sum[r][v], vf) *
-                             (load(scales + v * LANES) * s->x_scales[r * (s->inputs / GROUP) + i / GROUP]);
+                store(at + v * LANES, load(at + v * LANES) + __builtin_convertvector(sum[r][v], vf) *
+                                                                 (load(scales + v * LANES) * x_scale));
+        }
     }
-    for (int r = 0; r < rows; r++)
-        for (int v = 0; v < VECTORS; v++) store(o + r * UNIT + v * LANES, out[r][v]);
 }
 
 static void code4_kernels(int rows, const code_slice *s, const lookup *t, float *o) {
