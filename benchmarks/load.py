@@ -153,7 +153,8 @@ def study(options: argparse.Namespace) -> None:
             threads[-1].start()
         while any(thread.is_alive() for thread in threads):
             memory.append(page.memory_info().rss / 1e6)
-            print(f"{len(memory) * SAMPLE_S:.0f} s: page {memory[-1]:.0f} MB", file=sys.stderr, flush=True)
+            done = f"{sum(map(len, visits))} runs, {edges.texts} edge texts"
+            print(f"{len(memory) * SAMPLE_S:.0f} s: {done}, page {memory[-1]:.0f} MB", file=sys.stderr, flush=True)
             wake = time.monotonic() + SAMPLE_S
             for thread in threads:
                 thread.join(max(0.0, wake - time.monotonic()))
