@@ -7,6 +7,7 @@ text of servers or libraries, hence no tokens or signed addresses.
 from __future__ import annotations
 
 import errno
+import glob
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -34,7 +35,9 @@ from safetensors import SafetensorError, safe_open
 from tqdm.auto import tqdm
 
 from specdemo.core.errors import UserError
+from specdemo.models.gguf_settings import settings_folder
 from specdemo.models.memory import format_bytes
+from specdemo.models.spec import is_gguf
 from specdemo.models.untrusted import check_files, check_folder, check_sizes, check_weights, weight_files
 from specdemo.worker import ReportProgress, TaskProgress, ignore_progress
 
@@ -75,13 +78,18 @@ class Hub:
 
     def settings(self, name: str, revision: str | None = None, report: ReportProgress = ignore_progress) -> Path:
         """Return a directory with configuration and tokenizer, downloaded if necessary."""
-        if (folder := local_folder(name)) is None:
+        if is_gguf(name):
+            folder = settings_folder(name, self.weights(name, revision, report))
+        elif (folder := local_folder(name)) is None:
             with load_errors(name):
                 folder = self._fetch(name, revision, CONFIG_FILES, report)
         check_folder(name, folder)
         return folder
 
     def weights(self, name: str, revision: str | None = None, report: ReportProgress = ignore_progress) -> Path:
+        """Return the directory with the weights, or a GGUF file."""
+        if is_gguf(name):
+            return self._gguf(name, revision, report)
         folder = local_folder(name)
         if folder is None:
             with load_errors(name):
@@ -107,6 +115,19 @@ class Hub:
                     return {k: (t.dtype, tuple(t.shape)) for file in files for k, t in file.tensors.items()}
         check_weights(name, folder)
         return local_shapes(name, folder)
+
+    def _gguf(self, name: str, revision: str | None, report: ReportProgress) -> Path:
+        path = Path(name).expanduser()
+        if path.is_file():
+            return path.resolve()
+        *repository, file = name.split("/", 2)
+        if path.exists() or len(repository) < 2 or not all(repository) or ".." in file.split("/"):
+            raise UserError(f"{name} is not a file: give a GGUF file, or owner/name/file.gguf of the hub")
+        with load_errors(name):
+            folder = self._fetch("/".join(repository), revision, (glob.escape(file),), report)
+        if not (folder / file).is_file():
+            raise UserError(f"there is no file {file} in {'/'.join(repository)}: check the spelling")
+        return (folder / file).resolve()
 
     def _fetch(self, name: str, revision: str | None, patterns: tuple[str, ...], report: ReportProgress) -> Path:
         token, cache = self._access(name)

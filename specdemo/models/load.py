@@ -23,12 +23,13 @@ from specdemo.models.engines.generic import auto_class, has_encoder, opening, re
 from specdemo.models.engines.llama_weights import LlamaWeights, PackedLinear, pack, unsupported_reason
 from specdemo.models.engines.native_build import NativeUnavailable, native_library
 from specdemo.models.engines.native_llama import NativeWeights
+from specdemo.models.gguf_checkpoint import gguf_config, read_gguf
 from specdemo.models.hub import Hub, local_shapes
 from specdemo.models.kv_cache import NO_COSTS, BatchInvariance, CachedModel, check_invariance
 from specdemo.models.llama_checkpoint import read_checkpoint
 from specdemo.models.memory import drop_mapped_files, free_bytes, given_back_at_once, on_large_pages
 from specdemo.models.quantization import check_quantization, load_options, skeleton
-from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device
+from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device, is_gguf
 from specdemo.models.tokenizer import check_ids
 from specdemo.models.tokenizer_check import open_tokenizer
 from specdemo.models.untrusted import check_tensors, converts_errors, model_errors
@@ -48,7 +49,7 @@ class LoadedModel:
     model: PreTrainedModel | FusedWeights
     tokenizer: PreTrainedTokenizerBase
     weight_bytes: int
-    engine: str  # "native", "lean: REASON" or "transformers: REASON"
+    engine: str  # "native", "lean" or "transformers", with ": NOTE"
     measured: bool = True  # False: no batch invariance
 
     @cached_property
@@ -101,7 +102,7 @@ def load(
     hub = hub or Hub()
     with given_back_at_once():
         with _weight_errors(spec):
-            checkpoint = read_checkpoint(spec.resolved(), hub, report)
+            checkpoint = (read_gguf if is_gguf(spec.name) else read_checkpoint)(spec.resolved(), hub, report)
         model, tokenizer = checkpoint or reference(spec, hub, report)
     if reason := unsupported_reason(model):
         support = cache_support(model)
@@ -110,7 +111,9 @@ def load(
     drop_mapped_files(model)
     engine = f"transformers: {reason}{support.note}" if reason else "lean"
     if not reason:
+        note = getattr(model, "note", "")
         model, engine = fuse(model)
+        engine += f": {note}" if note else ""
     if not isinstance(model, NativeWeights):
         on_large_pages(module.packed for module in model.modules() if isinstance(module, PackedLinear))
     cached = CachedModel(model)
@@ -144,6 +147,8 @@ def reference(
     spec: ModelSpec, hub: Hub | None = None, report: ReportProgress = ignore_progress
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     hub, spec = hub or Hub(), spec.resolved()
+    if is_gguf(spec.name):
+        raise UserError(f"{spec.name} does not run in transformers: choose its safetensors checkpoint")
     config = configuration(spec, hub, report)
     folder = hub.weights(spec.name, spec.revision, report)
     logging.disable_progress_bar()
@@ -173,13 +178,15 @@ def read_tokenizer(spec: ModelSpec, hub: Hub | None = None) -> PreTrainedTokeniz
 
 
 def _tokenizer(spec: ModelSpec, folder: Path) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    return open_tokenizer(spec.name, folder, AutoTokenizer)
+    return open_tokenizer(spec.name, folder, PreTrainedTokenizerFast if is_gguf(spec.name) else AutoTokenizer)
 
 
 def configuration(spec: ModelSpec, hub: Hub, report: ReportProgress = ignore_progress) -> PretrainedConfig:
     """Load the configuration of a resolved spec. Raises `UserError` for unsupported models before large downloads."""
+    if is_gguf(spec.name):
+        return gguf_config(spec, hub, report)
     from transformers import AutoConfig
 
     folder = hub.settings(spec.name, spec.revision, report)

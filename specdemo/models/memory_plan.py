@@ -30,7 +30,7 @@ from specdemo.models.quantization import (
     stored_quantised,
     unavailable,
 )
-from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, main_device
+from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, is_gguf, main_device
 from specdemo.models.untrusted import converts_errors
 from specdemo.worker import ReportProgress, ignore_progress
 
@@ -230,6 +230,8 @@ def check_memory(plans: Sequence[MemoryPlan], suggest: Sequence[MemoryPlan] = ()
 def smaller(spec: ModelSpec) -> Iterator[ModelSpec]:
     first = _SMALLER_FORMATS.index(spec.quantization) + 1 if spec.quantization in _SMALLER_FORMATS else 0
     for name in _SMALLER_FORMATS[first:]:
+        if is_gguf(spec.name) and QUANTIZATIONS[name].bits:
+            continue
         if not unavailable(name, main_device(spec)) and not (name == "bf16" and _DTYPE_BYTES[spec.dtype] == 2):
             yield replace(spec, quantization=name, dtype="auto").resolved()
 

@@ -50,7 +50,10 @@ SPREAD = "spread"  # device name: accelerate fills the accelerators, then the ho
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Hugging Face id or local directory with loading options. For quantized models `dtype` is the compute dtype."""
+    """Hugging Face id, local directory or GGUF file with loading options.
+
+    A GGUF file is local, or `owner/name/file.gguf` on the hub. For quantized models `dtype` is the compute dtype.
+    """
 
     name: str
     dtype: str = "auto"
@@ -61,7 +64,7 @@ class ModelSpec:
     @property
     def title(self) -> str:
         path = Path(self.name).expanduser()
-        return path.resolve().name if path.is_dir() else self.name
+        return path.resolve().name if path.is_dir() or (is_gguf(self.name) and path.is_file()) else self.name
 
     def resolved(self) -> ModelSpec:
         """Replace "auto" by actual values, so that equivalent specs compare equal."""
@@ -78,6 +81,10 @@ class ModelSpec:
         if device.type == "cpu":
             return "float16" if quantization.bits == 8 else "float32"  # LLM.int8() converts its inputs to float16
         return "bfloat16" if device.type == "mps" or _has_fast_bfloat16(device) else "float16"
+
+
+def is_gguf(name: str) -> bool:
+    return name.lower().endswith(".gguf") and not Path(name).expanduser().is_dir()
 
 
 def main_device(spec: ModelSpec) -> torch.device:
