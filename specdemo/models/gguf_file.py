@@ -16,9 +16,10 @@ from specdemo.models.untrusted import MAX_TOKENIZER_BYTES
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _LIST = 8, 9
-_MAX_ENTRIES, _MAX_TENSORS, _MAX_VALUES = 10_000, 100_000, 2_000_000
+_MAX_ENTRIES, _MAX_TENSORS, _MAX_VALUES = 10_000, 100_000, 1_500_000
 _MAX_NAME, _MAX_DIMENSIONS, _MAX_ALIGNMENT = 1_000, 4, 1 << 20
 _SMALLEST_ENTRY, _SMALLEST_TENSOR = 13, 32  # bytes
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", list: "a list"}
 _LENGTH = struct.Struct("<Q")
 
 Value = TypeVar("Value")
@@ -48,7 +49,7 @@ class GgufFile:
             stored = float(stored)
         if type(stored) is not kind:
             shown = "missing" if stored is None else plain_text(repr(stored), 40)
-            raise self.refusal(f"{key} is {shown}, not a {kind.__name__}")
+            raise self.refusal(f"{key} is {shown}, not {_KINDS[kind]}")
         return stored
 
     def refusal(self, reason: str) -> UserError:
@@ -69,6 +70,7 @@ class _Reader:
     def __init__(self, data: mmap.mmap) -> None:
         self._data, self._at = data, 0
         self._size, self._values = len(data), 0
+        self._most = min(self._size, MAX_TOKENIZER_BYTES)
 
     def read(self) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
         if self._take(4) != _MAGIC:
@@ -99,11 +101,15 @@ class _Reader:
         values[key] = value
 
     def _take(self, count: int) -> bytes:
-        end = self._at + count
-        if end > min(self._size, MAX_TOKENIZER_BYTES):
-            raise ValueError("it is truncated" if end > self._size else "its header is too long")
-        part, self._at = self._data[self._at : end], end
-        return part
+        start = self._at
+        return self._data[start : self._reach(count)]
+
+    def _reach(self, count: int) -> int:
+        """Advance by `count` bytes; return the new position."""
+        self._at += count
+        if self._at > self._most:
+            raise ValueError("it is truncated" if self._at > self._size else "its header is too long")
+        return self._at
 
     def _number(self, code: str) -> Any:
         return struct.unpack(f"<{code}", self._take(struct.calcsize(f"<{code}")))[0]
@@ -113,6 +119,14 @@ class _Reader:
         if length > most:
             raise ValueError(f"a text has {length:,} bytes")
         return self._take(length).decode()
+
+    def _texts(self, count: int) -> list[str]:
+        data, texts = self._data, []
+        for _ in range(count):
+            start = self._reach(8)
+            end = self._reach(*_LENGTH.unpack_from(data, start - 8))
+            texts.append(data[start:end].decode())
+        return texts
 
     def _value(self, kind: int) -> Any:
         if kind == _TEXT:
@@ -126,7 +140,7 @@ class _Reader:
         if self._values > _MAX_VALUES:
             raise ValueError(f"its lists have {self._values:,} values")
         if kind == _TEXT:
-            return [self._text() for _ in range(count)]
+            return self._texts(count)
         if kind not in _NUMBERS:
             raise ValueError("a list contains lists" if kind == _LIST else f"a list has the unknown type {kind:,}")
         code = f"<{count}{_NUMBERS[kind]}"
