@@ -188,7 +188,7 @@ def figure(x: float | None) -> str:
 
 
 def explain_engine(environment: Mapping[str, Any]) -> str:
-    """Name the engine of a run, and the benefit of the native one where it is missing."""
+    """Name the engine of a run."""
     engine, threads = str(environment.get("engine", "")), environment.get("threads", 1)
     name, _, note = engine.partition(": ")
     if name == "native":

@@ -1,4 +1,4 @@
-"""Loading of GGUF files: memory-mapped, a matrix at a time."""
+"""Loading of GGUF files."""
 
 from __future__ import annotations
 
@@ -41,12 +41,11 @@ _NAMES = {
     "mlp.down_proj": "ffn_down",
 }
 _JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-_FACTORS = "rope_freqs.weight"  # divide the frequencies of the rotary embedding
+_FACTORS = "rope_freqs.weight"
 _IGNORED = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd(\.weight)?")
 
 
 def gguf_config(spec: ModelSpec, hub: Hub, report: ReportProgress = ignore_progress) -> LlamaConfig:
-    """Return the configuration of a resolved spec. Raises `UserError` for unsupported options."""
     if QUANTIZATIONS[spec.quantization].bits:
         raise UserError(
             f"{spec.name} is a GGUF file, which runs in its own format: choose quantization none, or another file"
@@ -80,7 +79,7 @@ def _check_shapes(name: str, config: LlamaConfig, tensors: dict[str, GgufTensor]
 def read_gguf(
     spec: ModelSpec, hub: Hub, report: ReportProgress = ignore_progress
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """Load a resolved spec: stored matrices for the native engine, otherwise weights in the chosen dtype."""
+    """Load a resolved spec: stored matrices for the native engine, otherwise weights."""
     config, folder = gguf_config(spec, hub, report), hub.settings(spec.name, spec.revision)
     path = hub.weights(spec.name, spec.revision)
     with torch.device("meta"):
@@ -93,14 +92,13 @@ def read_gguf(
 
 
 def _stored_name(name: str) -> str:
-    """Return the GGUF name of a parameter."""
     module, _, kind = name.rpartition(".")
     layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", module)
     return f"blk.{layer[1]}.{_NAMES[layer[2]]}.{kind}" if layer else f"{_NAMES[module]}.{kind}"
 
 
 class _Weights:
-    """Weights of a memory-mapped file. `note`: names types that are converted."""
+    """Weights of a memory-mapped file."""
 
     def __init__(
         self, spec: ModelSpec, config: LlamaConfig, path: Path, tensors: dict[str, GgufTensor], report: ReportProgress
@@ -160,13 +158,12 @@ class _Weights:
         return nn.Parameter(values.to(self._device), requires_grad=False)
 
     def _stored(self, name: str, part: str = "weight") -> tuple[GgufTensor, Tensor]:
-        """Return a tensor and its bytes `[rows, bytes]`."""
         tensor = self._tensors[_stored_name(f"{name}.{part}")]
         stored = torch.from_numpy(self._data[tensor.start : tensor.start + tensor.nbytes])
         return tensor, stored.view(prod(tensor.shape[:-1]), -1)
 
     def _ordered(self, name: str, rows: Tensor) -> Tensor:
-        """Undo the order of llama.cpp, which pairs neighbouring components of rotated heads."""
+        """Separate the components that llama.cpp pairs in rotated heads."""
         heads = {"q_proj": self._config.num_attention_heads, "k_proj": self._config.num_key_value_heads}
         count = heads.get(name.rpartition(".")[2])
         if not (self._config.interleaved and count):

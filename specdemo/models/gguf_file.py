@@ -1,4 +1,4 @@
-"""Strict reader for the header of GGUF files, in bounded time and memory."""
+"""Headers of untrusted GGUF files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _TEXT, _LIST = 8, 9
 _MAX_ENTRIES, _MAX_TENSORS, _MAX_VALUES = 10_000, 100_000, 1_500_000
 _MAX_NAME, _MAX_DIMENSIONS, _MAX_ALIGNMENT = 1_000, 4, 1 << 20
-_SMALLEST_ENTRY, _SMALLEST_TENSOR = 13, 32  # bytes
+_SMALLEST_ENTRY, _SMALLEST_TENSOR = 13, 32
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", list: "a list"}
 _LENGTH = struct.Struct("<Q")
 
@@ -27,23 +27,21 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class GgufTensor:
-    kind: str  # GGML type
+    kind: str
     shape: tuple[int, ...]
-    start: int  # byte in the file
+    start: int
     nbytes: int
 
 
 @dataclass(frozen=True)
 class GgufFile:
-    """Header of a file. `name`: used in messages."""
-
     name: str
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
 
     def value(self, key: str, kind: type[Value], default: Value | None = None) -> Value:
-        """Return a metadata value. Raises `UserError` if it has another type, or is missing without a default."""
+        """Return a metadata value. Raises `UserError` for other types and missing values."""
         stored = self.metadata.get(key, default)
         if kind is float and type(stored) is int:
             stored = float(stored)
@@ -57,7 +55,6 @@ class GgufFile:
 
 
 def read_gguf_header(name: str, path: Path) -> GgufFile:
-    """Raises `UserError` for damaged files."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return GgufFile(name, path, *_Reader(data).read())
@@ -105,7 +102,6 @@ class _Reader:
         return self._data[start : self._reach(count)]
 
     def _reach(self, count: int) -> int:
-        """Advance by `count` bytes; return the new position."""
         self._at += count
         if self._at > self._most:
             raise ValueError("it is truncated" if self._at > self._size else "its header is too long")
@@ -156,7 +152,6 @@ class _Reader:
     def _placed(
         self, described: dict[str, tuple[int, tuple[int, ...], int]], alignment: object
     ) -> dict[str, GgufTensor]:
-        """Return all tensors within the file."""
         if type(alignment) is not int or not 8 <= alignment <= _MAX_ALIGNMENT or alignment % 8:
             raise ValueError(f"its alignment is {plain_text(repr(alignment), 40)}")
         kinds, data_start = _tensor_kinds(), self._at + -self._at % alignment
@@ -182,7 +177,7 @@ class _Reader:
 
 @cache
 def _tensor_kinds() -> dict[int, tuple[str, int, int]]:
-    """Return name, weights per block and bytes per block of each type that `gguf` can dequantise."""
+    """Return name, weights and bytes per block of all readable types."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants  # 0.2 s
 
     readable = (kind for kind in GGMLQuantizationType if kind.name in ("F32", "F16") or hasattr(quants, kind.name))

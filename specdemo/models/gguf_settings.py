@@ -1,4 +1,4 @@
-"""Configuration and tokenizer of a GGUF file in the format of `transformers`."""
+"""Settings of a GGUF file in the format of `transformers`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from specdemo.models.gguf_tokenizer import tokenizer_settings
 
 _ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 _TOKENS, _EMBEDDING, _HEAD = "tokenizer.ggml.tokens", "token_embd.weight", "output.weight"
-_OTHER_MODELS = (  # values that change the computation
+_OTHER_MODELS = (
     *("expert_count", "attention.scale", "attention.sliding_window", "logit_scale", "embedding_scale"),
     *("residual_scale", "attn_logit_softcapping", "final_logit_softcapping", "rope.scaling.attn_factor"),
 )
 
 
 def settings_folder(name: str, path: Path) -> Path:
-    """Return a directory with the settings of a file, deleted at exit."""
+    """Return a directory, deleted at exit."""
     return Path(_converted(name, path, *_version(path))[0].name)
 
 

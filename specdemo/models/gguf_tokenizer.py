@@ -1,4 +1,4 @@
-"""Conversion of the tokenizer in GGUF metadata to the format of `tokenizers`."""
+"""Tokenizers of GGUF files."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from specdemo.core.errors import UserError, plain_text
 from specdemo.models.gguf_file import GgufFile
 
 _TOKENS, _SPECIAL = "tokenizer.ggml.tokens", ("bos", "eos", "unknown", "padding")
-_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # token types
-_ENDS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end|>", "<end_of_turn>")  # end a turn, as in llama.cpp
-_MAX_PIECES = 8_000_000  # characters of a SentencePiece vocabulary
+_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
+_ENDS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end|>", "<end_of_turn>")
+_MAX_PIECES = 8_000_000  # characters
 
-# Patterns that split a text into words, under the names in `tokenizer.ggml.pre`.
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -25,13 +24,12 @@ _PATTERNS = {
     "tekken": rf"{_LETTERS}*{_LOWER}+|{_LETTERS}+{_LOWER}*|\p{{N}}{_REST}".replace(r"+[\r\n]*", r"+[\r\n/]*"),
 }
 _SAME = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
-_DIGITS = ("smollm", "starcoder", "refact", "command-r")  # each digit is a word
+_DIGITS = ("smollm", "starcoder", "refact", "command-r")
 _PLAIN = ("gpt-2", "gpt2", "mpt", "olmo", "phi-2")
-_WHOLE_WORDS = ("llama-bpe", "tekken")  # a word in the vocabulary is not split; texts begin with BOS
+_WHOLE_WORDS = ("llama-bpe", "tekken")  # also begin with BOS
 
 
 def tokenizer_settings(file: GgufFile) -> dict[str, dict[str, Any]]:
-    """Return the contents of `tokenizer.json`, `tokenizer_config.json` and `generation_config.json`."""
     tokens = _texts(file, _TOKENS)
     if len({*tokens}) < len(tokens):
         raise file.refusal("a token occurs twice")
@@ -120,7 +118,6 @@ def _sentence_piece(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
 
 
 def _merges(tokens: list[str], scores: list[float], types: list[int]) -> list[tuple[str, str]]:
-    """Return all splits of tokens into two tokens, best token first."""
     known = {token: i for i, token in enumerate(tokens) if types[i] == _NORMAL}
     merges = []
     for token in sorted(known, key=lambda token: -scores[known[token]]):
@@ -131,7 +128,7 @@ def _merges(tokens: list[str], scores: list[float], types: list[int]) -> list[tu
 
 
 def _vocabulary(file: GgufFile, tokens: list[str]) -> dict[str, int]:
-    """Return token ids without the placeholders that pad a matrix."""
+    """Return token ids without padding."""
     types = _types(file, tokens)
     return {token: i for i, token in enumerate(tokens) if types[i] != _UNUSED or not re.fullmatch(r"\[PAD\d+\]", token)}
 
@@ -152,7 +149,6 @@ def _added(file: GgufFile, tokens: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def _template(file: GgufFile, tokens: list[str], begins: bool) -> dict[str, Any] | None:
-    """Return the rule that adds BOS and EOS. `begins`: default for BOS."""
     wanted = {"bos": begins, "eos": False}
     added = {}
     for name, default in wanted.items():

@@ -77,7 +77,7 @@ class Hub:
         return False, Path(self.cache or constants.HF_HUB_CACHE) / "visitors"
 
     def settings(self, name: str, revision: str | None = None, report: ReportProgress = ignore_progress) -> Path:
-        """Return a directory with configuration and tokenizer, downloaded if necessary."""
+        """Return a directory with configuration and tokenizer."""
         if is_gguf(name):
             folder = settings_folder(name, self.weights(name, revision, report))
         elif (folder := local_folder(name)) is None:
@@ -87,7 +87,6 @@ class Hub:
         return folder
 
     def weights(self, name: str, revision: str | None = None, report: ReportProgress = ignore_progress) -> Path:
-        """Return the directory with the weights, or a GGUF file."""
         if is_gguf(name):
             return self._gguf(name, revision, report)
         folder = local_folder(name)
@@ -104,7 +103,6 @@ class Hub:
         return folder
 
     def shapes(self, name: str, revision: str | None = None) -> TensorShapes:
-        """Return dtype and shape of every tensor without downloading weights."""
         folder = local_folder(name)
         with load_errors(name):
             if folder is None:
@@ -160,7 +158,7 @@ class Hub:
         return folder
 
     def _verify(self, name: str, folder: Path, report: ReportProgress) -> None:
-        """Delete files with wrong checksums and raise `UserError`."""
+        """Delete damaged files and raise `UserError`."""
         report(TaskProgress(f"checking {name}"))
         token, cache = self._access(name)
         result = HfApi(endpoint=self.endpoint, token=token).verify_repo_checksums(
@@ -178,7 +176,7 @@ class Hub:
 
 
 def local_folder(name: str) -> Path | None:
-    """Return the directory `name` if it exists. Raise `UserError` if it contains no model."""
+    """Return the directory if it exists. Raise `UserError` without a model."""
     folder = Path(name).expanduser()
     if not folder.is_dir():
         return None
@@ -215,10 +213,7 @@ def _check_disk_space(name: str, missing: int, cache: Path) -> None:
 
 
 def _progress_bars(report: ReportProgress, name: str, total: int) -> type[tqdm]:
-    """Return a silent progress bar class that reports bytes.
-
-    `huggingface_hub` creates two instances: for bytes and for files.
-    """
+    """Return a silent progress bar class; `huggingface_hub` creates instances for bytes and files."""
     files = {"done": 0, "total": 0}
 
     class Bar(tqdm):
@@ -244,7 +239,7 @@ def _progress_bars(report: ReportProgress, name: str, total: int) -> type[tqdm]:
 
 @contextmanager
 def load_errors(name: str) -> Iterator[None]:
-    """Convert exceptions raised while fetching model `name` to `UserError`."""
+    """Convert exceptions while fetching model `name` to `UserError`."""
     try:
         yield
     except UserError:

@@ -25,7 +25,7 @@ _KEYS = {*_SIZES, "num_key_value_heads", "max_position_embeddings", "rms_norm_ep
 
 
 class LlamaConfig(PretrainedConfig):
-    """Configuration as stored, with all values that `LlamaForCausalLM` needs."""
+    """Configuration as stored."""
 
     model_type = "llama"
 
@@ -84,7 +84,7 @@ def generation_config(folder: Path, config: LlamaConfig) -> GenerationConfig:
 
 
 def _read_json(path: Path) -> dict[str, object]:
-    """Return the object in a file; an empty one for other content, which `transformers` reports."""
+    """Return the object in a file, or an empty one, which `transformers` reports."""
     try:
         value = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
@@ -112,7 +112,7 @@ class _Attention(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         queries, keys = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
-        biased = getattr(config, "biased", ())  # of GGUF files
+        biased = getattr(config, "biased", ())
         self.q_proj = nn.Linear(config.hidden_size, queries, bias="q" in biased)
         self.k_proj = nn.Linear(config.hidden_size, keys, bias="k" in biased)
         self.v_proj = nn.Linear(config.hidden_size, keys, bias="v" in biased)
@@ -148,7 +148,7 @@ class _Body(nn.Module):
 
 
 class LlamaForCausalLM(nn.Module):
-    """Weights under the names of `transformers`, without a forward pass: the input of `LlamaWeights`."""
+    """Weights under the names of `transformers`, without a forward pass."""
 
     _keep_in_fp32_modules = None
 
@@ -178,10 +178,7 @@ class LlamaForCausalLM(nn.Module):
 def rotary_angles(
     dim: int, theta: float, factors: Tensor | float = 1.0
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return the function from positions `[1, n]` to cosines and sines `[1, n, dim]` (RoPE, 2104.09864).
-
-    `factors` `[dim / 2]` divide the frequencies.
-    """
+    """Return the function from positions `[1, n]` to cosines and sines `[1, n, dim]` (RoPE, 2104.09864)."""
 
     @torch.no_grad()
     def angles(rows: Tensor, token_positions: Tensor) -> tuple[Tensor, Tensor]:

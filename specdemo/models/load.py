@@ -1,4 +1,4 @@
-"""Loading of models, from safetensors only and without executing code shipped with a model."""
+"""Loading of models without executing their code."""
 
 from __future__ import annotations
 
@@ -43,8 +43,6 @@ _RESERVE = 0.1  # share of each device for KV cache and activations
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run with its tokenizer."""
-
     spec: ModelSpec
     model: PreTrainedModel | FusedWeights
     tokenizer: PreTrainedTokenizerBase
@@ -123,7 +121,7 @@ def load(
 
 
 def fuse(model: PreTrainedModel, consume: bool = True) -> tuple[FusedWeights, str]:
-    """Convert a model of the Llama family for the fastest engine; return weights and engine name."""
+    """Convert a model of the Llama family; return weights and engine name."""
     if model.device.type != "cpu":
         return LlamaWeights(model, consume), "lean"
     library = native_library()
@@ -184,7 +182,7 @@ def _tokenizer(spec: ModelSpec, folder: Path) -> PreTrainedTokenizerBase:
 
 
 def configuration(spec: ModelSpec, hub: Hub, report: ReportProgress = ignore_progress) -> PretrainedConfig:
-    """Load the configuration of a resolved spec. Raises `UserError` for unsupported models before large downloads."""
+    """Load the configuration of a resolved spec. Raises `UserError` for unsupported models."""
     if is_gguf(spec.name):
         return gguf_config(spec, hub, report)
     from transformers import AutoConfig
@@ -223,7 +221,7 @@ def place(spec: ModelSpec, config: PretrainedConfig) -> dict[str, Any]:
 
 
 def spread(spec: ModelSpec, config: PretrainedConfig, room: dict[str | int, int]) -> dict[str, str | int]:
-    """Return the device of each module, filling the devices in order of `room` (bytes) with complete layers."""
+    """Return the device of each module, filling devices in order of `room` (bytes) with layers."""
     from accelerate import infer_auto_device_map
 
     model = skeleton(config).to(getattr(torch, spec.dtype))

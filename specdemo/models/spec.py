@@ -29,7 +29,7 @@ class Quantization:
     """Storage format of the linear layers."""
 
     title: str
-    bits: int | None = None  # per weight, if quantized
+    bits: int | None = None  # per weight
     kind: str = ""  # 4-bit format: nf4 or fp4
     double: bool = False  # quantize the scales too (2305.14314)
     dtype: str | None = None  # dtype of all weights; overrides ModelSpec.dtype
@@ -50,9 +50,9 @@ SPREAD = "spread"  # device name: accelerate fills the accelerators, then the ho
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Hugging Face id, local directory or GGUF file with loading options.
+    """Hugging Face id, local directory, or GGUF file (local, or `owner/name/file.gguf` on the hub).
 
-    A GGUF file is local, or `owner/name/file.gguf` on the hub. For quantized models `dtype` is the compute dtype.
+    For quantized models `dtype` is the compute dtype.
     """
 
     name: str
@@ -88,12 +88,12 @@ def is_gguf(name: str) -> bool:
 
 
 def main_device(spec: ModelSpec) -> torch.device:
-    """Return the device of `spec`, or the first device of a spread model."""
+    """Return the first device."""
     return find_device("auto" if spec.device == SPREAD else spec.device)
 
 
 def find_device(name: str) -> torch.device:
-    """Return the device called `name`. Raises `UserError` if unavailable."""
+    """Raises `UserError` for unavailable devices."""
     import torch
 
     if name == "auto":

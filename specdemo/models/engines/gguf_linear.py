@@ -1,4 +1,4 @@
-"""Linear layer with the weights of a GGUF file."""
+"""Matrices of GGUF files."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_CHUNK = 1 << 22  # weights
+_CHUNK = 1 << 22
 
 
 class GgufLinear(nn.Module):
-    """Matrix as stored: `weight` `[out_features, bytes]`, memory-mapped, of the GGML type `kind`."""
+    """Linear layer with stored bytes `weight` `[out_features, bytes]`."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class GgufLinear(nn.Module):
         dtype: torch.dtype,
         notify: Callable[[], None] = lambda: None,
     ) -> None:
-        """`dtype`: of `expanded`; `notify`: called when the matrix is read."""
+        """`notify`: called by `expanded`."""
         super().__init__()
         self.kind, self.weight, self.bias, self.dtype = kind, weight, bias, dtype
         self.in_features, self.out_features = in_features, len(weight)
@@ -35,7 +35,7 @@ class GgufLinear(nn.Module):
 
 
 def dequantised(kind: str, stored: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """Convert the bytes of a tensor to `[rows, columns]`."""
+    """Return `[rows, columns]`."""
     if kind in FLOATS:
         return stored.view(FLOATS[kind]).to(dtype, copy=True)
     from gguf import GGMLQuantizationType, dequantize
@@ -49,7 +49,7 @@ def dequantised(kind: str, stored: Tensor, columns: int, dtype: torch.dtype) -> 
 
 
 def common_dtype(kinds: set[str], dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of joined matrices: float types keep their values, quantised types become bfloat16."""
+    """Return the dtype of joined matrices."""
     if dtype != torch.float32:
         return dtype
     if not kinds <= FLOATS.keys():
