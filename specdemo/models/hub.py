@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import (
     DisabledRepoError,
@@ -36,7 +37,7 @@ from tqdm.auto import tqdm
 
 from specdemo.core.errors import UserError
 from specdemo.models.gguf_settings import settings_folder
-from specdemo.models.memory import format_bytes
+from specdemo.models.memory import format_bytes, memory_limit
 from specdemo.models.spec import is_gguf
 from specdemo.models.untrusted import check_files, check_folder, check_sizes, check_weights, weight_files
 from specdemo.worker import ReportProgress, TaskProgress, ignore_progress
@@ -148,6 +149,8 @@ class Hub:
                 check_sizes(name, {file.filename: file.file_size or 0 for file in files})
         except DryRunError:
             pass  # hub unreachable: the next call uses the cache or raises
+        if missing and is_gguf(patterns[0]):  # otherwise planned before
+            _check_total_memory(name, missing)
         if missing:
             _check_disk_space(name, missing, Path(cache or constants.HF_HUB_CACHE))
             report(TaskProgress(f"downloading {name}, {format_bytes(missing)}", 0, missing))
@@ -200,6 +203,16 @@ def local_shapes(name: str, folder: Path) -> TensorShapes:
 
 def _contains(folder: Path, patterns: tuple[str, ...]) -> bool:
     return any(next(folder.glob(pattern), None) for pattern in patterns)
+
+
+def _check_total_memory(name: str, missing: int) -> None:
+    devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
+    total = sum(memory_limit(device)[1] for device in devices)
+    if missing > total:
+        raise UserError(
+            f"the file of {name} has {format_bytes(missing)}, and this machine has {format_bytes(total)} of memory: "
+            "choose a smaller file"
+        )
 
 
 def _check_disk_space(name: str, missing: int, cache: Path) -> None:

@@ -266,6 +266,7 @@ def test_loading_reports_the_conversion(tmp_path: Path) -> None:
 @pytest.mark.parametrize("quantization", ["int8", "nf4"])
 def test_other_formats_are_refused(quantization: str, tmp_path: Path) -> None:
     path = save_gguf(tmp_path / "model.gguf", "llama", "F16")
+    assert load(ModelSpec(str(path), quantization="bf16", device="cpu")).model.dtype == torch.bfloat16
     with pytest.raises(UserError, match="is a GGUF file, which runs in its own format: choose quantization none"):
         load(ModelSpec(str(path), quantization=quantization, device="cpu"))
     with pytest.raises(UserError, match="on a single device: choose"):
@@ -309,6 +310,15 @@ def test_files_of_a_hub(tmp_path: Path) -> None:
         ):
             with pytest.raises(UserError, match=words.replace(".", r"\.")):
                 load(ModelSpec(wrong, device="cpu"), hub)
+
+
+def test_files_larger_than_the_memory_are_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_gguf((tmp_path / "served/tiny/files").mkdir(parents=True) or tmp_path / "served/tiny/files/model.gguf")
+    monkeypatch.setattr("specdemo.models.hub.memory_limit", lambda device: (1_000, 2_000))
+    with serving(tmp_path / "served") as server:
+        with pytest.raises(UserError, match="has 45.*kB, and this machine has 2.0 kB of memory: choose a smaller"):
+            load(ModelSpec("tiny/files/model.gguf", device="cpu"), Hub(server.endpoint, tmp_path / "cache"))
+        assert not server.gets("model.gguf")
 
 
 @pytest.mark.parametrize(
