@@ -26,12 +26,16 @@ class RunOptions:
         None, "Drafter and target", "a ready pair (default: bundled)", choices=PAIRS, basic=True
     )  # with neither pair nor models: the bundled pair
     target: str | None = option(
-        None, "Target", "target model: Hugging Face id or local directory", group="Models and devices", metavar="M"
+        None,
+        "Target",
+        "target model: Hugging Face id, local directory or GGUF file",
+        group="Models and devices",
+        metavar="M",
     )
     drafter: str | None = option(
         None,
         "Drafter",
-        "draft model: Hugging Face id or local directory",
+        "draft model: Hugging Face id, local directory or GGUF file",
         group="Models and devices",
         metavar="M",
         applies="second_model",

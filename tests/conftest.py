@@ -50,6 +50,8 @@ SLOW = (
     "models/test_cuda_graphs.py",
     "models/test_chat_templates.py",
     "models/test_encoder_decoder.py",
+    "models/test_gguf.py",
+    "models/test_hostile_gguf.py",
     "models/test_hostile_models.py",
     "models/test_hub.py",
     "models/test_kv_cache.py",

@@ -32,6 +32,7 @@ ALLOWED["drafters"] = {"core"}
 PACKAGES = {
     "transformers": ("specdemo/models/", "specdemo/bench/baselines.py"),
     "bitsandbytes": ("specdemo/models/", "specdemo/bench/baselines.py"),
+    "gguf": ("specdemo/models/",),
     "tokenizers": ("specdemo/models/", "specdemo/bench/baselines.py"),
     "msgpack": ("specdemo/remote/protocol.py", "benchmarks/fuzz_hooks.py"),
     "fastapi": ("specdemo/remote/",),

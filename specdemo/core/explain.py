@@ -188,9 +188,10 @@ def figure(x: float | None) -> str:
 
 
 def explain_engine(environment: Mapping[str, Any]) -> str:
-    """Name the engine of a run, and the benefit of the native one where it is missing."""
+    """Name the engine of a run."""
     engine, threads = str(environment.get("engine", "")), environment.get("threads", 1)
-    if engine == "native":
-        return f"native CPU engine, {threads} thread{'' if threads == 1 else 's'}"
+    name, _, note = engine.partition(": ")
+    if name == "native":
+        return ", ".join(filter(None, (f"native CPU engine, {threads} thread{'' if threads == 1 else 's'}", note)))
     name, _, reason = engine.partition(": no native engine, ")
     return f"torch engine, several times slower than the native CPU engine: {reason}" if reason else name

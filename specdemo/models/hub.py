@@ -7,6 +7,7 @@ text of servers or libraries, hence no tokens or signed addresses.
 from __future__ import annotations
 
 import errno
+import glob
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import (
     DisabledRepoError,
@@ -34,7 +36,9 @@ from safetensors import SafetensorError, safe_open
 from tqdm.auto import tqdm
 
 from specdemo.core.errors import UserError
-from specdemo.models.memory import format_bytes
+from specdemo.models.gguf_settings import settings_folder
+from specdemo.models.memory import format_bytes, memory_limit
+from specdemo.models.spec import is_gguf
 from specdemo.models.untrusted import check_files, check_folder, check_sizes, check_weights, weight_files
 from specdemo.worker import ReportProgress, TaskProgress, ignore_progress
 
@@ -74,14 +78,18 @@ class Hub:
         return False, Path(self.cache or constants.HF_HUB_CACHE) / "visitors"
 
     def settings(self, name: str, revision: str | None = None, report: ReportProgress = ignore_progress) -> Path:
-        """Return a directory with configuration and tokenizer, downloaded if necessary."""
-        if (folder := local_folder(name)) is None:
+        """Return a directory with configuration and tokenizer."""
+        if is_gguf(name):
+            folder = settings_folder(name, self.weights(name, revision, report))
+        elif (folder := local_folder(name)) is None:
             with load_errors(name):
                 folder = self._fetch(name, revision, CONFIG_FILES, report)
         check_folder(name, folder)
         return folder
 
     def weights(self, name: str, revision: str | None = None, report: ReportProgress = ignore_progress) -> Path:
+        if is_gguf(name):
+            return self._gguf(name, revision, report)
         folder = local_folder(name)
         if folder is None:
             with load_errors(name):
@@ -96,7 +104,6 @@ class Hub:
         return folder
 
     def shapes(self, name: str, revision: str | None = None) -> TensorShapes:
-        """Return dtype and shape of every tensor without downloading weights."""
         folder = local_folder(name)
         with load_errors(name):
             if folder is None:
@@ -107,6 +114,19 @@ class Hub:
                     return {k: (t.dtype, tuple(t.shape)) for file in files for k, t in file.tensors.items()}
         check_weights(name, folder)
         return local_shapes(name, folder)
+
+    def _gguf(self, name: str, revision: str | None, report: ReportProgress) -> Path:
+        path = Path(name).expanduser()
+        if path.is_file():
+            return path.resolve()
+        *repository, file = name.split("/", 2)
+        if path.exists() or len(repository) < 2 or not all(repository) or ".." in file.split("/"):
+            raise UserError(f"{name} is not a file: give a GGUF file, or owner/name/file.gguf of the hub")
+        with load_errors(name):
+            folder = self._fetch("/".join(repository), revision, (glob.escape(file),), report)
+        if not (folder / file).is_file():
+            raise UserError(f"there is no file {file} in {'/'.join(repository)}: check the spelling")
+        return (folder / file).resolve()
 
     def _fetch(self, name: str, revision: str | None, patterns: tuple[str, ...], report: ReportProgress) -> Path:
         token, cache = self._access(name)
@@ -129,6 +149,8 @@ class Hub:
                 check_sizes(name, {file.filename: file.file_size or 0 for file in files})
         except DryRunError:
             pass  # hub unreachable: the next call uses the cache or raises
+        if missing and is_gguf(patterns[0]):  # otherwise planned before
+            _check_total_memory(name, missing)
         if missing:
             _check_disk_space(name, missing, Path(cache or constants.HF_HUB_CACHE))
             report(TaskProgress(f"downloading {name}, {format_bytes(missing)}", 0, missing))
@@ -139,7 +161,7 @@ class Hub:
         return folder
 
     def _verify(self, name: str, folder: Path, report: ReportProgress) -> None:
-        """Delete files with wrong checksums and raise `UserError`."""
+        """Delete damaged files and raise `UserError`."""
         report(TaskProgress(f"checking {name}"))
         token, cache = self._access(name)
         result = HfApi(endpoint=self.endpoint, token=token).verify_repo_checksums(
@@ -157,7 +179,7 @@ class Hub:
 
 
 def local_folder(name: str) -> Path | None:
-    """Return the directory `name` if it exists. Raise `UserError` if it contains no model."""
+    """Return the directory if it exists. Raise `UserError` without a model."""
     folder = Path(name).expanduser()
     if not folder.is_dir():
         return None
@@ -183,6 +205,16 @@ def _contains(folder: Path, patterns: tuple[str, ...]) -> bool:
     return any(next(folder.glob(pattern), None) for pattern in patterns)
 
 
+def _check_total_memory(name: str, missing: int) -> None:
+    devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
+    total = sum(memory_limit(device)[1] for device in devices)
+    if missing > total:
+        raise UserError(
+            f"the file of {name} has {format_bytes(missing)}, and this machine has {format_bytes(total)} of memory: "
+            "choose a smaller file"
+        )
+
+
 def _check_disk_space(name: str, missing: int, cache: Path) -> None:
     existing = next(path for path in (cache, *cache.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
@@ -194,10 +226,7 @@ def _check_disk_space(name: str, missing: int, cache: Path) -> None:
 
 
 def _progress_bars(report: ReportProgress, name: str, total: int) -> type[tqdm]:
-    """Return a silent progress bar class that reports bytes.
-
-    `huggingface_hub` creates two instances: for bytes and for files.
-    """
+    """Return a silent progress bar class; `huggingface_hub` creates instances for bytes and files."""
     files = {"done": 0, "total": 0}
 
     class Bar(tqdm):
@@ -223,7 +252,7 @@ def _progress_bars(report: ReportProgress, name: str, total: int) -> type[tqdm]:
 
 @contextmanager
 def load_errors(name: str) -> Iterator[None]:
-    """Convert exceptions raised while fetching model `name` to `UserError`."""
+    """Convert exceptions while fetching model `name` to `UserError`."""
     try:
         yield
     except UserError:

@@ -25,7 +25,7 @@ _KEYS = {*_SIZES, "num_key_value_heads", "max_position_embeddings", "rms_norm_ep
 
 
 class LlamaConfig(PretrainedConfig):
-    """Configuration as stored, with all values that `LlamaForCausalLM` needs."""
+    """Configuration as stored."""
 
     model_type = "llama"
 
@@ -62,10 +62,7 @@ def read_checkpoint(
     folder = hub.weights(spec.name, spec.revision, report)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    if (folder / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
-    else:
-        model.generation_config = GenerationConfig.from_model_config(config)
+    model.generation_config = generation_config(folder, config)
     wanted, device = dict(model.named_parameters()), find_device(spec.device)
     stored = {name: shape for name, (dtype, shape) in local_shapes(spec.name, folder).items() if dtype in _FLOATS}
     if stored != {name: tuple(weight.shape) for name, weight in wanted.items()}:
@@ -80,8 +77,14 @@ def read_checkpoint(
     return model, open_tokenizer(spec.name, folder, PreTrainedTokenizerFast)
 
 
+def generation_config(folder: Path, config: LlamaConfig) -> GenerationConfig:
+    if (folder / "generation_config.json").exists():
+        return GenerationConfig.from_pretrained(folder)
+    return GenerationConfig.from_model_config(config)
+
+
 def _read_json(path: Path) -> dict[str, object]:
-    """Return the object in a file; an empty one for other content, which `transformers` reports."""
+    """Return the object in a file, or an empty one, which `transformers` reports."""
     try:
         value = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
@@ -99,9 +102,9 @@ def _tensors(folder: Path, spec: ModelSpec, names: set[str], report: ReportProgr
 
 
 class _Norm(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, size: int, config: LlamaConfig) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.hidden_size))
+        self.weight = nn.Parameter(torch.empty(size))
         self.variance_epsilon = config.rms_norm_eps
 
 
@@ -109,10 +112,13 @@ class _Attention(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         queries, keys = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
-        self.q_proj = nn.Linear(config.hidden_size, queries, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, keys, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, keys, bias=False)
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
+        biased = getattr(config, "biased", ())
+        self.q_proj = nn.Linear(config.hidden_size, queries, bias="q" in biased)
+        self.k_proj = nn.Linear(config.hidden_size, keys, bias="k" in biased)
+        self.v_proj = nn.Linear(config.hidden_size, keys, bias="v" in biased)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias="output" in biased)
+        if getattr(config, "normed_heads", False):
+            self.q_norm, self.k_norm = _Norm(config.head_dim, config), _Norm(config.head_dim, config)
 
 
 class _GatedLinear(nn.Module):
@@ -127,7 +133,8 @@ class _Layer(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.self_attn, self.mlp = _Attention(config), _GatedLinear(config)
-        self.input_layernorm, self.post_attention_layernorm = _Norm(config), _Norm(config)
+        self.input_layernorm = _Norm(config.hidden_size, config)
+        self.post_attention_layernorm = _Norm(config.hidden_size, config)
 
 
 class _Body(nn.Module):
@@ -136,12 +143,12 @@ class _Body(nn.Module):
         empty = torch.empty(config.vocab_size, config.hidden_size)  # initialising it would load the compiler
         self.embed_tokens = nn.Embedding(*empty.shape, _weight=empty)
         self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
-        self.norm = _Norm(config)
+        self.norm = _Norm(config.hidden_size, config)
         self.rotary_emb = rotary_angles(config.head_dim, config.rope_parameters["rope_theta"])
 
 
 class LlamaForCausalLM(nn.Module):
-    """Weights under the names of `transformers`, without a forward pass: the input of `LlamaWeights`."""
+    """Weights under the names of `transformers`, without a forward pass."""
 
     _keep_in_fp32_modules = None
 
@@ -155,11 +162,11 @@ class LlamaForCausalLM(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.lm_head.weight.dtype
+        return self.model.norm.weight.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.lm_head.weight.device
+        return self.model.norm.weight.device
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.model.embed_tokens
@@ -168,13 +175,15 @@ class LlamaForCausalLM(nn.Module):
         return self.lm_head
 
 
-def rotary_angles(dim: int, theta: float) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def rotary_angles(
+    dim: int, theta: float, factors: Tensor | float = 1.0
+) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Return the function from positions `[1, n]` to cosines and sines `[1, n, dim]` (RoPE, 2104.09864)."""
 
     @torch.no_grad()
     def angles(rows: Tensor, token_positions: Tensor) -> tuple[Tensor, Tensor]:
         steps = torch.arange(0, dim, 2, dtype=torch.int64).to(rows.device, torch.float)
-        frequencies = 1.0 / theta ** (steps / dim)
+        frequencies = 1.0 / theta ** (steps / dim) / factors
         half = token_positions[..., None].float() * frequencies
         full = torch.cat((half, half), dim=-1)
         return full.cos().to(rows.dtype), full.sin().to(rows.dtype)

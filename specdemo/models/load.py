@@ -1,11 +1,10 @@
-"""Loading of models, from safetensors only and without executing code shipped with a model."""
+"""Loading of models without executing their code."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from logging import ERROR, getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,12 +22,13 @@ from specdemo.models.engines.generic import auto_class, has_encoder, opening, re
 from specdemo.models.engines.llama_weights import LlamaWeights, pack, unsupported_reason
 from specdemo.models.engines.native_build import NativeUnavailable, native_library
 from specdemo.models.engines.native_llama import NativeWeights
+from specdemo.models.gguf_checkpoint import gguf_config, read_gguf
 from specdemo.models.hub import Hub, local_shapes
 from specdemo.models.kv_cache import NO_COSTS, BatchInvariance, CachedModel, check_invariance
 from specdemo.models.llama_checkpoint import read_checkpoint
 from specdemo.models.memory import drop_mapped_files, free_bytes, given_back_at_once
 from specdemo.models.quantization import check_quantization, load_options, skeleton
-from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device
+from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device, is_gguf
 from specdemo.models.tokenizer import check_ids
 from specdemo.models.tokenizer_check import open_tokenizer
 from specdemo.models.untrusted import check_tensors, converts_errors, model_errors
@@ -42,18 +42,20 @@ _RESERVE = 0.1  # share of each device for KV cache and activations
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run with its tokenizer."""
-
     spec: ModelSpec
     model: PreTrainedModel | FusedWeights
     tokenizer: PreTrainedTokenizerBase
     weight_bytes: int
-    engine: str  # "native", "lean: REASON" or "transformers: REASON"
+    engine: str  # "native", "lean" or "transformers", with ": NOTE"
     measured: bool = True  # False: no batch invariance
 
-    @cached_property
+    @property
     def invariance(self) -> BatchInvariance:
-        return check_invariance(self.model) if self.measured else BatchInvariance(False, 1, 0, NO_COSTS)
+        """Measured once; `cached_property` would hold a lock while other runs use the device."""
+        if (found := self.__dict__.get("_invariance")) is None:
+            found = check_invariance(self.model) if self.measured else BatchInvariance(False, 1, 0, NO_COSTS)
+            self.__dict__["_invariance"] = found
+        return found
 
     @property
     def encoder(self) -> bool:
@@ -101,7 +103,7 @@ def load(
     hub = hub or Hub()
     with given_back_at_once():
         with _weight_errors(spec):
-            checkpoint = read_checkpoint(spec.resolved(), hub, report)
+            checkpoint = (read_gguf if is_gguf(spec.name) else read_checkpoint)(spec.resolved(), hub, report)
         model, tokenizer = checkpoint or reference(spec, hub, report)
     if reason := unsupported_reason(model):
         support = cache_support(model)
@@ -110,7 +112,9 @@ def load(
     drop_mapped_files(model)
     engine = f"transformers: {reason}{support.note}" if reason else "lean"
     if not reason:
+        note = getattr(model, "note", "")
         model, engine = fuse(model)
+        engine += f": {note}" if note else ""
     cached = CachedModel(model)
     if warm:
         _warm_up(cached)
@@ -118,7 +122,7 @@ def load(
 
 
 def fuse(model: PreTrainedModel, consume: bool = True) -> tuple[FusedWeights, str]:
-    """Convert a model of the Llama family for the fastest engine; return weights and engine name."""
+    """Convert a model of the Llama family; return weights and engine name."""
     if model.device.type != "cpu":
         return LlamaWeights(model, consume), "lean"
     library = native_library()
@@ -142,6 +146,8 @@ def reference(
     spec: ModelSpec, hub: Hub | None = None, report: ReportProgress = ignore_progress
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     hub, spec = hub or Hub(), spec.resolved()
+    if is_gguf(spec.name):
+        raise UserError(f"{spec.name} does not run in transformers: choose its safetensors checkpoint")
     config = configuration(spec, hub, report)
     folder = hub.weights(spec.name, spec.revision, report)
     logging.disable_progress_bar()
@@ -171,13 +177,15 @@ def read_tokenizer(spec: ModelSpec, hub: Hub | None = None) -> PreTrainedTokeniz
 
 
 def _tokenizer(spec: ModelSpec, folder: Path) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    return open_tokenizer(spec.name, folder, AutoTokenizer)
+    return open_tokenizer(spec.name, folder, PreTrainedTokenizerFast if is_gguf(spec.name) else AutoTokenizer)
 
 
 def configuration(spec: ModelSpec, hub: Hub, report: ReportProgress = ignore_progress) -> PretrainedConfig:
-    """Load the configuration of a resolved spec. Raises `UserError` for unsupported models before large downloads."""
+    """Load the configuration of a resolved spec. Raises `UserError` for unsupported models."""
+    if is_gguf(spec.name):
+        return gguf_config(spec, hub, report)
     from transformers import AutoConfig
 
     folder = hub.settings(spec.name, spec.revision, report)
@@ -214,7 +222,7 @@ def place(spec: ModelSpec, config: PretrainedConfig) -> dict[str, Any]:
 
 
 def spread(spec: ModelSpec, config: PretrainedConfig, room: dict[str | int, int]) -> dict[str, str | int]:
-    """Return the device of each module, filling the devices in order of `room` (bytes) with complete layers."""
+    """Return the device of each module, filling devices in order of `room` (bytes) with layers."""
     from accelerate import infer_auto_device_map
 
     model = skeleton(config).to(getattr(torch, spec.dtype))

@@ -1,4 +1,4 @@
-"""Memory estimates in bytes before loading, from a model on the meta device or from safetensors headers."""
+"""Memory estimates in bytes before loading."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from specdemo.models.quantization import (
     stored_quantised,
     unavailable,
 )
-from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, main_device
+from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, is_gguf, main_device
 from specdemo.models.untrusted import converts_errors
 from specdemo.worker import ReportProgress, ignore_progress
 
@@ -53,8 +53,6 @@ _SMALLER_FORMATS = ("bf16", "int8", "nf4")
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Estimated bytes of a model."""
-
     spec: ModelSpec
     context: int  # tokens
     parameters: int
@@ -106,12 +104,12 @@ def plan_config(
     width = _DTYPE_BYTES[spec.dtype]
     layers = list(text.per_layer_config)
     queries, keys_and_values = (max(map(widths, layers)) for widths in (_query_width, _kv_width))
-    capacity = _doubled(context, KEY_BLOCK) if lean else max(context, 1)  # unwritten memory is not resident
+    capacity = _doubled(context, KEY_BLOCK) if lean else max(context, 1)
     rows = min(max(context, 1), PROMPT_CHUNK) if lean else max(context, 1)
     inner = max(map(_inner_width, layers))
     weights = _weight_sizes(model, spec) if shapes is None else _stored_sizes(model, spec, shapes)
     activations = rows * (4 * text.hidden_size + 2 * (queries + keys_and_values) + 3 * inner) * width
-    if lean:  # mask of a prompt chunk
+    if lean:  # mask
         activations += rows * text.num_attention_heads // text.num_key_value_heads * capacity * width
     settled = _retained(model, spec) if spec.device == "cpu" else activations // 2
     if lean and spec.device.startswith("cuda"):
@@ -142,7 +140,6 @@ def _stored_bits(spec: ModelSpec, config: PretrainedConfig) -> int | None:
 def _plan_native(
     spec: ModelSpec, config: PretrainedConfig, context: int, model: PreTrainedModel, bits: int | None
 ) -> MemoryPlan:
-    """Estimate the memory of the native engine: weights as stored, float32 activations."""
     layers = {id(layer.weight) for layer in quantised_layers(model).values()} if bits else set()
     width = _DTYPE_BYTES[spec.dtype]
     if str(getattr(config, "dtype", None)).removeprefix("torch.") in ("float16", "bfloat16"):
@@ -205,7 +202,7 @@ def missing_bytes(plans: Sequence[MemoryPlan]) -> dict[str, tuple[int, int]]:
 
 
 def check_memory(plans: Sequence[MemoryPlan], suggest: Sequence[MemoryPlan] = ()) -> None:
-    """Raise `UserError` with figures if memory is insufficient. `suggest`: smaller alternatives to mention."""
+    """Raise `UserError` if memory is insufficient. `suggest`: smaller alternatives."""
     for device, (needed, free) in missing_bytes(plans).items():
         largest = max(plans, key=lambda plan: plan.total)
         rest = sum(plan.total for plan in plans if plan is not largest)
@@ -230,6 +227,8 @@ def check_memory(plans: Sequence[MemoryPlan], suggest: Sequence[MemoryPlan] = ()
 def smaller(spec: ModelSpec) -> Iterator[ModelSpec]:
     first = _SMALLER_FORMATS.index(spec.quantization) + 1 if spec.quantization in _SMALLER_FORMATS else 0
     for name in _SMALLER_FORMATS[first:]:
+        if is_gguf(spec.name) and QUANTIZATIONS[name].bits:
+            continue
         if not unavailable(name, main_device(spec)) and not (name == "bf16" and _DTYPE_BYTES[spec.dtype] == 2):
             yield replace(spec, quantization=name, dtype="auto").resolved()
 
@@ -270,7 +269,7 @@ def _stored_sizes(model: PreTrainedModel, spec: ModelSpec, shapes: TensorShapes)
 
 
 def _head_copy(model: PreTrainedModel, spec: ModelSpec, lean: bool) -> int:
-    """Return the bytes of a tied head that is copied for packing."""
+    """Return the bytes of a copied tied head."""
     head, inner = model.get_output_embeddings(), model.get_input_embeddings()
     copied = not lean and _packs(spec) and head is not None and head.weight is inner.weight
     return head.weight.numel() * _DTYPE_BYTES[spec.dtype] if copied else 0
@@ -292,7 +291,7 @@ def _pass_bytes(model: PreTrainedModel, spec: ModelSpec, activations: int, vocab
 
 
 def _retained(model: PreTrainedModel, spec: ModelSpec) -> int:
-    """Bytes after a run on a CPU, mostly of oneDNN kernels."""
+    """Bytes after a run on a CPU."""
     if not _packs(spec):
         return _RETAINED
     shapes = {linear.weight.shape for linear in _unquantized_linears(model, spec)}
@@ -300,7 +299,7 @@ def _retained(model: PreTrainedModel, spec: ModelSpec) -> int:
 
 
 def _loading_bytes(model: PreTrainedModel, spec: ModelSpec, lean: bool) -> int:
-    """Bytes of the largest matrix to be quantized, packed or joined."""
+    """Bytes of the largest converted matrix."""
     head, inner = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head is not None and head.weight is inner.weight
     sizes = [linear.weight.numel() for linear in _unquantized_linears(model, spec) if linear is not head or not tied]

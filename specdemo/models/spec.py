@@ -29,7 +29,7 @@ class Quantization:
     """Storage format of the linear layers."""
 
     title: str
-    bits: int | None = None  # per weight, if quantized
+    bits: int | None = None  # per weight
     kind: str = ""  # 4-bit format: nf4 or fp4
     double: bool = False  # quantize the scales too (2305.14314)
     dtype: str | None = None  # dtype of all weights; overrides ModelSpec.dtype
@@ -50,7 +50,10 @@ SPREAD = "spread"  # device name: accelerate fills the accelerators, then the ho
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Hugging Face id or local directory with loading options. For quantized models `dtype` is the compute dtype."""
+    """Hugging Face id, local directory, or GGUF file (local, or `owner/name/file.gguf` on the hub).
+
+    For quantized models `dtype` is the compute dtype.
+    """
 
     name: str
     dtype: str = "auto"
@@ -61,7 +64,7 @@ class ModelSpec:
     @property
     def title(self) -> str:
         path = Path(self.name).expanduser()
-        return path.resolve().name if path.is_dir() else self.name
+        return path.resolve().name if path.is_dir() or (is_gguf(self.name) and path.is_file()) else self.name
 
     def resolved(self) -> ModelSpec:
         """Replace "auto" by actual values, so that equivalent specs compare equal."""
@@ -80,13 +83,17 @@ class ModelSpec:
         return "bfloat16" if device.type == "mps" or _has_fast_bfloat16(device) else "float16"
 
 
+def is_gguf(name: str) -> bool:
+    return name.lower().endswith(".gguf") and not Path(name).expanduser().is_dir()
+
+
 def main_device(spec: ModelSpec) -> torch.device:
-    """Return the device of `spec`, or the first device of a spread model."""
+    """Return the first device."""
     return find_device("auto" if spec.device == SPREAD else spec.device)
 
 
 def find_device(name: str) -> torch.device:
-    """Return the device called `name`. Raises `UserError` if unavailable."""
+    """Raises `UserError` for unavailable devices."""
     import torch
 
     if name == "auto":

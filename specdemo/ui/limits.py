@@ -27,8 +27,9 @@ from specdemo.remote.config import CloudConfig
 from specdemo.worker import Stream
 
 PREFIX = "SPECDEMO_"
-MODEL_RULES = ("any", "hub", "listed")  # local directories too; Hugging Face ids too; the offered pairs only
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
+MODEL_RULES = ("any", "hub", "listed")  # local files too; Hugging Face ids too; offered pairs
+_PART = r"[A-Za-z0-9][\w.-]{0,95}"
+HUB_ID = re.compile(rf"{_PART}(/{_PART}(/({_PART}/)*{_PART}\.(?i:gguf))?)?")
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from specdemo.core.step import Draft
 from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.engines.generic import positions
+from specdemo.models.engines.gguf_linear import GgufLinear
 from specdemo.models.engines.native_build import native_library
 from specdemo.models.memory import LargePageBuffer
 
@@ -165,7 +166,7 @@ class NativeMatrix:
 
 def _stored(linear: nn.Module) -> dict[str, Any]:
     """Return the stored values of a linear layer: `weights` `[outputs, inputs]`, `scales`, `codes` and `bias`."""
-    weight = linear.weight
+    weight = linear.expanded() if isinstance(linear, GgufLinear) else linear.weight
     state = getattr(weight, "quant_state", None)
     if state is not None:
         part = {"form": _CODE4} | _four_bit(weight, state)

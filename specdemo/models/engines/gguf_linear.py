@@ -1,0 +1,61 @@
+"""Matrices of GGUF files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_CHUNK = 1 << 22
+
+
+class GgufLinear(nn.Module):
+    """Linear layer with stored bytes `weight` `[out_features, bytes]`."""
+
+    def __init__(
+        self,
+        kind: str,
+        weight: Tensor,
+        in_features: int,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        notify: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`notify`: called by `expanded`."""
+        super().__init__()
+        self.kind, self.weight, self.bias, self.dtype = kind, weight, bias, dtype
+        self.in_features, self.out_features = in_features, len(weight)
+        self._notify = notify
+
+    def expanded(self) -> Tensor:
+        self._notify()
+        return dequantised(self.kind, self.weight, self.in_features, self.dtype)
+
+
+def dequantised(kind: str, stored: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """Return `[rows, columns]`."""
+    if kind in FLOATS:
+        return stored.view(FLOATS[kind]).to(dtype, copy=True)
+    from gguf import GGMLQuantizationType, dequantize
+
+    rows = torch.empty(len(stored), columns, dtype=dtype)
+    size = max(1, _CHUNK // columns)
+    for start in range(0, len(stored), size):
+        part = dequantize(stored[start : start + size].numpy(), GGMLQuantizationType[kind])
+        rows[start : start + size] = torch.from_numpy(part)
+    return rows
+
+
+def common_dtype(kinds: set[str], dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of joined matrices."""
+    if dtype != torch.float32:
+        return dtype
+    if not kinds <= FLOATS.keys():
+        return torch.bfloat16
+    return FLOATS[next(iter(kinds))] if len(kinds) == 1 else torch.float32
+
+
+def keeps_values(kind: str, dtype: torch.dtype) -> bool:
+    return FLOATS.get(kind) == dtype or (kind in FLOATS and dtype == torch.float32)

@@ -1,0 +1,186 @@
+"""Loading of GGUF files."""
+
+from __future__ import annotations
+
+import re
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
+
+from specdemo.core.errors import UserError
+from specdemo.models.engines.gguf_linear import FLOATS, GgufLinear, common_dtype, dequantised, keeps_values
+from specdemo.models.engines.native_llama import uses_native_engine
+from specdemo.models.gguf_file import GgufTensor
+from specdemo.models.gguf_settings import stored_tensors
+from specdemo.models.hub import Hub
+from specdemo.models.llama_checkpoint import LlamaConfig, LlamaForCausalLM, generation_config, rotary_angles
+from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device
+from specdemo.models.tokenizer_check import open_tokenizer
+from specdemo.models.untrusted import check_tensors, read_settings
+from specdemo.worker import ReportProgress, TaskProgress, ignore_progress
+
+_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "rope_freqs": "rope_freqs",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_FACTORS = "rope_freqs.weight"
+_IGNORED = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd(\.weight)?")
+
+
+def gguf_config(spec: ModelSpec, hub: Hub, report: ReportProgress = ignore_progress) -> LlamaConfig:
+    if QUANTIZATIONS[spec.quantization].bits:
+        raise UserError(
+            f"{spec.name} is a GGUF file, which runs in its own format: choose quantization none, or another file"
+        )
+    if spec.device == SPREAD:
+        raise UserError(f"{spec.name} is a GGUF file, which runs on a single device: choose cpu or cuda")
+    folder = hub.settings(spec.name, spec.revision, report)
+    config = LlamaConfig.from_dict(read_settings(spec.name, folder / "config.json"))
+    _check_shapes(spec.name, config, stored_tensors(spec.name, hub.weights(spec.name, spec.revision)))
+    return config
+
+
+def _check_shapes(name: str, config: LlamaConfig, tensors: dict[str, GgufTensor]) -> None:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    wanted = {_stored_name(key): tuple(weight.shape) for key, weight in model.named_parameters()}
+    factors = tensors.get(_FACTORS)
+    if factors and (factors.shape, factors.kind) != ((config.head_dim // 2,), "F32"):
+        wanted[_FACTORS] = (config.head_dim // 2,)
+    wrong = {
+        "missing_keys": wanted.keys() - tensors.keys(),
+        "unexpected_keys": {key for key in tensors.keys() - wanted.keys() if not _IGNORED.fullmatch(key)},
+        "mismatched_keys": [(key,) for key in wanted.keys() & tensors.keys() if tensors[key].shape != wanted[key]],
+    }
+    check_tensors(name, model, wrong, {})
+    vectors = [key for key, shape in wanted.items() if len(shape) == 1 and tensors[key].kind not in FLOATS]
+    if vectors:
+        raise UserError(f"{vectors[0]} of {name} is {tensors[vectors[0]].kind}, not F32: choose another file")
+
+
+def read_gguf(
+    spec: ModelSpec, hub: Hub, report: ReportProgress = ignore_progress
+) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    """Load a resolved spec: stored matrices for the native engine, otherwise weights."""
+    config, folder = gguf_config(spec, hub, report), hub.settings(spec.name, spec.revision)
+    path = hub.weights(spec.name, spec.revision)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    model.generation_config = generation_config(folder, config)
+    weights = _Weights(spec, config, path, stored_tensors(spec.name, path), report)
+    weights.fill(model)
+    model.note = weights.note
+    return model.eval().requires_grad_(False), open_tokenizer(spec.name, folder, PreTrainedTokenizerFast)
+
+
+def _stored_name(name: str) -> str:
+    module, _, kind = name.rpartition(".")
+    layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", module)
+    return f"blk.{layer[1]}.{_NAMES[layer[2]]}.{kind}" if layer else f"{_NAMES[module]}.{kind}"
+
+
+class _Weights:
+    """Weights of a memory-mapped file."""
+
+    def __init__(
+        self, spec: ModelSpec, config: LlamaConfig, path: Path, tensors: dict[str, GgufTensor], report: ReportProgress
+    ) -> None:
+        self._spec, self._config, self._report = spec, config, report
+        self._dtype, self._device = getattr(torch, spec.dtype), find_device(spec.device)
+        self._native = uses_native_engine(self._device)
+        self._tensors, self._data = tensors, np.memmap(path, np.uint8, "c")
+        self._total, self._done = sum(len(tensor.shape) > 1 for tensor in tensors.values()), 0
+        self._converted: dict[str, set[str]] = {}
+
+    @property
+    def note(self) -> str:
+        groups = (f"{' and '.join(sorted(kinds))} expanded to {dtype}" for dtype, kinds in self._converted.items())
+        return ", ".join(groups)
+
+    def fill(self, model: LlamaForCausalLM) -> None:
+        body, tied = model.model, self._config.tie_word_embeddings
+        for name, module in list(model.named_modules()):
+            if isinstance(module, nn.Linear):
+                parent, _, child = name.rpartition(".")
+                setattr(model.get_submodule(parent), child, self._linear(name, module))
+            elif isinstance(module, nn.Embedding) and not tied:
+                module.weight = self._parameter(name, self._joined_dtype(name))
+                self._notify()
+            elif hasattr(module, "variance_epsilon"):
+                module.weight = self._parameter(name, self._dtype)
+        if tied and self._native:
+            body.embed_tokens = model.lm_head
+        elif tied:
+            body.embed_tokens.weight = model.lm_head.weight
+        rope = self._config.rope_parameters
+        factors = rope.get("factor", 1.0)
+        if _FACTORS in self._tensors:
+            factors = self._parameter("rope_freqs", torch.float32).data * factors
+        body.rotary_emb = rotary_angles(self._config.head_dim, rope["rope_theta"], factors)
+
+    def _linear(self, name: str, linear: nn.Linear) -> nn.Module:
+        dtype = self._joined_dtype(name)
+        tensor, stored = self._stored(self._source(name))
+        if linear.bias is not None:
+            linear.bias = self._parameter(name, self._dtype, "bias")
+        if self._native:
+            rows = self._ordered(name, stored)
+            return GgufLinear(tensor.kind, rows, linear.in_features, linear.bias, dtype, self._notify)
+        self._notify()
+        linear.weight = self._parameter(name, dtype)
+        return linear
+
+    def _source(self, name: str) -> str:
+        return "model.embed_tokens" if name == "lm_head" and self._config.tie_word_embeddings else name
+
+    def _parameter(self, name: str, dtype: torch.dtype, part: str = "weight") -> nn.Parameter:
+        tensor, stored = self._stored(self._source(name), part)
+        rows = self._ordered(name, stored.view(tensor.shape[0], -1))
+        values = dequantised(tensor.kind, rows.view(stored.shape), tensor.shape[-1], dtype).view(tensor.shape)
+        return nn.Parameter(values.to(self._device), requires_grad=False)
+
+    def _stored(self, name: str, part: str = "weight") -> tuple[GgufTensor, Tensor]:
+        tensor = self._tensors[_stored_name(f"{name}.{part}")]
+        stored = torch.from_numpy(self._data[tensor.start : tensor.start + tensor.nbytes])
+        return tensor, stored.view(prod(tensor.shape[:-1]), -1)
+
+    def _ordered(self, name: str, rows: Tensor) -> Tensor:
+        """Separate the components that llama.cpp pairs in rotated heads."""
+        heads = {"q_proj": self._config.num_attention_heads, "k_proj": self._config.num_key_value_heads}
+        count = heads.get(name.rpartition(".")[2])
+        if not (self._config.interleaved and count):
+            return rows
+        return rows.unflatten(0, (count, -1, 2)).transpose(1, 2).flatten(0, 2)
+
+    def _joined_dtype(self, name: str) -> torch.dtype:
+        source = self._source(name)
+        child = source.rpartition(".")[2]
+        names = next((group for group in _JOINED if child in group), (child,))
+        kinds = {self._stored(source.removesuffix(child) + other)[0].kind for other in names}
+        dtype = common_dtype(kinds, self._dtype) if self._native else self._dtype
+        if converted := {kind for kind in kinds if not keeps_values(kind, dtype)}:
+            self._converted.setdefault(str(dtype).removeprefix("torch."), set()).update(converted)
+        return dtype
+
+    def _notify(self) -> None:
+        self._done += 1
+        text = f"reading {self._spec.title}, weight {self._done:,} of {self._total:,}"
+        self._report(TaskProgress(f"{text} ({self.note})" if self.note else text, self._done, self._total))

@@ -1,0 +1,353 @@
+"""GGUF files: weights, tokenizer and text equal those of the model they were written from."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from fakes.gguf_models import save_gguf, tiny_for_gguf, write_gguf
+from fakes.hub_server import serving
+from fakes.tiny_models import TEMPLATE, TEXTS, byte_level_tokenizer, save_model, sentencepiece_tokenizer
+from fakes.trace_lines import trace_lines
+from transformers import PreTrainedModel
+
+from specdemo.cli import main
+from specdemo.core.errors import UserError
+from specdemo.core.explain import explain_engine
+from specdemo.core.step import Draft
+from specdemo.models.engines.gguf_linear import FLOATS, GgufLinear, dequantised
+from specdemo.models.gguf_checkpoint import read_gguf
+from specdemo.models.hub import Hub
+from specdemo.models.kv_cache import CachedModel
+from specdemo.models.load import load, read_tokenizer, reference
+from specdemo.models.loaded_pair import load_pair
+from specdemo.models.memory_plan import plan_spec, smaller
+from specdemo.models.model_pool import ModelPool
+from specdemo.models.spec import ModelSpec
+from specdemo.models.tokenizer import prompt_text
+from specdemo.models.zoo import check_pair, fingerprint
+from specdemo.preflight import preflight
+from specdemo.prompts import Prompt
+from specdemo.recipe import Recipe
+from specdemo.ui.limits import HostLimits
+from specdemo.worker import TaskProgress
+
+KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0")
+IDS = [1, 5, 9, 33, 200, 7]
+
+
+def spec_of(path: Path, dtype: str = "float32") -> ModelSpec:
+    return ModelSpec(str(path), dtype, device="cpu")
+
+
+def rounded(weights: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Round matrices as in the native engine."""
+    return {name: weight.to(dtype).float() if weight.ndim > 1 else weight for name, weight in weights.items()}
+
+
+def written(
+    path: Path, architecture: str, kind: Any, native: bool = True, config: dict[str, Any] | None = None, **options: Any
+) -> PreTrainedModel:
+    """Write a random model; return the `transformers` model with the weights that the engine computes with."""
+    tokenizer = byte_level_tokenizer()
+    model = tiny_for_gguf(architecture, tokenizer, **(config or {}))
+    weights = write_gguf(path, model, tokenizer, kind, **options)
+    if native and str(kind) not in FLOATS:
+        weights = rounded(weights, torch.bfloat16)
+    model.load_state_dict(weights)
+    return model
+
+
+def logits_of(model: PreTrainedModel) -> torch.Tensor:
+    return model(torch.tensor([IDS])).logits[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_weights_and_logits_equal_the_dequantised_model(architecture: str, kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    tokenizer = byte_level_tokenizer()
+    model = tiny_for_gguf(architecture, tokenizer)
+    weights = write_gguf(path, model, tokenizer, kind)
+    stored, _ = read_gguf(spec_of(path), Hub())
+    linears = {name: module for name, module in stored.named_modules() if isinstance(module, GgufLinear)}
+    assert len(linears) == 15
+    for name, linear in linears.items():
+        exact = dequantised(linear.kind, linear.weight, linear.in_features, torch.float32)
+        assert linear.kind == kind and torch.equal(exact, weights[f"{name}.weight"])
+    model.load_state_dict(weights if kind in FLOATS else rounded(weights, torch.bfloat16))
+    loaded = load(spec_of(path))
+    assert loaded.engine == ("native" if kind in FLOATS else f"native: {kind} expanded to bfloat16")
+    torch.testing.assert_close(CachedModel(loaded.model).read(IDS), logits_of(model), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q4_0"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_torch_computes_with_dequantised_weights(
+    architecture: str, kind: str, tmp_path: Path, torch_engine: None
+) -> None:
+    model = written(tmp_path / "model.gguf", architecture, kind, native=False)
+    loaded = load(spec_of(tmp_path / "model.gguf"))
+    assert loaded.engine.startswith("lean: ")
+    assert loaded.engine.endswith("Q4_0 expanded to float32") == (kind == "Q4_0")
+    torch.testing.assert_close(CachedModel(loaded.model).read(IDS), logits_of(model), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_tied_embeddings_and_mixed_types(
+    tied: bool, switch: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if switch == "0":
+        request.getfixturevalue("torch_engine")
+    kinds = {"": "Q4_1", "token_embd.weight": "Q8_0", "blk.0.attn_v.weight": "F16", "blk.1.ffn_down.weight": "F32"}
+    path, config = tmp_path / "model.gguf", {"tie_word_embeddings": tied}
+    model = written(path, "llama", kinds, native=switch == "1", config=config)
+    if switch == "1":  # not joined with others: kept
+        exact = tiny_for_gguf("llama", byte_level_tokenizer(), **config)
+        model.model.layers[1].mlp.down_proj.weight = exact.model.layers[1].mlp.down_proj.weight
+    loaded = load(spec_of(path))
+    torch.testing.assert_close(CachedModel(loaded.model).read(IDS), logits_of(model), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_dtypes_apply_to_all_matrices(dtype: str, tmp_path: Path) -> None:
+    tokenizer = byte_level_tokenizer()
+    model = tiny_for_gguf("llama", tokenizer)
+    weights = write_gguf(tmp_path / "model.gguf", model, tokenizer, "Q8_0")
+    model.load_state_dict({name: weight.to(getattr(torch, dtype)).float() for name, weight in weights.items()})
+    loaded = load(spec_of(tmp_path / "model.gguf", dtype))
+    assert loaded.engine == f"native: Q8_0 expanded to {dtype}"
+    difference = CachedModel(loaded.model).read(IDS) - logits_of(model)
+    assert difference.abs().max() < 0.05 * logits_of(model).std()
+
+
+@pytest.mark.parametrize("kind", ["Q6_K", "Q4_K", "IQ4_XS"])
+def test_other_types_are_dequantised_in_parts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    qtype = gguf.GGMLQuantizationType[kind]
+    block, size = gguf.GGML_QUANT_SIZES[qtype]
+    stored = np.random.default_rng(0).integers(0, 64, (5, 2 * size), dtype=np.uint8)
+    expected = torch.from_numpy(gguf.dequantize(stored, qtype))
+    monkeypatch.setattr("specdemo.models.engines.gguf_linear._CHUNK", 2 * 2 * block)
+    result = dequantised(kind, torch.from_numpy(stored), 2 * block, torch.float32)
+    assert result.shape == (5, 2 * block) and torch.equal(result, expected)
+
+
+def test_rotary_factors_and_scaling(tmp_path: Path) -> None:
+    """Factors as stored for Llama 3.1, and positions divided by a factor."""
+    factors = np.linspace(1, 8, 8, dtype=np.float32)
+    scaling = {"{arch}.rope.scaling.type": "linear", "{arch}.rope.scaling.factor": 4.0}
+    for change, expected in (
+        ({"tensors": {"rope_freqs.weight": factors}}, torch.from_numpy(factors)),
+        ({"metadata": scaling}, torch.tensor(4.0)),
+    ):
+        model = written(tmp_path / "model.gguf", "llama", "F32", **change)
+        model.model.rotary_emb.inv_freq /= expected
+        loaded = load(spec_of(tmp_path / "model.gguf"))
+        torch.testing.assert_close(CachedModel(loaded.model).read(IDS), logits_of(model), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("make", [byte_level_tokenizer, sentencepiece_tokenizer])
+def test_tokenizers_equal_the_original(make: Any, tmp_path: Path) -> None:
+    tokenizer = make()
+    tokenizer.chat_template = TEMPLATE
+    path = tmp_path / "model.gguf"
+    write_gguf(path, tiny_for_gguf("llama", tokenizer), tokenizer, "F16")
+    converted = read_tokenizer(spec_of(path))
+    assert converted.get_vocab() == tokenizer.get_vocab()
+    for text in (*TEXTS, "", "two  spaces\n\n\tand <|end|> tags</s>", "1234 naïve 🙂 don't", "x" * 100):
+        plain = converted.encode(text, add_special_tokens=False)
+        assert plain == tokenizer.encode(text, add_special_tokens=False)
+        assert converted.decode(plain) == tokenizer.decode(plain)
+    opening = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    assert converted.encode("def") == opening + tokenizer.encode("def", add_special_tokens=False)
+    assert converted.special_tokens_map == tokenizer.special_tokens_map
+    message = [{"role": "user", "content": "a <b> & naïve"}]
+    rendered = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    assert prompt_text(converted, message, True) == rendered
+    check_pair(tokenizer, converted)
+    assert fingerprint(tokenizer) == fingerprint(converted)
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "pieces"),
+    [
+        ("llama-bpe", "12345 it's", ["123", "45", "Ġit", "'s"]),
+        ("qwen2", "12345 it's", ["1", "2", "3", "4", "5", "Ġit", "'s"]),
+        ("smollm", "12 it's", ["1", "2", "Ġit", "'s"]),
+        ("gpt-2", "12345 it's", ["12345", "Ġit", "'s"]),
+        ("tekken", "12 theWord's/\n", ["1", "2", "Ġthe", "Word", "'s", "/Ċ"]),
+    ],
+)
+def test_texts_are_split_by_the_rule_of_the_file(pre: str, text: str, pieces: list[str], tmp_path: Path) -> None:
+    path = save_gguf(tmp_path / "model.gguf", metadata={"tokenizer.ggml.pre": pre})
+    splits = read_tokenizer(spec_of(path)).backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    assert [piece for piece, _ in splits] == pieces
+
+
+def test_special_tokens_follow_the_metadata(tmp_path: Path) -> None:
+    tokenizer = byte_level_tokenizer()
+    tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    tokens[-3:] = ["<|im_end|>", "<note>", "[PAD299]"]
+    changes = {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.merges": ["d e"],
+        "tokenizer.ggml.token_type": [3, *[1] * (len(tokens) - 4), 3, 4, 5],
+        "tokenizer.ggml.bos_token_id": len(tokens) - 3,
+        "tokenizer.ggml.eot_token_id": 5,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.add_eos_token": True,
+    }
+    loaded = load(spec_of(save_gguf(tmp_path / "model.gguf", metadata=changes)))
+    assert loaded.stop == {0, 5, len(tokens) - 3}
+    ids = loaded.tokenizer.encode("de<note><|im_end|>")
+    assert ids == [297, tokens.index("de"), 298, 297, 0]
+    assert loaded.tokenizer.decode(ids, skip_special_tokens=True) == "de<note>"
+    assert "[PAD299]" not in loaded.tokenizer.get_vocab() and loaded.vocab_size == len(tokens)
+
+
+def test_greedy_texts_equal_transformers_and_speculation_is_exact(tmp_path: Path) -> None:
+    target, drafter = tmp_path / "target.gguf", tmp_path / "drafter.gguf"
+    model = written(target, "llama", "Q8_0")
+    written(drafter, "llama", "Q4_0", config={"num_hidden_layers": 1})
+    prompt = byte_level_tokenizer().encode(TEXTS[0][:40])
+    expected = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, pad_token_id=0)
+    cached = CachedModel(load(spec_of(target)).model)
+    assert cached.extend(prompt, 24, lambda logits, _: logits.argmax(-1)) == expected[0, len(prompt) :].tolist()
+
+    def tokens(**options: Any) -> list[int]:
+        recipe = Recipe(target=str(target), temperature=0, max_tokens=24, device="cpu", **options)
+        return [token for line in trace_lines(recipe, TEXTS[0][:40], ModelPool()) for token in line.get("tokens", ())]
+
+    plain = tokens(method="ar")
+    assert plain == tokens(method="draft", drafter=str(drafter)) == tokens(method="nasd")
+    assert plain == tokens(method="tree", drafter=str(drafter)) == tokens(method="self")
+
+
+def test_gguf_and_safetensors_form_a_pair(tmp_path: Path) -> None:
+    tokenizer = byte_level_tokenizer()
+    target, drafter = save_gguf(tmp_path / "target.gguf", "llama", "Q4_1"), save_model(tmp_path / "drafter", tokenizer)
+    pair = load_pair(str(target), str(drafter), device="cpu")
+    assert pair.pool.weight_bytes
+    result = preflight(
+        Recipe(target=str(target), drafter=str(drafter), device="cpu"), [Prompt("code", "sum", TEXTS[0])], pair.pool
+    )
+    assert result
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "Q4_0"])
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_memory_is_planned_from_the_header(
+    kind: str, switch: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if switch == "0":
+        request.getfixturevalue("torch_engine")
+    spec = spec_of(save_gguf(tmp_path / "model.gguf", "qwen2", kind)).resolved()
+    plan, loaded = plan_spec(spec, 64), load(spec)
+    assert plan.weights == pytest.approx(loaded.weight_bytes, rel=0.01)
+    assert plan.parameters == tiny_for_gguf("qwen2", byte_level_tokenizer()).num_parameters()
+    assert [other.quantization for other in smaller(spec)] == ["bf16"]
+
+
+def test_loading_reports_the_conversion(tmp_path: Path) -> None:
+    reports: list[TaskProgress] = []
+    spec = spec_of(save_gguf(tmp_path / "model.gguf", "llama", "Q4_1"))
+    loaded = load(spec, report=reports.append)
+    assert reports[-1].text == "reading model.gguf, weight 16 of 16 (Q4_1 expanded to bfloat16)"
+    assert explain_engine(loaded.environment) == "native CPU engine, 1 thread, Q4_1 expanded to bfloat16"
+    assert explain_engine({"engine": "native", "threads": 2}) == "native CPU engine, 2 threads"
+
+
+@pytest.mark.parametrize("quantization", ["int8", "nf4"])
+def test_other_formats_are_refused(quantization: str, tmp_path: Path) -> None:
+    path = save_gguf(tmp_path / "model.gguf", "llama", "F16")
+    assert load(ModelSpec(str(path), quantization="bf16", device="cpu")).model.dtype == torch.bfloat16
+    with pytest.raises(UserError, match="is a GGUF file, which runs in its own format: choose quantization none"):
+        load(ModelSpec(str(path), quantization=quantization, device="cpu"))
+    with pytest.raises(UserError, match="on a single device: choose"):
+        plan_spec(ModelSpec(str(path), "float32", device="spread"), 64)
+    with pytest.raises(UserError, match="does not run in transformers: choose"):
+        reference(spec_of(path))
+
+
+def test_terminal_runs_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = save_gguf(tmp_path / "model.gguf", "qwen3", "Q8_0")
+    options = ["--method", "nasd", "--device", "cpu", "--max-tokens", "4", "--temperature", "0"]
+    assert main(["run", "def", "--target", str(path), *options]) == 0
+    missing = tmp_path / "missing.gguf"
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(path.read_bytes()[:-100])
+    capsys.readouterr()
+    for wrong, words in ((missing, "is not a file: give a GGUF file"), (damaged, "is beyond the end")):
+        assert main(["run", "def", "--target", str(wrong), *options]) == 2
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert error.startswith("specdemo: ") and words in error
+
+
+def test_files_of_a_hub(tmp_path: Path) -> None:
+    folder = tmp_path / "served/tiny/files"
+    (folder / "Q8").mkdir(parents=True)
+    save_gguf(folder / "Q8/model-Q8_0.gguf", "llama", "Q8_0")
+    save_gguf(folder / "other[1].gguf", "llama", "F32")
+    with serving(tmp_path / "served") as server:
+        hub = Hub(server.endpoint, tmp_path / "cache")
+        name = "tiny/files/Q8/model-Q8_0.gguf"
+        recipe = Recipe(target=name, method="nasd", max_tokens=4, device="cpu")
+        lines = list(trace_lines(recipe, "def add", ModelPool(hub=hub)))
+        assert lines[-1]["error"] is None and len(server.gets("model-Q8_0.gguf")) == 1
+        assert not server.gets("other")
+        assert load(ModelSpec("tiny/files/other[1].gguf", device="cpu"), hub).engine == "native"
+        for wrong, words in (
+            ("tiny/files/none.gguf", "there is no file none.gguf in tiny/files: check the spelling"),
+            ("tiny/none/model.gguf", "there is no model tiny/none/model.gguf on the hub"),
+            ("tiny/files/../../../x.gguf", "is not a file: give a GGUF file, or owner/name/file.gguf"),
+            ("files.gguf", "is not a file"),
+        ):
+            with pytest.raises(UserError, match=words.replace(".", r"\.")):
+                load(ModelSpec(wrong, device="cpu"), hub)
+
+
+def test_files_larger_than_the_memory_are_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_gguf((tmp_path / "served/tiny/files").mkdir(parents=True) or tmp_path / "served/tiny/files/model.gguf")
+    monkeypatch.setattr("specdemo.models.hub.memory_limit", lambda device: (1_000, 2_000))
+    with serving(tmp_path / "served") as server:
+        with pytest.raises(UserError, match="has 45.*kB, and this machine has 2.0 kB of memory: choose a smaller"):
+            load(ModelSpec("tiny/files/model.gguf", device="cpu"), Hub(server.endpoint, tmp_path / "cache"))
+        assert not server.gets("model.gguf")
+
+
+@pytest.mark.parametrize(
+    ("name", "granted"),
+    [
+        ("org/model/file.gguf", True),
+        ("org/model/Q8/file.GGUF", True),
+        ("org/model/../file.gguf", False),
+        ("org/model/file.bin", False),
+        ("/srv/file.gguf", False),
+    ],
+)
+def test_public_pages_take_files_of_the_hub(name: str, granted: bool) -> None:
+    limits, recipe = HostLimits(models="hub"), Recipe(target=name, method="ar")
+    if granted:
+        assert limits.grant(recipe, "x") == recipe
+    else:
+        with pytest.raises(UserError, match="choose one of the pairs"):
+            limits.grant(recipe, "x")
+
+
+def test_rows_do_not_depend_on_the_draft(tmp_path: Path) -> None:
+    cached = CachedModel(load(spec_of(save_gguf(tmp_path / "model.gguf", "llama", "Q4_0"))).model)
+    alone = cached.score(IDS, Draft())[0]
+    assert torch.equal(cached.score(IDS, Draft.chain((4, 5)))[0], alone)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_the_file_is_closed_after_loading(tmp_path: Path) -> None:
+    path = save_gguf(tmp_path / "model.gguf", "qwen2", {"": "F16", "output.weight": "Q8_0", "token_embd.weight": "F32"})
+    loaded = load(spec_of(path))
+    assert loaded.weight_bytes and str(path) not in Path("/proc/self/maps").read_text()
