@@ -158,6 +158,14 @@ def test_bfloat16_rounding_equals_transformers(name: str) -> None:
     assert torch.equal(CachedModel(LlamaWeights(model)).score(tokens[:1], Draft.chain(tuple(tokens[1:]))), expected)
 
 
+def test_a_norm_is_a_single_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kernel on CUDA, followed by the gain."""
+    model, norm = LlamaWeights(random_model(LlamaConfig(**LLAMA))), Mock(wraps=torch.nn.functional.rms_norm)
+    monkeypatch.setattr(torch.nn.functional, "rms_norm", norm)
+    CachedModel(model).score([1, 2, 3], Draft())
+    assert norm.call_count == 2 * len(model.layers) + 1
+
+
 def test_variants_are_distinguished() -> None:
     """Logits of the variants differ, so an ignored option would fail above."""
     tokens, draft = rounds(3)[-3]
