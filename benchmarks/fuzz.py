@@ -60,6 +60,7 @@ def study(options: argparse.Namespace) -> int:
     """Run the fuzzer and publish the table. Return 1 after any failure."""
     if shutil.which(options.fuzzer) is None:
         raise UserError(f"{options.fuzzer} is missing: pip install schemathesis msgpack, or name it with --fuzzer")
+    options.command = options.command.replace(f" --fuzzer {options.fuzzer}", "")
     os.environ[TOKEN] = secrets.token_hex()
     pool, memory = ModelPool(), []
     with cloud_service("--contexts", "64", "--budget-mb", "64") as service, tempfile.TemporaryDirectory() as work:
