@@ -59,6 +59,7 @@ SLOW = (
     "models/test_load.py",
     "models/test_loaded_pair.py",
     "models/test_model_pool.py",
+    "models/test_native_build.py",
     "models/test_zoo.py",
     "remote/test_cloud_service.py",
     "remote/test_gates.py",
