@@ -97,6 +97,30 @@ def _stored_name(name: str) -> str:
     return f"blk.{layer[1]}.{_NAMES[layer[2]]}.{kind}" if layer else f"{_NAMES[module]}.{kind}"
 
 
+def _source(name: str, config: LlamaConfig) -> str:
+    return "model.embed_tokens" if name == "lm_head" and config.tie_word_embeddings else name
+
+
+def _joined_kinds(name: str, tensors: dict[str, GgufTensor]) -> set[str]:
+    parent, _, child = name.rpartition(".")
+    names = next((group for group in _JOINED if child in group), (child,))
+    return {tensors[_stored_name(f"{parent}.{other}.weight".lstrip("."))].kind for other in names}
+
+
+def native_bytes(spec: ModelSpec, hub: Hub) -> int:
+    """Return the size of the native engine's weights."""
+    config, total = gguf_config(spec, hub), 0
+    tensors = stored_tensors(spec.name, hub.weights(spec.name, spec.revision))
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    for key, weight in model.named_parameters():
+        tensor, dtype = tensors[_stored_name(key)], torch.float32
+        if weight.ndim > 1:
+            dtype = common_dtype(_joined_kinds(key.removesuffix(".weight"), tensors), getattr(torch, spec.dtype))
+        total += tensor.nbytes if dtype is None else weight.numel() * dtype.itemsize
+    return total
+
+
 class _Weights:
     """Weights of a memory-mapped file."""
 
@@ -108,11 +132,14 @@ class _Weights:
         self._native = uses_native_engine(self._device)
         self._tensors, self._data = tensors, np.memmap(path, np.uint8, "c")
         self._total, self._done = sum(len(tensor.shape) > 1 for tensor in tensors.values()), 0
-        self._converted: dict[str, set[str]] = {}
+        self._kinds: dict[torch.dtype | None, set[str]] = {}
 
     @property
     def note(self) -> str:
-        groups = (f"{' and '.join(sorted(kinds))} expanded to {dtype}" for dtype, kinds in self._converted.items())
+        groups = []
+        for dtype, kinds in sorted(self._kinds.items(), key=str):
+            suffix = f" expanded to {str(dtype).removeprefix('torch.')}" if dtype else ""
+            groups.append(" and ".join(sorted(kinds)) + suffix)
         return ", ".join(groups)
 
     def fill(self, model: LlamaForCausalLM) -> None:
@@ -121,6 +148,8 @@ class _Weights:
             if isinstance(module, nn.Linear):
                 parent, _, child = name.rpartition(".")
                 setattr(model.get_submodule(parent), child, self._linear(name, module))
+            elif isinstance(module, nn.Embedding) and not tied and self._native:
+                body.embed_tokens = self._linear(name, module)
             elif isinstance(module, nn.Embedding) and not tied:
                 module.weight = self._parameter(name, self._joined_dtype(name))
                 self._notify()
@@ -136,20 +165,21 @@ class _Weights:
             factors = self._parameter("rope_freqs", torch.float32).data * factors
         body.rotary_emb = rotary_angles(self._config.head_dim, rope["rope_theta"], factors)
 
-    def _linear(self, name: str, linear: nn.Linear) -> nn.Module:
+    def _linear(self, name: str, linear: nn.Module) -> nn.Module:
         dtype = self._joined_dtype(name)
         tensor, stored = self._stored(self._source(name))
-        if linear.bias is not None:
-            linear.bias = self._parameter(name, self._dtype, "bias")
+        bias = getattr(linear, "bias", None)
+        if bias is not None:
+            bias = linear.bias = self._parameter(name, self._dtype, "bias")
         if self._native:
             rows = self._ordered(name, stored)
-            return GgufLinear(tensor.kind, rows, linear.in_features, linear.bias, dtype, self._notify)
+            return GgufLinear(tensor.kind, rows, tensor.shape[1], bias, dtype, self._notify)
         self._notify()
         linear.weight = self._parameter(name, dtype)
         return linear
 
     def _source(self, name: str) -> str:
-        return "model.embed_tokens" if name == "lm_head" and self._config.tie_word_embeddings else name
+        return _source(name, self._config)
 
     def _parameter(self, name: str, dtype: torch.dtype, part: str = "weight") -> nn.Parameter:
         tensor, stored = self._stored(self._source(name), part)
@@ -170,14 +200,11 @@ class _Weights:
             return rows
         return rows.unflatten(0, (count, -1, 2)).transpose(1, 2).flatten(0, 2)
 
-    def _joined_dtype(self, name: str) -> torch.dtype:
-        source = self._source(name)
-        child = source.rpartition(".")[2]
-        names = next((group for group in _JOINED if child in group), (child,))
-        kinds = {self._stored(source.removesuffix(child) + other)[0].kind for other in names}
+    def _joined_dtype(self, name: str) -> torch.dtype | None:
+        kinds = _joined_kinds(self._source(name), self._tensors)
         dtype = common_dtype(kinds, self._dtype) if self._native else self._dtype
-        if converted := {kind for kind in kinds if not keeps_values(kind, dtype)}:
-            self._converted.setdefault(str(dtype).removeprefix("torch."), set()).update(converted)
+        if shown := {kind for kind in kinds if dtype is None or not keeps_values(kind, dtype)}:
+            self._kinds.setdefault(dtype, set()).update(shown)
         return dtype
 
     def _notify(self) -> None:

@@ -17,6 +17,7 @@ from specdemo.models.engines.generic import has_encoder
 from specdemo.models.engines.llama import KEY_BLOCK, PROMPT_CHUNK
 from specdemo.models.engines.llama_weights import can_pack, unsupported_reason
 from specdemo.models.engines.native_llama import FIRST_CAPACITY, NATIVE_CHUNK, kv_dtype, uses_native_engine
+from specdemo.models.gguf_checkpoint import native_bytes
 from specdemo.models.hub import Hub, TensorShapes
 from specdemo.models.llama_checkpoint import read_config
 from specdemo.models.load import configuration, head_apart
@@ -84,7 +85,10 @@ def plan_spec(
     hub = hub or Hub()
     config = read_config(spec, hub, report) or configuration(spec, hub, report)
     shapes = hub.shapes(spec.name, spec.revision) if stored_quantised(config) else None
-    return plan_config(spec, config, context, shapes, head_apart(spec, hub))
+    plan = plan_config(spec, config, context, shapes, head_apart(spec, hub))
+    if is_gguf(spec.name) and uses_native_engine(torch.device(spec.device)):
+        plan = replace(plan, weights=native_bytes(spec, hub))
+    return plan
 
 
 def plan_config(

@@ -8,14 +8,17 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import bitsandbytes as bnb
+import gguf
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from specdemo.core.step import Draft
+from specdemo.models.engines.gguf_linear import GgufLinear, dequantised
 from specdemo.models.engines.llama_weights import with_dropout, with_layers
-from specdemo.models.engines.native_llama import KEPT_ROWS, NATIVE_CHUNK, NativeEngine, NativeWeights
+from specdemo.models.engines.native_llama import KEPT_ROWS, NATIVE_CHUNK, STORED_FORMS, NativeEngine, NativeWeights
 from specdemo.models.kv_cache import CachedModel, check_invariance
 
 VOCAB, CONTEXT = 301, 2100
@@ -48,6 +51,7 @@ FORMS = [
     *((name, "float32") for name in CONFIGS),
     *((name, dtype) for name in ("odd widths", "tied") for dtype in ("bfloat16", "float16")),
     *(("llama", form) for form in QUANTIZED),
+    *((name, form) for name in ("llama", "tied") for form in STORED_FORMS),
 ]
 
 
@@ -78,17 +82,35 @@ def quantized(form: str, model: Any) -> Any:
     return model
 
 
-def dequantized(model: Any) -> Any:
-    """Replace the layers of bitsandbytes by float32 layers with their dequantised weights."""
-    for parent in list(model.model.modules()):
+def stored(kind: str, model: Any) -> Any:
+    """Replace all matrices by those of a GGUF file."""
+    tied = model.lm_head.weight is model.model.embed_tokens.weight
+    for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
-            if not isinstance(layer, (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)):
+            if isinstance(layer, (nn.Linear, nn.Embedding)):
+                rows = torch.from_numpy(gguf.quantize(layer.weight.numpy(), gguf.GGMLQuantizationType[kind]))
+                columns, bias = layer.weight.shape[1], getattr(layer, "bias", None)
+                setattr(parent, name, GgufLinear(kind, rows, columns, bias, None))
+    if tied:
+        model.model.embed_tokens = model.lm_head
+    return model
+
+
+def dequantized(model: Any) -> Any:
+    """Replace quantised matrices by float32 layers with their dequantised weights."""
+    for parent in list(model.modules()):
+        for name, layer in list(parent.named_children()):
+            if not isinstance(layer, (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt, GgufLinear)):
                 continue
-            if isinstance(layer, bnb.nn.Linear4bit):
+            if isinstance(layer, GgufLinear):
+                weight = dequantised(layer.kind, layer.weight, layer.in_features, torch.float32)
+            elif isinstance(layer, bnb.nn.Linear4bit):
                 weight = bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
             else:
                 weight = layer.weight.CB * layer.weight.SCB[:, None] / 127
             linear = nn.Linear(layer.in_features, layer.out_features, bias=False)
+            if name == "embed_tokens":
+                linear = nn.Embedding(layer.out_features, layer.in_features)
             linear.weight = nn.Parameter(weight.float(), requires_grad=False)
             setattr(parent, name, linear)
     return model
@@ -97,6 +119,8 @@ def dequantized(model: Any) -> Any:
 def weights(name: str, form: str) -> NativeWeights:
     if form in DTYPES:
         return NativeWeights(random_model(CONFIGS[name], form))
+    if form in STORED_FORMS:
+        return NativeWeights(stored(form, random_model(CONFIGS[name])))
     return NativeWeights(quantized(form, random_model(CONFIGS[name])))
 
 
@@ -135,7 +159,7 @@ def test_rows_of_chains_have_the_bits_of_single_rows(name: str, form: str, threa
             assert torch.equal(engine.run(chain, start, Draft.chain(tuple(chain[1:]))), expected[:rows]), (start, rows)
 
 
-@pytest.mark.parametrize("form", [*DTYPES, *QUANTIZED])
+@pytest.mark.parametrize("form", [*DTYPES, *QUANTIZED, *STORED_FORMS])
 def test_long_contexts_and_prompt_chunks_keep_the_bits(form: str) -> None:
     model, tokens = weights("llama", form), text(2050)
     expected = single_rows(model, tokens, 2040)
@@ -200,6 +224,29 @@ def test_4_bit_weights_are_those_of_bitsandbytes(form: str) -> None:
     assert (found - expected).abs().mean() < (theirs - expected).abs().mean() / 4
 
 
+@pytest.mark.parametrize("name", ["llama", "tied"])
+@pytest.mark.parametrize("kind", STORED_FORMS)
+def test_weights_of_gguf_files_are_used_without_rounding(name: str, kind: str) -> None:
+    model, tokens = stored(kind, random_model(CONFIGS[name])), text(40)
+    found = CachedModel(NativeWeights(model)).read(tokens)
+    expected = dequantized(model)(torch.tensor([tokens])).logits[0]
+    assert (found - expected).abs().max() <= 5e-4 * expected.abs().max()
+
+
+def test_extreme_integers_of_gguf_files_are_exact() -> None:
+    """-128, which llama.cpp never writes, and the largest sums."""
+    model = random_model(CONFIGS["tied"])
+    for layer in (model.lm_head, model.model.layers[0].mlp.down_proj):
+        layer.weight.fill_(1.0)
+    model, tokens = stored("Q8_0", model), text(5)
+    lowest = np.frombuffer(np.float16(1 / 128).tobytes() + bytes([128] * 32), np.uint8)
+    down = model.model.layers[0].mlp.down_proj
+    down.weight[:] = torch.from_numpy(np.tile(lowest, down.in_features // 32))
+    found = CachedModel(NativeWeights(model)).read(tokens)
+    expected = dequantized(model)(torch.tensor([tokens])).logits[0]
+    assert (found - expected).abs().max() <= 5e-4 * expected.abs().max()
+
+
 def test_int8_equals_bitsandbytes_up_to_the_rounding_of_activations() -> None:
     model, tokens = quantized("int8", random_model(CONFIGS["llama"])), text(40)
     found = CachedModel(NativeWeights(model)).read(tokens)
@@ -208,8 +255,9 @@ def test_int8_equals_bitsandbytes_up_to_the_rounding_of_activations() -> None:
 
 
 def test_int8_rows_do_not_depend_on_outliers_next_to_them() -> None:
-    model = weights("llama", "int8")
-    model.embedding[5] *= 1000
+    converted = quantized("int8", random_model(CONFIGS["llama"]))
+    converted.model.embed_tokens.weight[5] *= 1000
+    model = NativeWeights(converted)
     engine, other = NativeEngine(model), NativeEngine(model)
     rows = engine.run([1, 2, 5], 0, Draft.chain((2, 5)))
     assert torch.equal(rows[:2], other.run([1, 2, 3], 0, Draft.chain((2, 3)))[:2])

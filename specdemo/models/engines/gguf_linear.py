@@ -20,10 +20,10 @@ class GgufLinear(nn.Module):
         weight: Tensor,
         in_features: int,
         bias: Tensor | None,
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
         notify: Callable[[], None] = lambda: None,
     ) -> None:
-        """`notify`: called by `expanded`."""
+        """`dtype`: of `expanded`, None for stored bytes; `notify`: called by `expanded`."""
         super().__init__()
         self.kind, self.weight, self.bias, self.dtype = kind, weight, bias, dtype
         self.in_features, self.out_features = in_features, len(weight)
@@ -31,7 +31,21 @@ class GgufLinear(nn.Module):
 
     def expanded(self) -> Tensor:
         self._notify()
+        if self.dtype is None:
+            return self.weight
         return dequantised(self.kind, self.weight, self.in_features, self.dtype)
+
+
+_HEADER_BYTES = {"Q8_0": 2, "Q4_0": 2, "Q4_1": 4}  # half-precision scale and minimum
+
+
+def separated(kind: str, stored: Tensor) -> dict[str, Tensor]:
+    """Return `weights` `[rows, columns]` and half-precision `scales` `[rows, columns / 32, numbers]`."""
+    header = _HEADER_BYTES[kind]
+    blocks = stored.unflatten(1, (-1, header + (32 if kind == "Q8_0" else 16)))
+    scales, data = blocks[..., :header].contiguous().view(torch.float16), blocks[..., header:]
+    codes = data.view(torch.int8) if kind == "Q8_0" else torch.cat((data & 15, data >> 4), -1)
+    return {"weights": codes.flatten(1), "scales": scales}
 
 
 def dequantised(kind: str, stored: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
@@ -48,10 +62,12 @@ def dequantised(kind: str, stored: Tensor, columns: int, dtype: torch.dtype) -> 
     return rows
 
 
-def common_dtype(kinds: set[str], dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of joined matrices."""
+def common_dtype(kinds: set[str], dtype: torch.dtype) -> torch.dtype | None:
+    """Return the dtype of joined matrices in the native engine, None for stored integers."""
     if dtype != torch.float32:
         return dtype
+    if len(kinds) == 1 and kinds <= _HEADER_BYTES.keys():
+        return None
     if not kinds <= FLOATS.keys():
         return torch.bfloat16
     return FLOATS[next(iter(kinds))] if len(kinds) == 1 else torch.float32

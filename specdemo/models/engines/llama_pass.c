@@ -44,8 +44,8 @@
 #define BLOCK (VECTORS * LANES)
 #define UNIT_BLOCKS 4 /* blocks per unit of work */
 #define UNIT (UNIT_BLOCKS * BLOCK)
-#define GROUP 64 /* 4-bit weights per scale; inputs per tile */
-#define EXACT 32 /* inputs per exact sum of products of codes (16 bits) and activations (12 bits) */
+#define TILE_INPUTS 64
+#define EXACT 32 /* inputs per exact sum of products of 16-bit integers */
 /* Blocks whose sums of `rows` rows fit into registers with the inputs. */
 #define FIT(rows) ((rows) * 4 * VECTORS < SUMS ? 4 : (rows) * 2 * VECTORS < SUMS ? 2 : 1)
 #define CHUNK_BYTES (96 << 10)
@@ -61,11 +61,13 @@ typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
 typedef uint8_t vb __attribute__((vector_size(4 * LANES)));
 typedef uint16_t vw __attribute__((vector_size(4 * LANES)));
 
-enum form { F32, BF16, F16, INT8, CODE4 };
+/* The last three contain integers of 32-input blocks of GGUF files (s: scale, m: minimum): s q, s (q - 8), s q + m. */
+enum form { F32, BF16, F16, INT8, CODE4, Q8_0, Q4_0, Q4_1 };
 
 typedef struct {
-    const void *weights;   /* [n / BLOCK][k][BLOCK], BF16: see place; INT8: [n / BLOCK][k / 4][BLOCK][4]; CODE4: see decode4 */
-    const float *scales;   /* INT8: [n]; CODE4: [n / BLOCK][k / GROUP][BLOCK] */
+    const void *weights;   /* [n / BLOCK][k][BLOCK], see position */
+    const void *scales;    /* INT8: float [n]; CODE4: float [n / BLOCK][k / 64][BLOCK]; Q8_0, Q4_0: half [n / BLOCK][k / 32][BLOCK];
+                              Q4_1: half [n / BLOCK][k / 32][s, m][BLOCK] */
     const int32_t *sums;   /* INT8: sum of the weights of each output */
     const float *codes;    /* CODE4: 16 values */
     const float *bias;     /* [n] or null; n is a multiple of BLOCK in all arrays */
@@ -79,11 +81,11 @@ typedef struct {
 
 typedef struct {
     const layer *const *layers;
-    const void *embedding;      /* [vocabulary][width], or null: rows of `head` */
+    const matrix *embedding;    /* or null: `head` */
     const float *channel_scale; /* factors of the embedding channels, or null */
     const float *leave;
     matrix head;
-    int32_t layer_count, width, inner, heads, kv_heads, head_dim, embedding_form, cache_form;
+    int32_t layer_count, width, inner, heads, kv_heads, head_dim, cache_form;
     float epsilon, attention_scale;
 } model;
 
@@ -156,7 +158,12 @@ static uint16_t to_bf16(float x) {
 /* Decoding of weights into vectors */
 
 INLINE int64_t input_bytes(int form) { /* of a block */
-    return form == F32 ? 4 * BLOCK : form == CODE4 ? BLOCK / 2 : form == INT8 ? BLOCK : 2 * BLOCK;
+    switch (form) {
+    case F32: return 4 * BLOCK;
+    case BF16: case F16: return 2 * BLOCK;
+    case INT8: case Q8_0: return BLOCK;
+    default: return BLOCK / 2;
+    }
 }
 INLINE void decode(int form, const char *p, vf out[VECTORS]) {
     if (form != BF16) {
@@ -168,8 +175,40 @@ INLINE void decode(int form, const char *p, vf out[VECTORS]) {
         out[v] = (vf)(both << 16), out[v + 1] = (vf)(both & 0xffff0000);
     }
 }
-INLINE int64_t place(int form, int64_t j) { /* of output j in its block */
-    return form == BF16 ? j / (2 * LANES) * 2 * LANES + j % LANES * 2 + j / LANES % 2 : j;
+/* Index in `weights` of input k and output n, in numbers or bytes; `shift`: first bit in the byte */
+static int64_t position(const matrix *m, int64_t n, int64_t k, int *shift) {
+    int64_t b = n / BLOCK, j = n % BLOCK, inputs = m->inputs;
+    *shift = 0;
+    switch (m->form) {
+    case BF16: j = j / (2 * LANES) * 2 * LANES + j % LANES * 2 + j / LANES % 2; break;
+    case INT8: return ((b * ((inputs + 3) / 4) + k / 4) * BLOCK + j) * 4 + k % 4;
+    case CODE4:
+        *shift = 4 * (k / 2 % 2);
+        return (b * inputs + k / 4 * 4) * BLOCK / 2 + j / (2 * LANES) * 4 * LANES + j % LANES / 4 * 16 + j / LANES % 2 * 8 + j % 4 * 2 + k % 2;
+    case Q8_0: return (b * inputs + k / 4 * 4) * BLOCK + 4 * j + k % 2 * 2 + k / 2 % 2;
+    case Q4_0: case Q4_1:
+        *shift = 4 * (k / 2 % 2);
+        return (b * inputs + k / 8 * 8) * BLOCK / 2 + 4 * j + k % 2 * 2 + k / 4 % 2;
+    }
+    return (b * inputs + k) * BLOCK + j;
+}
+static float read_number(int form, const void *numbers, int64_t i) {
+    if (form == F32) return ((const float *)numbers)[i];
+    uint16_t copies[LANES];
+    for (int lane = 0; lane < LANES; lane++) copies[lane] = ((const uint16_t *)numbers)[i];
+    return load_as(form, copies, 0)[0];
+}
+static float weight_of(const matrix *m, int64_t n, int64_t k) {
+    int shift;
+    int64_t at = position(m, n, k, &shift), b = n / BLOCK, j = n % BLOCK;
+    if (m->form <= F16) return read_number(m->form, m->weights, at);
+    int byte = ((const uint8_t *)m->weights)[at], code = byte >> shift & 15;
+    if (m->form == INT8) return (int8_t)byte * read_number(F32, m->scales, n);
+    if (m->form == CODE4) return m->codes[code] * read_number(F32, m->scales, (b * (m->inputs / 64) + k / 64) * BLOCK + j);
+    int64_t group = b * (m->inputs / EXACT) + k / EXACT;
+    if (m->form == Q8_0) return (int8_t)byte * read_number(F16, m->scales, group * BLOCK + j);
+    if (m->form == Q4_0) return (code - 8) * read_number(F16, m->scales, group * BLOCK + j);
+    return code * read_number(F16, m->scales, 2 * group * BLOCK + j) + read_number(F16, m->scales, (2 * group + 1) * BLOCK + j);
 }
 
 /* Keep a vector in a register: compilers read it from memory again for each product. */
@@ -234,10 +273,10 @@ static __attribute__((noinline)) void tile_kernels(int rows, int blocks, const s
 
 /* o[rows][UNIT] = x[rows][inputs] times `blocks` blocks. Many rows share weights decoded into a tile. */
 INLINE void unit_product(int form, const matrix *m, int64_t first, int blocks, const float *x, int64_t stride, int rows, float *o) {
-    float tile[GROUP * BLOCK] __attribute__((aligned(64)));
+    float tile[TILE_INPUTS * BLOCK] __attribute__((aligned(64)));
     int64_t bytes = m->inputs * input_bytes(form);
     int groups = (rows + TILE_ROWS - 1) / TILE_ROWS, tiled = form != F32 && groups > 2;
-    int64_t length = groups > 1 ? GROUP : m->inputs;
+    int64_t length = groups > 1 ? TILE_INPUTS : m->inputs;
     for (int r = 0; r < rows; r++) memset(o + r * UNIT, 0, blocks * BLOCK * sizeof *o);
     for (int b = 0, width; b < blocks; b += width) {
         width = groups > 1 || b + FIT(rows) > blocks ? 1 : FIT(rows);
@@ -264,14 +303,17 @@ INLINE void unit_product(int form, const matrix *m, int64_t first, int blocks, c
     }
 }
 
-/* Products of 4-bit codes with activations of 12 bits, one scale per row and GROUP. The sum of EXACT products fits into
- * 32 bits, so it does not depend on the order. */
+/* Products of integers of 16 bits: CODE4 looks them up, the forms of GGUF files contain them. Activations are integers with one
+ * scale per row and group. The sum of EXACT products fits into 32 bits, so it does not depend on the order. */
 
-#define WORD_PEAK 2047
 #define CODE_PEAK 32767
-#define CODE_ROWS (SUMS / 3 < TILE_ROWS ? SUMS / 3 : TILE_ROWS) /* that decode weights themselves */
-#define CODE_STEP 4                    /* inputs in 2 * BLOCK bytes */
+#define CODED_ROWS (SUMS / 3 < TILE_ROWS ? SUMS / 3 : TILE_ROWS) /* that decode weights themselves */
+#define CODED_STEP(form) ((form) == Q4_0 || (form) == Q4_1 ? 8 : 4) /* inputs decoded at once */
 
+INLINE int group_inputs(int form) { return form == CODE4 ? 64 : EXACT; } /* with one scale */
+INLINE int word_peak(int form) { return form == CODE4 ? 2047 : 32767; }  /* of activations */
+
+typedef int16_t vs __attribute__((vector_size(4 * LANES)));
 typedef struct { vb low, high; } lookup; /* bytes of the 16 values, repeated every 16 bytes */
 
 static float code_peak(const float *codes) {
@@ -331,16 +373,29 @@ INLINE vi multiply_pairs(vi sum, vi w, vi x) { /* pairs of 16-bit integers */
 #endif
 }
 
-/* Bytes of CODE_STEP inputs: byte 2j + i of half h of the 16 bytes of output group g contains, for output hL + 4g + j,
- * the codes of input i (lower half) and i + 2 (upper half); with more than two vectors, 4L bytes per two vectors. */
-INLINE void decode4(const uint8_t *p, const lookup *t, vi out[2 * VECTORS]) {
-    for (int v = 0; v < VECTORS; v += 2) {
-        vb pairs; memcpy(&pairs, p + 2 * v * LANES, sizeof pairs);
-        vb now = pairs & 15, next = (vb)((vw)pairs >> 4) & 15;
-        vb low = look_up(t->low, now), high = look_up(t->high, now);
-        out[v] = lower(low, high), out[v + 1] = upper(low, high);
-        low = look_up(t->low, next), high = look_up(t->high, next);
-        out[VECTORS + v] = lower(low, high), out[VECTORS + v + 1] = upper(low, high);
+/* Decode CODED_STEP inputs into pairs of words. CODE4: the 16 bytes of four outputs contain two inputs of one vector, then of
+ * the next. Others: 4 bytes per output, see position. */
+INLINE void decode_words(int form, const uint8_t *p, const lookup *t, vi out[4 * VECTORS]) {
+    if (form == CODE4) {
+        for (int v = 0; v < VECTORS; v += 2) {
+            vb pairs; memcpy(&pairs, p + 2 * v * LANES, sizeof pairs);
+            vb now = pairs & 15, next = (vb)((vw)pairs >> 4) & 15;
+            vb low = look_up(t->low, now), high = look_up(t->high, now);
+            out[v] = lower(low, high), out[v + 1] = upper(low, high);
+            low = look_up(t->low, next), high = look_up(t->high, next);
+            out[VECTORS + v] = lower(low, high), out[VECTORS + v + 1] = upper(low, high);
+        }
+        return;
+    }
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; v++) {
+        vu stored; memcpy(&stored, p + 4 * v * LANES, sizeof stored);
+        if (form == Q8_0) {
+            out[v] = (vi)((vs)stored << 8 >> 8), out[VECTORS + v] = (vi)((vs)stored >> 8);
+            continue;
+        }
+#pragma GCC unroll 4
+        for (int pair = 0; pair < 4; pair++) out[pair * VECTORS + v] = (vi)(stored >> 4 * pair & 0x000f000f);
     }
 }
 
@@ -348,32 +403,48 @@ INLINE void decode4(const uint8_t *p, const lookup *t, vi out[2 * VECTORS]) {
 typedef struct {
     const uint8_t *w;
     const vi *tile;
-    const float *scales;   /* [groups][BLOCK] */
+    const void *scales;
     const int16_t *x;      /* [rows][inputs] */
-    const float *x_scales; /* [rows][inputs / GROUP] */
+    const float *x_scales; /* [rows][inputs / group_inputs] */
+    const int32_t *x_sums; /* [rows][inputs / group_inputs]; Q4_0, Q4_1 */
     int64_t groups, inputs;
-} code_slice;
+} coded_slice;
 
-INLINE void code4_kernel(int rows, int tiled, const code_slice *s, const lookup *t, float *o) {
+/* o = o + sums times scales */
+INLINE void add_scaled(int form, const void *scales, int64_t group, float x_scale, int32_t x_sum, const vi sum[VECTORS], float *o) {
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; v++) {
+        int64_t at = group * BLOCK + v * LANES;
+        vf scale = form == CODE4 ? load((const float *)scales + at) : load_f16((const uint16_t *)scales + (form == Q4_1 ? at + group * BLOCK : at));
+        vi products = form == Q4_0 ? sum[v] - 8 * x_sum : sum[v];
+        vf next = load(o + v * LANES) + __builtin_convertvector(products, vf) * (scale * x_scale);
+        if (form == Q4_1) next += load_f16((const uint16_t *)scales + at + (group + 1) * BLOCK) * ((float)x_sum * x_scale);
+        store(o + v * LANES, next);
+    }
+}
+
+INLINE void coded_kernel(int form, int rows, int tiled, const coded_slice *s, const lookup *t, float *o) {
+    const int step = CODED_STEP(form), group = group_inputs(form);
     const uint8_t *w = s->w;
-    for (int64_t i = 0; i < s->groups * GROUP; i += EXACT) {
+    for (int64_t i = 0; i < s->groups * group; i += EXACT) {
         vi sum[TILE_ROWS][VECTORS];
 #pragma GCC unroll 16
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
             for (int v = 0; v < VECTORS; v++) sum[r][v] = (vi){0};
 #pragma GCC unroll 1
-        for (int k = 0; k < EXACT; k += CODE_STEP, w += 2 * BLOCK) {
-            vi weight[2 * VECTORS];
+        for (int k = 0; k < EXACT; k += step, w += step * input_bytes(form)) {
+            vi weight[4 * VECTORS];
             if (tiled) {
-#pragma GCC unroll 8
-                for (int v = 0; v < 2 * VECTORS; v++) weight[v] = s->tile[(i + k) / CODE_STEP * 2 * VECTORS + v];
+#pragma GCC unroll 16
+                for (int v = 0; v < step / 2 * VECTORS; v++) weight[v] = s->tile[(i + k) / 2 * VECTORS + v];
             } else {
                 if (rows > 1) __builtin_prefetch(w + AHEAD);
-                decode4(w, t, weight);
+                if (rows > 1 && form != CODE4) __builtin_prefetch(w + AHEAD + 64);
+                decode_words(form, w, t, weight);
             }
-#pragma GCC unroll 2
-            for (int pair = 0; pair < 2; pair++)
+#pragma GCC unroll 4
+            for (int pair = 0; pair < step / 2; pair++)
 #pragma GCC unroll 16
                 for (int r = 0; r < rows; r++) {
                     int32_t two;
@@ -384,54 +455,71 @@ INLINE void code4_kernel(int rows, int tiled, const code_slice *s, const lookup 
                         sum[r][v] = multiply_pairs(sum[r][v], weight[pair * VECTORS + v], input);
                 }
         }
-        const float *scales = s->scales + i / GROUP * BLOCK;
 #pragma GCC unroll 16
         for (int r = 0; r < rows; r++) {
-            float x_scale = s->x_scales[r * (s->inputs / GROUP) + i / GROUP], *at = o + r * UNIT;
-#pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++)
-                store(at + v * LANES, load(at + v * LANES) + __builtin_convertvector(sum[r][v], vf) *
-                                                                 (load(scales + v * LANES) * x_scale));
+            int64_t at = r * (s->inputs / group) + i / group;
+            add_scaled(form, s->scales, i / group, s->x_scales[at], form >= Q4_0 ? s->x_sums[at] : 0, sum[r], o + r * UNIT);
         }
     }
 }
 
-static void code4_kernels(int rows, const code_slice *s, const lookup *t, float *o) {
-#define CODE_CASE(N) \
+INLINE void coded_kernels(int form, int rows, const coded_slice *s, const lookup *t, float *o) {
+#define CODED_CASE(N) \
     case N: \
-        if (s->tile) code4_kernel(N, 1, s, t, o); \
-        else if (N <= CODE_ROWS) code4_kernel(N, 0, s, t, o); \
+        if (s->tile) coded_kernel(form, N, 1, s, t, o); \
+        else if (N <= CODED_ROWS) coded_kernel(form, N, 0, s, t, o); \
         break;
     switch (rows) {
-    CODE_CASE(1) CODE_CASE(2) CODE_CASE(3) CODE_CASE(4) CODE_CASE(5) CODE_CASE(6)
+    CODED_CASE(1) CODED_CASE(2) CODED_CASE(3) CODED_CASE(4) CODED_CASE(5) CODED_CASE(6)
 #if TILE_ROWS > 6
-    CODE_CASE(7) CODE_CASE(8) CODE_CASE(9) CODE_CASE(10) CODE_CASE(11) CODE_CASE(12)
+    CODED_CASE(7) CODED_CASE(8) CODED_CASE(9) CODED_CASE(10) CODED_CASE(11) CODED_CASE(12)
 #endif
     }
 }
 
-static void code4_product(const matrix *m, int64_t first, int blocks, const int16_t *x, const float *x_scales, int rows, float *o) {
-    lookup codes = read_codes(m->codes);
-    int64_t groups = m->inputs / GROUP;
+/* Quantised activations: numbers, and scales and sums of the groups */
+typedef struct {
+    const void *x;
+    const float *scales;
+    const int32_t *sums;
+} activations;
+
+INLINE void coded_product_of(int form, const matrix *m, int64_t first, int blocks, activations a, int rows, float *o) {
+    lookup codes;
+    if (form == CODE4) codes = read_codes(m->codes);
+    const int group = group_inputs(form), step = CODED_STEP(form);
+    int64_t groups = m->inputs / group, bytes = m->inputs * input_bytes(form);
+    int64_t scale_bytes = (form == CODE4 || form == Q4_1 ? 4 : 2) * BLOCK;
     int parts = (rows + TILE_ROWS - 1) / TILE_ROWS;
     for (int r = 0; r < rows; r++) memset(o + r * UNIT, 0, blocks * BLOCK * sizeof *o);
     for (int b = 0; b < blocks; b++) {
-        const uint8_t *w = (const uint8_t *)m->weights + (first + b) * m->inputs * BLOCK / 2;
-        const float *scales = m->scales + (first + b) * groups * BLOCK;
-        code_slice s = {w, 0, scales, x, x_scales, groups, m->inputs};
-        if (rows <= CODE_ROWS) { code4_kernels(rows, &s, &codes, o + b * BLOCK); continue; }
+        const uint8_t *w = (const uint8_t *)m->weights + (first + b) * bytes;
+        const char *scales = (const char *)m->scales + (first + b) * groups * scale_bytes;
+        const int16_t *x = a.x;
+        coded_slice s = {w, 0, scales, x, a.scales, a.sums, groups, m->inputs};
+        if (rows <= CODED_ROWS) { coded_kernels(form, rows, &s, &codes, o + b * BLOCK); continue; }
         for (int64_t g = 0; g < groups; g++) {
-            vi tile[GROUP / CODE_STEP * 2 * VECTORS];
-            for (int k = 0; k < GROUP / CODE_STEP; k++, w += 2 * BLOCK) {
+            vi tile[64 / 2 * VECTORS];
+            for (int k = 0; k < group; k += step, w += step * input_bytes(form)) {
                 __builtin_prefetch(w + AHEAD);
-                decode4(w, &codes, tile + k * 2 * VECTORS);
+                decode_words(form, w, &codes, tile + k / 2 * VECTORS);
             }
             for (int part = 0, r = 0, n; part < parts; part++, r += n) {
                 n = (rows - r + parts - part - 1) / (parts - part);
-                code_slice one = {0, tile, scales + g * BLOCK, x + r * m->inputs + g * GROUP, x_scales + r * groups + g, 1, m->inputs};
-                code4_kernels(n, &one, &codes, o + r * UNIT + b * BLOCK);
+                int64_t at = r * groups + g;
+                coded_slice one = {0, tile, scales + g * scale_bytes, x + r * m->inputs + g * group, a.scales + at, a.sums + at, 1, m->inputs};
+                coded_kernels(form, n, &one, &codes, o + r * UNIT + b * BLOCK);
             }
         }
+    }
+}
+
+static void coded_product(const matrix *m, int64_t first, int blocks, activations a, int rows, float *o) {
+    switch (m->form) {
+    case CODE4: coded_product_of(CODE4, m, first, blocks, a, rows, o); break;
+    case Q8_0: coded_product_of(Q8_0, m, first, blocks, a, rows, o); break;
+    case Q4_0: coded_product_of(Q4_0, m, first, blocks, a, rows, o); break;
+    default: coded_product_of(Q4_1, m, first, blocks, a, rows, o);
     }
 }
 
@@ -480,12 +568,13 @@ INLINE void int8_kernel(int rows, int blocks, const int8_t *x, int64_t stride, c
         for (int v = 0; v < blocks * VECTORS; v++) memcpy(sums + r * UNIT + v * LANES, &sum[r][v], sizeof sum[r][v]);
 }
 
-static void int8_product(const matrix *m, int64_t first, int blocks, const int8_t *x, const float *x_scales, int rows, float *o) {
+static void int8_product(const matrix *m, int64_t first, int blocks, activations a, int rows, float *o) {
+    const float *scales = m->scales;
     int64_t quads = (m->inputs + 3) / 4, stride = quads * 4;
     int32_t sums[INT8_ROWS * UNIT];
     for (int r = 0, n; r < rows; r += n) {
         n = rows - r < INT8_ROWS ? rows - r : INT8_ROWS;
-        const int8_t *inputs = x + r * stride;
+        const int8_t *inputs = (const int8_t *)a.x + r * stride;
         for (int b = 0, width; b < blocks; b += width) {
             const int8_t *w = (const int8_t *)m->weights + (first + b) * quads * BLOCK * 4;
             width = b + FIT(n) <= blocks ? FIT(n) : 1;
@@ -505,7 +594,7 @@ static void int8_product(const matrix *m, int64_t first, int blocks, const int8_
             for (int j = 0; j < blocks * BLOCK; j++) {
                 int64_t output = first * BLOCK + j;
                 int32_t sum = sums[i * UNIT + j] - (INT8_OFFSET ? INT8_OFFSET * m->sums[output] : 0);
-                o[(r + i) * UNIT + j] = (float)sum * (x_scales[r + i] * m->scales[output]);
+                o[(r + i) * UNIT + j] = (float)sum * (a.scales[r + i] * scales[output]);
             }
     }
 }
@@ -519,8 +608,9 @@ typedef struct {
     float *gated;  /* [rows][inner] input of down */
     float *qkv;    /* [rows][(heads + 2 kv_heads) head_dim] */
     float *query;  /* [rows][heads][padded head_dim] */
-    float *x_scales;   /* of quantised activations */
-    int8_t *quantised; /* [rows][inputs]; INT8: inputs rounded up to 4; CODE4: of 2 bytes */
+    int8_t *quantised; /* [rows][inputs]; INT8: inputs rounded up to 4; others: words */
+    float *x_scales;   /* of quantised activations: [rows], or [rows][groups] */
+    int32_t *x_sums;   /* [rows][groups] */
     int first;     /* first row with logits */
 } state;
 
@@ -532,10 +622,10 @@ static int64_t input_width(const model *m) {
 static int64_t qkv_width(const model *m) { return (int64_t)(m->heads + 2 * m->kv_heads) * m->head_dim; }
 
 static int64_t widest(const model *m) { return input_width(m) > m->inner ? input_width(m) : m->inner; }
-static int64_t scale_count(const model *m) { return widest(m) / GROUP + 1; } /* of a row of activations */
+static int64_t group_count(const model *m) { return widest(m) / EXACT + 1; } /* of a row of activations */
 
 int64_t scratch_floats(const model *m, int32_t rows) {
-    return rows * (m->width + input_width(m) + m->inner + qkv_width(m) + m->heads * padded_dim(m) + scale_count(m) + widest(m) / 2 + 2);
+    return rows * (m->width + input_width(m) + m->inner + qkv_width(m) + m->heads * padded_dim(m) + 2 * group_count(m) + widest(m) / 2 + 2);
 }
 
 static state lay_out(const pass *p) {
@@ -547,7 +637,8 @@ static state lay_out(const pass *p) {
     s.gated = next, next += (int64_t)p->rows * m->inner;
     s.qkv = next, next += (int64_t)p->rows * qkv_width(m);
     s.query = next, next += (int64_t)p->rows * m->heads * padded_dim(m);
-    s.x_scales = next, next += p->rows * scale_count(m);
+    s.x_scales = next, next += p->rows * group_count(m);
+    s.x_sums = (int32_t *)next, next += p->rows * group_count(m);
     s.quantised = (int8_t *)next;
     return s;
 }
@@ -583,21 +674,25 @@ INLINE float quantise(const float *x, int64_t width, int limit, int bytes, void 
     return peak / (float)limit + invalid;
 }
 
-/* INT8: as LLM.int8() without outliers (2208.07339), one scale per row; CODE4: 12 bits, one scale per row and GROUP. */
+/* INT8: as LLM.int8() without outliers (2208.07339), one scale per row; others: one per row and group. */
 static void quantise_rows(state *s, const matrix *next, const float *inputs, int64_t input_stride, int first) {
-    int64_t width = next->inputs, stride = (width + 3) / 4 * 4, groups = width / GROUP;
+    int form = next->form, group = group_inputs(form);
+    int64_t width = next->inputs, stride = (width + 3) / 4 * 4, groups = width / group;
+    float factor = form == CODE4 ? code_peak(next->codes) / CODE_PEAK : 1;
     for (int r = first; r < s->p->rows; r++) {
         const float *x = inputs + r * input_stride;
-        if (next->form == INT8) {
+        if (form == INT8) {
             int8_t *to = s->quantised + r * stride;
             s->x_scales[r] = quantise(x, width, 127, 1, to);
             memset(to + width, 0, stride - width);
         }
-        if (next->form == CODE4)
-            for (int64_t g = 0; g < groups; g++) {
-                int16_t *to = (int16_t *)s->quantised + r * width + g * GROUP;
-                s->x_scales[r * groups + g] = quantise(x + g * GROUP, GROUP, WORD_PEAK, 2, to) * code_peak(next->codes) / CODE_PEAK;
-            }
+        for (int64_t g = 0; form >= CODE4 && g < groups; g++) {
+            int16_t *to = (int16_t *)s->quantised + r * width + g * group;
+            int32_t *sum = s->x_sums + r * groups + g;
+            s->x_scales[r * groups + g] = quantise(x + g * group, group, word_peak(form), 2, to) * factor;
+            *sum = 0;
+            for (int i = 0; i < group; i++) *sum += to[i];
+        }
     }
 }
 
@@ -613,17 +708,7 @@ static void embed(state *s) {
     for (int r = 0; r < s->p->rows; r++) {
         int64_t id = s->p->ids[r], width = m->width;
         float *o = s->rows + r * width;
-        for (int64_t i = 0; i < width; i++) {
-            int form = m->embedding ? m->embedding_form : m->head.form;
-            const void *table = m->embedding ? m->embedding : m->head.weights;
-            int64_t at = m->embedding ? id * width + i : (id / BLOCK * width + i) * BLOCK + place(form, id % BLOCK);
-            if (form == F32) o[i] = ((const float *)table)[at];
-            else {
-                uint16_t h = ((const uint16_t *)table)[at], copies[LANES];
-                for (int j = 0; j < LANES; j++) copies[j] = h;
-                o[i] = load_as(form, copies, 0)[0];
-            }
-        }
+        for (int64_t i = 0; i < width; i++) o[i] = weight_of(m->embedding ? m->embedding : &m->head, id, i);
         if (m->channel_scale)
             for (int64_t i = 0; i < width; i++) o[i] *= m->channel_scale[i];
     }
@@ -745,12 +830,13 @@ static int unit_rows(const state *s, const matrix *m, int64_t u, const float *x,
     case F16: unit_product(F16, m, b, blocks, x, stride, rows, o); break;
     case INT8: {
         int64_t bytes = ((int64_t)m->inputs + 3) / 4 * 4;
-        int8_product(m, b, blocks, s->quantised + first * bytes, s->x_scales + first, rows, o);
+        int8_product(m, b, blocks, (activations){s->quantised + first * bytes, s->x_scales + first, 0}, rows, o);
         break;
     }
-    case CODE4: {
+    default: {
+        int64_t groups = first * (m->inputs / group_inputs(m->form));
         const int16_t *words = (const int16_t *)s->quantised + (int64_t)first * m->inputs;
-        code4_product(m, b, blocks, words, s->x_scales + first * (m->inputs / GROUP), rows, o);
+        coded_product(m, b, blocks, (activations){words, s->x_scales + groups, s->x_sums + groups}, rows, o);
     }
     }
     if (m->bias)
@@ -999,60 +1085,69 @@ int vector_outputs(void) { return LANES; }
 
 static uint32_t random_bits(uint32_t *seed) { return *seed = *seed * 1664525u + 1013904223u; }
 
-/* Store the integer v, exact in every form, as weight (k, n) of `m`; returns its value. */
-static float set_weight(const matrix *m, int64_t k, int64_t n, int v) {
-    int64_t b = n / BLOCK, j = n % BLOCK, at = (b * m->inputs + k) * BLOCK + place(m->form, j), quads = m->inputs / 4;
-    if (m->form == F32) ((float *)m->weights)[at] = (float)v;
-    if (m->form == BF16) ((uint16_t *)m->weights)[at] = to_bf16((float)v);
-    if (m->form == F16) { /* v = mantissa * 2^exponent */
+/* Store the integer v, or its lowest bits, as weight (k, n) of `m`. */
+static void set_weight(const matrix *m, int64_t k, int64_t n, int v) {
+    int shift;
+    int64_t at = position(m, n, k, &shift);
+    switch (m->form) {
+    case F32: ((float *)m->weights)[at] = (float)v; break;
+    case BF16: ((uint16_t *)m->weights)[at] = to_bf16((float)v); break;
+    case F16: { /* v = mantissa * 2^exponent */
         int a = v < 0 ? -v : v, e = 0;
         while (a >> (e + 1)) e++;
         ((uint16_t *)m->weights)[at] = a ? (uint16_t)((v < 0) << 15 | (e + 15) << 10 | (a << (10 - e) & 0x3ff)) : 0;
+        break;
     }
-    if (m->form == INT8) {
-        ((int8_t *)m->weights)[((b * quads + k / 4) * BLOCK + j) * 4 + k % 4] = (int8_t)v;
-        ((int32_t *)m->sums)[n] += v;
+    case INT8: ((int32_t *)m->sums)[n] += v; /* fallthrough */
+    case Q8_0: ((int8_t *)m->weights)[at] = (int8_t)v; break;
+    default: ((uint8_t *)m->weights)[at] |= (uint8_t)((v & 15) << shift);
     }
-    if (m->form != CODE4) return (float)v;
-    int64_t byte = j / (2 * LANES) * 4 * LANES + j % LANES / 4 * 16 + j / LANES % 2 * 8 + j % 4 * 2 + k % 2;
-    ((uint8_t *)m->weights)[(b * m->inputs + k / CODE_STEP * CODE_STEP) * BLOCK / 2 + byte] |= (uint8_t)((v & 15) << 4 * (k / 2 % 2));
-    return m->codes[v & 15] * m->scales[(b * (m->inputs / GROUP) + k / GROUP) * BLOCK + j];
 }
 
 /* Compare the products of every form with scalar sums. Returns 0 if equal within rounding; used once after compiling. */
 int self_check(void) {
-    enum { K = 2 * GROUP, N = 5 * BLOCK, ROWS = TILE_ROWS + 3 };
+    enum { K = 2 * TILE_INPUTS, N = 5 * BLOCK, ROWS = TILE_ROWS + 3 };
     static float weights[K * N], values[K * N], x[ROWS * K], scales[2 * N], codes[16], o[ROWS * UNIT], ones[ROWS];
-    static int32_t sums[N];
+    static float x_scales[ROWS * K / EXACT];
+    static int32_t sums[N], x_sums[ROWS * K / EXACT];
+    static uint16_t halves[2 * N * K / EXACT];
     static int8_t x8[ROWS * K];
     static int16_t x16[ROWS * K];
-    static float x16_scales[ROWS * K / GROUP];
     uint32_t seed = 1;
     for (int i = 0; i < 16; i++) codes[i] = (float)(i - 7) / 9.0f;
     for (int i = 0; i < 2 * N; i++) scales[i] = 1.0f + (float)(i % 97) / 64.0f;
+    for (int i = 0; i < 2 * N * K / EXACT; i++) halves[i] = (uint16_t)(0x3c00 + random_bits(&seed) % 0x400); /* 1 to 2 */
     for (int i = 0; i < ROWS * K; i++) x8[i] = (int8_t)((int)(random_bits(&seed) >> 24) - 127), x[i] = (float)x8[i];
     for (int r = 0; r < ROWS; r++) ones[r] = 1.0f;
-    for (int i = 0; i < ROWS * K; i += GROUP)
-        x16_scales[i / GROUP] = quantise(x + i, GROUP, WORD_PEAK, 2, x16 + i) * code_peak(codes) / CODE_PEAK;
-    for (int form = F32; form <= CODE4; form++) {
-        matrix m = {weights, scales, sums, codes, 0, form, N, K};
+    for (int form = F32; form <= Q4_1; form++) {
+        matrix m = {weights, form >= Q8_0 ? (void *)halves : (void *)scales, sums, codes, 0, form, N, K};
+        activations a = {x8, ones, x_sums};
+        if (form >= CODE4) {
+            int group = group_inputs(form);
+            a = (activations){x16, x_scales, x_sums};
+            for (int g = 0; g < ROWS * K / group; g++) {
+                float scale = quantise(x + g * group, group, word_peak(form), 2, x16 + g * group);
+                x_scales[g] = form == CODE4 ? scale * code_peak(codes) / CODE_PEAK : scale;
+                x_sums[g] = 0;
+                for (int i = 0; i < group; i++) x_sums[g] += x16[g * group + i];
+            }
+        }
         memset(weights, 0, sizeof weights), memset(sums, 0, sizeof sums);
-        for (int k = 0; k < K; k++)
-            for (int n = 0; n < N; n++) values[k * N + n] = set_weight(&m, k, n, (int)(random_bits(&seed) >> 25) - 64);
+        for (int i = 0; i < K * N; i++) set_weight(&m, i / N, i % N, (int)(random_bits(&seed) >> 25) - 64);
+        for (int i = 0; i < K * N; i++) values[i] = weight_of(&m, i % N, i / N);
         for (int rows = 1; rows <= ROWS; rows++)
             for (int first = 0; first <= UNIT_BLOCKS; first += UNIT_BLOCKS) {
                 int blocks = first ? N / BLOCK - UNIT_BLOCKS : UNIT_BLOCKS;
                 if (form == F32) unit_product(F32, &m, first, blocks, x, K, rows, o);
                 if (form == BF16) unit_product(BF16, &m, first, blocks, x, K, rows, o);
                 if (form == F16) unit_product(F16, &m, first, blocks, x, K, rows, o);
-                if (form == INT8) int8_product(&m, first, blocks, x8, ones, rows, o);
-                if (form == CODE4) code4_product(&m, first, blocks, x16, x16_scales, rows, o);
+                if (form == INT8) int8_product(&m, first, blocks, a, rows, o);
+                if (form >= CODE4) coded_product(&m, first, blocks, a, rows, o);
                 for (int r = 0; r < rows; r++)
                     for (int j = 0; j < blocks * BLOCK; j++) {
                         double sum = 0;
                         for (int k = 0; k < K; k++) sum += (double)values[k * N + first * BLOCK + j] * x[r * K + k];
-                        if (form == INT8) sum *= scales[first * BLOCK + j];
-                        double rounding = form == CODE4 ? 2e-4 : 1e-5; /* of activations */
+                        double rounding = form >= CODE4 ? 2e-4 : 1e-5; /* of activations */
                         if (!(fabs(o[r * UNIT + j] - sum) <= rounding * (1e4 + fabs(sum)))) return 1 + form;
                     }
             }

@@ -16,20 +16,21 @@ from torch import Tensor, nn
 from specdemo.core.step import Draft
 from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.engines.generic import positions
-from specdemo.models.engines.gguf_linear import GgufLinear
+from specdemo.models.engines.gguf_linear import GgufLinear, separated
 from specdemo.models.engines.native_build import native_library
 from specdemo.models.memory import LargePageBuffer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-GROUP = 64  # 4-bit weights per scale
+_GROUP = 64  # bitsandbytes: 4-bit weights per scale
 NATIVE_CHUNK = 256  # prompt rows per pass
 KEPT_ROWS = 16  # rows of the retained scratch buffer
 _HEAD_PADDING = 16
 FIRST_CAPACITY = 256
 FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _INT8, _CODE4 = 3, 4
+STORED_FORMS = {"Q8_0": 5, "Q4_0": 6, "Q4_1": 7}  # of GGUF files
 
 
 class _Matrix(ctypes.Structure):
@@ -50,9 +51,7 @@ class _Model(ctypes.Structure):
         ("head", _Matrix),
         *(
             (name, ctypes.c_int32)
-            for name in (
-                *("layer_count", "width", "inner", "heads", "kv_heads", "head_dim", "embedding_form", "cache_form"),
-            )
+            for name in ("layer_count", "width", "inner", "heads", "kv_heads", "head_dim", "cache_form")
         ),
         *((name, ctypes.c_float) for name in ("epsilon", "attention_scale")),
     ]
@@ -96,16 +95,16 @@ class NativeMatrix:
         library = _library()
         self._block: int = library.block_outputs()
         self._lanes: int = library.vector_outputs()
-        self.outputs = sum(linear.out_features for linear in linears)
-        self.inputs: int = linears[0].in_features
         self.tensors: dict[str, Tensor] = {}
         parts = [_stored(linear) for linear in linears]
+        sizes = [len(part["weights"]) for part in parts]
+        self.outputs, self.inputs = sum(sizes), parts[0]["weights"].shape[1]
         self.form: int = parts[0].pop("form")
         for part in parts[1:]:
             if part.pop("form") != self.form:
                 raise ValueError("joined matrices need one number format")
         if interleaved:
-            self.outputs = len(linears) * self._block * -(-linears[0].out_features // self._block)
+            self.outputs = len(linears) * self._block * -(-sizes[0] // self._block)
             parts = [{name: self._whole(value) for name, value in part.items()} for part in parts]
         if self.form == FORMS[torch.float32]:
             self._narrow(parts)
@@ -121,7 +120,7 @@ class NativeMatrix:
                 joined = self._whole(torch.cat(values) if len(values) > 1 else values[0])
             self.tensors[name] = joined
         self.tensors["weights"] = buffer.place(self._blocks(self.tensors["weights"]))
-        if self.form == _CODE4:
+        if self.form >= _CODE4:
             self.tensors["scales"] = self._transposed(self.tensors["scales"])
 
     def _narrow(self, parts: list[dict[str, Any]]) -> None:
@@ -138,6 +137,12 @@ class NativeMatrix:
             self.tensors["sums"] = weights.sum(1, dtype=torch.int32)
             quads = F.pad(weights, (0, -self.inputs % 4)).unflatten(0, (-1, self._block)).unflatten(2, (-1, 4))
             return quads.transpose(1, 2).contiguous()
+        if self.form == STORED_FORMS["Q8_0"]:  # [blocks, inputs / 4, outputs, input, pair of inputs], see position in C
+            quads = weights.unflatten(0, (-1, self._block)).unflatten(2, (-1, 2, 2))
+            return quads.permute(0, 2, 1, 4, 3).flatten(1).contiguous()
+        if self.form > _CODE4:  # [blocks, inputs / 8, outputs, input, upper pairs]
+            words = weights.unflatten(0, (-1, self._block)).unflatten(2, (-1, 2, 2, 2)).permute(0, 2, 1, 5, 3, 4)
+            return (words[..., 0] | words[..., 1] << 4).flatten(1).contiguous()
         blocks = self._transposed(weights)  # [blocks, inputs, outputs]
         if self.form == FORMS[torch.bfloat16]:
             return blocks.unflatten(2, (-1, 2, self._lanes)).transpose(3, 4).flatten(2).contiguous()
@@ -149,7 +154,7 @@ class NativeMatrix:
         return (parts[:, :, 0] | parts[:, :, 1] << 4).flatten(1).contiguous()
 
     def _transposed(self, values: Tensor) -> Tensor:
-        return values.unflatten(0, (-1, self._block)).transpose(1, 2).contiguous()
+        return values.unflatten(0, (-1, self._block)).movedim(1, -1).contiguous()
 
     def _whole(self, values: Tensor) -> Tensor:
         missing = -len(values) % self._block
@@ -166,15 +171,18 @@ class NativeMatrix:
 
 def _stored(linear: nn.Module) -> dict[str, Any]:
     """Return the stored values of a linear layer: `weights` `[outputs, inputs]`, `scales`, `codes` and `bias`."""
-    weight = linear.expanded() if isinstance(linear, GgufLinear) else linear.weight
+    stored = isinstance(linear, GgufLinear)
+    weight = linear.expanded() if stored else linear.weight
     state = getattr(weight, "quant_state", None)
-    if state is not None:
+    if stored and not linear.dtype:
+        part = {"form": STORED_FORMS[linear.kind], **separated(linear.kind, weight)}
+    elif state is not None:
         part = {"form": _CODE4} | _four_bit(weight, state)
     elif weight.dtype == torch.int8:
         part = {"form": _INT8, "weights": weight.CB.detach(), "scales": weight.SCB.detach().float() / 127}
     else:
         part = {"form": FORMS[weight.dtype], "weights": weight.detach()}
-    if linear.bias is not None:
+    if getattr(linear, "bias", None) is not None:
         part["bias"] = linear.bias.detach().float()
     return part
 
@@ -187,7 +195,7 @@ def _four_bit(weight: Tensor, state: Any) -> dict[str, Tensor]:
     data = weight.detach().flatten()
     codes = torch.stack((data >> 4, data & 15), 1).view(outputs, inputs)
     scales = dequantize_blockwise(state.absmax, state.state2) + state.offset if state.nested else state.absmax
-    return {"weights": codes, "scales": scales.float().view(outputs, inputs // GROUP), "codes": state.code.float()}
+    return {"weights": codes, "scales": scales.float().view(outputs, inputs // _GROUP), "codes": state.code.float()}
 
 
 class NativeWeights(FusedWeights):
@@ -204,7 +212,7 @@ class NativeWeights(FusedWeights):
         self._buffer = LargePageBuffer()
         self._consume = consume
         tied = model.lm_head.weight is body.embed_tokens.weight
-        self.embedding = None if tied else self._keep(body.embed_tokens.weight.detach().clone())
+        self._embedding = None if tied else self._matrix([body.embed_tokens])
         self._leave = self._gain(body.norm)
         self._structs = (_Layer * len(body.layers))(*map(self._layer, body.layers))
         self._head = self._matrix([model.lm_head])
@@ -228,13 +236,15 @@ class NativeWeights(FusedWeights):
         return cosines[0, :, :half].contiguous(), sines[0, :, :half].contiguous()
 
     def struct(self) -> tuple[_Model, Any]:
+        """Return the model and what it points to."""
+        embedding = None if self._embedding is None else ctypes.pointer(self._embedding.struct())
         size = ctypes.sizeof(_Layer)
         pointers = (ctypes.c_void_p * len(self.layers))(
             *(ctypes.addressof(self._structs) + size * i for i in self.layers)
         )
         return _Model(
             layers=ctypes.addressof(pointers),
-            embedding=None if self.embedding is None else self.embedding.data_ptr(),
+            embedding=embedding and ctypes.addressof(embedding.contents),
             channel_scale=None if self.channel_scale is None else self.channel_scale.data_ptr(),
             leave=self._leave.data_ptr(),
             head=self._head.struct(),
@@ -244,11 +254,10 @@ class NativeWeights(FusedWeights):
             heads=self.heads,
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
-            embedding_form=0 if self.embedding is None else FORMS[self.embedding.dtype],
             cache_form=FORMS[kv_dtype(self.dtype)],
             epsilon=self._epsilon,
             attention_scale=self._scale,
-        ), pointers
+        ), (pointers, embedding)
 
     def _keep(self, part: Any) -> Any:
         self._kept.append(part)
