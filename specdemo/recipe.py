@@ -12,7 +12,7 @@ from specdemo.core.policies import POLICIES, DraftLengths
 from specdemo.core.rules import RULES
 from specdemo.drafters import METHODS, option_classes
 from specdemo.models.spec import DTYPES, QUANTIZATIONS, ModelSpec
-from specdemo.models.zoo import MODELS, PAIRS, REVISIONS
+from specdemo.models.zoo import CHAT_PAIR, MODELS, PAIRS, REVISIONS, pair_models
 from specdemo.remote.config import COLDEST, CloudConfig
 
 _SIZES = {"low": 1, "high": 1 << 20}
@@ -23,7 +23,11 @@ class RunOptions:
     """Options of every run; methods add further options."""
 
     pair: str | None = option(
-        None, "Drafter and target", "a ready pair (default: bundled)", choices=PAIRS, basic=True
+        None,
+        "Drafter and target",
+        f"a ready pair (default: {CHAT_PAIR}, with --method bundled)",
+        choices=PAIRS,
+        basic=True,
     )  # with neither pair nor models: the bundled pair
     target: str | None = option(
         None,
@@ -248,7 +252,8 @@ def _models_fit(chosen: Recipe) -> None:
     if chosen.drafter and not chosen.target:
         raise UserError("a drafter needs a target: give both")
     if METHODS[chosen.method].second_model and chosen.models[1] is None:
-        raise UserError(f"method {chosen.method} needs a drafter: add it, or choose method nasd, self or ar")
+        remedy = "add it" if chosen.target else "choose pair bundled"
+        raise UserError(f"method {chosen.method} needs a drafter: {remedy}, or choose method nasd, self or ar")
     if chosen.encoder:
         refuse_with_encoder(chosen.method)  # before gigabytes are downloaded
 
@@ -299,6 +304,13 @@ def _cloud_fits_method(chosen: Recipe) -> None:
         raise UserError(f"method {method.name} has no drafts to commit after the deadline: choose another method")
 
 
+_MODEL_OPTIONS = {name for name, one in RunOptions.OPTIONS.items() if one.group == "Models and devices"} - {"device"}
+
+
+def runs_chat_pair(values: Mapping[str, Any]) -> bool:
+    return not values.keys() & {"pair", "method", "cloud", *_MODEL_OPTIONS}
+
+
 CHECKS = (_models_fit, _gamma_bounds_fit, _rule_fits, _sampling_fits, _cloud_fits_method)
 
 
@@ -318,8 +330,7 @@ class Recipe(*reversed(option_classes()), RunOptions):
     def models(self) -> tuple[str, str | None]:
         if self.target:
             return self.target, self.drafter
-        pair = PAIRS[self.pair or "bundled"]
-        return pair.target, pair.drafter
+        return pair_models(self.pair or "bundled")
 
     @property
     def encoder(self) -> bool:

@@ -29,7 +29,7 @@ ADDRESS = "http://127.0.0.1:1"
 
 @pytest.fixture(scope="module")
 def page() -> Any:
-    built = build()
+    built = build(pair="bundled")
     built.worker.close()
     return built
 

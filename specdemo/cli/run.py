@@ -16,7 +16,8 @@ from specdemo.core.events import INTERRUPTED, End, Event, Header, Loading, StepE
 from specdemo.core.explain import STYLES, Decision, decision_of, explain, explain_engine, figure
 from specdemo.core.metrics import Metrics
 from specdemo.generate import generate
-from specdemo.recipe import PRESETS, Recipe, refuse_ineffective
+from specdemo.models.zoo import CHAT_PAIR, PAIRS
+from specdemo.recipe import PRESETS, Recipe, refuse_ineffective, runs_chat_pair
 from specdemo.signals import handle_signals
 
 RESET = "\x1b[0m"
@@ -36,6 +37,11 @@ def recipe_of_flags(options: argparse.Namespace) -> Recipe:
     if options.preset is not None:
         check_name("preset", options.preset, PRESETS)
         values = {**PRESETS[options.preset].values, **values}
+    pair = PAIRS[CHAT_PAIR]
+    if runs_chat_pair(values) and pair.missing:
+        print(f"specdemo: the Python pair runs, the chat model is not installed: {pair.missing}", file=sys.stderr)
+    elif runs_chat_pair(values):
+        values = {"pair": CHAT_PAIR, **pair.settings, **values}
     recipe = Recipe(**values)
     refuse_ineffective(recipe, given(options))
     if recipe.ngram_keep:

@@ -108,7 +108,6 @@ def _joined_kinds(name: str, tensors: dict[str, GgufTensor]) -> set[str]:
 
 
 def native_bytes(spec: ModelSpec, hub: Hub) -> int:
-    """Return the size of the native engine's weights."""
     config, total = gguf_config(spec, hub), 0
     tensors = stored_tensors(spec.name, hub.weights(spec.name, spec.revision))
     with torch.device("meta"):

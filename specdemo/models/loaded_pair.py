@@ -14,7 +14,7 @@ from specdemo.models.load import LoadedModel
 from specdemo.models.memory import weight_bytes
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import DTYPES, QUANTIZATIONS, ModelSpec
-from specdemo.models.zoo import PAIRS, REVISIONS
+from specdemo.models.zoo import PAIRS, REVISIONS, pair_models
 from specdemo.worker import ReportProgress, ignore_progress
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def load_pair(
     if tokenizer is not None or drafter_tokenizer is not None or not isinstance(drafter, str | None):
         raise UserError("names and models in memory cannot be combined: give two names or two models")
     if target in PAIRS and drafter is None:
-        names: tuple[str, str | None] = PAIRS[target].target, PAIRS[target].drafter
+        names = pair_models(target)
         settings = {"pair": target, **options}
     else:
         names = target, drafter

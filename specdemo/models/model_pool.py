@@ -75,7 +75,7 @@ class ModelPool:
             if spec in self._models:
                 self._free_chats(spec, context)
             else:
-                text = f"reading the configuration of {spec.name}"
+                text = f"reading the configuration of {spec.title}"
                 planning = BackgroundTask(partial(plan_spec, spec, context, self.hub), text=text)
                 yield from planning.progress()
                 plans.append(planning.result)

@@ -50,10 +50,7 @@ SPREAD = "spread"  # device name: accelerate fills the accelerators, then the ho
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Hugging Face id, local directory, or GGUF file (local, or `owner/name/file.gguf` on the hub).
-
-    For quantized models `dtype` is the compute dtype.
-    """
+    """Hugging Face id, directory or GGUF file (on the hub: `owner/name/file.gguf`); `dtype`: also the compute dtype."""
 
     name: str
     dtype: str = "auto"

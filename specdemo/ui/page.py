@@ -24,7 +24,7 @@ from specdemo.core.trace import MAX_CHARACTERS
 from specdemo.drafters import METHODS
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
-from specdemo.models.zoo import ASSETS, PAIRS
+from specdemo.models.zoo import ASSETS, CHAT_PAIR, PAIRS, first_installed, first_with_drafter
 from specdemo.recipe import Recipe
 from specdemo.ui.api import address_of, endpoints
 from specdemo.ui.cockpit import cockpit, script
@@ -82,10 +82,12 @@ def build(
     `.middleware`, to be served with the page; `.hosts`, its host names. The caller may close worker and clouds.
     """
     limits = limits if limits is not None else HostLimits()
-    pair = pair if pair is not None else limits.pairs[0]
+    scripted = first_with_drafter(limits.pairs) if pair is None else pair
+    pair = pair if pair is not None else first_installed(limits.pairs)
     check_name("pair", pair, limits.pairs)
     service = Service(pool if pool is not None else ModelPool(hub=limits.hub), engine, limits, worker)
-    usual = limits.fit(replace(Recipe(pair=pair, device=device), gamma=PAIRS[pair].gamma, top=RECORDED_TOP))
+    usual = limits.fit(Recipe(pair=pair, device=device, top=RECORDED_TOP, **PAIRS[pair].settings))
+    of_api = limits.fit(Recipe(pair=scripted, device=device, **PAIRS[scripted].settings))
     shown_examples = json.loads(examples.read_text(encoding="utf-8")) if examples else {"ready": [], "methods": {}}
     sockets = Sockets(service.runs)
     with gr.Blocks(title="specdemo", analytics_enabled=False, fill_width=True) as demo:
@@ -94,7 +96,7 @@ def build(
         _connect_runs(parts, handlers)
         _connect_lanes(parts, handlers)
         _connect_settings(demo, parts, handlers)
-        for name, function in endpoints(service, usual, device).items():
+        for name, function in endpoints(service, of_api, device).items():
             gr.api(function, api_name=name, concurrency_limit=None)
         demo.unload(handlers.leave)
     demo.queue(max_size=64)
@@ -132,6 +134,8 @@ class _Parts:
 def _layout(service: Service, usual: Recipe, device: str, examples: dict[str, Any]) -> _Parts:
     controls = sidebar(usual, service.limits, service.unload)
     gr.HTML(_HEADER, elem_id="masthead", apply_default_css=False)
+    if CHAT_PAIR in service.limits.pairs and (command := PAIRS[CHAT_PAIR].missing):
+        gr.Markdown(f"The chat model SmolLM2 is not installed (93 MB): `{command}`, then restart.", elem_id="notice")
     prompt = gr.Textbox(
         examples["ready"][0]["prompt"] if examples["ready"] else "",
         label="Prompt",

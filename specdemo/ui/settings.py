@@ -14,6 +14,7 @@ from typing import Any
 from specdemo.core.errors import UserError
 from specdemo.core.events import Header
 from specdemo.core.options import Option
+from specdemo.models.zoo import CHAT_PAIR, PAIRS
 from specdemo.recipe import Recipe
 from specdemo.remote.config import MODES, CloudConfig
 
@@ -45,6 +46,8 @@ def from_link(query: Mapping[str, str], defaults: Settings) -> Settings:
             settings[name] = text
             with suppress(ValueError, RecursionError):  # rejected by `restored`
                 settings[name] = text if isinstance(defaults[name], str) else json.loads(text)
+    if "method" in settings and defaults["pair"] == CHAT_PAIR and not settings.keys() & {"pair", "target"}:
+        return {"pair": "bundled", **PAIRS["bundled"].settings, **settings}
     return settings
 
 

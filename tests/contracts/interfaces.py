@@ -149,7 +149,7 @@ class Page(Program):
     """`python app.py`."""
 
     def __init__(self) -> None:
-        super().__init__("app.py", "--port", _free_port(), "--no-browser")
+        super().__init__("app.py", "--pair", "bundled", "--port", _free_port(), "--no-browser")
 
     def json(self, path: str) -> Any:
         """Body of a GET request."""

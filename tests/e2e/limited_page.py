@@ -48,7 +48,7 @@ class Patient:
 
 @contextmanager
 def limited_page(limits: HostLimits) -> Iterator[Any]:
-    demo = build(engine=Patient(), limits=limits)
+    demo = build(pair="bundled", engine=Patient(), limits=limits)
     _, demo.url, _ = demo.launch(server_name="127.0.0.1", prevent_thread_lock=True, **launch_options(demo))
     yield demo
     demo.worker.close()

@@ -122,7 +122,7 @@ def scripts() -> Scripts:
 
 @pytest.fixture(scope="session")
 def served(scripts: Scripts) -> Iterator[Any]:
-    demo = build(engine=scripts)
+    demo = build(pair="bundled", engine=scripts)
     _, url, _ = demo.launch(server_name="127.0.0.1", prevent_thread_lock=True, **launch_options(demo))
     demo.url = url
     yield demo

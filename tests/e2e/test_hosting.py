@@ -326,7 +326,7 @@ def test_gradio_keeps_a_bounded_number_of_sessions() -> None:
 
 @contextmanager
 def page(engine: Any = generate, lately_s: float = LATELY_S, patience_s: float = PATIENCE) -> Iterator[Any]:
-    demo = build(engine=engine)
+    demo = build(pair="bundled", engine=engine)
     demo.health._lately, demo.health._patience = lately_s, patience_s
     _, demo.url, _ = demo.launch(server_name="127.0.0.1", prevent_thread_lock=True, **launch_options(demo))
     yield demo

@@ -38,7 +38,7 @@ def engine() -> Patient:
 @pytest.fixture(scope="module")
 def served(engine: Patient) -> Iterator[Any]:
     limits = replace(PUBLIC, max_tokens=64, max_gamma=6, max_nodes=16, max_prompt=1000, per_minute=None)
-    demo = build(engine=engine, limits=limits)
+    demo = build(pair="bundled", engine=engine, limits=limits)
     _, demo.url, _ = demo.launch(server_name="127.0.0.1", prevent_thread_lock=True, **launch_options(demo))
     yield demo
     demo.worker.close()
@@ -168,7 +168,7 @@ def test_rate_limit_applies_per_visitor() -> None:
 
 def test_controls_respect_the_limits() -> None:
     limits = HostLimits(max_tokens=100, max_gamma=2, max_nodes=4)
-    demo = build(limits=limits)
+    demo = build(pair="bundled", limits=limits)
     demo.worker.close()
     shown = {
         part["props"]["elem_id"]: part["props"] for part in demo.config["components"] if part["props"].get("elem_id")

@@ -23,7 +23,7 @@ class GgufLinear(nn.Module):
         dtype: torch.dtype | None,
         notify: Callable[[], None] = lambda: None,
     ) -> None:
-        """`dtype`: of `expanded`, None for stored bytes; `notify`: called by `expanded`."""
+        """`dtype`: None keeps stored bytes; `notify`: called by `expanded`."""
         super().__init__()
         self.kind, self.weight, self.bias, self.dtype = kind, weight, bias, dtype
         self.in_features, self.out_features = in_features, len(weight)
@@ -63,7 +63,7 @@ def dequantised(kind: str, stored: Tensor, columns: int, dtype: torch.dtype) -> 
 
 
 def common_dtype(kinds: set[str], dtype: torch.dtype) -> torch.dtype | None:
-    """Return the dtype of joined matrices in the native engine, None for stored integers."""
+    """Return the dtype of joined matrices, None for stored integers."""
     if dtype != torch.float32:
         return dtype
     if len(kinds) == 1 and kinds <= _HEADER_BYTES.keys():

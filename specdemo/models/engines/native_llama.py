@@ -137,7 +137,7 @@ class NativeMatrix:
             self.tensors["sums"] = weights.sum(1, dtype=torch.int32)
             quads = F.pad(weights, (0, -self.inputs % 4)).unflatten(0, (-1, self._block)).unflatten(2, (-1, 4))
             return quads.transpose(1, 2).contiguous()
-        if self.form == STORED_FORMS["Q8_0"]:  # [blocks, inputs / 4, outputs, input, pair of inputs], see position in C
+        if self.form == STORED_FORMS["Q8_0"]:  # [blocks, inputs / 4, outputs, input, pair of inputs], see C
             quads = weights.unflatten(0, (-1, self._block)).unflatten(2, (-1, 2, 2))
             return quads.permute(0, 2, 1, 4, 3).flatten(1).contiguous()
         if self.form > _CODE4:  # [blocks, inputs / 8, outputs, input, upper pairs]
@@ -236,7 +236,6 @@ class NativeWeights(FusedWeights):
         return cosines[0, :, :half].contiguous(), sines[0, :, :half].contiguous()
 
     def struct(self) -> tuple[_Model, Any]:
-        """Return the model and what it points to."""
         embedding = None if self._embedding is None else ctypes.pointer(self._embedding.struct())
         size = ctypes.sizeof(_Layer)
         pointers = (ctypes.c_void_p * len(self.layers))(

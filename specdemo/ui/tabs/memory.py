@@ -14,7 +14,7 @@ from specdemo.core.events import MemoryUse
 from specdemo.models import memory
 from specdemo.models.memory_plan import plan_spec
 from specdemo.models.quantization import unavailable
-from specdemo.models.spec import QUANTIZATIONS, ModelSpec, find_device
+from specdemo.models.spec import QUANTIZATIONS, ModelSpec, find_device, is_gguf
 from specdemo.models.zoo import PAIRS, Pair, offers
 from specdemo.ui.frames import Run
 from specdemo.ui.labels import NOTHING, percent
@@ -99,8 +99,11 @@ def of_pairs(device: str, pairs: Mapping[str, Pair] = PAIRS) -> str:
     catalogue = {offer.name: offer.needs for offer in offers(device)}
     rows = []
     for name, pair in pairs.items():
-        if Path(pair.target).is_dir() and Path(pair.drafter).is_dir():
-            available = [quantization for quantization in QUANTIZATIONS if unavailable(quantization, target) is None]
+        if pair.missing:
+            continue
+        if all(Path(model).exists() for model in (pair.target, pair.drafter) if model):
+            available = ["none"] if is_gguf(pair.target) else QUANTIZATIONS
+            available = [quantization for quantization in available if unavailable(quantization, target) is None]
             rows += [_pair(pair, quantization, target, free) for quantization in available]
         elif name in catalogue:
             needs = catalogue[name]
@@ -110,12 +113,13 @@ def of_pairs(device: str, pairs: Mapping[str, Pair] = PAIRS) -> str:
 
 
 def _pair(pair: Pair, quantization: str, device: torch.device, free: int) -> list[str]:
-    large = ModelSpec(pair.target, quantization=quantization, device=str(device))
-    small = ModelSpec(pair.drafter, device=str(device))
-    target, drafter = (plan_spec(spec.resolved(), CONTEXT) for spec in (large, small))
+    specs = [ModelSpec(pair.target, quantization=quantization, device=str(device))]
+    if pair.drafter:
+        specs.append(ModelSpec(pair.drafter, device=str(device)))
+    target, *drafters = plans = [plan_spec(spec.resolved(), CONTEXT) for spec in specs]
     weights = "" if quantization == "none" else f" {quantization} and"
-    total = target.total + drafter.total
-    figures = (target.weights, drafter.weights, target.kv + drafter.kv, total)
+    total, drafter_weights = sum(plan.total for plan in plans), sum(plan.weights for plan in drafters) or None
+    figures = (target.weights, drafter_weights, sum(plan.kv for plan in plans), total)
     return [f"{pair.title}; target in{weights} {target.spec.dtype}", *map(_mb, figures), _fits(total, free)]
 
 
