@@ -25,7 +25,7 @@ class RunOptions:
     pair: str | None = option(
         None,
         "Drafter and target",
-        f"a ready pair (default: {CHAT_PAIR}, with --method bundled)",
+        f"a ready pair (default: {CHAT_PAIR}, with a method: bundled)",
         choices=PAIRS,
         basic=True,
     )  # with neither pair nor models: the bundled pair
