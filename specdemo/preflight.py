@@ -160,7 +160,7 @@ def load_comparable(recipe: Recipe, pool: ModelPool) -> tuple[LoadedModel, Loade
 def texts_for(recipe: Recipe, kinds: Sequence[str] = ()) -> list[Prompt]:
     """Return prompts, with continuations if recorded."""
     if recipe.models[0] != PAIRS["bundled"].target:
-        return load_prompts(kinds=kinds)
+        return load_prompts(kinds, recipe.chat)
     prompts = load_written(recipe.temperature, kinds)
     changed = recipe.repetition_penalty != 1 or recipe.bad_words or recipe.chat
     truncated = recipe.temperature > 0 and (recipe.top_k or recipe.top_p < 1)

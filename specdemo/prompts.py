@@ -1,4 +1,4 @@
-"""Bundled prompts by class, and continuations recorded from the bundled target."""
+"""Prompts by class: texts to continue, with continuations of the bundled target, and user messages."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from specdemo.core.errors import check_name
 from specdemo.models.zoo import ASSETS
 
 PROMPT_FILE = ASSETS / "prompts.json"
+CHAT_FILE = ASSETS / "chat_prompts.json"
 CONTINUATION_FILE = ASSETS / "written.json"
 RECORDED_TEMPERATURES = (0.0, 1.0)  # of the continuations
 
@@ -24,23 +25,24 @@ class Prompt:
     written: str = ""  # continuation by the target, if recorded
 
 
-def load_prompts(path: Path = PROMPT_FILE, kinds: Sequence[str] = ()) -> list[Prompt]:
-    classes = _read_classes(path, kinds)
+def load_prompts(kinds: Sequence[str] = (), chat: bool = False) -> list[Prompt]:
+    """Return the classes `kinds` of both kinds of prompts, by default all user messages (`chat`) or all other texts."""
+    classes = _read_classes(kinds, *((PROMPT_FILE, CHAT_FILE) if kinds else (CHAT_FILE if chat else PROMPT_FILE,)))
     return [Prompt(kind, f"{kind} {i}", text) for kind, texts in classes.items() for i, text in enumerate(texts, 1)]
 
 
-def load_written(temperature: float, kinds: Sequence[str] = (), path: Path = CONTINUATION_FILE) -> list[Prompt]:
+def load_written(temperature: float, kinds: Sequence[str] = ()) -> list[Prompt]:
     """Return prompts with continuations at the nearest recorded temperature."""
     nearest = min(RECORDED_TEMPERATURES, key=lambda recorded: abs(recorded - temperature))
     return [
         Prompt(kind, f"{kind} text {i}", entry["prompt"], entry[f"{nearest:g}"])
-        for kind, entries in _read_classes(path, kinds).items()
+        for kind, entries in _read_classes(kinds, CONTINUATION_FILE).items()
         for i, entry in enumerate(entries, 1)
     ]
 
 
-def _read_classes(path: Path, kinds: Sequence[str]) -> dict[str, list[Any]]:
-    classes = json.loads(path.read_text("utf-8"))
+def _read_classes(kinds: Sequence[str], *paths: Path) -> dict[str, list[Any]]:
+    classes = {kind: entries for path in paths for kind, entries in json.loads(path.read_text("utf-8")).items()}
     for kind in kinds:
         check_name("class of prompts", kind, classes)
     return {kind: entries for kind, entries in classes.items() if not kinds or kind in kinds}

@@ -17,6 +17,7 @@ from specdemo.cli.output import OutputFile, output_file
 from specdemo.core.errors import UserError
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import find_device
+from specdemo.models.zoo import CHAT_PAIR
 from specdemo.preflight import preflight, texts_for
 from specdemo.prompts import Prompt, load_prompts
 from specdemo.recipe import METHODS, Recipe
@@ -38,12 +39,13 @@ def _bench(options: argparse.Namespace) -> int:
     at_least_one("repeat", options.repeat)
     varying = ("method", "gamma", "policy", "temperature")
     common = {name: value for name, value in given(options).items() if name not in varying}
+    common["chat"] = common.get("pair") == CHAT_PAIR
     varied = bench.grid(options.method, options.gamma, options.policy, options.temperature)
     if cloud := common.get("cloud"):  # the fastest AR baseline: no round trip per token
         alone = {"cloud": replace(cloud, mode="cloud_only")}
         varied = [{**values, **(alone if values["method"] == "ar" else {})} for values in varied]
     recipes = [Recipe(**{**common, **values}) for values in varied]
-    prompts = load_prompts(kinds=options.kind)
+    prompts = load_prompts(options.kind, common["chat"])
     peers = []
     if options.peers:
         drafting = any(recipe.drafter_spec for recipe in recipes)
@@ -113,7 +115,8 @@ def _prove(options: argparse.Namespace) -> int:
 
 
 def _preflight(options: argparse.Namespace) -> int:
-    recipe = Recipe(**{**given(options), "top_p": 1.0})
+    values = given(options)
+    recipe = Recipe(**{**values, "top_p": 1.0, "chat": values.get("pair") == CHAT_PAIR})
     estimate = preflight(recipe, texts_for(recipe, options.kind), ModelPool())
     print(f"texts of the target: {estimate.texts}")
     print(f"weights {estimate.weight_bytes / 1e6:,.0f} MB, KV cache {estimate.kv_bytes / 1e6:.2f} MB per 1,000 tokens")

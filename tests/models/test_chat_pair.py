@@ -17,6 +17,7 @@ from specdemo.core.errors import UserError
 from specdemo.models.loaded_pair import load_pair
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import CHAT_PAIR, PAIRS, first_installed, first_with_drafter, offers
+from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 from specdemo.ui.controls import _pair_of_method, _settings_of_pair
 from specdemo.ui.limits import PUBLIC, HostLimits
@@ -134,3 +135,11 @@ def test_greedy_text_equals_transformers_and_speculation_is_exact() -> None:
         0, prompt.shape[1] :
     ].tolist()
     assert all(found == expected for found in ids.values())
+
+
+def test_prompts_of_chats_and_texts() -> None:
+    chat, texts = load_prompts(chat=True), load_prompts()
+    assert {prompt.kind for prompt in chat} == {"question", "rewriting", "list", "facts", "random"}
+    assert not {prompt.kind for prompt in chat} & {prompt.kind for prompt in texts}
+    assert {prompt.kind for prompt in load_prompts(["facts", "code"])} == {"facts", "code"}
+    assert len({prompt.text for prompt in chat}) == len(chat) == 30

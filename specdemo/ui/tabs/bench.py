@@ -71,7 +71,7 @@ def sweep(
     varied = list(islice(grid(methods, gammas, policies, temperatures), MOST_RUNS + 1))
     if len(varied) > MOST_RUNS:
         raise UserError(f"that is more than {MOST_RUNS} recipes: choose fewer draft lengths, policies or temperatures")
-    by_kind = [load_prompts(kinds=[str(kind)])[:each] for kind in kinds]
+    by_kind = [load_prompts([str(kind)])[:each] for kind in kinds]
     prompts = [group[i] for i in range(max(map(len, by_kind))) for group in by_kind if i < len(group)]
     result = Sweep(tuple(map(make, varied)), tuple(prompts))
     if result.runs > MOST_RUNS or result.tokens > MOST_TOKENS:
@@ -122,9 +122,10 @@ def bars(rows: Sequence[BenchRow]) -> dict[str, Any]:
 
 def bench_tab(service: Service, controls: Mapping[str, gr.components.Component], defaults: Recipe, tab: gr.Tab) -> None:
     """Lay out the tab. `controls` of the sidebar are keyed by recipe field."""
-    kinds = list(dict.fromkeys(prompt.kind for prompt in load_prompts()))
+    prompts = [*load_prompts(chat=defaults.chat), *load_prompts(chat=not defaults.chat)]
+    kinds = list(dict.fromkeys(prompt.kind for prompt in prompts))
     gr.Markdown(_INTRO)
-    selection = _grid_controls(kinds, defaults.gamma)
+    selection = _grid_controls(kinds, defaults)
     size = gr.Markdown(elem_id="bench-size")
     panel = MeasurementPanel(service, "bench")
     with panel.results:
@@ -169,17 +170,19 @@ def bench_tab(service: Service, controls: Mapping[str, gr.components.Component],
     panel.connect(inputs, [table, plot, notes, *files], make_sweep, SweepResult.rows, show_rows)
 
 
-def _grid_controls(kinds: list[str], gamma: int) -> dict[str, gr.components.Component]:
+def _grid_controls(kinds: list[str], defaults: Recipe) -> dict[str, gr.components.Component]:
     def group(choices: list[Any], value: list[Any], label: str, name: str) -> gr.CheckboxGroup:
         return gr.CheckboxGroup(choices, value=value, label=label, min_width=280, elem_id=f"bench-{name}")
 
     selection: dict[str, gr.components.Component] = {}
     with gr.Row():
-        selection["methods"] = group(DRAFTING, ["draft", "nasd"], "Methods (compared with the baseline)", "methods")
-        selection["kinds"] = group(kinds, kinds, "Classes of prompts", "kinds")
+        methods = ["nasd", "suffix"] if defaults.chat else ["draft", "nasd"]
+        fitting = list(dict.fromkeys(prompt.kind for prompt in load_prompts(chat=defaults.chat)))
+        selection["methods"] = group(DRAFTING, methods, "Methods (compared with the baseline)", "methods")
+        selection["kinds"] = group(kinds, fitting, "Classes of prompts", "kinds")
     with gr.Row():
         selection["policies"] = group(list(POLICIES), ["fixed"], "Draft-length policies", "policies")
-        selection["gammas"] = group(list(range(1, 9)), [gamma], "Draft lengths γ (tokens)", "gammas")
+        selection["gammas"] = group(list(range(1, 9)), [defaults.gamma], "Draft lengths γ (tokens)", "gammas")
     with gr.Row():
         temperatures = [(f"{t:g}", t) for t in _TEMPERATURES]
         selection["temperatures"] = group(temperatures, [0.0], "Temperatures", "temperatures")
