@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.chat_model import save_dequantised
 from benchmarks.memory import SHAPES, save_random
 from benchmarks.tables import publish, run_study, study_parser
 from specdemo.cli.commands import at_least_one
@@ -31,7 +32,7 @@ from specdemo.models.kv_cache import new_engine
 from specdemo.models.load import load, reference
 from specdemo.models.memory import release_memory
 from specdemo.models.spec import ModelSpec
-from specdemo.models.zoo import PAIRS
+from specdemo.models.zoo import CHAT_PAIR, PAIRS
 
 TABLES = {"against_llama_cpp": "docs/performance.md"}
 FORMS = {  # dtype and quantization here, type of llama-quantize
@@ -140,20 +141,29 @@ def compare(name: str, folder: str, options: argparse.Namespace) -> list[dict[st
                 file = Path(place) / f"{kind}.gguf"
                 quantizer = options.llama_bench.with_name("llama-quantize")
                 subprocess.run([quantizer, full, file, kind], capture_output=True, check=True)
-            release_memory()
-            loaded = load(ModelSpec(folder, dtype=dtype, quantization=quantization, device="cpu"))
-            engine = new_engine(loaded.model)
-            for context in options.context:
-                pairs = []
-                for _ in range(options.rounds):
-                    theirs = their_speed(options.llama_bench, file, options.tokens, context)
-                    pairs.append((our_speed(engine, loaded.vocab_size, options.tokens, context), theirs))
-                ours, theirs = (statistics.median(values) for values in zip(*pairs, strict=True))
-                ratios = [own / other for own, other in pairs]
-                low, high = interval(ratios)
-                figures = {"ours": ours, "theirs": theirs, "ratio": statistics.median(ratios), "low": low, "high": high}
-                records.append({"model": name, "form": form, "kind": kind, "context": context, **figures})
-                print(COLUMNS["ratio"].format(**records[-1]), form, context, file=sys.stderr, flush=True)
+            spec = ModelSpec(folder, dtype=dtype, quantization=quantization, device="cpu")
+            records += compare_form(name, form, kind, spec, file, options)
+    return records
+
+
+def compare_form(
+    name: str, form: str, kind: str, spec: ModelSpec, file: Path, options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Measure `spec` and `file`, which contain the same weights, at all contexts in alternation."""
+    release_memory()
+    loaded, records = load(spec), []
+    engine = new_engine(loaded.model)
+    for context in options.context:
+        pairs = []
+        for _ in range(options.rounds):
+            theirs = their_speed(options.llama_bench, file, options.tokens, context)
+            pairs.append((our_speed(engine, loaded.vocab_size, options.tokens, context), theirs))
+        ours, theirs = (statistics.median(values) for values in zip(*pairs, strict=True))
+        ratios = [own / other for own, other in pairs]
+        low, high = interval(ratios)
+        figures = {"ours": ours, "theirs": theirs, "ratio": statistics.median(ratios), "low": low, "high": high}
+        records.append({"model": name, "form": form, "kind": kind, "context": context, **figures})
+        print(COLUMNS["ratio"].format(**records[-1]), form, context, file=sys.stderr, flush=True)
     return records
 
 
@@ -169,6 +179,13 @@ def study(options: argparse.Namespace) -> None:
         if name == "bundled":
             records += compare(name, PAIRS["bundled"].target, options)
             continue
+        if name == CHAT_PAIR:
+            with tempfile.TemporaryDirectory() as folder:
+                save_dequantised(Path(folder))
+                path = Path(PAIRS[name].target)
+                records += compare_form(name, "stored", "Q4_1", ModelSpec(str(path), device="cpu"), path, options)
+                records += compare(name, folder, options)
+            continue
         with tempfile.TemporaryDirectory() as folder:
             save_random(SHAPES[name], Path(folder))
             records += compare(name, folder, options)
@@ -179,7 +196,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and run the study."""
     parser = study_parser(__file__, __doc__, TABLES)
     parser.add_argument("--llama-bench", type=Path, required=True, metavar="PATH")
-    parser.add_argument("--model", nargs="+", default=["bundled", "llama-300m"], choices=["bundled", *SHAPES])
+    parser.add_argument(
+        "--model", nargs="+", default=["bundled", "llama-300m", CHAT_PAIR], choices=["bundled", CHAT_PAIR, *SHAPES]
+    )
     parser.add_argument("--form", nargs="+", default=list(FORMS), choices=FORMS)
     parser.add_argument("--context", nargs="+", type=int, default=[0, 512])
     parser.add_argument("--tokens", type=int, default=128)

@@ -23,6 +23,7 @@ from specdemo.core.errors import check_name
 from specdemo.core.metrics import interval
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import find_device
+from specdemo.models.zoo import CHAT_PAIR
 from specdemo.prompts import Prompt, load_prompts
 from specdemo.recipe import Recipe
 
@@ -30,6 +31,7 @@ PERFORMANCE, POLICIES = "docs/performance.md", "docs/policies.md"
 TABLES = {
     "bench": PERFORMANCE,
     "bench-classes": PERFORMANCE,
+    "bench-chat": PERFORMANCE,
     "bench-costs": PERFORMANCE,
     "bench-readme": "README.md",
     "bench-policies": POLICIES,
@@ -66,6 +68,7 @@ POLICY_COLUMNS = {
 README_COLUMNS = {"prompts": "{kind}, temperature {temperature}", "recipe": "`{method}`", **SPEEDUP}
 PEER_COLUMNS = {"ratio to AR": "{ratio}", "ratio to transformers": "{to_peer}"}
 TRANSFORMERS_COLUMNS = {"class": "{kind}", "lane": "{lane}", **SPEED, **PEER_COLUMNS, **SAME_TEXT, **FIRST_TOKEN}
+CHAT_COLUMNS = {"class": "{kind}", "recipe": "{lane}", **SPEED, **SPEEDUP, **SAME_TEXT, **ACCEPTANCE}
 PROVE_COLUMNS = {
     **{name: f"{{{name}}}" for name in ("dtype", "method", "gamma", "temperature", "rule", "texts")},
     **{name: f"{{{name}:,}}" for name in ("tokens", "accepted")},
@@ -103,9 +106,9 @@ def cells(row: bench.BenchRow) -> dict[str, str]:
     }
 
 
-def first_of_each_class(count: int) -> list[Prompt]:
+def first_of_each_class(count: int, chat: bool = False) -> list[Prompt]:
     """Return the first `count` prompts of every class."""
-    kinds = dict.fromkeys(prompt.kind for prompt in load_prompts())
+    kinds = dict.fromkeys(prompt.kind for prompt in load_prompts(chat=chat))
     return [prompt for kind in kinds for prompt in load_prompts(kinds=[kind])[:count]]
 
 
@@ -161,6 +164,14 @@ def policies(options: argparse.Namespace) -> None:
     rows = [cells(row) for row in bench.table(recipes, pooled(records))]
     drafting = [row for row, recipe in zip(rows, recipes, strict=True) if recipe.method != "ar"]
     publish(options, "bench-policies", POLICY_COLUMNS, drafting)
+
+
+def chat_classes(options: argparse.Namespace) -> None:
+    """Publish the speed of the chat model without a draft model by class."""
+    pair = {"pair": CHAT_PAIR, "chat": True, "max_tokens": options.max_tokens or 128}
+    recipes = [Recipe(**pair, **values) for values in bench.grid(["nasd", "suffix"], [4], ["fixed"], [0.0])]
+    records = measured(recipes, first_of_each_class(options.prompts or 6, chat=True))
+    publish(options, "bench-chat", CHAT_COLUMNS, [cells(row) for row in bench.table(recipes, records)])
 
 
 def transformers(options: argparse.Namespace) -> None:
@@ -229,6 +240,7 @@ class TableGroup:
 
 GROUPS = (
     TableGroup(("bench", "bench-classes", "bench-costs", "bench-readme"), methods),
+    TableGroup(("bench-chat",), chat_classes),
     TableGroup(("bench-policies",), policies),
     TableGroup(("bench-transformers",), transformers),
     TableGroup(("prove",), equality),

@@ -22,13 +22,21 @@ class TableRun:
 RUNS = (
     TableRun(
         "python -m benchmarks.document_tables --write",
-        ("bench", "bench-classes", "bench-costs", "bench-readme", "bench-policies", "bench-transformers", "prove"),
-        11,
+        (
+            *("bench", "bench-classes", "bench-costs", "bench-readme", "bench-chat", "bench-policies"),
+            *("bench-transformers", "prove"),
+        ),
+        15,
     ),
     TableRun("python -m benchmarks.time_breakdown --write", ("time_breakdown",), 0.5),
     TableRun("python -m benchmarks.pass_cost --dtype float32 --write", ("pass_cost-float32",), 0.5),
     TableRun("python -m benchmarks.pass_cost --dtype bfloat16 --write", ("pass_cost-bfloat16",), 0.5),
-    TableRun("python -m benchmarks.against_llama_cpp --llama-bench PATH --write", ("against_llama_cpp",), 6),
+    TableRun("python -m benchmarks.against_llama_cpp --llama-bench PATH --write", ("against_llama_cpp",), 12),
+    TableRun(
+        "python -m benchmarks.chat_model --write",
+        ("chat-equality", "chat-forms", "chat-drafters"),
+        6,
+    ),
     TableRun("python -m benchmarks.imposed_acceptance --write", ("imposed_acceptance",), 5),
     TableRun("python -m benchmarks.drafting_cost --write", ("drafting_cost",), 1),
     TableRun("python -m benchmarks.policy_regret --write", ("policy_regret",), 3),

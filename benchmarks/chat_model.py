@@ -1,0 +1,242 @@
+"""The chat model in several forms: tables `chat-equality`, `chat-forms` and `chat-drafters` in docs/models.md.
+
+`python -m benchmarks.chat_model --write`. The form `Q4_1` is the stored file; the others are converted from its
+dequantised weights. Greedy texts are compared with `transformers` in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.runs import traced
+from benchmarks.tables import ROOT, publish, run_study, study_parser
+from specdemo.cli.commands import at_least_one
+from specdemo.core.errors import UserError
+from specdemo.core.metrics import interval
+from specdemo.models.kv_cache import CachedModel
+from specdemo.models.model_pool import ModelPool
+from specdemo.models.zoo import CHAT_PAIR, PAIRS
+from specdemo.prompts import Prompt, load_prompts
+from specdemo.recipe import Recipe
+
+MODELS = "docs/models.md"
+TABLES = {"chat-equality": MODELS, "chat-forms": MODELS, "chat-drafters": MODELS}
+STORED = "Q4_1"
+FORMS = {"float32": ("float32", "none"), "bf16": ("bfloat16", "none"), "int8": ("auto", "int8"), "nf4": ("auto", "nf4")}
+DRAFTERS = ("int8", "nf4")
+GAMMA = 4
+CONTEXT = 1024  # tokens of a document
+EQUALITY_COLUMNS = {
+    "prompts": "{prompts}",
+    "tokens": "{tokens:,}",
+    "equal texts": "{equal}",
+    "margins at the first differences": "{margins}",
+}
+FORM_COLUMNS = {
+    "form": "{form}",
+    "weights MB": "{mb:.0f}",
+    "perplexity, documents": "{documents:.2f}",
+    "perplexity, answers": "{answers:.2f}",
+    "tokens/s": "{speed:.0f}",
+    "relative to Q4_1": "{ratio}",
+}
+DRAFTER_COLUMNS = {
+    "drafter of bf16": "{drafter}",
+    "temperature": "{temperature:g}",
+    "alpha": "{alpha:.2f}",
+    "tokens/pass": "{tokens_per_pass:.2f}",
+    "relative to bf16": "{to_bf16}",
+    "relative to Q4_1": "{to_stored}",
+}
+
+
+@dataclass(frozen=True)
+class Forms:
+    """Folder of the dequantised checkpoint, and a pool."""
+
+    folder: Path
+    pool: ModelPool
+
+    def recipe(self, form: str, **values: Any) -> Recipe:
+        """Return a chat recipe for a target in `form`."""
+        common = {"chat": True, "top_p": 1.0, "device": "cpu", **values}
+        if form == STORED:
+            return Recipe(pair=CHAT_PAIR, **common)
+        dtype, quantization = FORMS[form]
+        return Recipe(target=str(self.folder), dtype=dtype, quantization=quantization, **common)
+
+
+def save_dequantised(folder: Path) -> None:
+    """Write the chat model as a checkpoint in float32. Raises `UserError` if it is not installed."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if PAIRS[CHAT_PAIR].missing:
+        raise UserError(f"the chat model is not installed: {PAIRS[CHAT_PAIR].missing}")
+    file = Path(PAIRS[CHAT_PAIR].target)
+    source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    del read.config.quantization_config  # otherwise it cannot be saved
+    model = AutoModelForCausalLM.from_config(read.config)
+    model.load_state_dict(read.state_dict())
+    model.save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    tokenizer.save_pretrained(folder)
+
+
+def chosen_prompts(count: int) -> list[Prompt]:
+    """Return `count` prompts of alternating classes."""
+    prompts = load_prompts(chat=True)
+    kinds = list(dict.fromkeys(prompt.kind for prompt in prompts))
+    by_kind = [[prompt for prompt in prompts if prompt.kind == kind] for kind in kinds]
+    return [group[i] for i in range(max(map(len, by_kind))) for group in by_kind][:count]
+
+
+def equality(forms: Forms, prompts: Sequence[Prompt], tokens: int) -> dict[str, Any]:
+    """Compare greedy token ids of the stored form with `transformers`."""
+    from transformers import AutoModelForCausalLM
+
+    oracle = AutoModelForCausalLM.from_pretrained(forms.folder, dtype=torch.float32).eval()
+    equal, total, margins = 0, 0, []
+    for prompt in prompts:
+        trace = traced(forms.recipe(STORED, method="nasd", temperature=0.0, max_tokens=tokens), prompt.text, forms.pool)
+        ids = torch.tensor([trace.header["prompt_tokens"]])
+        result = oracle.generate(
+            ids,
+            max_new_tokens=len(trace.tokens),
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        theirs = result.sequences[0, ids.shape[1] :].tolist()
+        total += len(theirs)
+        first = next((i for i, (a, b) in enumerate(zip(trace.tokens, theirs, strict=True)) if a != b), None)
+        equal += first is None
+        if first is not None:
+            best, second = result.logits[first][0].topk(2).values.tolist()
+            margins.append(f"{best - second:.3f}")
+        print(prompt.name, "equal" if first is None else f"differs at {first}", file=sys.stderr, flush=True)
+    return {"prompts": len(prompts), "tokens": total, "equal": equal, "margins": ", ".join(margins) or "-"}
+
+
+def perplexity(model: CachedModel, texts: Sequence[tuple[list[int], int]]) -> float:
+    """Return exp of the mean cross entropy of each text after its first tokens."""
+    nats, count = 0.0, 0
+    for text, start in texts:
+        logits = model.read(text)[start - 1 : -1].float().log_softmax(-1)
+        nats -= float(logits.gather(1, torch.tensor(text[start:])[:, None]).sum())
+        count += len(text) - start
+    return math.exp(nats / count)
+
+
+def measure_forms(forms: Forms, prompts: Sequence[Prompt], tokens: int) -> list[dict[str, Any]]:
+    """Return size, perplexity and AR speed of every form."""
+    names = [STORED, *FORMS]
+    sampled = {
+        prompt.name: traced(
+            forms.recipe(STORED, method="ar", temperature=1.0, max_tokens=tokens), prompt.text, forms.pool
+        )
+        for prompt in prompts
+    }
+    answers = [
+        ([*run.header["prompt_tokens"], *run.tokens], len(run.header["prompt_tokens"])) for run in sampled.values()
+    ]
+    speeds: dict[str, list[float]] = {name: [] for name in names}
+    records, documents = {}, []
+    for name in names:
+        loaded = forms.pool.take(forms.recipe(name, method="ar").target_spec)
+        if not documents:
+            for path in sorted(ROOT.glob("docs/*.md")):
+                documents.append((loaded.tokenizer.encode(path.read_text("utf-8"))[:CONTEXT], 1))
+        scorer = CachedModel(loaded.model)
+        records[name] = {
+            "form": name,
+            "mb": loaded.weight_bytes / 1e6,
+            "documents": perplexity(scorer, documents),
+            "answers": perplexity(scorer, answers),
+        }
+    for prompt in (prompts[0], *prompts):
+        for name in names:
+            run = traced(forms.recipe(name, method="ar", temperature=0.0, max_tokens=tokens), prompt.text, forms.pool)
+            speeds[name].append(run.metrics["tokens_per_second"])
+    for name in names:
+        measured, stored = speeds[name][1:], speeds[STORED][1:]  # without warm-up
+        records[name] |= {"speed": statistics.median(measured), "ratio": _ratio(measured, stored)}
+    return list(records.values())
+
+
+def measure_drafters(forms: Forms, prompts: Sequence[Prompt], tokens: int) -> list[dict[str, Any]]:
+    """Return acceptance and speed of quantised copies as drafters of the model in bfloat16."""
+    records = []
+    for temperature in (0.0, 1.0):
+        common = {"temperature": temperature, "max_tokens": tokens, "gamma": GAMMA}
+        ar = {form: forms.recipe(form, method="ar", **common) for form in ("bf16", STORED)}
+        drafted = {
+            form: forms.recipe("bf16", method="draft", drafter=str(forms.folder), drafter_quantization=form, **common)
+            for form in DRAFTERS
+        }
+        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in (*ar, *drafted)}
+        for prompt in (prompts[0], *prompts):
+            for name, recipe in {**ar, **drafted}.items():
+                runs[name].append(traced(recipe, prompt.text, forms.pool).metrics)
+        speeds = {name: [run["tokens_per_second"] for run in found[1:]] for name, found in runs.items()}
+        for form in DRAFTERS:
+            found = runs[form][1:]
+            records.append(
+                {
+                    "drafter": form,
+                    "temperature": temperature,
+                    "alpha": statistics.mean(run["alpha"] for run in found if run["alpha"] is not None),
+                    "tokens_per_pass": statistics.mean(run["tokens_per_target_pass"] for run in found),
+                    "to_bf16": _ratio(speeds[form], speeds["bf16"]),
+                    "to_stored": _ratio(speeds[form], speeds[STORED]),
+                }
+            )
+    return records
+
+
+def _ratio(speeds: Sequence[float], baseline: Sequence[float]) -> str:
+    ratios = [a / b for a, b in zip(speeds, baseline, strict=True)]
+    low, high = interval(ratios)
+    return f"{statistics.median(ratios):.2f} [{low:.2f}, {high:.2f}]"
+
+
+def study(options: argparse.Namespace) -> None:
+    """Measure and publish the tables."""
+    for name in ("prompts", "max_tokens"):
+        at_least_one(name, getattr(options, name))
+    prompts = chosen_prompts(options.prompts)
+    with tempfile.TemporaryDirectory() as place:
+        forms = Forms(Path(place), ModelPool())
+        save_dequantised(forms.folder)
+        if "equality" in options.part:
+            publish(options, "chat-equality", EQUALITY_COLUMNS, [equality(forms, prompts, options.max_tokens)])
+        if "forms" in options.part:
+            publish(options, "chat-forms", FORM_COLUMNS, measure_forms(forms, prompts[:5], options.max_tokens))
+        if "drafters" in options.part:
+            publish(options, "chat-drafters", DRAFTER_COLUMNS, measure_drafters(forms, prompts[:4], options.max_tokens))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and run the study."""
+    parser = study_parser(__file__, __doc__, TABLES)
+    parts = ["equality", "forms", "drafters"]
+    parser.add_argument("--part", nargs="+", default=parts, choices=parts)
+    parser.add_argument("--prompts", type=int, default=20)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    return run_study(study, parser, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
