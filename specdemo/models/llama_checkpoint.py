@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -11,6 +11,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerFast
 
+from specdemo.models.engines.native_llama import FORMS, uses_native_engine
 from specdemo.models.hub import Hub, local_shapes
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device
 from specdemo.models.tokenizer_check import open_tokenizer
@@ -69,12 +70,19 @@ def read_checkpoint(
         return None
     tensors = dict(_tensors(folder, spec, wanted.keys(), report))
     dtype = getattr(torch, spec.dtype)
-    weights = {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
+    kept = _kept_dtype(tensors, dtype, device)
+    weights = {name: tensor.to(device, kept if tensor.dim() > 1 else dtype) for name, tensor in tensors.items()}
     model.load_state_dict(weights, strict=False, assign=True)  # a tied head is no separate tensor
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     model.eval().requires_grad_(False)
     return model, open_tokenizer(spec.name, folder, PreTrainedTokenizerFast)
+
+
+def _kept_dtype(tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    stored = {tensor.dtype for tensor in tensors.values() if tensor.dim() > 1}
+    native = uses_native_engine(device) and dtype == torch.float32
+    return stored.pop() if native and len(stored) == 1 and stored <= FORMS.keys() else dtype
 
 
 def generation_config(folder: Path, config: LlamaConfig) -> GenerationConfig:

@@ -128,7 +128,7 @@ def given_back_at_once() -> Iterator[None]:
 class LargePageBuffer:
     """Memory for tensors in 2 MiB pages (Linux)."""
 
-    _page, _chunk, _advice = 2 << 20, 8 << 20, 14  # MADV_HUGEPAGE in mman.h
+    _page, _chunk, _advice = 2 << 20, 64 << 20, 14  # MADV_HUGEPAGE in mman.h
 
     def __init__(self) -> None:
         self._free = torch.empty(0, dtype=torch.uint8)

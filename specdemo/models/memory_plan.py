@@ -170,7 +170,7 @@ def _plan_native(
         keeps_kv=True,
         settled=_RETAINED,
         passing=4 * rows * activations + _LOGIT_ROWS * config.vocab_size * 4 * _LOGIT_COPIES,
-        loading=2 * largest * _DTYPE_BYTES[spec.dtype],
+        loading=3 * largest * width,
     )
 
 

@@ -276,7 +276,7 @@ def offers(device: str = "auto") -> list[PairOffer]:
         )
         for name, pair in PAIRS.items()
     ]
-    return sorted(pair_offers, key=lambda offer: not offer.fits)  # stable
+    return sorted(pair_offers, key=lambda offer: (bool(offer.pair.missing), not offer.fits))  # stable
 
 
 _FUSED_KINDS = ("llama", "mistral", "qwen2", "qwen3")

@@ -213,6 +213,7 @@ class NativeWeights(FusedWeights):
         self._consume = consume
         tied = model.lm_head.weight is body.embed_tokens.weight
         self._embedding = None if tied else self._matrix([body.embed_tokens])
+        self.embedding = self._embedding and self._embedding.tensors["weights"]
         self._leave = self._gain(body.norm)
         self._structs = (_Layer * len(body.layers))(*map(self._layer, body.layers))
         self._head = self._matrix([model.lm_head])
