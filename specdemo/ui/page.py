@@ -28,7 +28,7 @@ from specdemo.models.zoo import ASSETS, PAIRS
 from specdemo.recipe import Recipe
 from specdemo.ui.api import address_of, endpoints
 from specdemo.ui.cockpit import cockpit, script
-from specdemo.ui.controls import Controls, examples_row, sidebar
+from specdemo.ui.controls import Controls, available_examples, examples_row, sidebar
 from specdemo.ui.frames import Run
 from specdemo.ui.gateway import gateway
 from specdemo.ui.labels import describe_preflight
@@ -86,7 +86,8 @@ def build(
     check_name("pair", pair, limits.pairs)
     service = Service(pool if pool is not None else ModelPool(hub=limits.hub), engine, limits, worker)
     usual = limits.fit(replace(Recipe(pair=pair, device=device), gamma=PAIRS[pair].gamma, top=RECORDED_TOP))
-    shown_examples = json.loads(examples.read_text(encoding="utf-8")) if examples else {"ready": [], "methods": {}}
+    found = json.loads(examples.read_text(encoding="utf-8")) if examples else {"ready": [], "methods": {}}
+    shown_examples = available_examples(found, limits.pairs)
     sockets = Sockets(service.runs)
     with gr.Blocks(title="specdemo", analytics_enabled=False, fill_width=True) as demo:
         parts = _layout(service, usual, device, shown_examples)
@@ -133,7 +134,7 @@ def _layout(service: Service, usual: Recipe, device: str, examples: dict[str, An
     controls = sidebar(usual, service.limits, service.unload)
     gr.HTML(_HEADER, elem_id="masthead", apply_default_css=False)
     prompt = gr.Textbox(
-        examples["ready"][0]["prompt"] if examples["ready"] else "",
+        next((example["prompt"] for example in examples["ready"] if example["pair"] == usual.pair), ""),
         label="Prompt",
         lines=3,
         max_lines=8,
