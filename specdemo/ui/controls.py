@@ -209,4 +209,4 @@ def examples_row(shown: Mapping[str, Any], prompt: gr.Textbox, controls: Control
                 by_method = {method: values(example) for method, example in made.items()}
                 apply = script(_APPLY_METHOD_EXAMPLE, EXAMPLES=by_method)
                 chip.click(None, [controls["method"], *targets], targets, js=apply, api_visibility="private")
-    gr.HTML('<p id="example-effect" aria-live="polite"></p>', apply_default_css=False)
+    gr.HTML('<p id="example-effect" aria-live="polite"></p>', elem_id="effect", apply_default_css=False)

@@ -35,19 +35,19 @@ def kept(page: Page, lane: str = "spec") -> int:
 def test_readable_pace_displays_a_finished_run_gradually(tab: Any) -> None:
     page = tab(PACED)
     expect(page.locator("#pace")).to_have_value("readable")
-    run(page, CODE, tokens=48)
+    run(page, CODE, tokens=240)
     expect(page.locator("#status")).to_have_text(
         re.compile(r"^displaying: at 15 tokens/s, generated at [\d.]+ tokens/s")
     )
-    assert kept(page) < 48
+    assert kept(page) < 240
     speed = page.locator("[data-kpi=tokens_per_second]")
-    expect(speed).to_contain_text("48 tokens")  # figures of the complete run
+    expect(speed).to_contain_text("240 tokens")  # figures of the complete run
     expect(page.locator("#stop")).to_have_attribute("aria-disabled", "false")
     before = page.evaluate("document.querySelectorAll('#lane-spec .tok').length")
     page.wait_for_function(f"document.querySelectorAll('#lane-spec .tok').length > {before}")
-    page.locator("#stop").click()
-    status(page, "done: 48 tokens")
-    assert kept(page) == 48
+    page.locator("#stop").evaluate("button => button.click()")  # the display may have ended on a busy machine
+    status(page, "done: 240 tokens")
+    assert kept(page) == 240
     expect(page.locator("#race")).to_be_visible()
 
 

@@ -84,7 +84,7 @@ async function catchUp() {
 function reset(id, plan) {
   if (run !== null) past.add(run);
   run = element.dataset.run = id;
-  received = 0;
+  received = firstStepAt = 0;
   pending = [];
   for (const [name, one] of Object.entries(lanes)) {
     one.box.hidden = !plan.includes(name);

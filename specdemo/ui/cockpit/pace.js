@@ -3,12 +3,13 @@
 
 const PACE = 15;
 const PACED_TICK_MS = 50;
-const HOLD_MS = 3000; // lanes of a comparison start together, at the latest after this time
+const HOLD_MS = 5000; // lanes of a comparison start together, at the latest this long after the first step
 const PACE_KEY = "specdemo-pace";
 
 let playback = false; // the recorded example is displayed
 let hurried = false; // display the rest of this run at once
 let pacedAt = 0;
+let firstStepAt = 0;
 const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");
 
 function paced() {
@@ -29,6 +30,7 @@ function meter(records) { // speed of the received steps, without the prefill
   for (const { l, t, c } of records) {
     if (!c) continue;
     const lane = lanes[l];
+    firstStepAt ||= performance.now();
     lane.last = { t, tokens: (lane.last?.tokens ?? 0) + committed(c) };
     lane.first ??= lane.last;
   }
@@ -46,7 +48,7 @@ function takeDue() { // remove the records to be displayed now from `pending`
   pacedAt = now;
   if (!paced()) return pending.splice(0);
   const fastest = fastestSpeed();
-  const held = state.plan.length > 1 && !state.over && fastest > PACE && now - startedAt < HOLD_MS;
+  const held = state.plan.length > 1 && !state.over && fastest > PACE && now - firstStepAt < HOLD_MS;
   for (const name of state.plan) {
     const lane = lanes[name];
     lane.credit += seconds * pace() * (measuredSpeed(lane) / fastest || 1);
@@ -85,7 +87,7 @@ function sayPace() {
   const rates = state.plan.map((name) => state.rates[name].replace(" tok/s", "")).filter(Boolean).join(" and ");
   const begins = $(".cockpit").dataset.phase !== "displaying";
   say("displaying", `${playback ? "recorded example " : ""}at ${pace().toFixed(0)} tokens/s${rates && `, generated at ${rates} tokens/s`}`);
-  if (begins) markButtons();
+  if (begins) { markButtons(); drawTiles(); }
 }
 
 $("#pace").value = localStorage.getItem(PACE_KEY) ?? (navigator.webdriver ? "instant" : "readable");

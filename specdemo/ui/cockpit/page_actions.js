@@ -75,7 +75,9 @@ async function openTrace(load, example = false) {
   playback = example;
   hurried = false;
   take(frame);
-  if (example) lanes.spec.box.scrollIntoView({ block: "nearest", behavior: reducedMotion.matches ? "auto" : "smooth" });
+  if (!example) return;
+  showRecorded(frame.recorded); // now rather than at the end, which would move the lanes
+  lanes.spec.lane.scrollIntoView({ block: "nearest", behavior: reducedMotion.matches ? "auto" : "smooth" });
 }
 
 const EXAMPLE = "nasd, short answer", OPENED_KEY = "specdemo-opened";
