@@ -186,7 +186,10 @@ def available_examples(examples: Mapping[str, Any], pairs: Container[str]) -> di
     }
 
 
-def examples_row(shown: Mapping[str, Any], prompt: gr.Textbox, controls: Controls) -> None:
+def examples_row(
+    shown: Mapping[str, Any], prompt: gr.Textbox, controls: Controls, forget: Callable[[gr.Request], None]
+) -> None:
+    """Build buttons that apply examples; `forget` ends the visitor's conversation."""
     names = [name for name in _EXAMPLE_SETTINGS if name in controls]
     targets = [prompt, *(controls[name] for name in names)]
 
@@ -203,6 +206,7 @@ def examples_row(shown: Mapping[str, Any], prompt: gr.Textbox, controls: Control
             chip = gr.Button(example["title"], size="sm", elem_classes="chip")
             apply = script(_APPLY_EXAMPLE, EFFECT=example["effect"], VALUES=values(example))
             chip.click(None, None, targets, js=apply, api_visibility="private")
+            chip.click(forget, None, None, queue=False, show_progress="hidden", api_visibility="private")
         for which in ("best", "worst"):
             if made := shown[which]:
                 chip = gr.Button(f"Method at its {which}", size="sm", elem_classes="chip", elem_id=f"at-{which}")

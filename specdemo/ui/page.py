@@ -131,6 +131,9 @@ class _Parts:
 
 
 def _layout(service: Service, usual: Recipe, device: str, examples: dict[str, Any]) -> _Parts:
+    def forget(request: gr.Request) -> None:
+        service.forget(request.session_hash or "")
+
     controls = sidebar(usual, service.limits, service.unload)
     gr.HTML(_HEADER, elem_id="masthead", apply_default_css=False)
     prompt = gr.Textbox(
@@ -150,7 +153,7 @@ def _layout(service: Service, usual: Recipe, device: str, examples: dict[str, An
         buttons["repeat"] = gr.Button(f"Repeat ×{REPEATS}", size="sm", elem_id="repeat", scale=0)
         buttons["use"] = gr.Button("Use", elem_id="use-recorded", visible="hidden")
     with gr.Accordion("Examples", open=False, elem_id="all-examples"):
-        examples_row(examples, prompt, controls)
+        examples_row(examples, prompt, controls, forget)
     with gr.Accordion("More actions", open=False, elem_id="more-actions"), gr.Row():
         for name, title in _MORE_ACTIONS.items():
             buttons[name] = gr.Button(title, size="sm", elem_id=name, scale=0)
@@ -321,7 +324,7 @@ class _Handlers:
         return json.dumps(changed), describe_kept_lanes(self._lanes(kept))
 
     def forget(self, request: gr.Request) -> None:
-        self._service.talks.pop(request.session_hash or "", None)
+        self._service.forget(request.session_hash or "")
         gr.Info("The next prompt begins a new conversation.")
 
     def leave(self, request: gr.Request) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
+import pytest
+from fakes.tiny_models import TEMPLATE, byte_level_tokenizer, save_model
 from playwright.sync_api import Page, expect
 
-from e2e.page_fixtures import CODE, drawn, open_group, run, set_number, spans, status
+from e2e.page_fixtures import CODE, drawn, open_group, run, set_number, spans, status, written
 from specdemo.models.zoo import ASSETS, PAIRS
 
 EXAMPLE = ASSETS / "traces" / "nasd, short answer.jsonl"
@@ -82,11 +85,15 @@ def test_a_new_run_replaces_the_display_of_the_last(tab: Any) -> None:
     assert drawn(page) == {"plain": 1}
 
 
-def test_reduced_motion_and_automation_display_at_once(tab: Any) -> None:
-    page = tab()
-    expect(page.locator("#pace")).to_have_value("instant")
-    page.locator("#pace").select_option("readable")
-    page.emulate_media(reduced_motion="reduce")
+HIDDEN = "Object.defineProperty(document, 'visibilityState', {get: () => 'hidden'});"
+
+
+@pytest.mark.parametrize("reason", ["reduced motion", "hidden", "automation"])
+def test_runs_are_displayed_at_once(tab: Any, reason: str) -> None:
+    page = tab({"reduced motion": PACED, "hidden": PACED + HIDDEN, "automation": ""}[reason])
+    expect(page.locator("#pace")).to_have_value("instant" if reason == "automation" else "readable")
+    if reason == "reduced motion":
+        page.emulate_media(reduced_motion="reduce")
     page.evaluate(PHASES)
     run(page, CODE, tokens=48)
     status(page, "done: 48 tokens")
@@ -146,3 +153,20 @@ def test_an_example_sets_all_of_its_settings_and_names_its_effect(page: Page) ->
         expect(page.locator("#chat input")).to_be_checked(checked=example["chat"])
     page.locator("#at-best").click()
     expect(page.locator("#example-effect")).to_be_empty()
+
+
+def test_an_example_ends_the_conversation(tab: Any, tmp_path: Path) -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    folder = save_model(tmp_path / "talker", tokenizer)
+    page = tab()
+    open_group(page, "Examples")
+    open_group(page, "Advanced settings", "Models and devices", "Chat")
+    for prompt in ("Hello", "New"):
+        page.get_by_role("button", name="Unit tests", exact=True).click()
+        expect(page.locator("#target input, #target textarea")).to_have_value("")
+        written(page, "target", str(folder))
+        page.locator("#chat input").check()
+        run(page, prompt, tokens=6)
+        status(page, "done")
+        expect(page.locator("#lane-spec .given")).to_have_text(f"<user>{prompt}\n<assistant>")
