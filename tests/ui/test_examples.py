@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from specdemo.core.step import Outcome
 from specdemo.models.zoo import ASSETS, PAIRS
 from specdemo.recipe import METHODS, Recipe
 from specdemo.ui.controls import available_examples
+from specdemo.ui.frames import read_traces
 
 EXAMPLES = json.loads((ASSETS / "examples.json").read_text("utf-8"))
 CHAT_PAIR = "smollm2-135m"  # available if its model is installed
@@ -43,3 +45,20 @@ def test_only_examples_of_available_pairs_are_shown() -> None:
     chat = available_examples(EXAMPLES, {CHAT_PAIR})
     assert len(chat["ready"]) == 6 and not chat["best"] and not chat["worst"]
     assert available_examples({"ready": [], "methods": {}}, PAIRS) == {"ready": [], "best": {}, "worst": {}}
+
+
+def test_the_recorded_run_is_an_example_without_file_names() -> None:
+    (path,) = (ASSETS / "traces").glob("*short answer.jsonl")
+    text = path.read_text("utf-8")
+    headers = [json.loads(line) for line in text.splitlines() if line.startswith('{"specdemo"')]
+    example = next(example for example in EXAMPLES["ready"] if example["prompt"] in headers[0]["prompt"])
+    assert [header["recipe"]["method"] for header in headers] == [example["method"], "ar"]
+    for header in headers:
+        recipe = header["recipe"]
+        assert (recipe["pair"], recipe["target"], recipe["drafter"]) == (CHAT_PAIR, None, None)
+        assert (recipe["chat"], recipe["temperature"]) == (True, example["temperature"])
+    assert "/tmp/" not in text and "/home/" not in text and ".gguf" not in text
+    lane = read_traces(text).lanes["spec"]
+    assert 40 <= lane.metrics.tokens <= 80
+    outcomes = {shown.outcome for event in lane.steps for shown in event.shown()}
+    assert {Outcome.ACCEPTED, Outcome.REJECTED, Outcome.CORRECTION} <= outcomes

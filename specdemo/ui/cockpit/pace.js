@@ -13,8 +13,8 @@ let firstStepAt = 0;
 const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");
 
 function paced() {
-  const failed = state?.over && state.run === run && state.phase[0] !== "done";
-  const wanted = (busy || playback) && !hurried && !failed && $("#pace").value === "readable";
+  const aborted = complete() && state.phase[0] !== "done";
+  const wanted = (busy || playback) && !hurried && !aborted && $("#pace").value === "readable";
   return wanted && document.visibilityState !== "hidden" && !reducedMotion.matches;
 }
 
