@@ -135,13 +135,13 @@ def test_no_recording_plays_after_run_was_pressed(tab: Any) -> None:
     def hold(route: Route) -> None:
         held.append(route) if EXAMPLE.stem in (route.request.post_data or "") else route.continue_()
 
-    page.route("**/component_server", hold)
+    page.route("**/component_server/", hold)
     page.reload()
     expect(page.locator("#recorded button").first).to_be_visible()
     run(page, "full")
     status(page, "done: 1 tokens, context full")
     assert len(held) == 1
-    with page.expect_response("**/component_server") as response:
+    with page.expect_response("**/component_server/") as response:
         held[0].continue_()
     assert "recorded trace" in response.value.text()
     page.evaluate("new Promise(requestAnimationFrame)")
