@@ -119,6 +119,13 @@ def test_the_first_visit_plays_a_recording(tab: Any) -> None:
     status(page, "done: recorded trace")
 
 
+def test_defaults_of_a_browser_that_is_not_automated(tab: Any) -> None:
+    page = tab("Object.defineProperty(Navigator.prototype, 'webdriver', {get: () => false});")
+    expect(page.locator("#status")).to_have_text(PLAYING)
+    expect(page.locator("#pace")).to_have_value("readable")
+    assert page.evaluate("localStorage.getItem('specdemo-pace')") is None
+
+
 def test_run_replaces_the_recording(tab: Any) -> None:
     page = tab(PACED + FIRST_VISIT)
     expect(page.locator("#status")).to_have_text(PLAYING)
