@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Container, Iterable, Mapping
 from contextlib import nullcontext
 from itertools import groupby, islice
 from typing import Any
@@ -24,9 +24,11 @@ Controls = dict[str, gr.components.Component]
 _LINK = "Edge and cloud"
 _EMULATED = ("rtt_ms", "jitter_ms", "up_mbit", "down_mbit", "loss")
 _NUMBERS_PER_ROW = 2
-_APPLY_EXAMPLE = """(method, prompt, temperature) => {
-  const example = EXAMPLES[method] ?? { prompt, temperature };
-  return [example.prompt, method, example.temperature];
+_EXAMPLE_SETTINGS = ("pair", "target", "drafter", "method", "chat", "temperature")
+_APPLY_EXAMPLE = "() => { document.getElementById('example-effect').textContent = EFFECT; return VALUES; }"
+_APPLY_METHOD_EXAMPLE = """(method, ...values) => {
+  document.getElementById("example-effect").textContent = "";
+  return EXAMPLES[method] ?? values;
 }"""
 
 
@@ -189,16 +191,44 @@ def _sentence(option: Option) -> str | None:
     return None if sentence == option.label else f"{sentence}."
 
 
-def examples_row(shown: dict[str, Any], prompt: gr.Textbox, controls: Controls) -> None:
-    targets = [prompt, controls["method"], controls["temperature"]]
+def available_examples(examples: Mapping[str, Any], pairs: Container[str]) -> dict[str, Any]:
+    """Return the examples of `pairs`; those of methods are for the bundled pair."""
+    code = {"pair": "bundled", "chat": False}
+    methods = examples["methods"] if code["pair"] in pairs else {}
+    return {
+        "ready": [example for example in examples["ready"] if example["pair"] in pairs],
+        **{
+            which: {method: {**code, "method": method, **made[which]} for method, made in methods.items()}
+            for which in ("best", "worst")
+        },
+    }
+
+
+def examples_row(
+    shown: Mapping[str, Any], prompt: gr.Textbox, controls: Controls, forget: Callable[[gr.Request], None]
+) -> None:
+    """Build buttons that apply examples; `forget` ends the visitor's conversation."""
+    names = [name for name in _EXAMPLE_SETTINGS if name in controls]
+    targets = [prompt, *(controls[name] for name in names)]
+
+    def script(text: str, **constants: Any) -> str:
+        for name, value in constants.items():
+            text = text.replace(name, json.dumps(value))
+        return text
+
+    def values(example: Mapping[str, Any]) -> list[Any]:
+        return [example["prompt"], *(example.get(name, "") for name in names)]
+
     with gr.Row(elem_id="examples"):
         for example in shown["ready"]:
             chip = gr.Button(example["title"], size="sm", elem_classes="chip")
-            values = json.dumps([example["prompt"], example["method"], example["temperature"]])
-            chip.click(None, None, targets, js=f"() => {values}", api_visibility="private")
-        for which, title in (("best", "Method at its best"), ("worst", "Method at its worst")):
-            chip = gr.Button(title, size="sm", elem_classes="chip", elem_id=f"at-{which}")
-            values = json.dumps({name: examples[which] for name, examples in shown["methods"].items()})
-            script = _APPLY_EXAMPLE.replace("EXAMPLES", values)
-            inputs = [controls["method"], prompt, controls["temperature"]]
-            chip.click(None, inputs, targets, js=script, api_visibility="private")
+            apply = script(_APPLY_EXAMPLE, EFFECT=example["effect"], VALUES=values(example))
+            chip.click(None, None, targets, js=apply, api_visibility="private")
+            chip.click(forget, None, None, queue=False, show_progress="hidden", api_visibility="private")
+        for which in ("best", "worst"):
+            if made := shown[which]:
+                chip = gr.Button(f"Method at its {which}", size="sm", elem_classes="chip", elem_id=f"at-{which}")
+                by_method = {method: values(example) for method, example in made.items()}
+                apply = script(_APPLY_METHOD_EXAMPLE, EXAMPLES=by_method)
+                chip.click(None, [controls["method"], *targets], targets, js=apply, api_visibility="private")
+    gr.HTML('<p id="example-effect" aria-live="polite"></p>', elem_id="effect", apply_default_css=False)

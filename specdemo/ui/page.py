@@ -28,7 +28,7 @@ from specdemo.models.zoo import ASSETS, CHAT_PAIR, PAIRS, first_installed, first
 from specdemo.recipe import Recipe
 from specdemo.ui.api import address_of, endpoints
 from specdemo.ui.cockpit import cockpit, script
-from specdemo.ui.controls import Controls, examples_row, sidebar
+from specdemo.ui.controls import Controls, available_examples, examples_row, sidebar
 from specdemo.ui.frames import Run
 from specdemo.ui.gateway import gateway
 from specdemo.ui.labels import describe_preflight
@@ -88,7 +88,8 @@ def build(
     service = Service(pool if pool is not None else ModelPool(hub=limits.hub), engine, limits, worker)
     usual = limits.fit(Recipe(pair=pair, device=device, top=RECORDED_TOP, **PAIRS[pair].settings))
     of_api = limits.fit(Recipe(pair=scripted, device=device, **PAIRS[scripted].settings))
-    shown_examples = json.loads(examples.read_text(encoding="utf-8")) if examples else {"ready": [], "methods": {}}
+    found = json.loads(examples.read_text(encoding="utf-8")) if examples else {"ready": [], "methods": {}}
+    shown_examples = available_examples(found, [name for name in limits.pairs if not PAIRS[name].missing])
     sockets = Sockets(service.runs)
     with gr.Blocks(title="specdemo", analytics_enabled=False, fill_width=True) as demo:
         parts = _layout(service, usual, device, shown_examples)
@@ -132,12 +133,15 @@ class _Parts:
 
 
 def _layout(service: Service, usual: Recipe, device: str, examples: dict[str, Any]) -> _Parts:
+    def forget(request: gr.Request) -> None:
+        service.forget(request.session_hash or "")
+
     controls = sidebar(usual, service.limits, service.unload)
     gr.HTML(_HEADER, elem_id="masthead", apply_default_css=False)
     if CHAT_PAIR in service.limits.pairs and (command := PAIRS[CHAT_PAIR].missing):
         gr.Markdown(f"The chat model SmolLM2 is not installed (93 MB): `{command}`, then restart.", elem_id="notice")
     prompt = gr.Textbox(
-        examples["ready"][0]["prompt"] if examples["ready"] else "",
+        next((example["prompt"] for example in examples["ready"] if example["pair"] == usual.pair), ""),
         label="Prompt",
         lines=3,
         max_lines=8,
@@ -153,7 +157,7 @@ def _layout(service: Service, usual: Recipe, device: str, examples: dict[str, An
         buttons["repeat"] = gr.Button(f"Repeat ×{REPEATS}", size="sm", elem_id="repeat", scale=0)
         buttons["use"] = gr.Button("Use", elem_id="use-recorded", visible="hidden")
     with gr.Accordion("Examples", open=False, elem_id="all-examples"):
-        examples_row(examples, prompt, controls)
+        examples_row(examples, prompt, controls, forget)
     with gr.Accordion("More actions", open=False, elem_id="more-actions"), gr.Row():
         for name, title in _MORE_ACTIONS.items():
             buttons[name] = gr.Button(title, size="sm", elem_id=name, scale=0)
@@ -324,7 +328,7 @@ class _Handlers:
         return json.dumps(changed), describe_kept_lanes(self._lanes(kept))
 
     def forget(self, request: gr.Request) -> None:
-        self._service.talks.pop(request.session_hash or "", None)
+        self._service.forget(request.session_hash or "")
         gr.Info("The next prompt begins a new conversation.")
 
     def leave(self, request: gr.Request) -> None:

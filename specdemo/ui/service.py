@@ -207,6 +207,10 @@ class Service:
         """Release the data of a session; its run ends separately."""
         self.stop_bench(visitor)
         self._stores.pop(visitor, None)
+        self.forget(visitor)
+
+    def forget(self, visitor: str) -> None:
+        """End the visitor's conversation."""
         self.talks.pop(visitor, None)
 
     def _admit(self, job: Callable[[], Iterator[Any]], address: str, visitor: str = "") -> Stream:

@@ -188,8 +188,9 @@ def test_recorded_traces_open_without_a_model(page: Page, served: Any) -> None:
     for path in sorted((ASSETS / "traces").glob("*.jsonl")):
         page.get_by_role("button", name=path.stem.replace("-", " "), exact=True).click()
         expect(page.locator("[data-lane=spec] .title")).to_contain_text(path.stem.split(",")[0])
-        status(page, "done: recorded trace, 96 and 96 tokens")
         trace = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+        tokens = [str(line["metrics"]["tokens"]) for line in trace if "end" in line]
+        status(page, f"done: recorded trace, {' and '.join(tokens)} tokens")
         middle = next(i for i, line in enumerate(trace) if "end" in line) + 1
         assert drawn(page) == counted(trace[:middle]) and drawn(page, "ar") == counted(trace[middle:])
     expect(page.locator("#recorded-settings")).to_contain_text(f"max tokens {trace[0]['recipe']['max_tokens']}")

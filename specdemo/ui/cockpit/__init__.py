@@ -13,7 +13,7 @@ from specdemo.ui.api import address_of
 
 _FOLDER = Path(__file__).parent
 # One scope, in order of dependency.
-_SCRIPTS = ("lanes", "socket", "tiles", "tooltip", "replay", "charts", "inspector", "page_actions")
+_SCRIPTS = ("lanes", "pace", "socket", "tiles", "tooltip", "replay", "charts", "inspector", "page_actions")
 
 
 def cockpit(server_functions: list[Callable], max_trace: int) -> gr.HTML:

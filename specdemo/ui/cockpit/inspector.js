@@ -19,7 +19,7 @@ function closeRounds() {
 }
 
 async function inspectRound(name, i) {
-  if (busy) return; // the trace is still incomplete
+  if (busy || displaying()) return; // the trace is still incomplete
   const mine = (round.asked += 1);
   const [was, of] = [round.lane, run];
   Object.assign(round, { lane: name, i });

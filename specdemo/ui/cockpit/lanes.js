@@ -62,11 +62,9 @@ function take(frame) {
   const records = frame.r.slice(received - frame.at);
   received += records.length;
   pending.push(...records);
+  meter(records);
   state = frame;
-  if (drawing) return;
-  drawing = true;
-  // hidden tabs receive no animation frames
-  document.visibilityState === "hidden" ? setTimeout(draw, 0) : requestAnimationFrame(draw);
+  if (!drawing) schedule();
 }
 
 async function catchUp() {
@@ -86,7 +84,7 @@ async function catchUp() {
 function reset(id, plan) {
   if (run !== null) past.add(run);
   run = element.dataset.run = id;
-  received = 0;
+  received = firstStepAt = 0;
   pending = [];
   for (const [name, one] of Object.entries(lanes)) {
     one.box.hidden = !plan.includes(name);
@@ -96,6 +94,7 @@ function reset(id, plan) {
     for (const button of one.box.querySelectorAll("button")) button.disabled = true;
     one.rounds = [];
     one.shown = 0;
+    resetPace(one);
   }
   $(".lanes").dataset.count = plan.length;
   $(".outcome").hidden = $("#recorded-settings").hidden = true;
@@ -108,11 +107,12 @@ function reset(id, plan) {
 // --- drawing ---------------------------------------------------------------------------------------------------
 
 function draw() {
+  if (!drawing) return;
   drawing = false;
+  if (state.run !== run) return; // replaced by Run
   const byLane = {};
   const following = []; // lanes scrolled to their end
-  for (const record of pending) (byLane[record.l] ??= []).push(record);
-  pending = [];
+  for (const record of takeDue()) (byLane[record.l] ??= []).push(record);
   for (const [name, records] of Object.entries(byLane)) {
     const { lane } = lanes[name];
     if (lane.scrollHeight - lane.scrollTop - lane.clientHeight < 40) following.push(lane);
@@ -122,10 +122,12 @@ function draw() {
     lane.append(fragment);
     drawAhead(lane, records.at(-1).ahead);
   }
-  if (!state.over && busy && element.dataset.stopping !== "yes") say(state.phase[0], state.phase[1]);
-  if (state.over || performance.now() - tilesDrawnAt >= TILES_INTERVAL_MS) drawTiles();
+  const ended = state.over && !pending.length;
+  if (!ended && (busy || playback) && element.dataset.stopping !== "yes") sayPace();
+  if (ended || performance.now() - tilesDrawnAt >= TILES_INTERVAL_MS) drawTiles();
   for (const lane of following) lane.scrollTop = lane.scrollHeight; // last, so the page is laid out once
-  if (state.over) finish();
+  if (ended) finish();
+  else if (pending.length && !drawing) schedule();
 }
 
 function drawHead(name, head, fragment) {
@@ -188,17 +190,18 @@ function say(phase, text) {
   setText($("#status"), text ? `${phase}: ${text}` : phase);
 }
 
-function showClock() { if (busy) setText($(".clock"), `${((performance.now() - startedAt) / 1000).toFixed(1)} s`); }
+function showClock() { if (busy) setText($(".clock"), `${(((complete() ? lastFrameAt : performance.now()) - startedAt) / 1000).toFixed(1)} s`); }
 
 function tick() {
   if (!busy) return;
   if (performance.now() - tilesDrawnAt > 1.5 * TILES_INTERVAL_MS) { tilesDrawnAt = performance.now(); showClock(); }
-  if (run !== null && performance.now() - lastFrameAt > FRAME_TIMEOUT_MS) { lastFrameAt = performance.now(); catchUp(); }
+  if (run !== null && !complete() && performance.now() - lastFrameAt > FRAME_TIMEOUT_MS) { lastFrameAt = performance.now(); catchUp(); }
 }
 
 function press() {
   busy = true;
-  stopWanted = interrupted = false;
+  stopWanted = interrupted = playback = hurried = false;
+  pending = [];
   startedAt = lastFrameAt = performance.now();
   if (run !== null) past.add(run);
   run = null;
@@ -249,13 +252,15 @@ function over(phase, sentence) {
 }
 
 function markButtons() {
-  for (const id of ["run", "repeat"]) document.getElementById(id)?.setAttribute("aria-disabled", busy);
-  document.getElementById("stop")?.setAttribute("aria-disabled", !busy);
+  for (const id of ["run", "repeat"]) document.getElementById(id)?.setAttribute("aria-disabled", busy && !displaying());
+  document.getElementById("stop")?.setAttribute("aria-disabled", !busy && !displaying());
 }
 
 function stop() {
+  if (displaying()) return hurry();
   if (!busy || element.dataset.stopping === "yes") return;
   element.dataset.stopping = "yes";
+  hurried = true;
   say("stopping", "");
   run === null ? (stopWanted = true) : server.stop_run(run);
 }

@@ -5,7 +5,7 @@ const capturing = { capture: true, signal: listeners.signal };
 document.addEventListener("click", (e) => {
   if (e.target.closest("#stop")) return stop();
   if (!e.target.closest("#run, #repeat")) return;
-  if (busy) { e.stopImmediatePropagation(); e.preventDefault(); return; }
+  if (busy && !displaying()) { e.stopImmediatePropagation(); e.preventDefault(); return; }
   press();
 }, capturing);
 
@@ -59,7 +59,8 @@ $("#save-all").addEventListener("click", async () => save(await server.trace([ru
 
 const MAX_FILE_BYTES = MAX_TRACE; // same limit as on the server
 
-async function openTrace(load) {
+async function openTrace(load, example = false) {
+  if (displaying()) hurry();
   if (busy) return say("failed", "a run is in progress: stop it, then open the trace");
   let text;
   try {
@@ -69,8 +70,27 @@ async function openTrace(load) {
   }
   if (typeof text !== "string") return over("failed", "failed: the server is not reachable");
   const frame = JSON.parse(text);
+  if (busy) return; // Run was pressed meanwhile
   if (frame.refused) return over("failed", `failed: ${frame.refused}`);
+  playback = example;
+  hurried = false;
   take(frame);
+  if (!example) return;
+  showRecorded(frame.recorded); // now rather than at the end, which would move the lanes
+  lanes.spec.lane.scrollIntoView({ block: "nearest", behavior: reducedMotion.matches ? "auto" : "smooth" });
+}
+
+const EXAMPLE = "nasd, short answer", OPENED_KEY = "specdemo-opened";
+
+$("#play-example").addEventListener("click", () => openTrace(() => server.recorded(EXAMPLE), true));
+
+async function playAtFirstVisit() { // not for links with settings
+  const stored = localStorage.getItem(OPENED_KEY) ?? (navigator.webdriver ? "yes" : "play");
+  localStorage.setItem(OPENED_KEY, "yes");
+  const linked = [...new URLSearchParams(location.search).keys()].some((name) => !name.startsWith("_"));
+  if (stored !== "play" || linked || run !== null) return;
+  const text = await server.recorded(EXAMPLE).catch(() => null);
+  if (text && !JSON.parse(text).refused && run === null && !busy) openTrace(() => text, true);
 }
 
 $("#open-trace").addEventListener("click", () => $("#trace-file").click());
@@ -108,5 +128,5 @@ $("#use-settings").addEventListener("click", () => {
   window.specdemoRecorded = state.recorded;
   document.getElementById("use-recorded").click();
 });
-resume();
+resume().then(playAtFirstVisit);
 watch("value", () => { if (props.value) take(JSON.parse(props.value)); });

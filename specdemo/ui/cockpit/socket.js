@@ -26,7 +26,7 @@ function hangUp() {
 }
 
 function lose() {
-  if (!busy || run === null) return;
+  if (!busy || run === null || complete()) return;
   interrupted = true;
   lostAt ??= performance.now();
   if (performance.now() - lostAt > GIVE_UP_MS) return over("failed", "failed: the server is not reachable");
@@ -41,6 +41,7 @@ async function resume() {
   const text = id && (await server.trace_since([id, 0]).catch(() => null));
   if (!text || busy || run !== null) return;
   press();
+  hurried = true;
   take(JSON.parse(text));
 }
 

@@ -1,0 +1,94 @@
+// Readable pace: the server decodes at full speed, the browser displays PACE tokens/s of the fastest lane. The other
+// lanes keep their ratio to its recorded speed.
+
+const PACE = 15;
+const PACED_TICK_MS = 50;
+const HOLD_MS = 5000; // lanes of a comparison start together, at the latest this long after the first step
+const PACE_KEY = "specdemo-pace";
+
+let playback = false; // the recorded example is displayed
+let hurried = false; // display the rest of this run at once
+let pacedAt = 0;
+let firstStepAt = 0;
+const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");
+
+function paced() {
+  const aborted = complete() && state.phase[0] !== "done";
+  const wanted = (busy || playback) && !hurried && !aborted && $("#pace").value === "readable";
+  return wanted && document.visibilityState !== "hidden" && !reducedMotion.matches;
+}
+
+function complete() { return Boolean(state?.over) && state.run === run; }
+
+function displaying() { return complete() && pending.length > 0; }
+
+function resetPace(lane) { Object.assign(lane, { credit: 0, idle: true, first: null, last: null }); }
+
+function committed(cells) { return cells.filter(([kind]) => !NOT_KEPT.has(kind)).length; }
+
+function meter(records) { // speed of the received steps, without the prefill
+  for (const { l, t, c } of records) {
+    if (!c) continue;
+    const lane = lanes[l];
+    firstStepAt ||= performance.now();
+    lane.last = { t, tokens: (lane.last?.tokens ?? 0) + committed(c) };
+    lane.first ??= lane.last;
+  }
+}
+
+function measuredSpeed({ first, last }) { return last?.t > first?.t ? (last.tokens - first.tokens) / (last.t - first.t) : 0; }
+
+function fastestSpeed() { return Math.max(...state.plan.map((name) => measuredSpeed(lanes[name]))); }
+
+function pace() { return playback ? Math.min(PACE, fastestSpeed() || PACE) : PACE; } // tokens/s; no recording is accelerated
+
+function takeDue() { // remove the records to be displayed now from `pending`
+  const now = performance.now();
+  const seconds = (now - pacedAt) / 1000;
+  pacedAt = now;
+  if (!paced()) return pending.splice(0);
+  const fastest = fastestSpeed();
+  const held = state.plan.length > 1 && !state.over && fastest > PACE && now - firstStepAt < HOLD_MS;
+  for (const name of state.plan) {
+    const lane = lanes[name];
+    lane.credit += seconds * pace() * (measuredSpeed(lane) / fastest || 1);
+    if (lane.idle) lane.credit = Math.min(lane.credit, 0); // time without tokens is not made up for
+  }
+  const [records, later, waiting] = [[], [], new Set()];
+  for (const record of pending) {
+    const lane = lanes[record.l];
+    if (record.c && (held || lane.credit < 0)) waiting.add(record.l);
+    if (waiting.has(record.l)) { later.push(record); continue; }
+    if (record.c) lane.credit -= committed(record.c);
+    records.push(record);
+  }
+  for (const name of state.plan) lanes[name].idle = held || !waiting.has(name);
+  pending = later;
+  return records;
+}
+
+function schedule() {
+  drawing = true;
+  if (document.visibilityState === "hidden") setTimeout(draw, 0); // hidden tabs receive no animation frames
+  else if (paced()) setTimeout(draw, PACED_TICK_MS);
+  else requestAnimationFrame(draw);
+}
+
+function hurry() {
+  hurried = drawing = true;
+  draw();
+}
+
+function sayPace() {
+  if (!state.over) {
+    const late = pending.length > PACE && `displayed at ${PACE} tokens/s`;
+    return say(state.phase[0], [state.phase[1], late].filter(Boolean).join(", "));
+  }
+  const rates = state.plan.map((name) => state.rates[name].replace(" tok/s", "")).filter(Boolean).join(" and ");
+  const begins = $(".cockpit").dataset.phase !== "displaying";
+  say("displaying", `${playback ? "recorded example " : ""}at ${pace().toFixed(0)} tokens/s${rates && `, generated at ${rates} tokens/s`}`);
+  if (begins) { markButtons(); drawTiles(); }
+}
+
+$("#pace").value = localStorage.getItem(PACE_KEY) ?? (navigator.webdriver ? "instant" : "readable");
+$("#pace").addEventListener("change", (e) => localStorage.setItem(PACE_KEY, e.target.value));

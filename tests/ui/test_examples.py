@@ -1,0 +1,64 @@
+"""Example prompts: each is a valid recipe, and only those of available pairs are shown."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from specdemo.core.step import Outcome
+from specdemo.models.zoo import ASSETS, PAIRS
+from specdemo.recipe import METHODS, Recipe
+from specdemo.ui.controls import available_examples
+from specdemo.ui.frames import read_traces
+
+EXAMPLES = json.loads((ASSETS / "examples.json").read_text("utf-8"))
+CHAT_PAIR = "smollm2-135m"  # available if its model is installed
+
+
+@pytest.mark.parametrize("example", EXAMPLES["ready"], ids=lambda example: example["title"])
+def test_an_example_is_a_valid_recipe_with_a_short_effect(example: dict[str, Any]) -> None:
+    names = ("method", "chat", "temperature")
+    models = {"pair": example["pair"]} if example["pair"] in PAIRS else {"target": "org/model"}
+    recipe = Recipe(**models, **{name: example[name] for name in names})
+    assert example.keys() == {"title", "pair", "prompt", "effect", *names}
+    assert example["pair"] in (CHAT_PAIR, "bundled") and recipe.chat == (example["pair"] == CHAT_PAIR)
+    assert example["effect"].endswith(".") and len(example["effect"].split()) <= 12
+
+
+def test_examples_show_contrasts() -> None:
+    pairs = [example["pair"] for example in EXAMPLES["ready"]]
+    assert pairs.count(CHAT_PAIR) == 6 and pairs.count("bundled") == 4
+    assert len({example["title"] for example in EXAMPLES["ready"]}) == len(pairs)
+    assert EXAMPLES["methods"].keys() == METHODS.keys()
+
+
+def test_only_examples_of_available_pairs_are_shown() -> None:
+    both = available_examples(EXAMPLES, {CHAT_PAIR, "bundled"})
+    assert both["ready"] == EXAMPLES["ready"]
+    bundled = available_examples(EXAMPLES, {"bundled"})
+    assert {example["pair"] for example in bundled["ready"]} == {"bundled"}
+    best = bundled["best"]["draft"]
+    assert (best["pair"], best["method"], best["chat"]) == ("bundled", "draft", False)
+    assert best["prompt"] == EXAMPLES["methods"]["draft"]["best"]["prompt"]
+    chat = available_examples(EXAMPLES, {CHAT_PAIR})
+    assert len(chat["ready"]) == 6 and not chat["best"] and not chat["worst"]
+    assert available_examples({"ready": [], "methods": {}}, PAIRS) == {"ready": [], "best": {}, "worst": {}}
+
+
+def test_the_recorded_run_is_an_example_without_file_names() -> None:
+    (path,) = (ASSETS / "traces").glob("*short answer.jsonl")
+    text = path.read_text("utf-8")
+    headers = [json.loads(line) for line in text.splitlines() if line.startswith('{"specdemo"')]
+    example = next(example for example in EXAMPLES["ready"] if example["prompt"] in headers[0]["prompt"])
+    assert [header["recipe"]["method"] for header in headers] == [example["method"], "ar"]
+    for header in headers:
+        recipe = header["recipe"]
+        assert (recipe["pair"], recipe["target"], recipe["drafter"]) == (CHAT_PAIR, None, None)
+        assert (recipe["chat"], recipe["temperature"]) == (True, example["temperature"])
+    assert "/tmp/" not in text and "/home/" not in text and ".gguf" not in text
+    lane = read_traces(text).lanes["spec"]
+    assert 40 <= lane.metrics.tokens <= 80
+    outcomes = {shown.outcome for event in lane.steps for shown in event.shown()}
+    assert {Outcome.ACCEPTED, Outcome.REJECTED, Outcome.CORRECTION} <= outcomes
