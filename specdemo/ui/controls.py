@@ -192,7 +192,7 @@ def _sentence(option: Option) -> str | None:
 
 
 def available_examples(examples: Mapping[str, Any], pairs: Container[str]) -> dict[str, Any]:
-    """Return the examples of `pairs`; those of methods are for the bundled pair."""
+    """Return the examples of `pairs`; methods have examples for the bundled pair."""
     code = {"pair": "bundled", "chat": False}
     methods = examples["methods"] if code["pair"] in pairs else {}
     return {
@@ -207,7 +207,7 @@ def available_examples(examples: Mapping[str, Any], pairs: Container[str]) -> di
 def examples_row(
     shown: Mapping[str, Any], prompt: gr.Textbox, controls: Controls, forget: Callable[[gr.Request], None]
 ) -> None:
-    """Build buttons that apply examples; `forget` ends the visitor's conversation."""
+    """Build buttons of examples; `forget` ends the conversation."""
     names = [name for name in _EXAMPLE_SETTINGS if name in controls]
     targets = [prompt, *(controls[name] for name in names)]
 
