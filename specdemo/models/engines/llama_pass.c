@@ -307,7 +307,8 @@ INLINE void unit_product(int form, const matrix *m, int64_t first, int blocks, c
  * scale per row and group. The sum of EXACT products fits into 32 bits, so it does not depend on the order. */
 
 #define CODE_PEAK 32767
-#define CODED_ROWS (SUMS / 3 < TILE_ROWS ? SUMS / 3 : TILE_ROWS) /* that decode weights themselves */
+/* Rows that decode weights themselves: the tables of CODE4 occupy registers. */
+#define CODED_ROWS(form) ((form) == CODE4 && SUMS / 3 < TILE_ROWS ? SUMS / 3 : TILE_ROWS)
 #define CODED_STEP(form) ((form) == Q4_0 || (form) == Q4_1 ? 8 : 4) /* inputs decoded at once */
 
 INLINE int group_inputs(int form) { return form == CODE4 ? 64 : EXACT; } /* with one scale */
@@ -373,6 +374,13 @@ INLINE vi multiply_pairs(vi sum, vi w, vi x) { /* pairs of 16-bit integers */
 #endif
 }
 
+/* Words of vector v and a pair of inputs of GGUF forms */
+INLINE vi stored_words(int form, const uint8_t *p, int v, int pair) {
+    vu stored; memcpy(&stored, p + 4 * v * LANES, sizeof stored);
+    if (form == Q8_0) return (vi)(pair ? (vs)stored >> 8 : (vs)stored << 8 >> 8);
+    return (vi)(stored >> 4 * pair & 0x000f000f);
+}
+
 /* Decode CODED_STEP inputs into pairs of words. CODE4: the 16 bytes of four outputs contain two inputs of one vector, then of
  * the next. Others: 4 bytes per output, see position. */
 INLINE void decode_words(int form, const uint8_t *p, const lookup *t, vi out[4 * VECTORS]) {
@@ -387,16 +395,8 @@ INLINE void decode_words(int form, const uint8_t *p, const lookup *t, vi out[4 *
         }
         return;
     }
-#pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; v++) {
-        vu stored; memcpy(&stored, p + 4 * v * LANES, sizeof stored);
-        if (form == Q8_0) {
-            out[v] = (vi)((vs)stored << 8 >> 8), out[VECTORS + v] = (vi)((vs)stored >> 8);
-            continue;
-        }
-#pragma GCC unroll 4
-        for (int pair = 0; pair < 4; pair++) out[pair * VECTORS + v] = (vi)(stored >> 4 * pair & 0x000f000f);
-    }
+    for (int pair = 0; pair < CODED_STEP(form) / 2; pair++)
+        for (int v = 0; v < VECTORS; v++) out[pair * VECTORS + v] = stored_words(form, p, v, pair);
 }
 
 /* `groups` groups of a block; `tile`: decoded weights of the only group, or null */
@@ -434,26 +434,27 @@ INLINE void coded_kernel(int form, int rows, int tiled, const coded_slice *s, co
             for (int v = 0; v < VECTORS; v++) sum[r][v] = (vi){0};
 #pragma GCC unroll 1
         for (int k = 0; k < EXACT; k += step, w += step * input_bytes(form)) {
-            vi weight[4 * VECTORS];
-            if (tiled) {
-#pragma GCC unroll 16
-                for (int v = 0; v < step / 2 * VECTORS; v++) weight[v] = s->tile[(i + k) / 2 * VECTORS + v];
-            } else {
-                if (rows > 1) __builtin_prefetch(w + AHEAD);
-                if (rows > 1 && form != CODE4) __builtin_prefetch(w + AHEAD + 64);
-                decode_words(form, w, t, weight);
-            }
+            vi decoded[4 * VECTORS];
+            if (rows > 1 && !tiled) __builtin_prefetch(w + AHEAD);
+            if (!tiled && form == CODE4) decode_words(form, w, t, decoded);
 #pragma GCC unroll 4
-            for (int pair = 0; pair < step / 2; pair++)
+            for (int pair = 0; pair < step / 2; pair++) {
+                vi weight[VECTORS];
+#pragma GCC unroll 4
+                for (int v = 0; v < VECTORS; v++) {
+                    weight[v] = tiled ? s->tile[(i + k) / 2 * VECTORS + pair * VECTORS + v]
+                                : form == CODE4 ? decoded[pair * VECTORS + v] : stored_words(form, w, v, pair);
+                    HOLD(weight[v]);
+                }
 #pragma GCC unroll 16
                 for (int r = 0; r < rows; r++) {
                     int32_t two;
                     memcpy(&two, s->x + r * s->inputs + i + k + 2 * pair, sizeof two);
                     vi input = two - (vi){0};
 #pragma GCC unroll 4
-                    for (int v = 0; v < VECTORS; v++)
-                        sum[r][v] = multiply_pairs(sum[r][v], weight[pair * VECTORS + v], input);
+                    for (int v = 0; v < VECTORS; v++) sum[r][v] = multiply_pairs(sum[r][v], weight[v], input);
                 }
+            }
         }
 #pragma GCC unroll 16
         for (int r = 0; r < rows; r++) {
@@ -467,7 +468,7 @@ INLINE void coded_kernels(int form, int rows, const coded_slice *s, const lookup
 #define CODED_CASE(N) \
     case N: \
         if (s->tile) coded_kernel(form, N, 1, s, t, o); \
-        else if (N <= CODED_ROWS) coded_kernel(form, N, 0, s, t, o); \
+        else if (N <= CODED_ROWS(form)) coded_kernel(form, N, 0, s, t, o); \
         break;
     switch (rows) {
     CODED_CASE(1) CODED_CASE(2) CODED_CASE(3) CODED_CASE(4) CODED_CASE(5) CODED_CASE(6)
@@ -497,7 +498,7 @@ INLINE void coded_product_of(int form, const matrix *m, int64_t first, int block
         const char *scales = (const char *)m->scales + (first + b) * groups * scale_bytes;
         const int16_t *x = a.x;
         coded_slice s = {w, 0, scales, x, a.scales, a.sums, groups, m->inputs};
-        if (rows <= CODED_ROWS) { coded_kernels(form, rows, &s, &codes, o + b * BLOCK); continue; }
+        if (rows <= CODED_ROWS(form)) { coded_kernels(form, rows, &s, &codes, o + b * BLOCK); continue; }
         for (int64_t g = 0; g < groups; g++) {
             vi tile[64 / 2 * VECTORS];
             for (int k = 0; k < group; k += step, w += step * input_bytes(form)) {
