@@ -152,7 +152,7 @@ def test_names_and_models_that_do_not_fit(
 ) -> None:
     target, stranger = models["target"], models["stranger"]
     for arguments, sentence in (
-        (["--pair", "magic"], "unknown pair 'magic': known are bundled"),
+        (["--pair", "magic"], "unknown pair 'magic': known are smollm2-135m, bundled"),
         (["--pair", "bundled", "--target", target], "not both"),
         (["--target", target], "needs a drafter"),
         (["--drafter", target], "needs a target"),
@@ -188,6 +188,7 @@ def test_a_preset_sets_several_options(models: dict[str, str], capsys: pytest.Ca
 
 def test_a_banned_text_does_not_appear(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["run", "class TestStack(TestCase):\n    def test(self):\n", "--temperature", "0", "--max-tokens", "60"]
+    arguments += ["--pair", "bundled"]
     texts = []
     for banned in ([], ["--bad-word", "self"]):
         assert main([*arguments, *banned, "--json"]) == 0

@@ -64,8 +64,8 @@ HOSTILE = {
     "text instead of a number": ({"gamma": "many"}, "gamma must be a number"),
     "a high temperature": ({"temperature": 10**400}, "temperature must be from 0 to 100, not 1000"),
     "a huge k": ({"top_k": 10**12}, "top_k must be from 0 to"),
-    "an unknown pair": ({"pair": "no-such-pair"}, "unknown pair 'no-such-pair': known are bundled"),
-    "a path": ({"pair": "../../etc/passwd"}, "unknown pair '../../etc/passwd': known are bundled"),
+    "an unknown pair": ({"pair": "no-such-pair"}, "unknown pair 'no-such-pair': known are smollm2-135m, bundled"),
+    "a path": ({"pair": "../../etc/passwd"}, "unknown pair '../../etc/passwd': known are smollm2-135m, bundled"),
     "a longer path": ({"pair": "/" * 10**6}, "pair must be a name of at most 300 characters, not 1,000,000"),
     "a long method": ({"method": "m" * 10**5}, "method must be a name of at most"),
     "a mapping as a name": ({"pair": {"a": [1]}}, "pair must be a name"),
@@ -203,7 +203,7 @@ def test_limits_are_read_from_the_environment(environment: dict[str, str], limit
         ("MAX_TOKENS", "lots", "SPECDEMO_MAX_TOKENS must be a whole number from 1, or none, not 'lots'"),
         ("MAX_SECONDS", "0", "SPECDEMO_MAX_SECONDS must be"),
         ("AT_ONCE", "-1", "SPECDEMO_AT_ONCE must be"),
-        ("PAIRS", "bundled, nonesuch", "unknown pair 'nonesuch': known are bundled"),
+        ("PAIRS", "bundled, nonesuch", "unknown pair 'nonesuch': known are smollm2-135m, bundled"),
         ("MODELS", "all", "unknown rule for models 'all': known are any, hub, listed"),
         ("PUBLIC", "yes", "SPECDEMO_PUBLIC must be 0 or 1"),
         ("MAX_TOKEN", "5", "unknown variable 'SPECDEMO_MAX_TOKEN': known are SPECDEMO_PUBLIC, SPECDEMO_PAIRS"),
@@ -235,9 +235,9 @@ def test_model_names_follow_the_rule_of_the_host(models: str, name: str, granted
     if granted:
         assert limits.grant(recipe, "x") == recipe
         return
-    with pytest.raises(UserError, match="choose one of the pairs bundled"):
+    with pytest.raises(UserError, match="choose one of the pairs smollm2-135m, bundled"):
         limits.grant(recipe, "x")
-    with pytest.raises(UserError, match="choose one of the pairs bundled"):  # nor by way of the drafter
+    with pytest.raises(UserError, match="choose one of the pairs smollm2-135m, bundled"):  # nor by way of the drafter
         limits.grant(Recipe(target="org/model" if models == "hub" else name, drafter=name), "x")
 
 

