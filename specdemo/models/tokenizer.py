@@ -92,6 +92,8 @@ def prompt_text(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[ChatM
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         for message in messages:
             check_unicode("the prompt", message["content"])
+        if not messages[-1]["content"].strip():
+            raise UserError("the prompt is empty: write a message")
         prompt = render_chat(template, messages, tokenizer.special_tokens_map)
     assert isinstance(prompt, str)
     check_unicode("the prompt", prompt)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fakes.tiny_models import TEMPLATE, byte_level_tokenizer
 from fakes.trace_lines import trace_lines
 from transformers import AutoModelForCausalLM
 
@@ -16,6 +17,7 @@ from specdemo.cli.run import recipe_of_flags
 from specdemo.core.errors import UserError
 from specdemo.models.loaded_pair import load_pair
 from specdemo.models.model_pool import ModelPool
+from specdemo.models.tokenizer import prompt_text
 from specdemo.models.zoo import CHAT_PAIR, PAIRS, first_installed, first_with_drafter, offers
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
@@ -143,3 +145,12 @@ def test_prompts_of_chats_and_texts() -> None:
     assert not {prompt.kind for prompt in chat} & {prompt.kind for prompt in texts}
     assert {prompt.kind for prompt in load_prompts(["facts", "code"])} == {"facts", "code"}
     assert len({prompt.text for prompt in chat}) == len(chat) == 30
+
+
+@pytest.mark.parametrize("message", ["", " \n"])
+def test_an_empty_message_is_refused(message: str) -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    for prompt in (message, [{"role": "user", "content": message}]):
+        with pytest.raises(UserError, match="the prompt is empty: write a message"):
+            prompt_text(tokenizer, prompt, True)
