@@ -143,8 +143,8 @@ def test_no_recording_plays_after_run_was_pressed(tab: Any) -> None:
         held.append(route) if EXAMPLE.stem in (route.request.post_data or "") else route.continue_()
 
     page.route("**/component_server/", hold)
-    page.reload()
-    expect(page.locator("#recorded button").first).to_be_visible()
+    with page.expect_request(lambda request: EXAMPLE.stem in (request.post_data or "")):
+        page.reload()
     run(page, "full")
     status(page, "done: 1 tokens, context full")
     assert len(held) == 1
