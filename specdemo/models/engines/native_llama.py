@@ -133,13 +133,11 @@ class NativeMatrix:
                 return
 
     def _blocks(self, weights: Tensor) -> Tensor:
-        if self.form == _INT8:
-            self.tensors["sums"] = weights.sum(1, dtype=torch.int32)
+        if self.form in (_INT8, STORED_FORMS["Q8_0"]):  # [blocks, inputs / 4, outputs, input]
+            if self.form == _INT8:
+                self.tensors["sums"] = weights.sum(1, dtype=torch.int32)
             quads = F.pad(weights, (0, -self.inputs % 4)).unflatten(0, (-1, self._block)).unflatten(2, (-1, 4))
             return quads.transpose(1, 2).contiguous()
-        if self.form == STORED_FORMS["Q8_0"]:  # [blocks, inputs / 4, outputs, input, pair of inputs], see C
-            quads = weights.unflatten(0, (-1, self._block)).unflatten(2, (-1, 2, 2))
-            return quads.permute(0, 2, 1, 4, 3).flatten(1).contiguous()
         if self.form > _CODE4:  # [blocks, inputs / 8, outputs, input, upper pairs]
             words = weights.unflatten(0, (-1, self._block)).unflatten(2, (-1, 2, 2, 2)).permute(0, 2, 1, 5, 3, 4)
             return (words[..., 0] | words[..., 1] << 4).flatten(1).contiguous()
