@@ -49,6 +49,7 @@
 #define STRIP 128 /* inputs decoded at once for many rows */
 /* Blocks whose sums of `rows` rows fit into registers with the inputs. */
 #define FIT(rows) ((rows) * 4 * VECTORS < SUMS ? 4 : (rows) * 2 * VECTORS < SUMS ? 2 : 1)
+#define SHARED_VALUES 32 /* values that the heads of a group read from the first cache */
 #define CHUNK_BYTES (96 << 10)
 #define AHEAD 2048 /* bytes; hardware prefetches too little while several rows are computed */
 #define MAX_THREADS 64
@@ -784,57 +785,101 @@ static void copy_hidden(state *s, int l) {
 
 /* Attention of row r for the query heads of one key head */
 
-INLINE float dot(int form, const float *q, const void *keys, int64_t at, int64_t padded) {
-    vf sum = {0};
-    for (int64_t i = 0; i < padded; i += LANES) sum += load(q + i) * load_as(form, keys, at + i);
+/* Sums of the lanes of LANES vectors */
+INLINE vf totals(const vf v[LANES]) {
+#if defined(__AVX__) && LANES == 8
+    __m256 four[2];
+    for (int i = 0; i < 2; i++) {
+        __m256 low = _mm256_hadd_ps((__m256)v[4 * i], (__m256)v[4 * i + 1]), high = _mm256_hadd_ps((__m256)v[4 * i + 2], (__m256)v[4 * i + 3]);
+        four[i] = _mm256_hadd_ps(low, high);
+    }
+    return (vf)_mm256_permute2f128_ps(four[0], four[1], 0x20) + (vf)_mm256_permute2f128_ps(four[0], four[1], 0x31);
+#elif defined(__aarch64__)
+    return (vf)vpaddq_f32(vpaddq_f32((float32x4_t)v[0], (float32x4_t)v[1]), vpaddq_f32((float32x4_t)v[2], (float32x4_t)v[3]));
+#else
+    vf sums;
+    for (int i = 0; i < LANES; i++) sums[i] = total(v[i]);
+    return sums;
+#endif
+}
+
+/* A row and a key head: visible positions, in the order of the text */
+typedef struct {
+    const void *keys, *values;
+    const int32_t *far;
+    int64_t near, count, padded;
+} view;
+
+INLINE int64_t offset(const view *w, int64_t j) { return (j < w->near ? j : w->far[j - w->near]) * w->padded; }
+
+/* scores[heads][stride]: the heads share keys in the first cache. */
+INLINE void score_keys(int form, const view *w, const float *q, int64_t heads, float *scores, int64_t stride) {
+    for (int64_t j = 0; j < w->count; j += LANES) {
+        int64_t at[LANES];
+        for (int i = 0; i < LANES; i++) at[i] = offset(w, j + i < w->count ? j + i : j);
+        for (int64_t h = 0; h < heads; h++) {
+            vf sum[LANES];
+            for (int i = 0; i < LANES; i++) sum[i] = (vf){0};
+            for (int64_t d = 0; d < w->padded; d += LANES) {
+                vf query = load(q + h * w->padded + d);
+#pragma GCC unroll 16
+                for (int i = 0; i < LANES; i++) sum[i] += query * load_as(form, w->keys, at[i] + d);
+            }
+            store(scores + h * stride + j, totals(sum));
+        }
+    }
+}
+
+/* Replace scores by weights; returns their sum. */
+INLINE float exponentials(float *scores, int64_t count) {
+    int64_t whole = (count + LANES - 1) / LANES * LANES;
+    for (int64_t j = count; j < whole; j++) scores[j] = -INFINITY;
+    vf peak = load(scores), sum = {0};
+    for (int64_t j = LANES; j < whole; j += LANES) peak = larger(load(scores + j), peak);
+    float most = largest(peak);
+    for (int64_t j = 0; j < whole; j += LANES) store(scores + j, exponential(load(scores + j) - most));
+    for (int64_t j = count; j < whole; j++) scores[j] = 0;
+    for (int64_t j = 0; j < whole; j += LANES) sum += load(scores + j);
     return total(sum);
+}
+
+/* o = o + weights times the values from `start` to `end` */
+INLINE void mix_values(int form, int vectors, const view *w, int64_t start, int64_t end, int64_t d, const float *weights, float *o) {
+    vf mixed[8];
+    for (int v = 0; v < vectors; v++) mixed[v] = load(o + d + v * LANES);
+    for (int64_t j = start; j < end; j++) {
+        int64_t at = offset(w, j) + d;
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++) mixed[v] += weights[j] * load_as(form, w->values, at + v * LANES);
+    }
+    for (int v = 0; v < vectors; v++) store(o + d + v * LANES, mixed[v]);
 }
 
 INLINE void attend_as(int form, state *s, int l, int r, int kv, float *scores) {
     const pass *p = s->p;
     const model *m = p->model;
-    int64_t padded = padded_dim(m), size = form == F32 ? 4 : 2, group = m->heads / m->kv_heads;
+    int64_t padded = padded_dim(m), size = form == F32 ? 4 : 2, heads = m->heads / m->kv_heads;
     const char *keys = p->cache + ((int64_t)l * 2 * m->kv_heads + kv) * p->capacity * padded * size;
-    const char *values = keys + m->kv_heads * p->capacity * padded * size;
-    int64_t near = p->prefix[r], count = near + p->extra_start[r + 1] - p->extra_start[r];
-    const int32_t *far = p->extra + p->extra_start[r];
-    int64_t stride = (count + LANES - 1) / LANES * LANES;
-    const float *q = s->query + (r * m->heads + kv * group) * padded;
-    for (int64_t j = 0; j < count; j++) {
-        int64_t at = (j < near ? j : far[j - near]) * padded;
-        for (int64_t g = 0; g < group; g++) scores[g * stride + j] = dot(form, q + g * padded, keys, at, padded);
+    view w = {keys, keys + m->kv_heads * p->capacity * padded * size, p->extra + p->extra_start[r], p->prefix[r],
+              p->prefix[r] + p->extra_start[r + 1] - p->extra_start[r], padded};
+    int64_t stride = (w.count + LANES - 1) / LANES * LANES;
+    float mixed[heads * padded], sums[heads];
+    memset(mixed, 0, sizeof mixed);
+    score_keys(form, &w, s->query + (r * m->heads + kv * heads) * padded, heads, scores, stride);
+    for (int64_t h = 0; h < heads; h++) sums[h] = exponentials(scores + h * stride, w.count);
+    for (int64_t j = 0, end; j < w.count; j = end) {
+        end = j + SHARED_VALUES < w.count ? j + SHARED_VALUES : w.count;
+        for (int64_t h = 0; h < heads; h++) {
+            float *o = mixed + h * padded, *weights = scores + h * stride;
+            int64_t d = 0;
+            for (; d + 8 * LANES <= padded; d += 8 * LANES) mix_values(form, 8, &w, j, end, d, weights, o);
+            for (; d + 4 * LANES <= padded; d += 4 * LANES) mix_values(form, 4, &w, j, end, d, weights, o);
+            for (; d < padded; d += LANES) mix_values(form, 1, &w, j, end, d, weights, o);
+        }
     }
-    for (int64_t g = 0; g < group; g++) {
-        float *w = scores + g * stride;
-        for (int64_t j = count; j < stride; j++) w[j] = -INFINITY;
-        vf peak = load(w), sum = {0};
-        for (int64_t j = LANES; j < stride; j += LANES) peak = larger(load(w + j), peak);
-        float most = largest(peak);
-        for (int64_t j = 0; j < stride; j += LANES) {
-            vf e = exponential(load(w + j) - most);
-            store(w + j, e);
-        }
-        for (int64_t j = count; j < stride; j++) w[j] = 0;
-        for (int64_t j = 0; j < stride; j += LANES) sum += load(w + j);
-        float scale = 1.0f / total(sum), *o = s->input + r * input_width(m) + (kv * group + g) * m->head_dim;
-        for (int64_t start = 0; start < padded; start += 4 * LANES) {
-            int vectors = (int)((padded - start) / LANES < 4 ? (padded - start) / LANES : 4);
-            vf mixed[4] = {{0}};
-            if (vectors == 4)
-                for (int64_t j = 0; j < count; j++) {
-                    int64_t at = (j < near ? j : far[j - near]) * padded + start;
-#pragma GCC unroll 4
-                    for (int v = 0; v < 4; v++) mixed[v] += w[j] * load_as(form, values, at + v * LANES);
-                }
-            else
-                for (int64_t j = 0; j < count; j++) {
-                    int64_t at = (j < near ? j : far[j - near]) * padded + start;
-                    for (int v = 0; v < vectors; v++) mixed[v] += w[j] * load_as(form, values, at + v * LANES);
-                }
-            for (int v = 0; v < vectors; v++)
-                for (int i = 0; i < LANES && start + v * LANES + i < m->head_dim; i++)
-                    o[start + v * LANES + i] = mixed[v][i] * scale;
-        }
+    for (int64_t h = 0; h < heads; h++) {
+        float *o = s->input + r * input_width(m) + (kv * heads + h) * m->head_dim, scale = 1.0f / sums[h];
+        for (int64_t d = 0; d < m->head_dim; d++) o[d] = mixed[h * padded + d] * scale;
     }
 }
 
