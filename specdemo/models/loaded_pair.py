@@ -13,7 +13,7 @@ from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.memory import weight_bytes
 from specdemo.models.model_pool import ModelPool
-from specdemo.models.spec import DTYPES, QUANTIZATIONS, ModelSpec
+from specdemo.models.spec import COPY_FORMS, DTYPES, QUANTIZATIONS, SAME, ModelSpec, smaller_copy
 from specdemo.models.zoo import PAIRS, REVISIONS, pair_models
 from specdemo.worker import ReportProgress, ignore_progress
 
@@ -64,10 +64,13 @@ def load_pair(
 ) -> LoadedPair:
     """Load a target and an optional drafter for `generate`. Raises `UserError` with cause and remedy.
 
-    By name: `target` is a ready pair, or both are Hugging Face ids or local directories; `report` receives progress.
+    By name: `target` is a ready pair, or both are Hugging Face ids or local directories; drafter "same" is the target,
+    quantised. `report` receives progress.
     In memory: both are `transformers` models with their `tokenizer` (and `drafter_tokenizer`). They run their own
     forward pass on shared tensors and remain unmodified; loading options do not apply.
     """
+    if drafter == SAME and drafter_quantization == "none":
+        drafter_quantization = COPY_FORMS[0]
     options = {
         "dtype": dtype,
         "quantization": quantization,
@@ -82,9 +85,9 @@ def load_pair(
         return _in_memory_pair(target, drafter, tokenizer, drafter_tokenizer)
     if tokenizer is not None or drafter_tokenizer is not None or not isinstance(drafter, str | None):
         raise UserError("names and models in memory cannot be combined: give two names or two models")
-    if target in PAIRS and drafter is None:
+    if target in PAIRS and drafter in (None, SAME):
         names = pair_models(target)
-        settings = {"pair": target, **options}
+        settings = {"pair": target, "drafter": drafter, **options}
     else:
         names = target, drafter
         settings = {"target": target, "drafter": drafter, **options}
@@ -92,7 +95,9 @@ def load_pair(
     check_name("quantization", quantization, QUANTIZATIONS)
     check_name("quantization", drafter_quantization, QUANTIZATIONS)
     specs = [ModelSpec(names[0], dtype, quantization, device, REVISIONS.get(names[0]))]
-    if names[1] is not None:
+    if drafter == SAME:
+        specs.append(smaller_copy(specs[0], drafter_quantization, drafter_device or device))
+    elif names[1] is not None:
         drafter_options = dtype, drafter_quantization, drafter_device or device
         specs.append(ModelSpec(names[1], *drafter_options, REVISIONS.get(names[1])))
     pool = ModelPool()
