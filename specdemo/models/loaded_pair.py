@@ -85,25 +85,36 @@ def load_pair(
         return _in_memory_pair(target, drafter, tokenizer, drafter_tokenizer)
     if tokenizer is not None or drafter_tokenizer is not None or not isinstance(drafter, str | None):
         raise UserError("names and models in memory cannot be combined: give two names or two models")
-    if target in PAIRS and drafter in (None, SAME):
-        names = pair_models(target)
-        settings = {"pair": target, "drafter": drafter, **options}
-    else:
-        names = target, drafter
-        settings = {"target": target, "drafter": drafter, **options}
     check_name("dtype", dtype, DTYPES)
-    check_name("quantization", quantization, QUANTIZATIONS)
-    check_name("quantization", drafter_quantization, QUANTIZATIONS)
-    specs = [ModelSpec(names[0], dtype, quantization, device, REVISIONS.get(names[0]))]
-    if drafter == SAME:
-        specs.append(smaller_copy(specs[0], drafter_quantization, drafter_device or device))
-    elif names[1] is not None:
-        drafter_options = dtype, drafter_quantization, drafter_device or device
-        specs.append(ModelSpec(names[1], *drafter_options, REVISIONS.get(names[1])))
+    for name in (quantization, drafter_quantization):
+        check_name("quantization", name, QUANTIZATIONS)
+    ready = target in PAIRS and drafter in (None, SAME)
+    specs = _specs(*(pair_models(target) if ready else (target, drafter)), drafter == SAME, **options)
     pool = ModelPool()
     for progress in pool.bring(specs):
         report(progress)
-    return LoadedPair(pool, **settings)
+    return LoadedPair(pool, **{"pair" if ready else "target": target, "drafter": drafter, **options})
+
+
+def _specs(
+    target: str,
+    drafter: str | None,
+    copied: bool,
+    dtype: str,
+    quantization: str,
+    drafter_quantization: str,
+    device: str,
+    drafter_device: str | None,
+) -> list[ModelSpec]:
+    spec, drafter_device = (
+        ModelSpec(target, dtype, quantization, device, REVISIONS.get(target)),
+        drafter_device or device,
+    )
+    if copied:
+        return [spec, smaller_copy(spec, drafter_quantization, drafter_device)]
+    if drafter is None:
+        return [spec]
+    return [spec, ModelSpec(drafter, dtype, drafter_quantization, drafter_device, REVISIONS.get(drafter))]
 
 
 def _in_memory_pair(

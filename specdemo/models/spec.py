@@ -81,12 +81,12 @@ class ModelSpec:
         return "bfloat16" if device.type == "mps" or _has_fast_bfloat16(device) else "float16"
 
 
-SAME = "same"  # name of a drafter: the target in a smaller form
-COPY_FORMS = ("int8", "nf4")  # the first is the default
+SAME = "same"  # drafter: the target in a smaller form
+COPY_FORMS = ("int8", "nf4")  # default first
 
 
 def smaller_copy(target: ModelSpec, quantization: str, device: str) -> ModelSpec:
-    """Return the spec of a drafter `SAME`. Raises `UserError` unless its weights are smaller than those of `target`."""
+    """Raises `UserError` unless the weights of the copy are smaller."""
     copy = replace(target, quantization=quantization, device=device)
     if is_gguf(target.name):
         stored = re.search(r"I?Q\d\w*(?=\.gguf$)", target.title, re.IGNORECASE)

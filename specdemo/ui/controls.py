@@ -106,7 +106,7 @@ _SHOW_SOURCE = f"""(drafter, form) => drafter === "{SAME}" ? (form === "none" ? 
 def _connect_copy(controls: Controls, source: gr.Dropdown) -> None:
     inputs = [controls[name] for name in ("drafter", "drafter_quantization")]
     models = [controls[name] for name in ("method", "pair", "target", "quantization")]
-    queued = {**_ON_CHANGE, "queue": True, "concurrency_limit": None}  # for its warning
+    queued = {**_ON_CHANGE, "queue": True, "concurrency_limit": None}  # shows warnings
     source.input(_settings_of_source, [source, *inputs, *models], [*inputs, models[0], source], **queued)
     gr.on([one.change for one in inputs], None, inputs, source, js=_SHOW_SOURCE, **_ON_CHANGE)
 
@@ -114,7 +114,6 @@ def _connect_copy(controls: Controls, source: gr.Dropdown) -> None:
 def _settings_of_source(
     source: Any, drafter: Any, form: Any, method: Any, pair: Any, target: Any, quantization: Any
 ) -> list[Any]:
-    """Return drafter, its quantization, the method and the source to show."""
     chosen = {"pair": pair, "target": target, "quantization": quantization}
     drafting = method in METHODS and METHODS[method].second_model
     if source not in COPY_FORMS:

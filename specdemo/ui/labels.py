@@ -357,7 +357,6 @@ def _first_difference(tokens: Sequence[int], expected: Sequence[int]) -> int:
 
 
 def _other_text(lane: Lane, baseline: Lane) -> str:
-    """Compare greedy texts of a target in two forms."""
     if not _must_agree(lane.recipe, {**baseline.recipe, "quantization": lane.recipe.get("quantization")}):
         return ""
     if lane.recipe.get("quantization") == baseline.recipe.get("quantization"):

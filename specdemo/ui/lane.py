@@ -121,7 +121,7 @@ def title(recipe: Mapping[str, Any]) -> str:
     policy, rule = recipe.get("policy", "fixed"), recipe.get("rule", "rejection")
     length = f"γ {recipe['gamma']}" if policy == "fixed" else f"γ by {policy}"
     link = ", edge and cloud" if mode(recipe) else ""
-    copy = f" by {recipe['drafter_quantization']} copy" if recipe.get("drafter") == SAME else ""
+    copy = f" by {recipe.get('drafter_quantization')} copy" if recipe.get("drafter") == SAME else ""
     return f"{recipe['method']}{copy}, {length}" + ("" if rule == "rejection" else f", {rule}") + link + _form(recipe)
 
 

@@ -306,7 +306,6 @@ class _Handlers:
         return self._keep(kept, recipe_settings(dict(zip(self._defaults, values, strict=False))))
 
     def keep_copy(self, kept: Any, *values: Any) -> tuple[Any, str]:
-        """Keep AR decoding of the target in the form of its copy."""
         settings = recipe_settings(dict(zip(self._defaults, values, strict=False)))
         if settings["drafter"] != SAME:
             settings |= {"drafter": SAME, "drafter_quantization": "none"}
