@@ -258,7 +258,7 @@ def _models_fit(chosen: Recipe) -> None:
     if other and not chosen.target:
         raise UserError("a drafter needs a target: give both")
     if METHODS[chosen.method].second_model and chosen.drafter_spec is None:
-        remedy = "add it (same: a quantised copy of the target)" if chosen.target else "choose pair bundled"
+        remedy = "add it (same: a quantised copy)" if chosen.target else "choose pair bundled"
         raise UserError(f"method {chosen.method} needs a drafter: {remedy}, or choose method nasd, self or ar")
     if chosen.encoder:
         refuse_with_encoder(chosen.method)  # before gigabytes are downloaded
