@@ -183,7 +183,7 @@ def measure_drafters(forms: Forms, prompts: Sequence[Prompt], tokens: int) -> li
         common = {"temperature": temperature, "max_tokens": tokens, "gamma": GAMMA}
         ar = {form: forms.recipe(form, method="ar", **common) for form in ("bf16", STORED)}
         drafted = {
-            form: forms.recipe("bf16", method="draft", drafter=str(forms.folder), drafter_quantization=form, **common)
+            form: forms.recipe("bf16", method="draft", drafter="same", drafter_quantization=form, **common)
             for form in DRAFTERS
         }
         runs: dict[str, list[dict[str, Any]]] = {name: [] for name in (*ar, *drafted)}

@@ -28,6 +28,7 @@ from specdemo.models.chat_caches import ChatCaches, Conversation
 from specdemo.models.engines.cuda_graphs import MAX_ROWS
 from specdemo.models.engines.llama import PROMPT_CHUNK
 from specdemo.models.engines.llama_weights import layer_count, with_dropout, with_layers
+from specdemo.models.engines.native_llama import NativeWeights
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.tokenizer import Bridge, check_vocabulary, token_bytes
@@ -125,12 +126,20 @@ class ModelContext:
             return self.target_cache
         model = self.target if role == "target" else self.drafter
         assert model is not None and not isinstance(model, RemoteModel)
-        if layers is None:
+        if layers is None and role == "drafter" and self._is_copy:
+            cache = CachedModel(model.model, lender=self.target_cache)
+        elif layers is None:
             cache = self._cached(model, role)
         else:
             cache = CachedModel(with_layers(model.model, list(layers(layer_count(model.model)))))
         self.draft_caches.append(cache)
         return cache
+
+    @property
+    def _is_copy(self) -> bool:
+        target, drafter = self.target, self.drafter
+        native = [isinstance(one, LoadedModel) and isinstance(one.model, NativeWeights) for one in (target, drafter)]
+        return all(native) and target.spec.name == drafter.spec.name
 
     def noise(self, name: str, *, shared: bool = True) -> Noise | SharedNoise:
         return self._shared if shared and self._shared is not None else Noise(self.seed, name)

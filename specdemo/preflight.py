@@ -369,6 +369,7 @@ def prompt_cost(
 ) -> float:
     """Return the drafter's cost of reading a prompt, in AR steps."""
     tokens, start = text
+    pipeline.verifier.verify(tokens[:start], Draft())
     began = clock()
     draft = pipeline.drafter.propose(tokens[:start], DraftBudget(1, Fixed(1)))
     return max(0.0, (clock() - began) / costs.ar_s - costs.c * len(draft))

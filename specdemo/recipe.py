@@ -11,7 +11,7 @@ from specdemo.core.options import Option, option, options
 from specdemo.core.policies import POLICIES, DraftLengths
 from specdemo.core.rules import RULES
 from specdemo.drafters import METHODS, option_classes
-from specdemo.models.spec import DTYPES, QUANTIZATIONS, ModelSpec
+from specdemo.models.spec import COPY_FORMS, DTYPES, QUANTIZATIONS, SAME, ModelSpec, smaller_copy
 from specdemo.models.zoo import CHAT_PAIR, MODELS, PAIRS, REVISIONS, pair_models
 from specdemo.remote.config import COLDEST, CloudConfig
 
@@ -39,7 +39,7 @@ class RunOptions:
     drafter: str | None = option(
         None,
         "Drafter",
-        "draft model: Hugging Face id, local directory or GGUF file",
+        "draft model: Hugging Face id, local directory or GGUF file; same: the target, quantised",
         group="Models and devices",
         metavar="M",
         applies="second_model",
@@ -200,6 +200,7 @@ class RunOptions:
     drafter_quantization: str = option(
         "none",
         "Quantisation of the drafter",
+        "quantisation of the drafter (same: int8 unless set)",
         choices=QUANTIZATIONS,
         noun="quantization",
         group="Models and devices",
@@ -245,14 +246,19 @@ class RunOptions:
     )
     cloud: CloudConfig | None = None  # if absent, the target runs in this process
 
+    def __post_init__(self) -> None:
+        if self.drafter == SAME and self.drafter_quantization == "none":
+            object.__setattr__(self, "drafter_quantization", COPY_FORMS[0])
+
 
 def _models_fit(chosen: Recipe) -> None:
-    if chosen.pair and (chosen.target or chosen.drafter):
+    other = None if chosen.drafter == SAME else chosen.drafter
+    if chosen.pair and (chosen.target or other):
         raise UserError("give either a pair or a target and a drafter, not both")
-    if chosen.drafter and not chosen.target:
+    if other and not chosen.target:
         raise UserError("a drafter needs a target: give both")
-    if METHODS[chosen.method].second_model and chosen.models[1] is None:
-        remedy = "add it" if chosen.target else "choose pair bundled"
+    if METHODS[chosen.method].second_model and chosen.drafter_spec is None:
+        remedy = "add it (same: a quantised copy)" if chosen.target else "choose pair bundled"
         raise UserError(f"method {chosen.method} needs a drafter: {remedy}, or choose method nasd, self or ar")
     if chosen.encoder:
         refuse_with_encoder(chosen.method)  # before gigabytes are downloaded
@@ -328,9 +334,8 @@ class Recipe(*reversed(option_classes()), RunOptions):
 
     @property
     def models(self) -> tuple[str, str | None]:
-        if self.target:
-            return self.target, self.drafter
-        return pair_models(self.pair or "bundled")
+        target, drafter = (self.target, self.drafter) if self.target else pair_models(self.pair or "bundled")
+        return target, target if self.drafter == SAME else drafter
 
     @property
     def encoder(self) -> bool:
@@ -344,10 +349,14 @@ class Recipe(*reversed(option_classes()), RunOptions):
     @property
     def drafter_spec(self) -> ModelSpec | None:
         """Specification of the drafter, `None` if the method needs none."""
-        name = self.models[1]
-        if not METHODS[self.method].second_model or name is None:
-            return None
-        return self._spec(name, self.drafter_quantization, self.drafter_device or self.device)
+        return self._second_spec if METHODS[self.method].second_model else None
+
+    @property
+    def _second_spec(self) -> ModelSpec | None:
+        name, device = self.models[1], self.drafter_device or self.device
+        if self.drafter == SAME:
+            return smaller_copy(self.target_spec, self.drafter_quantization, device)
+        return None if name is None else self._spec(name, self.drafter_quantization, device)
 
     def _spec(self, name: str, quantization: str, device: str) -> ModelSpec:
         return ModelSpec(name, self.dtype, quantization, device, REVISIONS.get(name))
@@ -363,7 +372,10 @@ class Recipe(*reversed(option_classes()), RunOptions):
             return self
         if self.cloud.mode == "cloud_only":
             return replace(self, method="ar")
-        return replace(self, pair=None, target=self.models[1], drafter=None, method="ar", cloud=None)
+        edge = self._second_spec
+        assert edge is not None
+        alone = replace(self, pair=None, target=edge.name, drafter=None, method="ar", cloud=None)
+        return replace(alone, quantization=edge.quantization, device=edge.device)
 
     @property
     def exact(self) -> bool:

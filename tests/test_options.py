@@ -186,7 +186,7 @@ def test_few_controls_are_visible_at_first(page: Any) -> None:
             return 1
         return sum(map(visible, getattr(block, "children", ())))
 
-    assert 10 <= visible(page) <= 14
+    assert 10 <= visible(page) <= 15
     basic = {name for name, option in OPTIONS.items() if option.basic}
     assert basic == {"pair", "method", "gamma", "temperature", "max_tokens"}
 

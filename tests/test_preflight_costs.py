@@ -79,6 +79,7 @@ def test_each_pass_scores_its_draft_and_one_more_token() -> None:
 
 def test_the_prompt_cost_is_the_time_of_the_first_draft_without_its_token() -> None:
     machine = Machine(0)
-    pipeline: Any = SimpleNamespace(drafter=SimpleNamespace(propose=lambda tokens, more: machine.propose(tokens, more)))
+    drafter = SimpleNamespace(propose=lambda tokens, more: machine.propose(tokens, more))
+    pipeline: Any = SimpleNamespace(drafter=drafter, verifier=SimpleNamespace(verify=lambda tokens, draft: None))
     assert prompt_cost(pipeline, (TEXT, 5), StepCosts(1.0, 0.2, ()), clock=lambda: machine.now) == pytest.approx(0.3)
     assert prompt_cost(pipeline, (TEXT, 5), StepCosts(1.0, 0.9, ()), clock=lambda: machine.now) == 0.0

@@ -1,7 +1,7 @@
 """Run every recipe on every prompt and record figures.
 
-All lanes decode a prompt in shuffled order before the next prompt, so that other load affects them alike. Time spent by
-the caller between steps counts only as `paused_s`.
+All lanes decode a prompt in shuffled order before the next prompt. Time spent by the caller between steps counts only
+as `paused_s`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def measure(
     seed: int = 0,
     repeat: int = 1,
 ) -> Iterator[BenchProgress | dict[str, Any]]:
-    """Yield a `BenchProgress` per run and step, and a record per prompt after its last run.
+    """Yield a `BenchProgress` per run and step, and a record per prompt.
 
     A record contains name and class of the prompt and the figures of each run: `recipes`, then the baselines `peers`
     for each AR recipe. `repeat` uses other seeds. Raises `RuntimeError` if a run fails.

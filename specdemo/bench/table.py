@@ -281,7 +281,9 @@ def disturbed(records: Sequence[Record], share: float = 0.05) -> int:
 def report(recipes: Sequence[Recipe], prompts: int, records: Sequence[Record], rows: Sequence[BenchRow]) -> str:
     """Return a Markdown report; `records` may be fewer than `prompts`."""
     first, environment = recipes[0], records[0]["runs"][0]["environment"]
-    models = f"target {first.target}, drafter {first.drafter}" if first.target else f"pair {first.pair or 'bundled'}"
+    models = f"target {first.target}" if first.target else f"pair {first.pair or 'bundled'}"
+    if first.target or first.drafter:
+        models += f", drafter {first.drafter}"
     drafter = next((recipe.drafter_quantization for recipe in recipes if recipe.drafter_spec), "none")
     machine = "{processor}; {device}, {dtype}, threads: {threads}".format(**environment)
     software = "engine {engine}, Python {python}, torch {torch}, transformers {transformers}".format(**environment)

@@ -1,6 +1,6 @@
 """Suffix decoding (2411.04975): draft the tokens that followed the longest repeated suffix of the text.
 
-A suffix automaton finds it in amortised constant time per token (Blumer et al. 1985). Drafts are point masses.
+A suffix automaton finds it in amortised constant time per token (Blumer et al. 1985).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Model files from a local directory or the Hugging Face hub.
 
 A cached pinned revision needs no network. Only safetensors weights are requested, never code. Error messages contain no
-text of servers or libraries, hence no tokens or signed addresses.
+text of servers or libraries.
 """
 
 from __future__ import annotations

@@ -72,10 +72,17 @@ class CachedModel:
     """Function from tokens and a draft to logits, with the KV cache of a request.
 
     Instances share `model`. Passes are padded to `pad` rows (`BatchInvariance`). An encoder-decoder encodes `source`;
-    tokens are decoder tokens. Raises `UserError` if `source` exceeds the context.
+    tokens are decoder tokens. Raises `UserError` if `source` exceeds the context. A copy of the model of
+    `lender` continues its keys and values.
     """
 
-    def __init__(self, model: PreTrainedModel | FusedWeights, pad: int = 1, source: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel | FusedWeights,
+        pad: int = 1,
+        source: Sequence[int] = (),
+        lender: CachedModel | None = None,
+    ) -> None:
         config = model.config.get_text_config()
         self.model = model
         self.vocab_size: int = config.vocab_size
@@ -85,9 +92,12 @@ class CachedModel:
                 f"the prompt has {len(source):,} tokens and the encoder reads {self.context:,}: shorten it by at least "
                 f"{len(source) - self.context:,}"
             )
+        self._lender, self._passes, self._adopted = lender, 0, -1
         self.chains_only = ""  # or the reason why forests are not exact
-        if isinstance(model, FusedWeights):
-            self._engine: CacheEngine = model.idle.pop() if model.idle else new_engine(model)
+        if lender is not None:
+            self._engine: CacheEngine = NativeEngine(model, lender._engine)
+        elif isinstance(model, FusedWeights):
+            self._engine = model.idle.pop() if model.idle else new_engine(model)
         else:
             support = cache_support(model)
             self.chains_only, self._engine = support.forests, _engine(model, source, bool(support.uncached))
@@ -110,6 +120,8 @@ class CachedModel:
             )
         if not tokens:
             raise UserError("the prompt is empty: give a prompt of at least one token")
+        if self._lender is not None:
+            self._adopt(self._lender, tokens)
         held, known = self._keep(tokens, draft)
         padded = self._padded(draft, held, len(tokens))
         new = [*tokens[held:], *padded.tokens[max(0, held - len(tokens)) :]]
@@ -144,6 +156,7 @@ class CachedModel:
             self._engine.prepare({max(n, self._pad) for n in rows}, start, end)
 
     def _run(self, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
+        self._passes += 1
         try:
             with torch_threads(self._threads):
                 return self._engine.run(new, held, draft)
@@ -154,13 +167,13 @@ class CachedModel:
 
     def __del__(self) -> None:
         model = getattr(self, "model", None)
-        if isinstance(model, FusedWeights) and not model.idle:  # one idle engine suffices for sequential requests
-            self._engine.clear()
+        if isinstance(model, FusedWeights) and not model.idle and self._lender is None:
+            self._engine.clear()  # one idle engine suffices for sequential requests
             model.idle.append(self._engine)
 
     @property
     def kv_bytes(self) -> int:
-        return self._engine.kv_bytes
+        return 0 if self._lender else self._engine.kv_bytes
 
     @property
     def weight_bytes(self) -> int:
@@ -179,12 +192,22 @@ class CachedModel:
         first = len(draft) - 1 if draft.is_chain else -1
         return Draft(draft.tokens + (0,) * spare, draft.parents + (first, *range(len(draft), len(draft) + spare - 1)))
 
+    def _adopt(self, lender: CachedModel, tokens: Sequence[int]) -> None:
+        held = lender._cut(tokens[:-1])
+        if self._adopted != lender._passes:
+            self._held, self._draft, self._logits = held, Draft(), None
+            self._adopted = lender._passes
+
+    def _cut(self, tokens: Sequence[int]) -> list[int]:
+        count, known = self._keep(tokens, Draft()) if tokens else (0, _NO_LOGITS)
+        self._held, self._draft, self._logits = list(tokens[:count]), Draft(), known if len(known) else None
+        return self._held
+
     def _keep(self, tokens: Sequence[int], draft: Draft) -> tuple[int, Tensor]:
         """Cut the cache to its common prefix with `tokens` and the first nodes of `draft`.
 
         Returns the remaining positions and the known logits `[rows, vocab]`.
         """
-        assert self._logits is not None or not self._held
         shared = common_prefix(self._held, tokens)
         slots: list[int] = []
         node: int | None = -1 if self._held and shared == len(self._held) else None

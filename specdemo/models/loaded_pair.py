@@ -13,7 +13,7 @@ from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.memory import weight_bytes
 from specdemo.models.model_pool import ModelPool
-from specdemo.models.spec import DTYPES, QUANTIZATIONS, ModelSpec
+from specdemo.models.spec import COPY_FORMS, DTYPES, QUANTIZATIONS, SAME, ModelSpec, smaller_copy
 from specdemo.models.zoo import PAIRS, REVISIONS, pair_models
 from specdemo.worker import ReportProgress, ignore_progress
 
@@ -64,10 +64,13 @@ def load_pair(
 ) -> LoadedPair:
     """Load a target and an optional drafter for `generate`. Raises `UserError` with cause and remedy.
 
-    By name: `target` is a ready pair, or both are Hugging Face ids or local directories; `report` receives progress.
+    By name: `target` is a ready pair, or both are Hugging Face ids or local directories; drafter "same" is the target,
+    quantised. `report` receives progress.
     In memory: both are `transformers` models with their `tokenizer` (and `drafter_tokenizer`). They run their own
     forward pass on shared tensors and remain unmodified; loading options do not apply.
     """
+    if drafter == SAME and drafter_quantization == "none":
+        drafter_quantization = COPY_FORMS[0]
     options = {
         "dtype": dtype,
         "quantization": quantization,
@@ -82,23 +85,36 @@ def load_pair(
         return _in_memory_pair(target, drafter, tokenizer, drafter_tokenizer)
     if tokenizer is not None or drafter_tokenizer is not None or not isinstance(drafter, str | None):
         raise UserError("names and models in memory cannot be combined: give two names or two models")
-    if target in PAIRS and drafter is None:
-        names = pair_models(target)
-        settings = {"pair": target, **options}
-    else:
-        names = target, drafter
-        settings = {"target": target, "drafter": drafter, **options}
     check_name("dtype", dtype, DTYPES)
-    check_name("quantization", quantization, QUANTIZATIONS)
-    check_name("quantization", drafter_quantization, QUANTIZATIONS)
-    specs = [ModelSpec(names[0], dtype, quantization, device, REVISIONS.get(names[0]))]
-    if names[1] is not None:
-        drafter_options = dtype, drafter_quantization, drafter_device or device
-        specs.append(ModelSpec(names[1], *drafter_options, REVISIONS.get(names[1])))
+    for name in (quantization, drafter_quantization):
+        check_name("quantization", name, QUANTIZATIONS)
+    ready = target in PAIRS and drafter in (None, SAME)
+    specs = _specs(*(pair_models(target) if ready else (target, drafter)), drafter == SAME, **options)
     pool = ModelPool()
     for progress in pool.bring(specs):
         report(progress)
-    return LoadedPair(pool, **settings)
+    return LoadedPair(pool, **{"pair" if ready else "target": target, "drafter": drafter, **options})
+
+
+def _specs(
+    target: str,
+    drafter: str | None,
+    copied: bool,
+    dtype: str,
+    quantization: str,
+    drafter_quantization: str,
+    device: str,
+    drafter_device: str | None,
+) -> list[ModelSpec]:
+    spec, drafter_device = (
+        ModelSpec(target, dtype, quantization, device, REVISIONS.get(target)),
+        drafter_device or device,
+    )
+    if copied:
+        return [spec, smaller_copy(spec, drafter_quantization, drafter_device)]
+    if drafter is None:
+        return [spec]
+    return [spec, ModelSpec(drafter, dtype, drafter_quantization, drafter_device, REVISIONS.get(drafter))]
 
 
 def _in_memory_pair(

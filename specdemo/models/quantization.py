@@ -93,7 +93,7 @@ def check_quantization(spec: ModelSpec, config: PretrainedConfig) -> None:
     if quantization.bits is None:
         return
     if method := stored_quantised(config):
-        raise UserError(f"{spec.name} is quantised already ({method}): choose quantization none")
+        raise UserError(f"{spec.name} is quantised already ({method}): choose quantization none, without drafter same")
     if reason := unavailable(spec.quantization, main_device(spec)):
         raise UserError(reason)
     if quantization.bits == 4:

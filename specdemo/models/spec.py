@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import warnings
@@ -78,6 +79,32 @@ class ModelSpec:
         if device.type == "cpu":
             return "float16" if quantization.bits == 8 else "float32"  # LLM.int8() converts its inputs to float16
         return "bfloat16" if device.type == "mps" or _has_fast_bfloat16(device) else "float16"
+
+
+SAME = "same"  # drafter: the target in a smaller form
+COPY_FORMS = ("int8", "nf4")  # default first
+
+
+def smaller_copy(target: ModelSpec, quantization: str, device: str) -> ModelSpec:
+    """Raises `UserError` unless the weights of the copy are smaller."""
+    copy = replace(target, quantization=quantization, device=device)
+    if is_gguf(target.name):
+        stored = re.search(r"I?Q\d\w*(?=\.gguf$)", target.title, re.IGNORECASE)
+        raise UserError(
+            f"{target.title} is stored in {stored[0]}, already its smallest and fastest form, so no smaller copy can "
+            "draft: choose method nasd, suffix or self"
+            if stored
+            else f"{target.title} runs as stored, since GGUF files are not quantised, so no smaller copy can draft: "
+            "choose its safetensors checkpoint, or method nasd, suffix or self"
+        )
+    own, bits = (QUANTIZATIONS[spec.quantization].bits for spec in (target, copy))
+    halved = own is None and target.resolved().dtype == "float32" if bits is None else own is None or bits < own
+    if not halved:
+        form = target.quantization if target.quantization != "none" else target.resolved().dtype
+        smaller = [name for name in COPY_FORMS if (QUANTIZATIONS[name].bits or 0) < (own or 16)]
+        advice = f"set drafter_quantization to {' or '.join(smaller)}" if smaller else "choose another drafter"
+        raise UserError(f"drafter same in {copy.quantization} is not smaller than the target in {form}: {advice}")
+    return copy
 
 
 def is_gguf(name: str) -> bool:

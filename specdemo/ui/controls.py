@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from collections.abc import Awaitable, Callable, Container, Iterable, Mapping
 from contextlib import nullcontext
@@ -10,15 +11,16 @@ from typing import Any
 
 import gradio as gr
 
+from specdemo.core.errors import UserError
 from specdemo.core.options import Option
 from specdemo.drafters import METHODS, option_classes
 from specdemo.models.quantization import unavailable
-from specdemo.models.spec import find_device
+from specdemo.models.spec import COPY_FORMS, SAME, find_device
 from specdemo.models.zoo import PAIRS, offers
 from specdemo.recipe import PRESETS, Recipe, RunOptions
 from specdemo.remote.config import CloudConfig
 from specdemo.ui.limits import HostLimits
-from specdemo.ui.settings import MODES_WITH_OFF, setting_of
+from specdemo.ui.settings import MODES_WITH_OFF, recipe_of, setting_of
 
 Controls = dict[str, gr.components.Component]
 _LINK = "Edge and cloud"
@@ -40,7 +42,10 @@ def sidebar(usual: Recipe, limits: HostLimits, unload: Callable[[], Awaitable[st
     make = _Factory(usual, limits)
     shown = [option for option in RunOptions.OPTIONS.values() if not (option.host and limits.public)]
     with gr.Sidebar(width=310, elem_id="settings"):
-        make.controls(option for option in shown if option.basic)
+        pair, *basic = (option for option in shown if option.basic)
+        make.controls([pair])
+        source = gr.Dropdown(_DRAFT_SOURCES, value=_OF_PAIR, label="Draft model", elem_id="draft-model")
+        make.controls(basic)
         _method_groups(make, usual)
         with gr.Accordion("Advanced settings", open=False, elem_id="advanced"):
             presets = _preset_buttons()
@@ -61,6 +66,7 @@ def sidebar(usual: Recipe, limits: HostLimits, unload: Callable[[], Awaitable[st
         script = f"() => {json.dumps(list(chosen.values()))}"
         button.click(None, None, [make.built[name] for name in chosen], js=script, api_visibility="private")
     _connect_pair(make.built)
+    _connect_copy(make.built, source)
     return make.built
 
 
@@ -89,6 +95,37 @@ def _pair_of_method(name: Any, method: Any, chat: Any) -> Any:
         if PAIRS[name].drafter is None:
             return "bundled", False
     return name, chat
+
+
+_OF_PAIR = "pair"
+_DRAFT_SOURCES = [("of the pair", _OF_PAIR), *((f"this model in {form}", form) for form in COPY_FORMS)]
+_SHOW_SOURCE = f"""(drafter, form) => drafter === "{SAME}" ? (form === "none" ? "{COPY_FORMS[0]}" : form) :
+  drafter ? null : "{_OF_PAIR}" """
+
+
+def _connect_copy(controls: Controls, source: gr.Dropdown) -> None:
+    inputs = [controls[name] for name in ("drafter", "drafter_quantization")]
+    models = [controls[name] for name in ("method", "pair", "target", "quantization")]
+    queued = {**_ON_CHANGE, "queue": True, "concurrency_limit": None}  # shows warnings
+    source.input(_settings_of_source, [source, *inputs, *models], [*inputs, models[0], source], **queued)
+    gr.on([one.change for one in inputs], None, inputs, source, js=_SHOW_SOURCE, **_ON_CHANGE)
+
+
+def _settings_of_source(
+    source: Any, drafter: Any, form: Any, method: Any, pair: Any, target: Any, quantization: Any
+) -> list[Any]:
+    chosen = {"pair": pair, "target": target, "quantization": quantization}
+    drafting = method in METHODS and METHODS[method].second_model
+    if source not in COPY_FORMS:
+        alone = drafting and not target and pair in PAIRS and PAIRS[pair].drafter is None
+        return ["", "none", PAIRS[pair].method if alone else method, _OF_PAIR]
+    copy = {"drafter": SAME, "drafter_quantization": source, "method": method if drafting else "draft"}
+    try:
+        recipe_of({**chosen, **copy}, "auto")
+    except UserError as error:
+        gr.Warning(html.escape(str(error)))
+        return [drafter, form, method, form if drafter == SAME else None if drafter else _OF_PAIR]
+    return [*copy.values(), source]
 
 
 def _preset_buttons() -> list[tuple[gr.Button, Mapping[str, Any]]]:

@@ -1,7 +1,6 @@
 """Desktop window for the page, drawn by pywebview.
 
-The window runs in a separate process: a toolkit without a library or display aborts its process, and its event loop
-would compete with the decoding thread.
+The window runs in a separate process: a toolkit without a library or display aborts its process.
 """
 
 from __future__ import annotations

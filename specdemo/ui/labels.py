@@ -240,7 +240,7 @@ def verdict(lanes: Mapping[str, Lane]) -> str:
     else:
         words = _speculation(lane, spec, baseline, ratio, speeds)
     words += [
-        f"{title(other.recipe)} ran at {value:.1f}× the speed of AR decoding."
+        f"{title(other.recipe)} ran at {value:.1f}× the speed of AR decoding{_other_text(other, lanes[PLAIN])}."
         for name, other in lanes.items()
         if name not in (SPEC, PLAIN) and (value := lane_speedup(lanes, name)) is not None
     ]
@@ -335,8 +335,7 @@ def _must_agree(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
 
 def _difference(lane: Lane, baseline: Lane) -> dict[str, str]:
     tokens, expected = lane.tokens, baseline.tokens
-    pairs = enumerate(zip(tokens, expected, strict=False))
-    first = next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(expected)))
+    first = _first_difference(tokens, expected)
     where, near_tie = f"The texts differ from token {first + 1} on", True
     top = _top_tokens_at(baseline.steps, first) or _top_tokens_at(lane.steps, first)
     if len(top) > 1:
@@ -350,6 +349,21 @@ def _difference(lane: Lane, baseline: Lane) -> dict[str, str]:
     else:
         tone, cause = "even", "rounding decided a near-tie"
     return {"badge": f"differs at token {first + 1}", "tone": tone, "why": f"{where}: {cause}."}
+
+
+def _first_difference(tokens: Sequence[int], expected: Sequence[int]) -> int:
+    pairs = enumerate(zip(tokens, expected, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(expected)))
+
+
+def _other_text(lane: Lane, baseline: Lane) -> str:
+    if not _must_agree(lane.recipe, {**baseline.recipe, "quantization": lane.recipe.get("quantization")}):
+        return ""
+    if lane.recipe.get("quantization") == baseline.recipe.get("quantization"):
+        return ""
+    if lane.tokens == baseline.tokens:
+        return "; its text is the same"
+    return f"; its text differs from token {_first_difference(lane.tokens, baseline.tokens) + 1} on"
 
 
 def _top_tokens_at(steps: tuple[StepEvent, ...], position: int) -> list[tuple[str, float]]:

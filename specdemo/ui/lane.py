@@ -10,6 +10,7 @@ from typing import Any
 from specdemo.core import trace
 from specdemo.core.events import End, Event, Header, Loading, MemoryUse, StepEvent
 from specdemo.core.metrics import Metrics
+from specdemo.models.spec import SAME
 from specdemo.recipe import Recipe
 from specdemo.ui.settings import OFF
 
@@ -114,13 +115,19 @@ def title(recipe: Mapping[str, Any]) -> str:
     if mode(recipe) in ALONE:
         return ALONE[mode(recipe)]
     if recipe["method"] == "ar":
-        return "target only" + (", over the link" if mode(recipe) else "")
+        return "target only" + (", over the link" if mode(recipe) else "") + _form(recipe)
     if recipe["method"] == "beam":
         return f"{recipe['num_beams']} beams"
     policy, rule = recipe.get("policy", "fixed"), recipe.get("rule", "rejection")
     length = f"γ {recipe['gamma']}" if policy == "fixed" else f"γ by {policy}"
     link = ", edge and cloud" if mode(recipe) else ""
-    return f"{recipe['method']}, {length}" + ("" if rule == "rejection" else f", {rule}") + link
+    copy = f" by {recipe.get('drafter_quantization')} copy" if recipe.get("drafter") == SAME else ""
+    return f"{recipe['method']}{copy}, {length}" + ("" if rule == "rejection" else f", {rule}") + link + _form(recipe)
+
+
+def _form(recipe: Mapping[str, Any]) -> str:
+    form = recipe.get("quantization", "none")
+    return "" if form == "none" else f", in {form}"
 
 
 def plan_of(settings: Mapping[str, Any], compare: Any, extra: int) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from specdemo.core.trace import MAX_CHARACTERS
 from specdemo.drafters import METHODS
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
+from specdemo.models.spec import SAME
 from specdemo.models.zoo import ASSETS, CHAT_PAIR, PAIRS, first_installed, first_with_drafter
 from specdemo.recipe import Recipe
 from specdemo.ui.api import address_of, endpoints
@@ -177,6 +178,7 @@ def _layout(service: Service, usual: Recipe, device: str, examples: dict[str, An
 
 _MORE_ACTIONS = {
     "keep-lane": "Keep as a lane",
+    "keep-copy": "Keep the quantised model as a lane",
     "drop-lanes": "Drop kept lanes",
     "link": "Link to these settings",
     "new-talk": "New conversation",
@@ -225,6 +227,7 @@ def _connect_lanes(parts: _Parts, handlers: _Handlers) -> None:
     buttons, kept, kept_lanes = parts.buttons, parts.kept, parts.kept_lanes
     inputs = [kept, *parts.controls.values()]
     buttons["keep-lane"].click(handlers.keep, inputs, [kept, kept_lanes], preprocess=False, **_QUEUED)
+    buttons["keep-copy"].click(handlers.keep_copy, inputs, [kept, kept_lanes], preprocess=False, **_QUEUED)
     buttons["drop-lanes"].click(None, None, [kept, kept_lanes], js="() => [null, '']", **_PRIVATE)
     buttons["new-talk"].click(handlers.forget, None, None, **_QUEUED)
 
@@ -300,7 +303,20 @@ class _Handlers:
             yield f"**Preflight:** {html.escape(reason(error))}"
 
     def keep(self, kept: Any, *values: Any) -> tuple[Any, str]:
-        wanted = recipe_settings(dict(zip(self._defaults, values, strict=False)))
+        return self._keep(kept, recipe_settings(dict(zip(self._defaults, values, strict=False))))
+
+    def keep_copy(self, kept: Any, *values: Any) -> tuple[Any, str]:
+        settings = recipe_settings(dict(zip(self._defaults, values, strict=False)))
+        if settings["drafter"] != SAME:
+            settings |= {"drafter": SAME, "drafter_quantization": "none"}
+        try:
+            form = recipe_of({**settings, "method": "draft"}, self._device).drafter_quantization
+        except UserError as error:
+            gr.Warning(html.escape(str(error)))
+            return gr.skip(), describe_kept_lanes(self._lanes(kept))
+        return self._keep(kept, {**settings, "method": "ar", "quantization": form, "drafter": ""})
+
+    def _keep(self, kept: Any, wanted: Settings) -> tuple[Any, str]:
         if not isinstance(kept, (list, type(None))):
             gr.Warning("the kept lanes must be a list: drop them first")
             return gr.skip(), ""

@@ -428,3 +428,22 @@ def test_unknown_pair_raises() -> None:
     with pytest.raises(UserError, match="unknown pair"):
         build(pair="no such pair")
     assert "bundled" in PAIRS
+
+
+def test_a_quantised_copy_is_chosen_with_the_keyboard(page: Page) -> None:
+    source = page.locator("#draft-model input")
+    expect(source).to_have_value("of the pair")
+    source.focus()
+    source.fill("int8")
+    source.press("Enter")
+    source.blur()
+    expect(source).to_have_value("this model in int8")
+    run(page, CODE, tokens=8)
+    status(page, "done: 8 tokens")
+    recipe = saved(page)[0]["recipe"]
+    assert (recipe["drafter"], recipe["drafter_quantization"], recipe["method"]) == ("same", "int8", "draft")
+    page.locator("#keep-copy").click()
+    expect(page.locator("#kept-lanes")).to_contain_text("target only, in int8")
+    page.locator("#drop-lanes").click()
+    page.locator("#reset").click()
+    expect(source).to_have_value("of the pair")

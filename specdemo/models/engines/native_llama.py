@@ -1,4 +1,4 @@
-"""Native CPU engine of the Llama family (Llama, Qwen2, Qwen3, Mistral, SmolLM), see `llama_pass.c`.
+"""Native CPU engine of the Llama family, see `llama_pass.c`.
 
 Batch-invariant by construction: the bits of a row do not depend on the other rows, their number or the threads.
 """
@@ -293,15 +293,34 @@ def _integers(values: Sequence[int]) -> Any:
     return (ctypes.c_int32 * max(1, len(values)))(*values)
 
 
+class _Memory:
+    """Keys and values `[layers, heads, positions, values]` and rotations."""
+
+    def __init__(self, model: NativeWeights) -> None:
+        self._rotation = model.rotation
+        self.capacity = self.written = 0
+        padded = model.head_dim + -model.head_dim % _HEAD_PADDING
+        self.kv = torch.zeros(len(model.layers), 2 * model.kv_heads, 0, padded, dtype=kv_dtype(model.dtype))
+
+    def reserve(self, end: int) -> None:
+        if end <= self.capacity:
+            return
+        capacity = max(FIRST_CAPACITY, 2 * self.capacity, end)
+        kv = torch.zeros(*self.kv.shape[:2], capacity, self.kv.shape[3], dtype=self.kv.dtype)
+        kv[:, :, : self.capacity] = self.kv
+        self.kv, self.capacity = kv, capacity
+        self.cosines, self.sines = self._rotation(capacity)
+
+
 class NativeEngine:
     """Passes over the KV cache of one request."""
 
-    def __init__(self, model: NativeWeights) -> None:
+    def __init__(self, model: NativeWeights, lender: NativeEngine | None = None) -> None:
         self._library, self._model = _library(), model
         self._struct, self._pointers = model.struct()
-        self._length = self._written = self._capacity = 0
-        padded = model.head_dim + -model.head_dim % _HEAD_PADDING
-        self._kv = torch.zeros(len(model.layers), 2 * model.kv_heads, 0, padded, dtype=kv_dtype(model.dtype))
+        self._length = 0
+        self._memory = lender._memory if lender else _Memory(model)
+        self._struct.cache_form = FORMS[self._memory.kv.dtype]
         self._scratch = self._buffer(KEPT_ROWS)
 
     def run(self, new: list[int] | Tensor, held: int, draft: Draft, layers: Sequence[int] = ()) -> Tensor:
@@ -315,26 +334,27 @@ class NativeEngine:
     def keep(self, length: int, slots: list[int]) -> None:
         end = length + len(slots)
         if slots and slots != list(range(length, end)):
-            self._kv[:, :, length:end] = self._kv[:, :, torch.tensor(slots)]
+            kv = self._memory.kv
+            kv[:, :, length:end] = kv[:, :, torch.tensor(slots)]
         self._length = end
 
     @torch.inference_mode()
     def clear(self) -> None:
         """Zero the cache, so that texts do not outlive their request."""
-        self._kv[:, :, : self._written].zero_()
-        self._length = self._written = 0
+        self._memory.kv[:, :, : self._memory.written].zero_()
+        self._length = self._memory.written = 0
 
     @property
     def kv_bytes(self) -> int:
-        return self._kv[:, :, : self._length].nbytes
+        return self._memory.kv[:, :, : self._length].nbytes
 
     @property
     def reserved_bytes(self) -> int:
-        return self._kv.nbytes
+        return self._memory.kv.nbytes
 
     def _pass(self, new: list[int], held: int, draft: Draft, last: int, layers: Sequence[int]) -> Tensor:
-        model, rows = self._model, len(new)
-        self._reserve(held + rows)
+        model, memory, rows = self._model, self._memory, len(new)
+        memory.reserve(held + rows)
         text = held + rows - len(draft)  # length of the text before the draft
         first = max(0, held - text)  # first node among the new rows
         if draft.is_chain:
@@ -363,14 +383,14 @@ class NativeEngine:
             ctypes.byref(
                 _Pass(
                     ctypes.addressof(self._struct),
-                    self._kv.data_ptr(),
-                    self._cosines.data_ptr(),
-                    self._sines.data_ptr(),
+                    memory.kv.data_ptr(),
+                    memory.cosines.data_ptr(),
+                    memory.sines.data_ptr(),
                     *map(ctypes.addressof, arrays),
                     self.hidden.data_ptr(),
                     logits.data_ptr(),
                     scratch.data_ptr(),
-                    self._capacity,
+                    memory.capacity,
                     rows,
                     last,
                     held,
@@ -380,17 +400,8 @@ class NativeEngine:
         )
         if failed:
             raise MemoryError("the native engine has no memory for its buffers")
-        self._length, self._written = held + rows, max(held + rows, self._written)
+        self._length, memory.written = held + rows, max(held + rows, memory.written)
         return logits
 
     def _buffer(self, rows: int) -> Tensor:
         return torch.empty(self._library.scratch_floats(ctypes.byref(self._struct), ctypes.c_int32(rows)))
-
-    def _reserve(self, end: int) -> None:
-        if end <= self._capacity:
-            return
-        capacity = max(FIRST_CAPACITY, 2 * self._capacity, end)
-        kv = torch.zeros(*self._kv.shape[:2], capacity, self._kv.shape[3], dtype=self._kv.dtype)
-        kv[:, :, : self._capacity] = self._kv
-        self._kv, self._capacity = kv, capacity
-        self._cosines, self._sines = self._model.rotation(capacity)

@@ -53,8 +53,7 @@ def sweep(
 ) -> Sweep:
     """Convert values from the browser. Raises `UserError` if they are invalid or exceed the page's limits.
 
-    `make` converts settings of `bench.grid` to a recipe; `each`: prompts per class. Classes alternate, so a partial
-    result covers all.
+    `make` converts settings of `bench.grid` to a recipe; `each`: prompts per class. Classes alternate.
     """
     lists = {
         "method": methods,

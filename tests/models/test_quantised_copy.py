@@ -1,0 +1,174 @@
+"""Drafter `same`: the target in int8 or 4 bits, on the target's keys and values."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+import torch
+from fakes.tiny_models import byte_level_tokenizer, save_model
+from fakes.trace_lines import trace_lines
+from models.test_native_llama import text, weights
+
+from specdemo.cli import main
+from specdemo.core.errors import UserError
+from specdemo.core.step import Draft
+from specdemo.models.engines.native_llama import NativeEngine
+from specdemo.models.hub import Hub
+from specdemo.models.kv_cache import CachedModel
+from specdemo.models.load import load
+from specdemo.models.loaded_pair import load_pair
+from specdemo.models.memory_plan import plan_spec
+from specdemo.models.model_pool import ModelPool
+from specdemo.models.spec import SAME
+from specdemo.models.zoo import PAIRS
+from specdemo.recipe import Recipe
+
+PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
+BUNDLED = PAIRS["bundled"]
+POOL = ModelPool()
+
+
+def tokens(**values: Any) -> tuple[list[int], dict[str, Any]]:
+    """Token ids and metrics of a run."""
+    common = {"max_tokens": 40, "top_p": 1.0, "temperature": 0, "device": "cpu"}
+    *lines, end = trace_lines(Recipe(**{**common, **values}), PROMPT, POOL)
+    assert end["error"] is None
+    return [token for line in lines for token in line.get("tokens", ())], end["metrics"]
+
+
+@pytest.mark.parametrize("quantization", ["none", "bf16"])
+@pytest.mark.parametrize("form", ["int8", "nf4"])
+def test_greedy_text_is_that_of_the_target(form: str, quantization: str) -> None:
+    """bf16: the cache has another number format than that of the copy alone."""
+    expected, _ = tokens(pair="bundled", method="ar", quantization=quantization)
+    copy = {"pair": "bundled", "drafter": SAME, "drafter_quantization": form, "quantization": quantization}
+    for more in ({}, {"method": "tree"}, {"method": "hybrid"}, {"first_target": False}, {"policy": "svip"}):
+        found, metrics = tokens(**copy, **more)
+        assert found == expected and metrics["accepted"] > 0
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+def test_coupled_text_is_that_of_the_target(temperature: float) -> None:
+    sampling = {"pair": "bundled", "temperature": temperature, "rule": "coupled"}
+    expected, _ = tokens(**sampling, method="ar")
+    for method in ("draft", "tree", "hybrid"):
+        assert tokens(**sampling, drafter=SAME, drafter_quantization="nf4", method=method)[0] == expected
+
+
+@pytest.mark.parametrize("form", ["bfloat16", "nf4"])
+def test_target_and_copy_do_not_disturb_each_other(form: str) -> None:
+    """The target computes the logits of a fresh cache, bit by bit; with equal weights its copy does too."""
+    model, rng = weights("llama", "bfloat16"), random.Random(0)
+    target = CachedModel(model)
+    copy = CachedModel(model if form == "bfloat16" else weights("llama", form), lender=target)
+
+    def draft(longest: int) -> Draft:
+        count = rng.randrange(longest + 1)
+        return Draft(tuple(rng.randrange(5) for _ in range(count)), tuple(rng.randrange(-1, i) for i in range(count)))
+
+    written = text(20)
+    for turn in range(60):
+        for cached in [target, copy, copy][rng.randrange(3) :]:
+            nodes = draft(5)
+            logits = cached.score(written, nodes)
+            if cached.model is model:
+                assert torch.equal(logits, CachedModel(model).score(written, nodes))
+        if turn % 2:
+            path = copy.extend(written, 2, lambda logits, i: logits.argmax(-1))
+            assert target.extend(written, 2, lambda logits, i: logits.argmax(-1)) == path or form != "bfloat16"
+        kept = len(written) - rng.randrange(6) if turn % 7 == 6 else len(written)
+        written = [*written[:kept], *(rng.randrange(5) for _ in range(1 + rng.randrange(3)))]
+    assert target.kv_bytes > 0 and copy.kv_bytes == 0
+
+
+def test_the_prompt_is_processed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+    original = NativeEngine._pass
+
+    def counted(self: NativeEngine, new: list[int], *arguments: Any) -> Any:
+        rows.append(len(new))
+        return original(self, new, *arguments)
+
+    tokens(pair="bundled", drafter=SAME)  # loads and measures
+    monkeypatch.setattr(NativeEngine, "_pass", counted)
+    tokens(pair="bundled", drafter=SAME, gamma=3)
+    prompt = load(Recipe(device="cpu").target_spec).tokenizer.encode(PROMPT)
+    assert rows[0] == len(prompt) and max(rows[1:]) == 4 and rows[1] == 1
+
+
+@pytest.mark.usefixtures("torch_engine")
+def test_engines_of_torch_keep_two_caches() -> None:
+    pool = ModelPool()
+    recipe = Recipe(pair="bundled", drafter=SAME, temperature=0, max_tokens=12, device="cpu")
+    *_, end = trace_lines(recipe, PROMPT, pool)
+    assert end["error"] is None and end["metrics"]["accepted"] > 0
+
+
+GGUF = "the/model.{}.gguf"
+REFUSED = {
+    "int8 of int8": ({"quantization": "int8"}, "in int8 is not smaller than the target in int8: .* to nf4$"),
+    "int8 of nf4": ({"quantization": "nf4"}, "in int8 .* the target in nf4: choose another drafter"),
+    "fp4 of nf4": ({"quantization": "nf4", "drafter_quantization": "fp4"}, "in fp4 .* choose another drafter"),
+    "bf16 of bf16": ({"dtype": "bfloat16", "drafter_quantization": "bf16"}, "in bfloat16: .* to int8 or nf4$"),
+    "stored in 4 bits": ({"target": GGUF.format("Q4_K_M")}, "is stored in Q4_K_M, already its smallest and fastest"),
+    "stored in 16 bits": ({"target": GGUF.format("F16")}, "GGUF files are not quantised, .* safetensors checkpoint"),
+    "two drafters": ({"pair": "bundled", "drafter": "other"}, "not both"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_copies_that_are_not_smaller_are_refused(case: str) -> None:
+    values, sentence = REFUSED[case]
+    with pytest.raises(UserError, match=sentence):
+        Recipe(**{"drafter": SAME, "device": "cpu", **values})
+    Recipe(**{"drafter": SAME, "device": "cpu", "method": "ar", **values, "pair": None} | {"drafter": SAME})
+
+
+@pytest.mark.parametrize("form", ["", "int8", "nf4", "bf16"])
+def test_the_copy_replaces_the_drafter_of_a_pair(form: str) -> None:
+    recipe = Recipe(pair="bundled", drafter=SAME, device="cpu", **({"drafter_quantization": form} if form else {}))
+    target, copy = recipe.target_spec, recipe.drafter_spec
+    assert copy and target.name == copy.name == BUNDLED.target and copy.quantization == (form or "int8")
+    assert recipe.drafter_quantization == copy.quantization and recipe.method == "draft"
+
+
+def test_one_set_of_files_and_two_forms_in_memory(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, read = str(save_model(tmp_path / "model", byte_level_tokenizer())), []
+    original = Hub.weights
+    monkeypatch.setattr(Hub, "weights", lambda hub, name, *rest: read.append(name) or original(hub, name, *rest))
+    recipe, pool = Recipe(target=folder, drafter=SAME, device="cpu"), ModelPool()
+    specs = [recipe.target_spec.resolved(), recipe.drafter_spec.resolved()]
+    for _ in pool.bring(specs, 64):
+        pass
+    assert set(read) == {folder} and all(spec in pool for spec in specs)
+    planned = [plan_spec(spec, 64).weights for spec in specs]
+    assert planned[1] < planned[0] and pool.weight_bytes == pytest.approx(sum(planned), rel=0.02)
+
+
+def test_the_library_loads_the_copy() -> None:
+    pair = load_pair("bundled", SAME, device="cpu")
+    for recipe in (Recipe(max_tokens=4), Recipe(drafter=SAME, max_tokens=4)):
+        header = next(line for line in trace_lines(recipe, PROMPT, pair) if "recipe" in line)
+        assert header["recipe"]["drafter"] == SAME and header["recipe"]["drafter_quantization"] == "int8"
+    with pytest.raises(UserError, match="not smaller than the target in int8"):
+        load_pair(BUNDLED.target, SAME, quantization="int8", device="cpu")
+
+
+COPY = ["--pair", "bundled", "--drafter", SAME, "--device", "cpu"]
+
+
+def test_terminal_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", PROMPT, *COPY, "--drafter-quantization", "nf4", "--max-tokens", "9", "--json"]) == 0
+    recipe = json.loads(capsys.readouterr().out.splitlines()[0])["recipe"]
+    assert (recipe["method"], recipe["drafter"], recipe["drafter_quantization"]) == ("draft", SAME, "nf4")
+    few = ["--method", "draft", "--gamma", "3", "--temperature", "0", "--max-tokens", "8"]
+    assert main(["prove", *COPY, *few, "--prompts", "1"]) == 0
+    assert main(["bench", *COPY, *few, "--kind", "code"]) == 0
+    assert main(["preflight", *COPY, "--kind", "code"]) == 0
+    capsys.readouterr()
+    for command in (["run", PROMPT], ["bench"], ["prove"], ["preflight"]):
+        assert main([*command, *COPY, "--quantization", "nf4"]) == 2
+        assert "drafter same in int8 is not smaller" in capsys.readouterr().err.splitlines()[-1]
