@@ -1,4 +1,4 @@
-"""Speed against llama.cpp with identical weights: table `against_llama_cpp` in docs/performance.md.
+"""Speed against llama.cpp with identical weights: tables `against_llama_cpp*` in docs/performance.md.
 
 `python -m benchmarks.against_llama_cpp --llama-bench PATH --write`. Needs `llama-bench` and `llama-quantize` in one
 folder and the package `gguf`. Runs of both programs alternate; both use the threads of torch.
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from benchmarks.chat_model import save_dequantised
 from benchmarks.memory import SHAPES, save_random
+from benchmarks.runs import traced
 from benchmarks.tables import publish, run_study, study_parser
 from specdemo.cli.commands import at_least_one
 from specdemo.core.errors import UserError
@@ -31,10 +32,13 @@ from specdemo.core.step import Draft
 from specdemo.models.kv_cache import new_engine
 from specdemo.models.load import load, reference
 from specdemo.models.memory import release_memory
+from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
+from specdemo.prompts import load_prompts
+from specdemo.recipe import Recipe
 
-TABLES = {"against_llama_cpp": "docs/performance.md"}
+TABLES = dict.fromkeys(("against_llama_cpp", "against_llama_cpp-drafts"), "docs/performance.md")
 FORMS = {  # dtype and quantization here, type of llama-quantize
     "float32": ("float32", "none", "F32"),
     "bfloat16": ("bfloat16", "none", "BF16"),
@@ -48,6 +52,15 @@ COLUMNS = {
     "llama.cpp tokens/s": "{theirs:.0f}",
     "specdemo tokens/s": "{ours:.0f}",
     "ratio": "{ratio:.2f} [{low:.2f}, {high:.2f}]",
+}
+PROMPT = "prompt"  # in place of a context: speed of reading PROMPT_TOKENS tokens
+PROMPT_TOKENS = 512
+DRAFT_RECIPES = {"ar": {}, "draft": {"gamma": 3}, "nasd": {"gamma": 3}, "suffix": {"gamma": 3}}
+DRAFT_COLUMNS = {
+    "recipe": "{recipe}",
+    "llama.cpp, AR, tokens/s": "{theirs:.0f}",
+    "specdemo tokens/s": "{ours:.0f}",
+    "ratio": COLUMNS["ratio"],
 }
 _LAYER_NAMES = {
     "input_layernorm": "attn_norm",
@@ -102,9 +115,11 @@ def _interleaved(weight: Tensor, heads: int) -> Tensor:
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
-def their_speed(program: Path, file: Path, tokens: int, context: int) -> float:
-    """Return tokens/s of autoregressive decoding with llama-bench."""
-    counts = ["-p", "0", "-n", str(tokens), "-d", str(context), "-r", "1", "-t", str(torch.get_num_threads())]
+def their_speed(program: Path, file: Path, tokens: int, context: int | str) -> float:
+    """Return tokens/s of AR decoding, or of reading a prompt, with llama-bench."""
+    work = [PROMPT_TOKENS, 0, 0] if context == PROMPT else [0, tokens, context]
+    counts = [part for pair in zip("pnd", work, strict=True) for part in (f"-{pair[0]}", str(pair[1]))]
+    counts += ["-r", "1", "-t", str(torch.get_num_threads())]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}  # its defaults
     command = [program, "-m", file, *counts, "-o", "json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600, env=environment)
@@ -113,13 +128,15 @@ def their_speed(program: Path, file: Path, tokens: int, context: int) -> float:
     return float(json.loads(done.stdout)[0]["avg_ts"])
 
 
-def our_speed(engine: Any, vocab: int, tokens: int, context: int) -> float:
-    """Return passes/s of single rows with greedy choice of the next token."""
+def our_speed(engine: Any, vocab: int, tokens: int, context: int | str) -> float:
+    """Return passes/s of single rows with greedy choice of the next token, or tokens/s of reading a prompt."""
     engine.keep(0, [])
-    token, held = 1, 0
-    if context:
-        engine.run([i % vocab for i in range(context)], 0, Draft())
-        held = context
+    token, held = 1, PROMPT_TOKENS if context == PROMPT else int(context)
+    start = time.perf_counter()
+    if held:
+        engine.run([i % vocab for i in range(held)], 0, Draft())
+    if context == PROMPT:
+        return held / (time.perf_counter() - start)
     start = time.perf_counter()
     for i in range(tokens):
         token = int(engine.run([token], held + i, Draft())[0].argmax())
@@ -134,6 +151,8 @@ def compare(name: str, folder: str, options: argparse.Namespace) -> list[dict[st
         model, _ = reference(ModelSpec(folder, dtype="float32", device="cpu"))
         write_gguf(model, full)
         del model
+        if name == "bundled":
+            publish(options, "against_llama_cpp-drafts", DRAFT_COLUMNS, compare_drafts(full, options))
         for form in options.form:
             dtype, quantization, kind = FORMS[form]
             file = full
@@ -153,18 +172,34 @@ def compare_form(
     release_memory()
     loaded, records = load(spec), []
     engine = new_engine(loaded.model)
-    for context in options.context:
+    for context in (*options.context, PROMPT):
         pairs = []
         for _ in range(options.rounds):
             theirs = their_speed(options.llama_bench, file, options.tokens, context)
             pairs.append((our_speed(engine, loaded.vocab_size, options.tokens, context), theirs))
-        ours, theirs = (statistics.median(values) for values in zip(*pairs, strict=True))
-        ratios = [own / other for own, other in pairs]
-        low, high = interval(ratios)
-        figures = {"ours": ours, "theirs": theirs, "ratio": statistics.median(ratios), "low": low, "high": high}
-        records.append({"model": name, "form": form, "kind": kind, "context": context, **figures})
+        records.append({"model": name, "form": form, "kind": kind, "context": context, **_figures(pairs)})
         print(COLUMNS["ratio"].format(**records[-1]), form, context, file=sys.stderr, flush=True)
     return records
+
+
+def _figures(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
+    ours, theirs = (statistics.median(values) for values in zip(*pairs, strict=True))
+    ratios = [own / other for own, other in pairs]
+    low, high = interval(ratios)
+    return {"ours": ours, "theirs": theirs, "ratio": statistics.median(ratios), "low": low, "high": high}
+
+
+def compare_drafts(file: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Compare greedy runs of the bundled pair on code prompts with AR decoding by llama.cpp of its target `file`."""
+    pool, pairs = ModelPool(), {name: [] for name in DRAFT_RECIPES}
+    prompts = [prompt.text for prompt in load_prompts(("code",))]
+    common = {"pair": "bundled", "temperature": 0.0, "max_tokens": options.tokens, "device": "cpu"}
+    for i in range(options.rounds + 1):
+        theirs = their_speed(options.llama_bench, file, options.tokens, 0)
+        for name, values in DRAFT_RECIPES.items():
+            run = traced(Recipe(method=name, **common, **values), prompts[i % len(prompts)], pool)
+            pairs[name].append((run.metrics["tokens_per_second"], theirs))
+    return [{"recipe": name, **_figures(found[1:])} for name, found in pairs.items()]  # without warm-up
 
 
 def study(options: argparse.Namespace) -> None:

@@ -1,7 +1,8 @@
 """The chat model in several forms: tables `chat-equality`, `chat-forms` and `chat-drafters` in docs/models.md.
 
 `python -m benchmarks.chat_model --write`. The form `Q4_1` is the stored file; the others are converted from its
-dequantised weights. Greedy texts are compared with `transformers` in float32.
+dequantised weights. Greedy texts are compared with `transformers` in float32, and with llama.cpp (8-bit activations) if
+`--llama-completion PATH` is given.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +40,11 @@ DRAFTERS = ("int8", "nf4")
 GAMMA = 4
 CONTEXT = 1024  # tokens of a document
 EQUALITY_COLUMNS = {
+    "reference": "{reference}",
     "prompts": "{prompts}",
     "tokens": "{tokens:,}",
     "equal texts": "{equal}",
-    "margins at the first differences": "{margins}",
+    "margins of the logits at the first differences": "{margins}",
 }
 FORM_COLUMNS = {
     "form": "{form}",
@@ -101,33 +105,61 @@ def chosen_prompts(count: int) -> list[Prompt]:
     return [group[i] for i in range(max(map(len, by_kind))) for group in by_kind][:count]
 
 
-def equality(forms: Forms, prompts: Sequence[Prompt], tokens: int) -> dict[str, Any]:
-    """Compare greedy token ids of the stored form with `transformers`."""
+def equality(forms: Forms, prompts: Sequence[Prompt], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Compare greedy texts of the stored form with `transformers`, and with llama.cpp."""
     from transformers import AutoModelForCausalLM
 
     oracle = AutoModelForCausalLM.from_pretrained(forms.folder, dtype=torch.float32).eval()
-    equal, total, margins = 0, 0, []
+    program = options.llama_completion
+    margins: dict[str, list[float | None]] = {"transformers, float32": [], **({"llama.cpp": []} if program else {})}
+    total = 0
     for prompt in prompts:
-        trace = traced(forms.recipe(STORED, method="nasd", temperature=0.0, max_tokens=tokens), prompt.text, forms.pool)
-        ids = torch.tensor([trace.header["prompt_tokens"]])
-        result = oracle.generate(
-            ids,
-            max_new_tokens=len(trace.tokens),
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
-        theirs = result.sequences[0, ids.shape[1] :].tolist()
-        total += len(theirs)
-        first = next((i for i, (a, b) in enumerate(zip(trace.tokens, theirs, strict=True)) if a != b), None)
-        equal += first is None
-        if first is not None:
-            best, second = result.logits[first][0].topk(2).values.tolist()
-            margins.append(f"{best - second:.3f}")
-        print(prompt.name, "equal" if first is None else f"differs at {first}", file=sys.stderr, flush=True)
-    return {"prompts": len(prompts), "tokens": total, "equal": equal, "margins": ", ".join(margins) or "-"}
+        recipe = forms.recipe(STORED, method="nasd", temperature=0.0, max_tokens=options.max_tokens)
+        trace = traced(recipe, prompt.text, forms.pool)
+        tokenizer = forms.pool.take(recipe.target_spec).tokenizer
+        start = trace.header["prompt_tokens"]
+        total += len(trace.tokens)
+        ids = torch.tensor([start])
+        common = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        theirs = [oracle.generate(ids, max_new_tokens=len(trace.tokens), **common)[0, len(start) :].tolist()]
+        if program:
+            text = llama_cpp_text(program, tokenizer.decode(start), options.max_tokens)
+            theirs.append(tokenizer.encode(text, add_special_tokens=False))
+        for name, tokens in zip(margins, theirs, strict=True):
+            ours = [token for token in trace.tokens if token in tokens or token not in tokenizer.all_special_ids]
+            margins[name].append(margin(oracle, start, ours, tokens))
+            print(prompt.name, name, margins[name][-1], file=sys.stderr, flush=True)
+    records = []
+    for name, found in margins.items():
+        differences = sorted(value for value in found if value is not None)
+        shown = ", ".join(f"{value:.3f}" for value in differences) or "-"
+        counts = {"prompts": len(prompts), "tokens": total, "equal": len(prompts) - len(differences)}
+        records.append({"reference": name, **counts, "margins": shown})
+    return records
+
+
+def margin(oracle: Any, start: Sequence[int], ours: Sequence[int], theirs: Sequence[int]) -> float | None:
+    """Return the difference of the two largest logits at the first different token, `None` for equal texts."""
+    first = next((i for i, (a, b) in enumerate(zip_longest(ours, theirs)) if a != b), None)
+    if first is None:
+        return None
+    with torch.inference_mode():
+        logits = oracle(torch.tensor([[*start, *ours[:first]]])).logits[0, -1]
+    best, second = logits.topk(2).values.tolist()
+    return best - second
+
+
+def llama_cpp_text(program: Path, prompt: str, tokens: int) -> str:
+    """Return the greedy continuation of `prompt`. Raises `UserError` if the program fails."""
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+        file.write(prompt + "\n")  # the program removes one
+        file.flush()
+        command = [program, "-m", PAIRS[CHAT_PAIR].target, "-f", file.name, "-n", str(tokens), "--temp", "0", "-no-cnv"]
+        command += ["--no-display-prompt", "--no-escape", "--no-warmup", "-t", str(torch.get_num_threads())]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    if done.returncode:
+        raise UserError(f"{program.name} failed ({done.stderr.strip().splitlines()[-1:]}): check the build")
+    return done.stdout.removesuffix("\n\n").removesuffix(" [end of text]")
 
 
 def perplexity(model: CachedModel, texts: Sequence[tuple[list[int], int]]) -> float:
@@ -216,12 +248,14 @@ def study(options: argparse.Namespace) -> None:
     """Measure and publish the tables."""
     for name in ("prompts", "max_tokens"):
         at_least_one(name, getattr(options, name))
+    if options.llama_completion:
+        options.command = options.command.replace(str(options.llama_completion), "PATH")
     prompts = chosen_prompts(options.prompts)
     with tempfile.TemporaryDirectory() as place:
         forms = Forms(Path(place), ModelPool())
         save_dequantised(forms.folder)
         if "equality" in options.part:
-            publish(options, "chat-equality", EQUALITY_COLUMNS, [equality(forms, prompts, options.max_tokens)])
+            publish(options, "chat-equality", EQUALITY_COLUMNS, equality(forms, prompts, options))
         if "forms" in options.part:
             publish(options, "chat-forms", FORM_COLUMNS, measure_forms(forms, prompts[:5], options.max_tokens))
         if "drafters" in options.part:
@@ -233,6 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = study_parser(__file__, __doc__, TABLES)
     parts = ["equality", "forms", "drafters"]
     parser.add_argument("--part", nargs="+", default=parts, choices=parts)
+    parser.add_argument("--llama-completion", type=Path, metavar="PATH")
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--max-tokens", type=int, default=64)
     return run_study(study, parser, arguments)

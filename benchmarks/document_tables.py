@@ -34,6 +34,7 @@ TABLES = {
     "bench-chat": PERFORMANCE,
     "bench-costs": PERFORMANCE,
     "bench-readme": "README.md",
+    "chat-readme": "README.md",
     "bench-policies": POLICIES,
     "bench-transformers": PERFORMANCE,
     "prove": PERFORMANCE,
@@ -41,7 +42,8 @@ TABLES = {
 METHODS = ("draft", "nasd", "suffix", "hybrid", "tree", "self", "lookahead")
 POLICY_NAMES = ("fixed", "auto", "dynamic", "heuristic", "egag", "adaedl", "svip", "confidence", "path")
 FAMILIES = {"ar": "generate", "draft": "assisted", "nasd": "prompt lookup", "suffix": "prompt lookup"}
-README_ROWS = (("code", "hybrid", 0), ("repetitive", "suffix", 0), ("code", "draft", 1), ("code", "self", 0))
+README_ROWS = (("code", "hybrid", 0), ("repetitive", "suffix", 0), ("code", "draft", 1))
+CHAT_README_METHOD = "suffix"
 
 Record = dict[str, Any]
 SPEEDUP = {"speed-up": "{speedup}", "95 %": "{interval}"}
@@ -171,7 +173,11 @@ def chat_classes(options: argparse.Namespace) -> None:
     pair = {"pair": CHAT_PAIR, "chat": True, "max_tokens": options.max_tokens or 128}
     recipes = [Recipe(**pair, **values) for values in bench.grid(["nasd", "suffix"], [4], ["fixed"], [0.0])]
     records = measured(recipes, first_of_each_class(options.prompts or 6, chat=True))
-    publish(options, "bench-chat", CHAT_COLUMNS, [cells(row) for row in bench.table(recipes, records)])
+    rows = bench.table(recipes, records)
+    publish(options, "bench-chat", CHAT_COLUMNS, [cells(row) for row in rows])
+    lane = next(bench.recipe_label(recipe) for recipe in recipes if recipe.method == CHAT_README_METHOD)
+    readme = [{**cells(row), "method": CHAT_README_METHOD, "temperature": 0} for row in rows if row.lane == lane]
+    publish(options, "chat-readme", README_COLUMNS, readme)
 
 
 def transformers(options: argparse.Namespace) -> None:
@@ -240,7 +246,7 @@ class TableGroup:
 
 GROUPS = (
     TableGroup(("bench", "bench-classes", "bench-costs", "bench-readme"), methods),
-    TableGroup(("bench-chat",), chat_classes),
+    TableGroup(("bench-chat", "chat-readme"), chat_classes),
     TableGroup(("bench-policies",), policies),
     TableGroup(("bench-transformers",), transformers),
     TableGroup(("prove",), equality),

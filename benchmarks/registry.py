@@ -23,17 +23,22 @@ RUNS = (
     TableRun(
         "python -m benchmarks.document_tables --write",
         (
-            *("bench", "bench-classes", "bench-costs", "bench-readme", "bench-chat", "bench-policies"),
-            *("bench-transformers", "prove"),
+            *("bench", "bench-classes", "bench-costs", "bench-readme", "bench-chat", "chat-readme"),
+            *("bench-policies", "bench-transformers", "prove"),
         ),
         15,
     ),
     TableRun("python -m benchmarks.time_breakdown --write", ("time_breakdown",), 0.5),
     TableRun("python -m benchmarks.pass_cost --dtype float32 --write", ("pass_cost-float32",), 0.5),
     TableRun("python -m benchmarks.pass_cost --dtype bfloat16 --write", ("pass_cost-bfloat16",), 0.5),
-    TableRun("python -m benchmarks.against_llama_cpp --llama-bench PATH --write", ("against_llama_cpp",), 12),
+    TableRun("python -m benchmarks.bandwidth --write", ("bandwidth",), 1),
     TableRun(
-        "python -m benchmarks.chat_model --write",
+        "python -m benchmarks.against_llama_cpp --llama-bench PATH --write",
+        ("against_llama_cpp", "against_llama_cpp-drafts"),
+        15,
+    ),
+    TableRun(
+        "python -m benchmarks.chat_model --llama-completion PATH --write",
         ("chat-equality", "chat-forms", "chat-drafters"),
         6,
     ),

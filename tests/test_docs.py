@@ -124,3 +124,13 @@ def test_the_figures_of_the_readme_are_those_of_the_bench_table() -> None:
         prompts, recipe, speedup, interval = row
         assert (prompts, recipe) == (f"{kind}, temperature {temperature}", f"`{method}`")
         assert measured[kind, f"{method} gamma=3 T={temperature}"] == f"{speedup} [{interval.replace('-', ', ')}]"
+
+
+def test_the_chat_figures_of_the_readme_are_those_of_the_bench_table() -> None:
+    rows = table_rows(ROOT / "docs/performance.md", "bench-chat")[1:]
+    measured = {(kind, recipe): f"{speedup}, {interval}" for kind, recipe, _, speedup, interval, *_ in rows}
+    figures = table_rows(ROOT / "README.md", "chat-readme")[1:]
+    assert len(figures) == len({kind for kind, _ in measured})
+    for prompts, recipe, speedup, interval in figures:
+        kind, lane = prompts.removesuffix(", temperature 0"), f"{recipe.strip('`')} gamma=4 T=0"
+        assert measured[kind, lane] == f"{speedup}, {interval}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from copy import copy
+from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase
 
@@ -18,6 +19,7 @@ from specdemo.models.untrusted import model_errors
 
 UNFINISHED = "\ufffd"  # decoded form of an incomplete character
 _WINDOW = 6  # tokens of left context: 4 bytes of a character and a space
+_largest_ids: WeakKeyDictionary[PreTrainedTokenizerBase, int] = WeakKeyDictionary()
 
 
 class TextStream:
@@ -109,7 +111,9 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool, voc
 
 
 def check_vocabulary(name: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    if max(tokenizer.get_vocab().values(), default=0) >= vocab_size:
+    if tokenizer not in _largest_ids:
+        _largest_ids[tokenizer] = max(tokenizer.get_vocab().values(), default=0)
+    if _largest_ids[tokenizer] >= vocab_size:
         raise UserError(
             f"the tokenizer of {name} has more than the {vocab_size:,} ids of the model: choose another pair"
         )

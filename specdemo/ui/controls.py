@@ -115,6 +115,8 @@ def _settings_of_source(
     source: Any, drafter: Any, form: Any, method: Any, pair: Any, target: Any, quantization: Any
 ) -> list[Any]:
     chosen = {"pair": pair, "target": target, "quantization": quantization}
+    if not all(isinstance(value, (str, type(None))) for value in (source, method, pair)):
+        return [gr.skip()] * 4
     drafting = method in METHODS and METHODS[method].second_model
     if source not in COPY_FORMS:
         alone = drafting and not target and pair in PAIRS and PAIRS[pair].drafter is None

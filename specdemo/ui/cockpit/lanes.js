@@ -139,7 +139,17 @@ function drawHead(name, head, fragment) {
   badge.dataset.exact = head.exact;
   badge.textContent = head.badge;
   badge.title = head.why;
-  fragment.append(make("span", { class: "given", text: head.prompt }));
+  fragment.append(givenText(head.prompt));
+}
+
+const PROMPT_LINES = 6; // of a longer prompt only the end is visible at first
+
+function givenText(prompt) {
+  const given = make("span", { class: "given", text: prompt });
+  if (prompt.split("\n").length <= PROMPT_LINES) return given;
+  const cut = prompt.lastIndexOf("\n", prompt.length - 2) + 1; // the last line is continued by the text
+  given.replaceChildren(make("span", { class: "earlier", text: prompt.slice(0, cut), tabindex: 0 }), prompt.slice(cut));
+  return given;
 }
 
 function drawRound(name, record, fragment) {
@@ -237,7 +247,8 @@ function showRecorded({ prompt, ...settings }) {
   const names = ["target", "drafter", "method", "gamma", "temperature", "top_p", "seed", "max_tokens", "mode"];
   if (!settings.target) names.unshift("pair");
   const words = names.filter((name) => settings[name] || settings[name] === 0).map((name) => `${name.replace("_", " ")} ${settings[name]}`);
-  setText($("#recorded-settings span"), `Recorded with the prompt ${JSON.stringify(prompt.length > 80 ? `${prompt.slice(0, 80)}…` : prompt)}, ${words.join(", ")}.`);
+  const end = prompt.length > 80 ? `…${prompt.slice(-80)}` : prompt; // chat templates begin with instructions
+  setText($("#recorded-settings span"), `Recorded with the prompt ${JSON.stringify(end)}, ${words.join(", ")}.`);
   $("#recorded-settings").hidden = false;
 }
 

@@ -77,7 +77,15 @@ async function openTrace(load, example = false) {
   take(frame);
   if (!example) return;
   showRecorded(frame.recorded); // now rather than at the end, which would move the lanes
-  lanes.spec.lane.scrollIntoView({ block: "nearest", behavior: reducedMotion.matches ? "auto" : "smooth" });
+  revealLanes();
+}
+
+function revealLanes() { // with the button Run, if the window is high enough
+  const [lane, button] = [lanes.spec.lane, document.getElementById("run")].map((part) => part.getBoundingClientRect());
+  const behavior = reducedMotion.matches ? "auto" : "smooth";
+  const shift = Math.min(lane.bottom - innerHeight, button.top - 8);
+  if (lane.top - shift > innerHeight - 150) lanes.spec.lane.scrollIntoView({ block: "nearest", behavior });
+  else if (shift > 0) scrollBy({ top: shift, behavior });
 }
 
 const EXAMPLE = "nasd, short answer", OPENED_KEY = "specdemo-opened";
