@@ -159,7 +159,8 @@ def llama_cpp_text(program: Path, prompt: str, tokens: int) -> str:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     if done.returncode:
         raise UserError(f"{program.name} failed ({done.stderr.strip().splitlines()[-1:]}): check the build")
-    return done.stdout.removesuffix("\n\n").removesuffix(" [end of text]")
+    text, ended, _ = done.stdout.rpartition(" [end of text]")
+    return text if ended else done.stdout.removesuffix("\n\n")
 
 
 def perplexity(model: CachedModel, texts: Sequence[tuple[list[int], int]]) -> float:

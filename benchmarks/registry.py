@@ -32,6 +32,7 @@ RUNS = (
     TableRun("python -m benchmarks.pass_cost --dtype float32 --write", ("pass_cost-float32",), 0.5),
     TableRun("python -m benchmarks.pass_cost --dtype bfloat16 --write", ("pass_cost-bfloat16",), 0.5),
     TableRun("python -m benchmarks.bandwidth --write", ("bandwidth",), 1),
+    TableRun("python -m benchmarks.busy_cores --write", ("busy_cores",), 2),
     TableRun(
         "python -m benchmarks.against_llama_cpp --llama-bench PATH --write",
         ("against_llama_cpp", "against_llama_cpp-drafts"),
