@@ -58,6 +58,7 @@ class Film:
 
 def record(page: Page, film: Film) -> None:
     """Record an example with both lanes, their race, and the inspector on a rejected token."""
+    page.locator("#all-examples button").first.click()
     page.get_by_role("button", name=EXAMPLE).click()
     page.locator("#compare input").check()
     page.locator("#run").click()  # warm-up
@@ -65,7 +66,7 @@ def record(page: Page, film: Film) -> None:
     page.locator("#pace").select_option("readable")
     page.evaluate("document.querySelector('.cockpit').scrollIntoView()")
     page.locator("#run").evaluate("button => button.click()")
-    page.wait_for_function("document.getElementById('status').textContent.startsWith('decoding')")
+    page.wait_for_function("!document.getElementById('status').textContent.startsWith('done')")
     while not page.locator("#status").inner_text().startswith("done"):
         film.take()
     film.take(1500)
@@ -76,13 +77,13 @@ def record(page: Page, film: Film) -> None:
         race.evaluate(seek, min(end, RACE_SPEED * i * TICK_MS / 1000))
         film.take()
     film.take(1500)
-    page.locator("#lane-spec [data-kind=rejected]").nth(2).evaluate("token => token.click()")
+    page.locator("#lane-spec [data-kind=rejected]").first.evaluate("token => token.click()")
     expect(page.locator("#inspector")).to_be_visible()
     page.locator("#inspector").evaluate("part => part.scrollIntoView({block: 'end'})")
     film.take(2500)
     for _ in range(3):
         before = page.locator("#round-number").inner_text()
-        page.locator("#round-on").click()
+        page.locator("#round-back").click()
         expect(page.locator("#round-number")).not_to_have_text(before)
         film.take(1600)
 

@@ -70,7 +70,7 @@ def read_checkpoint(
         return None
     tensors = dict(_tensors(folder, spec, wanted.keys(), report))
     dtype = getattr(torch, spec.dtype)
-    kept = _kept_dtype(tensors, dtype, device)
+    kept = _kept_dtype(tensors, spec, device)
     weights = {name: tensor.to(device, kept if tensor.dim() > 1 else dtype) for name, tensor in tensors.items()}
     model.load_state_dict(weights, strict=False, assign=True)  # a tied head is no separate tensor
     if config.tie_word_embeddings:
@@ -79,9 +79,10 @@ def read_checkpoint(
     return model, open_tokenizer(spec.name, folder, PreTrainedTokenizerFast)
 
 
-def _kept_dtype(tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    stored = {tensor.dtype for tensor in tensors.values() if tensor.dim() > 1}
-    native = uses_native_engine(device) and dtype == torch.float32
+def _kept_dtype(tensors: Mapping[str, Tensor], spec: ModelSpec, device: torch.device) -> torch.dtype:
+    stored, dtype = {tensor.dtype for tensor in tensors.values() if tensor.dim() > 1}, getattr(torch, spec.dtype)
+    converted = dtype == torch.float32 or QUANTIZATIONS[spec.quantization].bits is not None
+    native = uses_native_engine(device) and converted
     return stored.pop() if native and len(stored) == 1 and stored <= FORMS.keys() else dtype
 
 

@@ -148,7 +148,7 @@ def _plan_native(
     width = _DTYPE_BYTES[spec.dtype]
     if str(getattr(config, "dtype", None)).removeprefix("torch.") in ("float16", "bfloat16"):
         width = 2  # stored without loss
-    weights = largest = 0
+    weights = largest = quantised = 0
     for weight in model.parameters():
         count = weight.numel()
         if weight.dim() < 2:
@@ -156,7 +156,7 @@ def _plan_native(
         elif id(weight) not in layers:
             weights += count * width
         else:
-            weights += count + 8 * weight.shape[0] if bits == 8 else count // 2 + 4 * count // BLOCK_SIZE
+            quantised += count + 8 * weight.shape[0] if bits == 8 else count // 2 + 4 * count // BLOCK_SIZE
         largest = max(largest, count)
     capacity, rows = _doubled(context, FIRST_CAPACITY), min(max(context, 1), NATIVE_CHUNK)
     queries, keys_and_values = _query_width(config), _kv_width(config)
@@ -165,12 +165,12 @@ def _plan_native(
         spec,
         context,
         sum(weight.numel() for weight in model.parameters()),
-        weights=weights,
+        weights=weights + quantised,
         kv=config.num_hidden_layers * keys_and_values * capacity * kv_dtype(getattr(torch, spec.dtype)).itemsize,
         keeps_kv=True,
         settled=_RETAINED,
         passing=4 * rows * activations + _LOGIT_ROWS * config.vocab_size * 4 * _LOGIT_COPIES,
-        loading=3 * largest * width,
+        loading=3 * largest * width + quantised,  # both forms exist
     )
 
 
