@@ -63,6 +63,7 @@ def record(page: Page, film: Film) -> None:
     page.locator("#compare input").check()
     page.locator("#run").click()  # warm-up
     status(page, "done")
+    page.get_by_role("button", name=EXAMPLE).click()  # a new conversation
     page.locator("#pace").select_option("readable")
     page.evaluate("document.querySelector('.cockpit').scrollIntoView()")
     page.locator("#run").evaluate("button => button.click()")
