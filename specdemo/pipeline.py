@@ -127,7 +127,7 @@ class ModelContext:
         model = self.target if role == "target" else self.drafter
         assert model is not None and not isinstance(model, RemoteModel)
         if layers is None and role == "drafter" and self._is_copy:
-            cache = CachedModel(model.model, lender=self.target_cache)
+            cache = CachedModel(model.model, owner=self.target_cache)
         elif layers is None:
             cache = self._cached(model, role)
         else:

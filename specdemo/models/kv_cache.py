@@ -73,7 +73,7 @@ class CachedModel:
 
     Instances share `model`. Passes are padded to `pad` rows (`BatchInvariance`). An encoder-decoder encodes `source`;
     tokens are decoder tokens. Raises `UserError` if `source` exceeds the context. A copy of the model of
-    `lender` continues its keys and values.
+    `owner` shares its keys and values.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class CachedModel:
         model: PreTrainedModel | FusedWeights,
         pad: int = 1,
         source: Sequence[int] = (),
-        lender: CachedModel | None = None,
+        owner: CachedModel | None = None,
     ) -> None:
         config = model.config.get_text_config()
         self.model = model
@@ -92,10 +92,10 @@ class CachedModel:
                 f"the prompt has {len(source):,} tokens and the encoder reads {self.context:,}: shorten it by at least "
                 f"{len(source) - self.context:,}"
             )
-        self._lender, self._passes, self._adopted = lender, 0, -1
+        self._owner, self._passes, self._owner_passes = owner, 0, -1
         self.chains_only = ""  # or the reason why forests are not exact
-        if lender is not None:
-            self._engine: CacheEngine = NativeEngine(model, lender._engine)
+        if owner is not None:
+            self._engine: CacheEngine = NativeEngine(model, owner._engine)
         elif isinstance(model, FusedWeights):
             self._engine = model.idle.pop() if model.idle else new_engine(model)
         else:
@@ -120,8 +120,8 @@ class CachedModel:
             )
         if not tokens:
             raise UserError("the prompt is empty: give a prompt of at least one token")
-        if self._lender is not None:
-            self._adopt(self._lender, tokens)
+        if self._owner is not None:
+            self._synchronise(self._owner, tokens)
         held, known = self._keep(tokens, draft)
         padded = self._padded(draft, held, len(tokens))
         new = [*tokens[held:], *padded.tokens[max(0, held - len(tokens)) :]]
@@ -167,13 +167,13 @@ class CachedModel:
 
     def __del__(self) -> None:
         model = getattr(self, "model", None)
-        if isinstance(model, FusedWeights) and not model.idle and self._lender is None:
+        if isinstance(model, FusedWeights) and not model.idle and self._owner is None:
             self._engine.clear()  # one idle engine suffices for sequential requests
             model.idle.append(self._engine)
 
     @property
     def kv_bytes(self) -> int:
-        return 0 if self._lender else self._engine.kv_bytes
+        return 0 if self._owner else self._engine.kv_bytes
 
     @property
     def weight_bytes(self) -> int:
@@ -192,13 +192,13 @@ class CachedModel:
         first = len(draft) - 1 if draft.is_chain else -1
         return Draft(draft.tokens + (0,) * spare, draft.parents + (first, *range(len(draft), len(draft) + spare - 1)))
 
-    def _adopt(self, lender: CachedModel, tokens: Sequence[int]) -> None:
-        held = lender._cut(tokens[:-1])
-        if self._adopted != lender._passes:
+    def _synchronise(self, owner: CachedModel, tokens: Sequence[int]) -> None:
+        held = owner._truncate(tokens[:-1])
+        if self._owner_passes != owner._passes:
             self._held, self._draft, self._logits = held, Draft(), None
-            self._adopted = lender._passes
+            self._owner_passes = owner._passes
 
-    def _cut(self, tokens: Sequence[int]) -> list[int]:
+    def _truncate(self, tokens: Sequence[int]) -> list[int]:
         count, known = self._keep(tokens, Draft()) if tokens else (0, _NO_LOGITS)
         self._held, self._draft, self._logits = list(tokens[:count]), Draft(), known if len(known) else None
         return self._held

@@ -106,10 +106,8 @@ def _specs(
     device: str,
     drafter_device: str | None,
 ) -> list[ModelSpec]:
-    spec, drafter_device = (
-        ModelSpec(target, dtype, quantization, device, REVISIONS.get(target)),
-        drafter_device or device,
-    )
+    spec = ModelSpec(target, dtype, quantization, device, REVISIONS.get(target))
+    drafter_device = drafter_device or device
     if copied:
         return [spec, smaller_copy(spec, drafter_quantization, drafter_device)]
     if drafter is None:

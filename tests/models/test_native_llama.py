@@ -317,7 +317,7 @@ def test_cleared_caches_contain_no_text() -> None:
     cached = CachedModel(model)
     cached.read(text(30))
     del cached
-    assert model.idle and not model.idle[0]._memory.kv.any() and model.idle[0].kv_bytes == 0
+    assert model.idle and not model.idle[0]._cache.kv.any() and model.idle[0].kv_bytes == 0
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

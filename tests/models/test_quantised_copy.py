@@ -63,7 +63,7 @@ def test_target_and_copy_do_not_disturb_each_other(form: str) -> None:
     """The target computes the logits of a fresh cache, bit by bit; with equal weights its copy does too."""
     model, rng = weights("llama", "bfloat16"), random.Random(0)
     target = CachedModel(model)
-    copy = CachedModel(model if form == "bfloat16" else weights("llama", form), lender=target)
+    copy = CachedModel(model if form == "bfloat16" else weights("llama", form), owner=target)
 
     def draft(longest: int) -> Draft:
         count = rng.randrange(longest + 1)

@@ -293,7 +293,7 @@ def _integers(values: Sequence[int]) -> Any:
     return (ctypes.c_int32 * max(1, len(values)))(*values)
 
 
-class _Memory:
+class _KvCache:
     """Keys and values `[layers, heads, positions, values]` and rotations."""
 
     def __init__(self, model: NativeWeights) -> None:
@@ -315,12 +315,12 @@ class _Memory:
 class NativeEngine:
     """Passes over the KV cache of one request."""
 
-    def __init__(self, model: NativeWeights, lender: NativeEngine | None = None) -> None:
+    def __init__(self, model: NativeWeights, owner: NativeEngine | None = None) -> None:
         self._library, self._model = _library(), model
         self._struct, self._pointers = model.struct()
         self._length = 0
-        self._memory = lender._memory if lender else _Memory(model)
-        self._struct.cache_form = FORMS[self._memory.kv.dtype]
+        self._cache = owner._cache if owner else _KvCache(model)
+        self._struct.cache_form = FORMS[self._cache.kv.dtype]
         self._scratch = self._buffer(KEPT_ROWS)
 
     def run(self, new: list[int] | Tensor, held: int, draft: Draft, layers: Sequence[int] = ()) -> Tensor:
@@ -334,27 +334,27 @@ class NativeEngine:
     def keep(self, length: int, slots: list[int]) -> None:
         end = length + len(slots)
         if slots and slots != list(range(length, end)):
-            kv = self._memory.kv
+            kv = self._cache.kv
             kv[:, :, length:end] = kv[:, :, torch.tensor(slots)]
         self._length = end
 
     @torch.inference_mode()
     def clear(self) -> None:
         """Zero the cache, so that texts do not outlive their request."""
-        self._memory.kv[:, :, : self._memory.written].zero_()
-        self._length = self._memory.written = 0
+        self._cache.kv[:, :, : self._cache.written].zero_()
+        self._length = self._cache.written = 0
 
     @property
     def kv_bytes(self) -> int:
-        return self._memory.kv[:, :, : self._length].nbytes
+        return self._cache.kv[:, :, : self._length].nbytes
 
     @property
     def reserved_bytes(self) -> int:
-        return self._memory.kv.nbytes
+        return self._cache.kv.nbytes
 
     def _pass(self, new: list[int], held: int, draft: Draft, last: int, layers: Sequence[int]) -> Tensor:
-        model, memory, rows = self._model, self._memory, len(new)
-        memory.reserve(held + rows)
+        model, cache, rows = self._model, self._cache, len(new)
+        cache.reserve(held + rows)
         text = held + rows - len(draft)  # length of the text before the draft
         first = max(0, held - text)  # first node among the new rows
         if draft.is_chain:
@@ -383,14 +383,14 @@ class NativeEngine:
             ctypes.byref(
                 _Pass(
                     ctypes.addressof(self._struct),
-                    memory.kv.data_ptr(),
-                    memory.cosines.data_ptr(),
-                    memory.sines.data_ptr(),
+                    cache.kv.data_ptr(),
+                    cache.cosines.data_ptr(),
+                    cache.sines.data_ptr(),
                     *map(ctypes.addressof, arrays),
                     self.hidden.data_ptr(),
                     logits.data_ptr(),
                     scratch.data_ptr(),
-                    memory.capacity,
+                    cache.capacity,
                     rows,
                     last,
                     held,
@@ -400,7 +400,7 @@ class NativeEngine:
         )
         if failed:
             raise MemoryError("the native engine has no memory for its buffers")
-        self._length, memory.written = held + rows, max(held + rows, memory.written)
+        self._length, cache.written = held + rows, max(held + rows, cache.written)
         return logits
 
     def _buffer(self, rows: int) -> Tensor:
