@@ -88,6 +88,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def _serve(args: argparse.Namespace, port: int) -> int:
     set_environment_defaults()  # before torch is imported
+    from specdemo.models.engines.native_build import native_library
+    from specdemo.worker import run_in_thread
+
+    run_in_thread(native_library)  # compiles during the other imports
     # Imported after the options are checked: these imports take seconds.
     from specdemo.core.errors import UserError
     from specdemo.ui.page import launch_options
@@ -108,6 +112,8 @@ def _serve(args: argparse.Namespace, port: int) -> int:
             prevent_thread_lock=True,
             **launch_options(page),
         )
+        if page.preload:
+            page.preload()
         gc.freeze()  # 500,000 permanent objects: without this, a full collection stops all threads for 0.4 s
         print(f"specdemo is ready: {public_url or local_url}  (press Ctrl+C to stop)", flush=True)
         if not (args.window and _show_window(local_url, args.browser)):

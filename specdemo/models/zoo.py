@@ -6,14 +6,12 @@ import hashlib
 import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
-from ctypes import CDLL
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdemo.core.errors import UserError
 from specdemo.core.theory import best_gamma, walltime_improvement
-from specdemo.models.engines.native_build import native_library
 from specdemo.models.spec import find_device
 
 if TYPE_CHECKING:
@@ -314,8 +312,7 @@ def _required_bytes(name: str, on_host: bool, context: int = 2048) -> int:
     kv_width = shape.get("num_key_value_heads", heads) * (shape.get("head_dim") or shape.get("d_kv") or hidden // heads)
     if known.encoder:
         kv_width *= 2
-    native = known.kind in _FUSED_KINDS and isinstance(native_library(), CDLL)
-    copied = on_host and not native and shape.get("tie_word_embeddings", True)
+    copied = on_host and known.kind not in _FUSED_KINDS and shape.get("tie_word_embeddings", True)
     head_copy = hidden * shape.get("vocab_size", 50257) if copied else 0
     return width * (known.parameters + head_copy + 2 * layers * kv_width * context)
 

@@ -14,6 +14,7 @@ import random
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,8 @@ def build(
 ) -> gr.Blocks:
     """Return the page, ready to launch.
 
-    Attributes: `.worker`, which decodes; `.clouds`, local service processes; `.health`, the monitor; `.routes` and
+    Attributes: `.worker`, which decodes; `.clouds`, local service processes; `.health`, the monitor; `.preload`, which
+    loads an installed pair, or None; `.routes` and
     `.middleware`, to be served with the page; `.hosts`, its host names. The caller may close worker and clouds.
     """
     limits = limits if limits is not None else HostLimits()
@@ -104,7 +106,10 @@ def build(
     demo.queue(max_size=64)
     demo.worker, demo.clouds = service.worker, service.clouds
     probe = replace(usual, method="ar", max_tokens=2)
-    demo.health = Health(service, probe) if isinstance(service.worker, Worker) else None  # probes would cost quota
+    permanent = isinstance(service.worker, Worker)  # otherwise probes would cost quota
+    demo.health = Health(service, probe) if permanent else None
+    ready = permanent and Path(PAIRS[pair].target).exists()
+    demo.preload = partial(service.probe, replace(usual, max_tokens=2)) if ready else None
     middleware, demo.hosts = gateway(limits, os.environ)
     demo.middleware = [middleware]
     demo.routes = [*sockets.routes(), *(demo.health.routes() if demo.health else ())]

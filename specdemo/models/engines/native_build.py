@@ -11,16 +11,20 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from functools import cache
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("llama_pass.c")
 SWITCH = "SPECDEMO_NATIVE"  # environment variable; 0 disables the engine
-_FLAGS = ("-std=gnu11", "-O3", "-march=native", "-shared", "-fPIC", "-pthread")
+_FLAGS = ("-std=gnu11", "-O2", "-march=native", "-shared", "-fPIC", "-pthread")
 _COMPILERS = ("cc", "gcc", "clang")
 _COMPILE_S, _CHECK_S = 120, 20
 _CHECK = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).self_check())"
 INSTALL = "install a C compiler (Debian: apt install build-essential; any system: pip install ziglang)"
+
+
+_compiling = threading.Lock()
 
 
 class NativeUnavailable(Exception):
@@ -30,10 +34,11 @@ class NativeUnavailable(Exception):
 @cache
 def native_library() -> ctypes.CDLL | NativeUnavailable:
     """Return the compiled library, or the reason why there is none."""
-    try:
-        return _load()
-    except NativeUnavailable as reason:
-        return reason
+    with _compiling:
+        try:
+            return _load()
+        except NativeUnavailable as reason:
+            return reason
 
 
 def _load() -> ctypes.CDLL:
