@@ -51,7 +51,7 @@
 #define FIT(rows) ((rows) * 4 * VECTORS < SUMS ? 4 : (rows) * 2 * VECTORS < SUMS ? 2 : 1)
 #define SHARED_VALUES 32 /* values that the heads of a group read from the first cache */
 #define CHUNK_BYTES (96 << 10)
-#define AHEAD 2048 /* bytes; hardware prefetches too little while several rows are computed */
+#define AHEAD 2048 /* bytes; hardware prefetches too little during other work */
 #define MAX_THREADS 64
 #define SPINS 2000
 #define INLINE static inline __attribute__((always_inline))
@@ -452,7 +452,7 @@ INLINE void coded_kernel(int form, int rows, int tiled, const coded_slice *s, co
 #pragma GCC unroll 1
         for (int64_t k = 0; k < length; k += step, x += step) {
             vi decoded[4 * VECTORS];
-            if (rows > 1 && !tiled) __builtin_prefetch(w + AHEAD);
+            if (!tiled) __builtin_prefetch(w + AHEAD);
             if (!tiled && form == CODE4) decode_words(form, w, t, decoded);
 #pragma GCC unroll 4
             for (int pair = 0; pair < step / 2; pair++) {
