@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from specdemo.core.errors import UserError
-from specdemo.models.engines.gguf_linear import FLOATS, GgufLinear, common_dtype, dequantised, keeps_values
+from specdemo.models.engines.gguf_linear import (
+    FLOATS,
+    GgufLinear,
+    common_dtype,
+    dequantised,
+    keeps_values,
+    stored_bytes,
+)
 from specdemo.models.engines.native_llama import uses_native_engine
 from specdemo.models.gguf_file import GgufTensor
 from specdemo.models.gguf_settings import stored_tensors
@@ -116,7 +123,7 @@ def native_bytes(spec: ModelSpec, hub: Hub) -> int:
         tensor, dtype = tensors[_stored_name(key)], torch.float32
         if weight.ndim > 1:
             dtype = common_dtype(_joined_kinds(key.removesuffix(".weight"), tensors), getattr(torch, spec.dtype))
-        total += tensor.nbytes if dtype is None else weight.numel() * dtype.itemsize
+        total += stored_bytes(tensor.kind, weight.numel()) if dtype is None else weight.numel() * dtype.itemsize
     return total
 
 

@@ -80,9 +80,8 @@ def build(
 ) -> gr.Blocks:
     """Return the page, ready to launch.
 
-    Attributes: `.worker`, which decodes; `.clouds`, local service processes; `.health`, the monitor; `.preload`, which
-    loads an installed pair, or None; `.routes` and
-    `.middleware`, to be served with the page; `.hosts`, its host names. The caller may close worker and clouds.
+    Attributes: `.worker`, which decodes; `.clouds`, local service processes; `.health`, the monitor; `.preload`, or
+    None; `.routes` and `.middleware`, to be served with the page; `.hosts`. The caller may close worker and clouds.
     """
     limits = limits if limits is not None else HostLimits()
     scripted = first_with_drafter(limits.pairs) if pair is None else pair
@@ -106,7 +105,7 @@ def build(
     demo.queue(max_size=64)
     demo.worker, demo.clouds = service.worker, service.clouds
     probe = replace(usual, method="ar", max_tokens=2)
-    permanent = isinstance(service.worker, Worker)  # otherwise probes would cost quota
+    permanent = isinstance(service.worker, Worker)  # probes cost quota
     demo.health = Health(service, probe) if permanent else None
     ready = permanent and Path(PAIRS[pair].target).exists()
     demo.preload = partial(service.probe, replace(usual, max_tokens=2)) if ready else None

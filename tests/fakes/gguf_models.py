@@ -13,6 +13,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter, TokenType
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from fakes.k_quants import quantize
 from fakes.tiny_models import CONFIGS, byte_level_tokenizer
 
 NAMES = {
@@ -34,12 +35,21 @@ NAMES = {
 PRE = {"llama": "gpt-2", "qwen2": "qwen2", "qwen3": "qwen2"}
 
 
+def width_for(kind: str | Mapping[str, str]) -> int:
+    return 256 if isinstance(kind, str) and kind.endswith("K") else 64
+
+
 def tiny_for_gguf(
     architecture: str, tokenizer: PreTrainedTokenizerFast, seed: int = 0, width: int = 64, **changes: Any
 ) -> PreTrainedModel:
     """Random model with wide rows, biases where the architecture has some, and clearly different distributions."""
     torch.manual_seed(seed)
-    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "max_position_embeddings": 256, "head_dim": 16}
+    sizes = {
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "max_position_embeddings": 256,
+        "head_dim": width // 4,
+    }
     settings = {**CONFIGS[architecture].to_dict(), **sizes, "vocab_size": len(tokenizer), **changes}
     model = AutoModelForCausalLM.from_config(type(CONFIGS[architecture])(**settings))
     with torch.no_grad():
@@ -95,7 +105,7 @@ def write_gguf(
         count = heads.get(stored.split(".")[-2]) if architecture == "llama" else None
         array = paired(array, count) if count else array
         qtype = GGMLQuantizationType[(kinds.get(stored) or kinds[""]) if array.ndim > 1 else "F32"]
-        data = gguf.quantize(np.ascontiguousarray(array), qtype)
+        data = quantize(np.ascontiguousarray(array), qtype)
         writer.add_tensor(stored, data, raw_dtype=qtype)
         restored = gguf.dequantize(data, qtype).reshape(array.shape)
         if count:
@@ -170,5 +180,5 @@ def vocabulary(tokenizer: PreTrainedTokenizerFast, pre: str) -> dict[str, Any]:
 def save_gguf(path: Path, architecture: str = "llama", kind: str | Mapping[str, str] = "F32", **options: Any) -> Path:
     """Write a random model with the tokenizer of the tests."""
     tokenizer = byte_level_tokenizer()
-    write_gguf(path, tiny_for_gguf(architecture, tokenizer), tokenizer, kind, **options)
+    write_gguf(path, tiny_for_gguf(architecture, tokenizer, width=width_for(kind)), tokenizer, kind, **options)
     return path

@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from fakes.gguf_models import save_gguf, tiny_for_gguf, write_gguf
+from fakes.gguf_models import save_gguf, tiny_for_gguf, width_for, write_gguf
 from fakes.hub_server import serving
 from fakes.tiny_models import TEMPLATE, TEXTS, byte_level_tokenizer, save_model, sentencepiece_tokenizer
 from fakes.trace_lines import trace_lines
@@ -38,7 +38,7 @@ from specdemo.recipe import Recipe
 from specdemo.ui.limits import HostLimits
 from specdemo.worker import TaskProgress
 
-KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0")
+KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K", "Q5_0")
 IDS = [1, 5, 9, 33, 200, 7]
 
 
@@ -73,7 +73,7 @@ def logits_of(model: PreTrainedModel) -> torch.Tensor:
 def test_weights_and_logits_equal_the_dequantised_model(architecture: str, kind: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     tokenizer = byte_level_tokenizer()
-    model = tiny_for_gguf(architecture, tokenizer)
+    model = tiny_for_gguf(architecture, tokenizer, width=width_for(kind))
     weights = write_gguf(path, model, tokenizer, kind)
     stored, _ = read_gguf(spec_of(path), Hub())
     linears = {name: module for name, module in stored.named_modules() if isinstance(module, GgufLinear)}
@@ -135,7 +135,7 @@ def test_narrow_dtypes_apply_to_all_matrices(dtype: str, tmp_path: Path) -> None
     assert difference.abs().max() < 0.05 * logits_of(model).std()
 
 
-@pytest.mark.parametrize("kind", ["Q6_K", "Q4_K", "IQ4_XS"])
+@pytest.mark.parametrize("kind", ["Q6_K", "Q5_K", "IQ4_XS"])
 def test_other_types_are_dequantised_in_parts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     qtype = gguf.GGMLQuantizationType[kind]
     block, size = gguf.GGML_QUANT_SIZES[qtype]
@@ -248,7 +248,7 @@ def test_gguf_and_safetensors_form_a_pair(tmp_path: Path) -> None:
     assert result
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "Q4_0", "Q4_1", "Q8_0", "Q5_0"])
+@pytest.mark.parametrize("kind", ["F32", "F16", "Q4_0", "Q4_1", "Q4_K", "Q6_K", "Q8_0", "Q5_0"])
 @pytest.mark.parametrize("switch", ["0", "1"])
 def test_memory_is_planned_from_the_header(
     kind: str, switch: str, tmp_path: Path, request: pytest.FixtureRequest
@@ -258,7 +258,8 @@ def test_memory_is_planned_from_the_header(
     spec = spec_of(save_gguf(tmp_path / "model.gguf", "qwen2", kind)).resolved()
     plan, loaded = plan_spec(spec, 64), load(spec)
     assert plan.weights == pytest.approx(loaded.weight_bytes, rel=0.01)
-    assert plan.parameters == tiny_for_gguf("qwen2", byte_level_tokenizer()).num_parameters()
+    model = tiny_for_gguf("qwen2", byte_level_tokenizer(), width=width_for(kind))
+    assert plan.parameters == model.num_parameters()
     assert [other.quantization for other in smaller(spec)] == ["bf16"]
 
 

@@ -37,15 +37,43 @@ class GgufLinear(nn.Module):
 
 
 _HEADER_BYTES = {"Q8_0": 2, "Q4_0": 2, "Q4_1": 4}  # half-precision scale and minimum
+_BITS_PER_WEIGHT = {"Q8_0": 8.5, "Q4_0": 4.5, "Q4_1": 5, "Q4_K": 6, "Q6_K": 10}
 
 
 def separated(kind: str, stored: Tensor) -> dict[str, Tensor]:
-    """Return `weights` `[rows, columns]` and half-precision `scales` `[rows, columns / 32, numbers]`."""
+    """Return integers `weights` `[rows, columns]` and `scales` `[rows, groups, numbers]`."""
+    if kind == "Q4_K":
+        return _separated_q4_k(stored.unflatten(1, (-1, 144)))
+    if kind == "Q6_K":
+        return _separated_q6_k(stored.unflatten(1, (-1, 210)))
     header = _HEADER_BYTES[kind]
     blocks = stored.unflatten(1, (-1, header + (32 if kind == "Q8_0" else 16)))
     scales, data = blocks[..., :header].contiguous().view(torch.float16), blocks[..., header:]
     codes = data.view(torch.int8) if kind == "Q8_0" else torch.cat((data & 15, data >> 4), -1)
     return {"weights": codes.flatten(1), "scales": scales}
+
+
+def _separated_q4_k(blocks: Tensor) -> dict[str, Tensor]:
+    factors = blocks[..., :4].contiguous().view(torch.float16).float()
+    low, middle, high = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
+    scales = torch.cat((low & 63, high & 15 | low >> 6 << 4), -1) * factors[..., :1]
+    minima = torch.cat((middle & 63, high >> 4 | middle >> 6 << 4), -1) * -factors[..., 1:]
+    data = blocks[..., 16:].unflatten(-1, (4, 32))
+    codes = torch.stack((data & 15, data >> 4), -2)
+    return {"weights": codes.flatten(1), "scales": torch.stack((scales, minima), -1).flatten(1, 2)}
+
+
+def _separated_q6_k(blocks: Tensor) -> dict[str, Tensor]:
+    low, high = blocks[..., :128].unflatten(-1, (2, 64)), blocks[..., 128:192].unflatten(-1, (2, 32))
+    low = torch.cat((low & 15, low >> 4), -1)
+    high = torch.cat([high >> shift & 3 for shift in (0, 2, 4, 6)], -1)
+    factor = blocks[..., 208:].contiguous().view(torch.float16).float()
+    scales = blocks[..., 192:208].contiguous().view(torch.int8) * factor
+    return {"weights": ((low | high << 4).to(torch.int8) - 32).flatten(1), "scales": scales.flatten(1)[..., None]}
+
+
+def stored_bytes(kind: str, count: int) -> int:
+    return int(count * _BITS_PER_WEIGHT[kind] / 8)
 
 
 def dequantised(kind: str, stored: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
@@ -66,7 +94,7 @@ def common_dtype(kinds: set[str], dtype: torch.dtype) -> torch.dtype | None:
     """Return the dtype of joined matrices, None for stored integers."""
     if dtype != torch.float32:
         return dtype
-    if len(kinds) == 1 and kinds <= _HEADER_BYTES.keys():
+    if len(kinds) == 1 and kinds <= _BITS_PER_WEIGHT.keys():
         return None
     if not kinds <= FLOATS.keys():
         return torch.bfloat16

@@ -63,13 +63,13 @@ typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
 typedef uint8_t vb __attribute__((vector_size(4 * LANES)));
 typedef uint16_t vw __attribute__((vector_size(4 * LANES)));
 
-/* The last three contain integers of 32-input blocks of GGUF files (s: scale, m: minimum): s q, s (q - 8), s q + m. */
-enum form { F32, BF16, F16, INT8, CODE4, Q8_0, Q4_0, Q4_1 };
+/* The last five contain integers of GGUF files (s: scale, m: minimum of 32 inputs, Q6_K: 16): s q, s (q - 8), s q + m, s q + m, s q. */
+enum form { F32, BF16, F16, INT8, CODE4, Q8_0, Q4_0, Q4_1, Q4_K, Q6_K };
 
 typedef struct {
     const void *weights;   /* [n / BLOCK][k][BLOCK], see position */
     const void *scales;    /* INT8: float [n]; CODE4: float [n / BLOCK][k / 64][BLOCK]; Q8_0, Q4_0: half [n / BLOCK][k / 32][BLOCK];
-                              Q4_1: half [n / BLOCK][k / 32][s, m][BLOCK] */
+                              Q4_1: half, Q4_K: float [n / BLOCK][k / 32][s, m][BLOCK]; Q6_K: float [n / BLOCK][k / 16][BLOCK] */
     const int32_t *sums;   /* INT8: sum of the weights of each output */
     const float *codes;    /* CODE4: 16 values */
     const float *bias;     /* [n] or null; n is a multiple of BLOCK in all arrays */
@@ -163,7 +163,7 @@ INLINE int64_t input_bytes(int form) { /* of a block */
     switch (form) {
     case F32: return 4 * BLOCK;
     case BF16: case F16: return 2 * BLOCK;
-    case INT8: case Q8_0: return BLOCK;
+    case INT8: case Q8_0: case Q6_K: return BLOCK;
     default: return BLOCK / 2;
     }
 }
@@ -183,11 +183,11 @@ static int64_t position(const matrix *m, int64_t n, int64_t k, int *shift) {
     *shift = 0;
     switch (m->form) {
     case BF16: j = j / (2 * LANES) * 2 * LANES + j % LANES * 2 + j / LANES % 2; break;
-    case INT8: case Q8_0: return (b * ((inputs + 3) / 4) + k / 4) * 4 * BLOCK + 4 * j + k % 4;
+    case INT8: case Q8_0: case Q6_K: return (b * ((inputs + 3) / 4) + k / 4) * 4 * BLOCK + 4 * j + k % 4;
     case CODE4:
         *shift = 4 * (k / 2 % 2);
         return (b * inputs + k / 4 * 4) * BLOCK / 2 + j / (2 * LANES) * 4 * LANES + j % LANES / 4 * 16 + j / LANES % 2 * 8 + j % 4 * 2 + k % 2;
-    case Q4_0: case Q4_1:
+    case Q4_0: case Q4_1: case Q4_K:
         *shift = 4 * (k / 2 % 2);
         return (b * inputs + k / 8 * 8) * BLOCK / 2 + 4 * j + k % 2 * 2 + k / 4 % 2;
     }
@@ -209,7 +209,9 @@ static float weight_of(const matrix *m, int64_t n, int64_t k) {
     int64_t group = b * (m->inputs / EXACT) + k / EXACT;
     if (m->form == Q8_0) return (int8_t)byte * read_number(F16, m->scales, group * BLOCK + j);
     if (m->form == Q4_0) return (code - 8) * read_number(F16, m->scales, group * BLOCK + j);
-    return code * read_number(F16, m->scales, 2 * group * BLOCK + j) + read_number(F16, m->scales, (2 * group + 1) * BLOCK + j);
+    if (m->form == Q6_K) return (int8_t)byte * read_number(F32, m->scales, (b * (m->inputs / 16) + k / 16) * BLOCK + j);
+    int numbers = m->form == Q4_K ? F32 : F16;
+    return code * read_number(numbers, m->scales, 2 * group * BLOCK + j) + read_number(numbers, m->scales, (2 * group + 1) * BLOCK + j);
 }
 
 /* Keep a vector in a register: compilers read it from memory again for each product. */
@@ -310,10 +312,10 @@ INLINE void unit_product(int form, const matrix *m, int64_t first, int blocks, c
 #define CODE_PEAK 32767
 /* Rows that decode weights themselves: the tables of CODE4 occupy registers. */
 #define CODED_ROWS(form) ((form) == CODE4 && SUMS / 3 < TILE_ROWS ? SUMS / 3 : TILE_ROWS)
-#define CODED_STEP(form) ((form) == Q4_0 || (form) == Q4_1 ? 8 : 4) /* inputs decoded at once */
+#define CODED_STEP(form) ((form) >= Q4_0 && (form) <= Q4_K ? 8 : 4) /* inputs decoded at once */
 
 /* LLM.int8() without outliers (2208.07339) has one scale per row, other forms one per group. */
-INLINE int64_t group_inputs(const matrix *m) { return m->form == INT8 ? m->inputs : m->form == CODE4 ? 64 : EXACT; }
+INLINE int64_t group_inputs(const matrix *m) { return m->form == INT8 ? m->inputs : m->form == CODE4 ? 64 : m->form == Q6_K ? 16 : EXACT; }
 INLINE int activation_peak(int form) { return form == INT8 ? 127 : form == CODE4 ? 2047 : 32767; }
 
 typedef int16_t vs __attribute__((vector_size(4 * LANES)));
@@ -376,10 +378,10 @@ INLINE vi multiply_pairs(vi sum, vi w, vi x) { /* pairs of 16-bit integers */
 #endif
 }
 
-/* Words of vector v and a pair of inputs. Pairs of INT8 and Q8_0: inputs 0 and 2, 1 and 3. */
+/* Words of vector v and a pair of inputs. Pairs of bytes: inputs 0 and 2, 1 and 3. */
 INLINE vi stored_words(int form, const uint8_t *p, int v, int pair) {
     vu stored; memcpy(&stored, p + 4 * v * LANES, sizeof stored);
-    if (form == INT8 || form == Q8_0) return (vi)(pair ? (vs)stored >> 8 : (vs)stored << 8 >> 8);
+    if (input_bytes(form) == BLOCK) return (vi)(pair ? (vs)stored >> 8 : (vs)stored << 8 >> 8);
     return (vi)(stored >> 4 * pair & 0x000f000f);
 }
 
@@ -408,18 +410,19 @@ typedef struct {
     const void *scales;
     const int16_t *x;      /* [rows][stride] */
     const float *x_scales; /* [rows][groups] */
-    const int32_t *x_sums; /* [rows][groups]; Q4_0, Q4_1 */
+    const int32_t *x_sums; /* [rows][groups]; Q4_0, Q4_1, Q4_K */
     int64_t count, stride, groups;
 } coded_slice;
 
 /* o = o + sums times scales of a group */
 INLINE void add_scaled(int form, int rows, const coded_slice *s, int64_t group, vi sum[TILE_ROWS][VECTORS], float *o) {
     vf scale[VECTORS], minimum[VECTORS];
-    const uint16_t *halves = (const uint16_t *)s->scales + group * BLOCK * (form == Q4_1 ? 2 : 1);
+    const int numbers = form == CODE4 || form >= Q4_K ? F32 : F16, has_minimum = form == Q4_1 || form == Q4_K;
+    const int64_t first = group * BLOCK * (has_minimum ? 2 : 1);
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v++) {
-        scale[v] = form == CODE4 ? load((const float *)s->scales + group * BLOCK + v * LANES) : load_f16(halves + v * LANES);
-        if (form == Q4_1) minimum[v] = load_f16(halves + BLOCK + v * LANES);
+        scale[v] = load_as(numbers, s->scales, first + v * LANES);
+        if (has_minimum) minimum[v] = load_as(numbers, s->scales, first + BLOCK + v * LANES);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++) {
@@ -430,7 +433,7 @@ INLINE void add_scaled(int form, int rows, const coded_slice *s, int64_t group, 
             float *at = o + r * UNIT + v * LANES;
             vi products = form == Q4_0 ? sum[r][v] - 8 * x_sum : sum[r][v];
             vf next = load(at) + __builtin_convertvector(products, vf) * (scale[v] * x_scale);
-            if (form == Q4_1) next += minimum[v] * ((float)x_sum * x_scale);
+            if (has_minimum) next += minimum[v] * ((float)x_sum * x_scale);
             store(at, next);
         }
     }
@@ -439,7 +442,7 @@ INLINE void add_scaled(int form, int rows, const coded_slice *s, int64_t group, 
 /* o: sums of INT8 are integers */
 INLINE void coded_kernel(int form, int rows, int tiled, const coded_slice *s, const lookup *t, float *o) {
     const int step = CODED_STEP(form);
-    const int64_t length = form == INT8 ? s->count : EXACT;
+    const int64_t length = form == INT8 ? s->count : form == Q6_K ? 16 : EXACT;
     const uint8_t *w = s->w;
     const vi *tile = s->tile;
     const int16_t *x = s->x;
@@ -477,7 +480,7 @@ INLINE void coded_kernel(int form, int rows, int tiled, const coded_slice *s, co
             if (tiled) tile += step / 2 * VECTORS;
             else w += step * input_bytes(form);
         }
-        if (form != INT8) { add_scaled(form, rows, s, i / (form == CODE4 ? 64 : EXACT), sum, o); continue; }
+        if (form != INT8) { add_scaled(form, rows, s, i / (form == CODE4 ? 64 : length), sum, o); continue; }
 #pragma GCC unroll 16
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
@@ -534,7 +537,7 @@ INLINE void coded_product_of(int form, const matrix *m, int64_t first, int block
     lookup codes;
     if (form == CODE4) codes = read_codes(m->codes);
     int64_t inputs = form == INT8 ? ((int64_t)m->inputs + 3) / 4 * 4 : m->inputs, group = group_inputs(m), groups = m->inputs / group;
-    int64_t scale_bytes = (form == INT8 ? 0 : form == CODE4 || form == Q4_1 ? 4 : 2) * BLOCK;
+    int64_t scale_bytes = (form == INT8 ? 0 : form == Q4_K ? 8 : form == Q8_0 || form == Q4_0 ? 2 : 4) * BLOCK;
     for (int r = 0; r < rows; r++) memset(o + r * UNIT, 0, blocks * BLOCK * sizeof *o);
     for (int b = 0; b < blocks; b++) {
         const uint8_t *w = (const uint8_t *)m->weights + (first + b) * inputs * input_bytes(form);
@@ -557,7 +560,9 @@ static void coded_product(const matrix *m, int64_t first, int blocks, activation
     case CODE4: coded_product_of(CODE4, m, first, blocks, a, rows, o); break;
     case Q8_0: coded_product_of(Q8_0, m, first, blocks, a, rows, o); break;
     case Q4_0: coded_product_of(Q4_0, m, first, blocks, a, rows, o); break;
-    default: coded_product_of(Q4_1, m, first, blocks, a, rows, o);
+    case Q4_1: coded_product_of(Q4_1, m, first, blocks, a, rows, o); break;
+    case Q4_K: coded_product_of(Q4_K, m, first, blocks, a, rows, o); break;
+    default: coded_product_of(Q6_K, m, first, blocks, a, rows, o);
     }
 }
 
@@ -641,7 +646,7 @@ static int64_t input_width(const model *m) {
 static int64_t qkv_width(const model *m) { return (int64_t)(m->heads + 2 * m->kv_heads) * m->head_dim; }
 
 static int64_t widest(const model *m) { return input_width(m) > m->inner ? input_width(m) : m->inner; }
-static int64_t group_count(const model *m) { return widest(m) / EXACT + 1; } /* of a row of activations */
+static int64_t group_count(const model *m) { return widest(m) / 16 + 1; } /* of a row of activations */
 
 int64_t scratch_floats(const model *m, int32_t rows) {
     return rows * (m->width + input_width(m) + m->inner + qkv_width(m) + m->heads * padded_dim(m) + 2 * group_count(m) + widest(m) / 2 + 2);
@@ -707,7 +712,7 @@ static void quantise_row(const matrix *m, const float *x, void *to, float *scale
         sums[g] = 0;
         for (int i = 0; i < group; i++) sums[g] += words[g * group + i];
     }
-    if (m->form != Q8_0 && (m->form != INT8 || INT8_BYTES)) return;
+    if (input_bytes(m->form) != BLOCK || (m->form == INT8 && INT8_BYTES)) return;
     for (int64_t i = 0; i < stride; i += 4) { /* see stored_words */
         int16_t second = words[i + 1];
         words[i + 1] = words[i + 2], words[i + 2] = second;
@@ -1168,7 +1173,7 @@ static void set_weight(const matrix *m, int64_t k, int64_t n, int v) {
         break;
     }
     case INT8: ((int32_t *)m->sums)[n] += v; /* fallthrough */
-    case Q8_0: ((int8_t *)m->weights)[at] = (int8_t)v; break;
+    case Q8_0: case Q6_K: ((int8_t *)m->weights)[at] = (int8_t)v; break;
     default: ((uint8_t *)m->weights)[at] |= (uint8_t)((v & 15) << shift);
     }
 }
@@ -1176,17 +1181,17 @@ static void set_weight(const matrix *m, int64_t k, int64_t n, int v) {
 /* Compare the products of every form with scalar sums. Returns 0 if equal within rounding; used once after compiling. */
 int self_check(void) {
     enum { K = STRIP + TILE_INPUTS, N = 5 * BLOCK, ROWS = TILE_ROWS + 3 };
-    static float weights[K * N], values[K * N], x[ROWS * K], scales[N * K / 64], codes[16], o[ROWS * UNIT], x_scales[ROWS * K / EXACT];
-    static int32_t sums[N], x_sums[ROWS * K / EXACT];
+    static float weights[K * N], values[K * N], x[ROWS * K], scales[N * K / 16], codes[16], o[ROWS * UNIT], x_scales[ROWS * K / 16];
+    static int32_t sums[N], x_sums[ROWS * K / 16];
     static uint16_t halves[2 * N * K / EXACT];
     static int16_t quantised[ROWS * K];
     uint32_t seed = 1;
     for (int i = 0; i < 16; i++) codes[i] = (float)(i - 7) / 9.0f;
-    for (int i = 0; i < N * K / 64; i++) scales[i] = 1.0f + (float)(i % 97) / 64.0f;
+    for (int i = 0; i < N * K / 16; i++) scales[i] = 1.0f + (float)(i % 97) / 64.0f;
     for (int i = 0; i < 2 * N * K / EXACT; i++) halves[i] = (uint16_t)(0x3c00 + random_bits(&seed) % 0x400); /* 1 to 2 */
     for (int i = 0; i < ROWS * K; i++) x[i] = i % K ? (float)(random_bits(&seed) % 255) - 127.0f : 127.0f; /* exact in 8 bits */
-    for (int form = F32; form <= Q4_1; form++) {
-        matrix m = {weights, form >= Q8_0 ? (void *)halves : (void *)scales, sums, codes, 0, form, N, K};
+    for (int form = F32; form <= Q6_K; form++) {
+        matrix m = {weights, form >= Q8_0 && form <= Q4_1 ? (void *)halves : (void *)scales, sums, codes, 0, form, N, K};
         activations a = {quantised, x_scales, x_sums};
         for (int r = 0; form >= INT8 && r < ROWS; r++) {
             int64_t groups = r * (K / group_inputs(&m)), size = form == INT8 && INT8_BYTES ? 1 : 2;

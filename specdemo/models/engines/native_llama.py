@@ -30,7 +30,7 @@ _HEAD_PADDING = 16
 FIRST_CAPACITY = 256
 FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _INT8, _CODE4 = 3, 4
-STORED_FORMS = {"Q8_0": 5, "Q4_0": 6, "Q4_1": 7}  # of GGUF files
+STORED_FORMS = {"Q8_0": 5, "Q4_0": 6, "Q4_1": 7, "Q4_K": 8, "Q6_K": 9}  # of GGUF files
 
 
 class _Matrix(ctypes.Structure):
@@ -133,7 +133,7 @@ class NativeMatrix:
                 return
 
     def _blocks(self, weights: Tensor) -> Tensor:
-        if self.form in (_INT8, STORED_FORMS["Q8_0"]):  # [blocks, inputs / 4, outputs, input]
+        if self.form in (_INT8, STORED_FORMS["Q8_0"], STORED_FORMS["Q6_K"]):  # [blocks, inputs / 4, outputs, input]
             if self.form == _INT8:
                 self.tensors["sums"] = weights.sum(1, dtype=torch.int32)
             quads = F.pad(weights, (0, -self.inputs % 4)).unflatten(0, (-1, self._block)).unflatten(2, (-1, 4))
