@@ -20,7 +20,7 @@ from specdemo.core.events import StepEvent
 from specdemo.core.step import Step
 from specdemo.core.verifier import ModelVerifier
 from specdemo.generate import generate
-from specdemo.models.engines.native_llama import NativeEngine
+from specdemo.models.engines.native import NativeEngine
 from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe

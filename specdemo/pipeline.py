@@ -28,7 +28,7 @@ from specdemo.models.chat_caches import ChatCaches, Conversation
 from specdemo.models.engines.cuda_graphs import MAX_ROWS
 from specdemo.models.engines.llama import PROMPT_CHUNK
 from specdemo.models.engines.llama_weights import layer_count, with_dropout, with_layers
-from specdemo.models.engines.native_llama import NativeWeights
+from specdemo.models.engines.native import NativeWeights
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.tokenizer import Bridge, check_vocabulary, token_bytes

@@ -20,7 +20,7 @@ from specdemo.models.engines.gguf_linear import (
     keeps_values,
     stored_bytes,
 )
-from specdemo.models.engines.native_llama import uses_native_engine
+from specdemo.models.engines.native import uses_native_engine
 from specdemo.models.gguf_file import GgufTensor
 from specdemo.models.gguf_settings import stored_tensors
 from specdemo.models.hub import Hub

@@ -27,7 +27,7 @@ from specdemo.models.engines.generic import (
     opening,
 )
 from specdemo.models.engines.llama import LlamaEngine
-from specdemo.models.engines.native_llama import NativeEngine, NativeWeights
+from specdemo.models.engines.native import NativeEngine, NativeWeights
 from specdemo.models.memory import weight_bytes
 from specdemo.models.threads import torch_threads
 from specdemo.worker import give_way

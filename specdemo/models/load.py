@@ -19,9 +19,10 @@ from specdemo.core.step import Draft
 from specdemo.models.cache_check import cache_support, quiet
 from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.engines.generic import auto_class, has_encoder, opening, refuse_recurrent
-from specdemo.models.engines.llama_weights import LlamaWeights, pack, unsupported_reason
+from specdemo.models.engines.llama_weights import LlamaWeights, pack
+from specdemo.models.engines.native import NativeWeights
 from specdemo.models.engines.native_build import NativeUnavailable, native_library
-from specdemo.models.engines.native_llama import NativeWeights
+from specdemo.models.engines.native_families import transformers_reason
 from specdemo.models.gguf_checkpoint import gguf_config, read_gguf
 from specdemo.models.hub import Hub, local_shapes
 from specdemo.models.kv_cache import NO_COSTS, BatchInvariance, CachedModel, check_invariance
@@ -105,7 +106,7 @@ def load(
         with _weight_errors(spec):
             checkpoint = (read_gguf if is_gguf(spec.name) else read_checkpoint)(spec.resolved(), hub, report)
         model, tokenizer = checkpoint or reference(spec, hub, report)
-    if reason := unsupported_reason(model):
+    if reason := transformers_reason(model, model.device):
         support = cache_support(model)
         if support.packs:
             pack(model)
@@ -122,7 +123,7 @@ def load(
 
 
 def fuse(model: PreTrainedModel, consume: bool = True) -> tuple[FusedWeights, str]:
-    """Convert a model of the Llama family; return weights and engine name."""
+    """Convert a supported model; return weights and engine name."""
     if model.device.type != "cpu":
         return LlamaWeights(model, consume), "lean"
     library = native_library()

@@ -15,8 +15,9 @@ from specdemo.models.cache_check import refuse_architecture
 from specdemo.models.engines.cuda_graphs import graph_bytes
 from specdemo.models.engines.generic import has_encoder
 from specdemo.models.engines.llama import KEY_BLOCK, PROMPT_CHUNK
-from specdemo.models.engines.llama_weights import can_pack, unsupported_reason
-from specdemo.models.engines.native_llama import FIRST_CAPACITY, NATIVE_CHUNK, kv_dtype, uses_native_engine
+from specdemo.models.engines.llama_weights import can_pack
+from specdemo.models.engines.native import FIRST_CAPACITY, NATIVE_CHUNK, kv_dtype, uses_native_engine
+from specdemo.models.engines.native_families import transformers_reason
 from specdemo.models.gguf_checkpoint import native_bytes
 from specdemo.models.hub import Hub, TensorShapes
 from specdemo.models.llama_checkpoint import read_config
@@ -99,7 +100,7 @@ def plan_config(
     Raises `UserError` for an architecture that gives wrong logits.
     """
     model = skeleton(config, apart)
-    lean = unsupported_reason(model) is None and spec.device != SPREAD
+    lean = spec.device != SPREAD and transformers_reason(model, torch.device(spec.device)) is None
     if lean and uses_native_engine(torch.device(spec.device)):
         return _plan_native(spec, config, context, model, _stored_bits(spec, config))
     if not lean:
@@ -160,7 +161,7 @@ def _plan_native(
         largest = max(largest, count)
     capacity, rows = _doubled(context, FIRST_CAPACITY), min(max(context, 1), NATIVE_CHUNK)
     queries, keys_and_values = _query_width(config), _kv_width(config)
-    activations = 2 * config.hidden_size + 3 * queries + keys_and_values + config.intermediate_size
+    activations = 2 * config.hidden_size + 3 * queries + keys_and_values + _inner_width(config)
     return MemoryPlan(
         spec,
         context,
@@ -190,7 +191,7 @@ def _head_dim(layer: PretrainedConfig) -> int:
 
 
 def _inner_width(layer: PretrainedConfig) -> int:
-    width = getattr(layer, "intermediate_size", None) or 4 * layer.hidden_size
+    width = getattr(layer, "intermediate_size", None) or getattr(layer, "n_inner", None) or 4 * layer.hidden_size
     return max(width) if isinstance(width, (list, tuple)) else width
 
 

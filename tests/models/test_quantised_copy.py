@@ -10,12 +10,12 @@ import pytest
 import torch
 from fakes.tiny_models import byte_level_tokenizer, save_model
 from fakes.trace_lines import trace_lines
-from models.test_native_llama import text, weights
+from models.test_native_engine import text, weights
 
 from specdemo.cli import main
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
-from specdemo.models.engines.native_llama import NativeEngine
+from specdemo.models.engines.native import NativeEngine
 from specdemo.models.hub import Hub
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import load

@@ -17,23 +17,23 @@ Weights = TypeVar("Weights", bound="FusedWeights")
 
 
 class FusedWeights(ABC):
-    """Weights of the Llama family, shared by all requests."""
+    """Weights shared by all requests."""
 
     batch_invariant = False  # True: for any number of rows, by construction
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, angles: Any) -> None:
         self.config: PretrainedConfig = model.config
         self.generation_config: GenerationConfig = model.generation_config
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
         self.heads: int = self.config.num_attention_heads
-        self.kv_heads: int = self.config.num_key_value_heads
+        self.kv_heads: int = getattr(self.config, "num_key_value_heads", None) or self.heads
         self.width: int = self.config.hidden_size
         self.head_dim: int = getattr(self.config, "head_dim", None) or self.width // self.heads
         self.layers: list[Any] = []
         self.idle: list[Any] = []  # engines
         self.channel_scale: Tensor | None = None
-        self._angles: Any = model.model.rotary_emb
+        self._angles = angles
 
     @property
     @abstractmethod

@@ -65,13 +65,17 @@ def pack(model: nn.Module) -> None:
 
 
 _FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # angles depend only on the position
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # angles depend only on the position
 
 RowFunction = Callable[[Tensor], Tensor]
 
 
+def is_spread(model: PreTrainedModel) -> bool:
+    return len(set(getattr(model, "hf_device_map", {}).values())) > 1
+
+
 def unsupported_reason(model: PreTrainedModel) -> str | None:
-    """Return the reason why a model needs `transformers`, if any."""
+    """Return the reason why `LlamaWeights` cannot represent a model, if any."""
     config = model.config
     if type(model).__name__ not in _FAMILY:
         return f"{type(model).__name__} is not in {', '.join(_FAMILY)}"
@@ -79,9 +83,9 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
         return f"its activation is {config.hidden_act}, not silu"
     if has_window(model):
         return "it has a sliding window"
-    if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+    if is_spread(model):
         return "it is spread over several devices"
-    if (kind := config.rope_parameters["rope_type"]) not in _ROPE_TYPES:
+    if (kind := config.rope_parameters["rope_type"]) not in ROPE_TYPES:
         return f"its rotary embedding is of kind {kind}"
     return None
 
@@ -106,7 +110,7 @@ class LlamaWeights(FusedWeights):
         """`consume`: release each matrix of `model` when joined."""
         if reason := unsupported_reason(model):
             raise ValueError(reason)
-        super().__init__(model)
+        super().__init__(model, model.model.rotary_emb)
         body = model.model
         self._parts: list[nn.Module | Tensor] = []
         self._thin: tuple[list[int], LlamaWeights] | None = None

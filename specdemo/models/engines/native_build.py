@@ -15,7 +15,7 @@ import threading
 from functools import cache
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("llama_pass.c")
+SOURCE = Path(__file__).with_name("native_pass.c")
 SWITCH = "SPECDEMO_NATIVE"  # environment variable; 0 disables the engine
 _FLAGS = ("-std=gnu11", "-O2", "-march=native", "-shared", "-fPIC", "-pthread")
 _COMPILERS = ("cc", "gcc", "clang")
@@ -47,7 +47,7 @@ def _load() -> ctypes.CDLL:
     if os.name != "posix":
         raise NativeUnavailable("it needs POSIX threads: use Linux, macOS or WSL")
     compiler = _compiler()
-    path = cache_folder() / f"llama_pass-{_key(compiler)}.so"
+    path = cache_folder() / f"native_pass-{_key(compiler)}.so"
     try:
         if not _is_intact(path):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Native CPU engine of the Llama family, see `llama_pass.c`.
+"""Native CPU engine, see `native_pass.c`.
 
 Batch-invariant by construction: the bits of a row do not depend on the other rows, their number or the threads.
 """
@@ -6,18 +6,21 @@ Batch-invariant by construction: the bits of a row do not depend on the other ro
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from specdemo.core.step import Draft
 from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.engines.generic import positions
 from specdemo.models.engines.gguf_linear import GgufLinear, separated
 from specdemo.models.engines.native_build import native_library
+from specdemo.models.engines.native_families import ACTIVATIONS, NORMS, LayerParts, model_parts
 from specdemo.models.memory import LargePageBuffer
 
 if TYPE_CHECKING:
@@ -40,20 +43,26 @@ class _Matrix(ctypes.Structure):
 
 
 class _Layer(ctypes.Structure):
-    _fields_ = [(name, _Matrix) for name in ("qkv", "out", "gate_up", "down")] + [
-        (name, ctypes.c_void_p) for name in ("enter", "between", "query_norm", "key_norm")
+    _fields_ = [
+        *((name, _Matrix) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, ctypes.c_void_p) for name in NORMS),
+        ("attention_scale", ctypes.c_float),
+        ("window", ctypes.c_int32),
     ]
 
 
 class _Model(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("layers", "embedding", "channel_scale", "leave")),
+        *((name, ctypes.c_void_p) for name in ("layers", "embedding", "positions", "channel_scale", "leave")),
         ("head", _Matrix),
         *(
             (name, ctypes.c_int32)
-            for name in ("layer_count", "width", "inner", "heads", "kv_heads", "head_dim", "cache_form")
+            for name in (
+                *("layer_count", "width", "inner", "heads", "kv_heads", "head_dim", "cache_form"),
+                *("rotated", "activation", "gated", "centred", "parallel"),
+            )
         ),
-        *((name, ctypes.c_float) for name in ("epsilon", "attention_scale")),
+        *((name, ctypes.c_float) for name in ("epsilon", "embedding_scale", "attention_cap", "logit_cap")),
     ]
 
 
@@ -90,13 +99,19 @@ def _library() -> ctypes.CDLL:
 class NativeMatrix:
     """Weights `[outputs, inputs]` in the layout of `matrix` in the C source."""
 
-    def __init__(self, linears: Sequence[nn.Module], buffer: LargePageBuffer, interleaved: bool = False) -> None:
-        """Join `linears`; `interleaved`: alternate their blocks."""
+    def __init__(
+        self,
+        linears: Sequence[nn.Module],
+        buffer: LargePageBuffer,
+        interleaved: bool = False,
+        order: Tensor | None = None,
+    ) -> None:
+        """Join `linears`; `interleaved`: alternate their blocks; `order`: of the outputs."""
         library = _library()
         self._block: int = library.block_outputs()
         self._lanes: int = library.vector_outputs()
         self.tensors: dict[str, Tensor] = {}
-        parts = [_stored(linear) for linear in linears]
+        parts = [_stored(linear, order) for linear in linears]
         sizes = [len(part["weights"]) for part in parts]
         self.outputs, self.inputs = sum(sizes), parts[0]["weights"].shape[1]
         self.form: int = parts[0].pop("form")
@@ -167,7 +182,7 @@ class NativeMatrix:
         return _Matrix(form=self.form, outputs=self.outputs, inputs=self.inputs, **pointers)
 
 
-def _stored(linear: nn.Module) -> dict[str, Any]:
+def _stored(linear: nn.Module, order: Tensor | None) -> dict[str, Any]:
     """Return the stored values of a linear layer: `weights` `[outputs, inputs]`, `scales`, `codes` and `bias`."""
     stored = isinstance(linear, GgufLinear)
     weight = linear.expanded() if stored else linear.weight
@@ -179,9 +194,12 @@ def _stored(linear: nn.Module) -> dict[str, Any]:
     elif weight.dtype == torch.int8:
         part = {"form": _INT8, "weights": weight.CB.detach(), "scales": weight.SCB.detach().float() / 127}
     else:
-        part = {"form": FORMS[weight.dtype], "weights": weight.detach()}
+        transposed = isinstance(linear, Conv1D)
+        part = {"form": FORMS[weight.dtype], "weights": weight.detach().T if transposed else weight.detach()}
     if getattr(linear, "bias", None) is not None:
         part["bias"] = linear.bias.detach().float()
+    if order is not None:
+        part |= {name: part[name][order] for name in ("weights", "scales", "bias") if name in part}
     return part
 
 
@@ -203,21 +221,34 @@ class NativeWeights(FusedWeights):
 
     def __init__(self, model: PreTrainedModel, consume: bool = False) -> None:
         """`consume`: release each matrix of `model` when converted."""
-        super().__init__(model)
-        config, body = model.config, model.model
-        self.layers = list(range(len(body.layers)))
+        parts = model_parts(model)
+        super().__init__(model, parts.angles)
+        if len(parts.layers[0].qkv) == 1:
+            self.kv_heads = self.heads
+        self.layers = list(range(len(parts.layers)))
         self._kept: list[Any] = []
         self._buffer = LargePageBuffer()
-        self._consume = consume
-        tied = model.lm_head.weight is body.embed_tokens.weight
-        self._embedding = None if tied else self._matrix([body.embed_tokens])
+        self._consume, self._gain_offset = consume, parts.gain_offset
+        tied = model.lm_head.weight is parts.embedding.weight
+        self._embedding = None if tied else self._matrix([parts.embedding])
         self.embedding = self._embedding and self._embedding.tensors["weights"]
-        self._leave = self._gain(body.norm)
-        self._structs = (_Layer * len(body.layers))(*map(self._layer, body.layers))
+        self._positions = parts.positions and self._matrix([parts.positions])
+        self.position_limit = self._positions.outputs if self._positions else sys.maxsize
+        self._leave = self._gain(parts.leave)
+        self._structs = (_Layer * len(parts.layers))(*map(self._layer, parts.layers))
         self._head = self._matrix([model.lm_head])
-        self._inner: int = config.intermediate_size
-        self._epsilon: float = body.norm.variance_epsilon
-        self._scale = getattr(getattr(body.layers[0], "self_attn", None), "scaling", None) or self.head_dim**-0.5
+        self._options = {
+            "inner": parts.inner,
+            "rotated": 2 * self.rotation(1)[0].shape[1],
+            "activation": ACTIVATIONS[parts.activation],
+            "gated": len(parts.layers[0].gate_up) > 1,
+            "centred": hasattr(parts.leave, "bias"),
+            "parallel": parts.parallel,
+            "epsilon": parts.epsilon,
+            "embedding_scale": parts.embedding_scale,
+            "attention_cap": parts.attention_cap or 0,
+            "logit_cap": parts.logit_cap or 0,
+        }
 
     @property
     def weight_bytes(self) -> int:
@@ -229,13 +260,17 @@ class NativeWeights(FusedWeights):
         return thin
 
     def rotation(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines `[count, head_dim / 2]`."""
+        """Return cosines and sines `[count, rotated / 2]`."""
+        if self._angles is None:
+            return torch.empty(count, 0), torch.empty(count, 0)
         cosines, sines = self._angles(torch.empty(0), torch.arange(count)[None])
-        half = self.head_dim // 2
+        half = cosines.shape[-1] // 2
         return cosines[0, :, :half].contiguous(), sines[0, :, :half].contiguous()
 
     def struct(self) -> tuple[_Model, Any]:
-        embedding = None if self._embedding is None else ctypes.pointer(self._embedding.struct())
+        embedding, placed = (
+            matrix and ctypes.pointer(matrix.struct()) for matrix in (self._embedding, self._positions)
+        )
         size = ctypes.sizeof(_Layer)
         pointers = (ctypes.c_void_p * len(self.layers))(
             *(ctypes.addressof(self._structs) + size * i for i in self.layers)
@@ -243,49 +278,47 @@ class NativeWeights(FusedWeights):
         return _Model(
             layers=ctypes.addressof(pointers),
             embedding=embedding and ctypes.addressof(embedding.contents),
+            positions=placed and ctypes.addressof(placed.contents),
             channel_scale=None if self.channel_scale is None else self.channel_scale.data_ptr(),
             leave=self._leave.data_ptr(),
             head=self._head.struct(),
             layer_count=len(self.layers),
             width=self.width,
-            inner=self._inner,
             heads=self.heads,
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
             cache_form=FORMS[kv_dtype(self.dtype)],
-            epsilon=self._epsilon,
-            attention_scale=self._scale,
-        ), (pointers, embedding)
+            **self._options,
+        ), (pointers, embedding, placed)
 
     def _keep(self, part: Any) -> Any:
         self._kept.append(part)
         return part
 
-    def _gain(self, norm: nn.Module | None) -> Tensor | None:
-        return None if norm is None else self._keep(norm.weight.detach().float().clone())
+    def _gain(self, norm: nn.Module) -> Tensor:
+        gain = norm.weight.detach().float()
+        gain = gain + self._gain_offset if self._gain_offset else gain.clone()
+        biased = hasattr(norm, "bias")
+        return self._keep(torch.cat((gain, norm.bias.detach().float())) if biased else gain)
 
-    def _matrix(self, linears: Sequence[nn.Module], interleaved: bool = False) -> NativeMatrix:
-        matrix = self._keep(NativeMatrix(linears, self._buffer, interleaved))
+    def _matrix(
+        self, linears: Sequence[nn.Module], interleaved: bool = False, order: Tensor | None = None
+    ) -> NativeMatrix:
+        matrix = self._keep(NativeMatrix(linears, self._buffer, interleaved, order))
         if self._consume:
             for linear in linears:
                 linear.weight = None
         return matrix
 
-    def _layer(self, layer: nn.Module) -> _Layer:
-        attention, gated = layer.self_attn, layer.mlp
-        gains = {
-            "enter": layer.input_layernorm,
-            "between": layer.post_attention_layernorm,
-            "query_norm": getattr(attention, "q_norm", None),
-            "key_norm": getattr(attention, "k_norm", None),
-        }
-        pointers = {name: gain.data_ptr() for name, norm in gains.items() if (gain := self._gain(norm)) is not None}
+    def _layer(self, layer: LayerParts) -> _Layer:
         return _Layer(
-            qkv=self._matrix([attention.q_proj, attention.k_proj, attention.v_proj]).struct(),
-            out=self._matrix([attention.o_proj]).struct(),
-            gate_up=self._matrix([gated.gate_proj, gated.up_proj], interleaved=True).struct(),
-            down=self._matrix([gated.down_proj]).struct(),
-            **pointers,
+            qkv=self._matrix(layer.qkv, order=layer.order).struct(),
+            out=self._matrix([layer.out]).struct(),
+            gate_up=self._matrix(layer.gate_up, interleaved=len(layer.gate_up) > 1).struct(),
+            down=self._matrix([layer.down]).struct(),
+            attention_scale=layer.scale,
+            window=layer.window,
+            **{name: self._gain(norm).data_ptr() for name, norm in layer.norms.items()},
         )
 
 
@@ -372,6 +405,8 @@ class NativeEngine:
             for path in paths:
                 extra += [text + ancestor for ancestor in path]
                 starts.append(len(extra))
+        if max(placed) >= model.position_limit:
+            raise ValueError(f"the model has {model.position_limit} positions")
         logits = torch.empty(last, model.config.vocab_size)
         taps = [-1] * len(model.layers)
         for index, layer in enumerate(layers):

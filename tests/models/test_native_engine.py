@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import bitsandbytes as bnb
@@ -14,12 +15,23 @@ import pytest
 import torch
 from fakes.k_quants import quantize
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.pytorch_utils import Conv1D
 
 from specdemo.core.step import Draft
 from specdemo.models.engines.gguf_linear import GgufLinear, dequantised
 from specdemo.models.engines.llama_weights import with_dropout, with_layers
-from specdemo.models.engines.native_llama import KEPT_ROWS, NATIVE_CHUNK, STORED_FORMS, NativeEngine, NativeWeights
+from specdemo.models.engines.native import KEPT_ROWS, NATIVE_CHUNK, STORED_FORMS, NativeEngine, NativeWeights
 from specdemo.models.kv_cache import CachedModel, check_invariance
 
 VOCAB, CONTEXT = 301, 2100
@@ -34,6 +46,14 @@ SMALL = {
     "initializer_range": 0.2,
 }
 ODD = {"hidden_size": 60, "intermediate_size": 37, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 18}
+ODD_GPT2 = {"hidden_size": 54, "num_attention_heads": 3, "activation_function": "gelu", "tie_word_embeddings": False}
+ODD_NEOX = {"hidden_size": 54, "intermediate_size": 37, "num_attention_heads": 3, "tie_word_embeddings": True}
+GEMMA = {
+    "sliding_window": 5,
+    "query_pre_attn_scalar": 24,
+    "attn_logit_softcapping": 3.0,
+    "final_logit_softcapping": 8.0,
+}
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SMALL),
@@ -45,13 +65,22 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "mistral": MistralConfig(**SMALL, sliding_window=None),
     "qwen2": Qwen2Config(**SMALL),
     "qwen3": Qwen3Config(**{**SMALL, "head_dim": 24}),
+    "gpt2": GPT2Config(**{**SMALL, "n_positions": CONTEXT}, activation_function="gelu_new"),
+    "gpt2 odd": GPT2Config(**{**SMALL, **ODD_GPT2}, n_inner=37, scale_attn_by_inverse_layer_idx=True),
+    "gpt neox": GPTNeoXConfig(**SMALL),
+    "gpt neox odd": GPTNeoXConfig(**{**SMALL, **ODD_NEOX}, rotary_pct=0.34, use_parallel_residual=False),
+    "gemma2": Gemma2Config(**{**SMALL, **GEMMA, "head_dim": 16}),
+    "gemma2 odd": Gemma2Config(**{**SMALL, **ODD, **GEMMA, "tie_word_embeddings": False}, attention_bias=True),
 }
+FAMILIES = ("gpt2", "gpt neox", "gemma2")
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZED = ("int8", "nf4", "nf4-single", "fp4")
 FORMS = [
     *((name, "float32") for name in CONFIGS),
-    *((name, dtype) for name in ("odd widths", "tied") for dtype in ("bfloat16", "float16")),
+    *((name, dtype) for name in ("odd widths", "tied", "gpt neox odd") for dtype in ("bfloat16", "float16")),
+    *((name, "bfloat16") for name in ("gpt2 odd", "gemma2 odd")),
     *(("llama", form) for form in QUANTIZED),
+    *((name, form) for name in FAMILIES for form in ("int8", "nf4")),
     *((name, form) for name in ("llama", "tied") for form in STORED_FORMS),
 ]
 
@@ -73,18 +102,22 @@ def random_model(config: PretrainedConfig, dtype: str = "float32") -> Any:
 
 def quantized(form: str, model: Any) -> Any:
     """Replace the linear layers except the head by layers of bitsandbytes."""
-    for parent in list(model.model.modules()):
+    for parent in list(model.base_model.modules()):
         for name, linear in list(parent.named_children()):
-            if type(linear) is not nn.Linear:
+            if type(linear) is not nn.Linear and not isinstance(linear, Conv1D):
                 continue
-            sizes, options = (linear.in_features, linear.out_features, linear.bias is not None), {}
+            values = linear.state_dict()
+            if isinstance(linear, Conv1D):
+                values["weight"] = values["weight"].T.contiguous()
+            outputs, inputs = values["weight"].shape
+            sizes, options = (inputs, outputs, linear.bias is not None), {}
             if form == "int8":
                 layer = bnb.nn.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=0.0)
             else:
                 kind, _, single = form.partition("-")
                 options = {"compress_statistics": not single, "quant_type": kind, "compute_dtype": torch.float32}
                 layer = bnb.nn.Linear4bit(*sizes, **options)
-            layer.load_state_dict(linear.state_dict())
+            layer.load_state_dict(values)
             setattr(parent, name, layer.to("cpu"))
     return model
 
@@ -119,10 +152,12 @@ def dequantized(model: Any) -> Any:
             if name == "embed_tokens":
                 linear = nn.Embedding(layer.out_features, layer.in_features)
             linear.weight = nn.Parameter(weight.float(), requires_grad=False)
+            linear.bias = getattr(layer, "bias", None)
             setattr(parent, name, linear)
     return model
 
 
+@cache
 def weights(name: str, form: str) -> NativeWeights:
     if form in DTYPES:
         return NativeWeights(random_model(CONFIGS[name], form))
@@ -158,10 +193,11 @@ def test_rows_of_chains_have_the_bits_of_single_rows(name: str, form: str, threa
     for start in (0, 3, 250):  # the cache grows at 256
         tokens = text(start + KEPT_ROWS + 3, seed=start)
         expected = single_rows(model, tokens, start)
+        engine = NativeEngine(model)
+        if start:
+            engine.run(tokens[:start], 0, Draft())
         for rows in (*range(2, KEPT_ROWS + 1), KEPT_ROWS + 3) if start else (2, 7):
-            engine = NativeEngine(model)
-            if start:
-                engine.run(tokens[:start], 0, Draft())
+            engine.keep(start, [])
             chain = tokens[start : start + rows]
             assert torch.equal(engine.run(chain, start, Draft.chain(tuple(chain[1:]))), expected[:rows]), (start, rows)
 
@@ -220,10 +256,23 @@ def test_rounding_errors_are_below_those_of_transformers(name: str, dtype: str) 
     assert (found - exact).abs().mean() < (theirs - exact).abs().mean()
 
 
-@pytest.mark.parametrize("form", ["nf4", "nf4-single", "fp4"])
-def test_4_bit_weights_are_those_of_bitsandbytes(form: str) -> None:
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_text_equals_transformers(name: str) -> None:
+    oracle, prompt = random_model(CONFIGS[name]), text(7, seed=3)
+    expected = oracle.generate(
+        torch.tensor([prompt]), do_sample=False, max_new_tokens=24, eos_token_id=None, pad_token_id=0
+    )
+    cached = CachedModel(NativeWeights(oracle))
+    assert cached.extend(prompt, 24, lambda logits, i: logits[-1:].argmax(-1)) == expected[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [*(("llama", form) for form in ("nf4", "nf4-single", "fp4")), *((name, "nf4") for name in FAMILIES)],
+)
+def test_4_bit_weights_are_those_of_bitsandbytes(name: str, form: str) -> None:
     """Rounding activations to 12 bits costs less than bfloat16, the usual compute type of bitsandbytes."""
-    model, tokens = quantized(form, random_model(CONFIGS["llama"])), text(40)
+    model, tokens = quantized(form, random_model(CONFIGS[name])), text(40)
     found = CachedModel(NativeWeights(model)).read(tokens)
     plain = dequantized(model)
     expected = plain(torch.tensor([tokens])).logits[0]
@@ -254,8 +303,9 @@ def test_extreme_integers_of_gguf_files_are_exact() -> None:
     assert (found - expected).abs().max() <= 5e-4 * expected.abs().max()
 
 
-def test_int8_equals_bitsandbytes_up_to_the_rounding_of_activations() -> None:
-    model, tokens = quantized("int8", random_model(CONFIGS["llama"])), text(40)
+@pytest.mark.parametrize("name", ["llama", *FAMILIES])
+def test_int8_equals_bitsandbytes_up_to_the_rounding_of_activations(name: str) -> None:
+    model, tokens = quantized("int8", random_model(CONFIGS[name])), text(40)
     found = CachedModel(NativeWeights(model)).read(tokens)
     expected = dequantized(model)(torch.tensor([tokens])).logits[0]
     assert (found - expected).abs().max() <= 0.1 * expected.abs().max()
@@ -270,21 +320,24 @@ def test_int8_rows_do_not_depend_on_outliers_next_to_them() -> None:
     assert torch.equal(rows[:2], other.run([1, 2, 3], 0, Draft.chain((2, 3)))[:2])
 
 
-def test_hidden_states_equal_transformers() -> None:
-    oracle, tokens = random_model(CONFIGS["qwen3"]), text(9)
-    states = oracle.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+@pytest.mark.parametrize("name", ["qwen3", *FAMILIES])
+def test_hidden_states_equal_transformers(name: str) -> None:
+    oracle, tokens = random_model(CONFIGS[name]), text(9)
+    states = oracle.base_model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
     engine = NativeEngine(NativeWeights(oracle))
     engine.run(tokens, 0, Draft.chain(tuple(tokens[1:])), layers=[0])
     assert (engine.hidden[0] - states[1][0]).abs().max() <= 2e-5 * states[1].abs().max()
 
 
-def test_layers_and_dropout_change_only_the_derived_model() -> None:
-    oracle, tokens = random_model(CONFIGS["llama"]), text(20)
+@pytest.mark.parametrize("name", ["llama", "gpt2 odd", "gpt neox odd", "gemma2 odd"])
+def test_layers_and_dropout_change_only_the_derived_model(name: str) -> None:
+    oracle, tokens = random_model(CONFIGS[name]), text(20)
     model = NativeWeights(oracle)
     before = CachedModel(model).read(tokens)
     thin, dropped = with_layers(model, [1]), with_dropout(model, 0)
-    oracle.model.layers = oracle.model.layers[1:]
-    oracle.model.layers[0].self_attn.layer_idx = 0
+    layers = next(part for part in oracle.base_model.children() if isinstance(part, nn.ModuleList))
+    del layers[0]
+    oracle.config.layer_types = ["full_attention"]
     expected = oracle(torch.tensor([tokens]), use_cache=False).logits[0]
     assert (CachedModel(thin).read(tokens) - expected).abs().max() <= 2e-5 * expected.abs().max()
     assert not torch.equal(CachedModel(dropped).read(tokens), before)

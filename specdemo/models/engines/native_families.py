@@ -1,0 +1,194 @@
+"""Modules and options of the architectures of the native CPU engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from specdemo.models.engines.llama_weights import ROPE_TYPES, is_spread, unsupported_reason
+from specdemo.models.engines.native_build import NativeUnavailable, native_library
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+ACTIVATIONS = {"silu": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1, "gelu": 2}
+NORMS = ("enter", "between", "query_norm", "key_norm", "after_out", "after_down")
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    qkv: Sequence[nn.Module]
+    out: nn.Module
+    gate_up: Sequence[nn.Module]  # without gate: up
+    down: nn.Module
+    norms: Mapping[str, nn.Module]
+    scale: float
+    window: int = 0
+    order: Tensor | None = None  # outputs of `qkv`: queries, keys, values
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    embedding: nn.Module
+    layers: Sequence[LayerParts]
+    leave: nn.Module
+    inner: int
+    activation: str
+    epsilon: float
+    angles: Any = None
+    positions: nn.Module | None = None
+    embedding_scale: float = 1.0
+    gain_offset: float = 0.0
+    parallel: bool = False
+    attention_cap: float | None = None
+    logit_cap: float | None = None
+
+
+def _llama(model: PreTrainedModel) -> ModelParts:
+    body, config = model.model, model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return ModelParts(
+        body.embed_tokens,
+        [_llama_layer(layer, head_dim) for layer in body.layers],
+        body.norm,
+        config.intermediate_size,
+        config.hidden_act,
+        body.norm.variance_epsilon,
+        body.rotary_emb,
+    )
+
+
+def _llama_layer(layer: nn.Module, head_dim: int) -> LayerParts:
+    attention, gated = layer.self_attn, layer.mlp
+    norms = {"enter": layer.input_layernorm, "between": layer.post_attention_layernorm}
+    if hasattr(attention, "q_norm"):
+        norms |= {"query_norm": attention.q_norm, "key_norm": attention.k_norm}
+    return LayerParts(
+        [attention.q_proj, attention.k_proj, attention.v_proj],
+        attention.o_proj,
+        [gated.gate_proj, gated.up_proj],
+        gated.down_proj,
+        norms,
+        getattr(attention, "scaling", None) or head_dim**-0.5,
+    )
+
+
+def _gemma2(model: PreTrainedModel) -> ModelParts:
+    body, config = model.model, model.config
+    return ModelParts(
+        body.embed_tokens,
+        [_gemma2_layer(layer) for layer in body.layers],
+        body.norm,
+        config.intermediate_size,
+        config.hidden_activation,
+        body.norm.eps,
+        body.rotary_emb,
+        embedding_scale=body.embed_tokens.embed_scale.to(model.dtype).item(),
+        gain_offset=1.0,
+        attention_cap=config.attn_logit_softcapping,
+        logit_cap=config.final_logit_softcapping,
+    )
+
+
+def _gemma2_layer(layer: nn.Module) -> LayerParts:
+    attention, gated = layer.self_attn, layer.mlp
+    norms = {
+        "enter": layer.input_layernorm,
+        "after_out": layer.post_attention_layernorm,
+        "between": layer.pre_feedforward_layernorm,
+        "after_down": layer.post_feedforward_layernorm,
+    }
+    return LayerParts(
+        [attention.q_proj, attention.k_proj, attention.v_proj],
+        attention.o_proj,
+        [gated.gate_proj, gated.up_proj],
+        gated.down_proj,
+        norms,
+        attention.scaling,
+        attention.sliding_window or 0,
+    )
+
+
+def _gpt2(model: PreTrainedModel) -> ModelParts:
+    body, config = model.transformer, model.config
+    return ModelParts(
+        body.wte,
+        [
+            LayerParts(
+                [layer.attn.c_attn],
+                layer.attn.c_proj,
+                [layer.mlp.c_fc],
+                layer.mlp.c_proj,
+                {"enter": layer.ln_1, "between": layer.ln_2},
+                layer.attn.scaling,
+            )
+            for layer in body.h
+        ],
+        body.ln_f,
+        config.n_inner or 4 * config.n_embd,
+        config.activation_function,
+        body.ln_f.eps,
+        positions=body.wpe,
+    )
+
+
+def _gpt_neox(model: PreTrainedModel) -> ModelParts:
+    body, config = model.gpt_neox, model.config
+    outputs = torch.arange(3 * config.hidden_size).unflatten(0, (config.num_attention_heads, 3, -1))
+    return ModelParts(
+        body.embed_in,
+        [
+            LayerParts(
+                [layer.attention.query_key_value],
+                layer.attention.dense,
+                [layer.mlp.dense_h_to_4h],
+                layer.mlp.dense_4h_to_h,
+                {"enter": layer.input_layernorm, "between": layer.post_attention_layernorm},
+                layer.attention.scaling,
+                order=outputs.transpose(0, 1).flatten(),
+            )
+            for layer in body.layers
+        ],
+        body.final_layer_norm,
+        config.intermediate_size,
+        config.hidden_act,
+        body.final_layer_norm.eps,
+        body.rotary_emb,
+        parallel=config.use_parallel_residual,
+    )
+
+
+_FAMILIES: dict[str, Callable[[PreTrainedModel], ModelParts]] = {
+    "GPT2LMHeadModel": _gpt2,
+    "GPTNeoXForCausalLM": _gpt_neox,
+    "Gemma2ForCausalLM": _gemma2,
+}
+
+
+def model_parts(model: PreTrainedModel) -> ModelParts:
+    return _FAMILIES.get(type(model).__name__, _llama)(model)
+
+
+def transformers_reason(model: PreTrainedModel, device: torch.device) -> str | None:
+    """Return the reason why a model needs `transformers` on `device`, if any."""
+    if type(model).__name__ not in _FAMILIES or device.type != "cpu" or is_spread(model):
+        return unsupported_reason(model)
+    library = native_library()
+    return f"no native engine, {library}" if isinstance(library, NativeUnavailable) else _limit(model.config)
+
+
+def _limit(config: PretrainedConfig) -> str | None:
+    names = ("activation_function", "hidden_activation", "hidden_act")
+    activation = next(getattr(config, name) for name in names if hasattr(config, name))
+    if activation not in ACTIVATIONS:
+        return f"its activation is {activation}, not {', '.join(ACTIVATIONS)}"
+    if getattr(config, "add_cross_attention", False):
+        return "it has cross-attention"
+    if getattr(config, "use_bidirectional_attention", False):
+        return "its attention is bidirectional"
+    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    return None if kind in ROPE_TYPES else f"its rotary embedding is of kind {kind}"
