@@ -123,7 +123,7 @@ def load(
 
 
 def fuse(model: PreTrainedModel, consume: bool = True) -> tuple[FusedWeights, str]:
-    """Convert a supported model; return weights and engine name."""
+    """Convert a model; return weights and engine name."""
     if model.device.type != "cpu":
         return LlamaWeights(model, consume), "lean"
     library = native_library()

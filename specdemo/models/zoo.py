@@ -281,6 +281,7 @@ def offers(device: str = "auto") -> list[PairOffer]:
 
 
 _FUSED_KINDS = ("llama", "mistral", "qwen2", "qwen3")
+_NATIVE_KINDS = (*_FUSED_KINDS, "gpt2", "gpt_neox", "gemma2")
 _ALPHA = 0.8
 
 
@@ -312,7 +313,7 @@ def _required_bytes(name: str, on_host: bool, context: int = 2048) -> int:
     kv_width = shape.get("num_key_value_heads", heads) * (shape.get("head_dim") or shape.get("d_kv") or hidden // heads)
     if known.encoder:
         kv_width *= 2
-    copied = on_host and known.kind not in _FUSED_KINDS and shape.get("tie_word_embeddings", True)
+    copied = on_host and known.kind not in _NATIVE_KINDS and shape.get("tie_word_embeddings", True)
     head_copy = hidden * shape.get("vocab_size", 50257) if copied else 0
     return width * (known.parameters + head_copy + 2 * layers * kv_width * context)
 

@@ -21,9 +21,9 @@ from fakes.tiny_models import CONTEXT, LLAMA, byte_level_tokenizer, save_model
 from torch.profiler import ProfilerActivity, profile
 from transformers import (
     AutoModelForCausalLM,
-    GPT2Config,
     LlamaConfig,
     MistralConfig,
+    OPTConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -210,7 +210,7 @@ def test_long_prompts_are_fed_in_pieces() -> None:
         (MistralConfig(**LLAMA, sliding_window=8), "sliding window"),
         (LlamaConfig(**LLAMA, hidden_act="gelu"), "gelu"),
         (LlamaConfig(**LLAMA, **rope("dynamic", factor=2.0)), "dynamic"),
-        (GPT2Config(vocab_size=61, n_embd=32, n_layer=1, n_head=2), "GPT2LMHeadModel"),
+        (OPTConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=2), "OPTForCausalLM"),
     ],
 )
 def test_unsupported_architectures_use_transformers_with_a_note(

@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 from fakes.tiny_models import byte_level_tokenizer, save_model
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPTNeoXConfig
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, GPT2Config, GPTNeoXConfig
 
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
@@ -49,18 +49,25 @@ def test_the_scales_of_quantised_weights_count() -> None:
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "nf4"])
-@pytest.mark.parametrize("kind", [GPT2Config, GPTNeoXConfig])
-def test_models_that_run_through_transformers(kind: type, quantization: str, tmp_path: Path) -> None:
-    spec = ModelSpec(str(_saved(kind, tmp_path)), quantization=quantization, device="cpu").resolved()
+@pytest.mark.parametrize("kind", [GPT2Config, GPTNeoXConfig, Gemma2Config])
+@pytest.mark.parametrize("engine", ["native", "transformers"])
+def test_models_outside_the_llama_family(kind: type, engine: str, quantization: str, tmp_path: Path) -> None:
+    spec = ModelSpec(str(_saved(kind, engine, tmp_path)), quantization=quantization, device="cpu").resolved()
     planned, loaded = plan_spec(spec, 64), load(spec)
-    assert loaded.engine.startswith("transformers")
+    assert loaded.engine.partition(":")[0] == engine
     assert planned.weights == pytest.approx(loaded.weight_bytes, rel=0.02)
 
 
-def _saved(kind: type, folder: Path) -> Path:
+_INNER = {GPT2Config: "n_inner", GPTNeoXConfig: "intermediate_size", Gemma2Config: "intermediate_size"}
+
+
+def _saved(kind: type, engine: str, folder: Path) -> Path:
     tokenizer = byte_level_tokenizer()
     sizes = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = kind(**sizes, **({"intermediate_size": 128} if kind is GPTNeoXConfig else {}))
+    config = kind(**sizes, **{_INNER[kind]: 128, "head_dim": 16})
+    if engine == "transformers":
+        for name in ("activation_function", "hidden_act", "hidden_activation"):
+            setattr(config, name, "relu")
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

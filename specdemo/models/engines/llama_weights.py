@@ -75,7 +75,7 @@ def is_spread(model: PreTrainedModel) -> bool:
 
 
 def unsupported_reason(model: PreTrainedModel) -> str | None:
-    """Return the reason why `LlamaWeights` cannot represent a model, if any."""
+    """Return the limit of `LlamaWeights`, if any."""
     config = model.config
     if type(model).__name__ not in _FAMILY:
         return f"{type(model).__name__} is not in {', '.join(_FAMILY)}"

@@ -215,8 +215,6 @@ def _four_bit(weight: Tensor, state: Any) -> dict[str, Tensor]:
 
 
 class NativeWeights(FusedWeights):
-    """Weights in the layout of the C functions."""
-
     batch_invariant = True
 
     def __init__(self, model: PreTrainedModel, consume: bool = False) -> None:
@@ -391,12 +389,8 @@ class NativeEngine:
         text = held + rows - len(draft)  # length of the text before the draft
         first = max(0, held - text)  # first node among the new rows
         if draft.is_chain:
-            placed, prefix, extra, starts = (
-                range(held, held + rows),
-                range(held + 1, held + rows + 1),
-                (),
-                [0] * (rows + 1),
-            )
+            placed, prefix = range(held, held + rows), range(held + 1, held + rows + 1)
+            extra, starts = (), [0] * (rows + 1)
         else:
             paths = [draft.path(node) for node in range(first, len(draft))]
             placed = positions(rows, held, draft)

@@ -1,4 +1,4 @@
-"""Modules and options of the architectures of the native CPU engine."""
+"""Architectures of the native CPU engine."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def model_parts(model: PreTrainedModel) -> ModelParts:
 
 
 def transformers_reason(model: PreTrainedModel, device: torch.device) -> str | None:
-    """Return the reason why a model needs `transformers` on `device`, if any."""
+    """Return the reason for `transformers`, if any."""
     if type(model).__name__ not in _FAMILIES or device.type != "cpu" or is_spread(model):
         return unsupported_reason(model)
     library = native_library()
