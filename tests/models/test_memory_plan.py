@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,12 +50,16 @@ def test_the_scales_of_quantised_weights_count() -> None:
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "nf4"])
-@pytest.mark.parametrize("kind", [GPT2Config, GPTNeoXConfig, Gemma2Config])
-@pytest.mark.parametrize("engine", ["native", "transformers"])
+@pytest.mark.parametrize(
+    ("kind", "engine"),
+    [(GPTNeoXConfig, "transformers"), *((kind, "native") for kind in (GPT2Config, GPTNeoXConfig, Gemma2Config))],
+)
 def test_models_outside_the_llama_family(kind: type, engine: str, quantization: str, tmp_path: Path) -> None:
     spec = ModelSpec(str(_saved(kind, engine, tmp_path)), quantization=quantization, device="cpu").resolved()
     planned, loaded = plan_spec(spec, 64), load(spec)
     assert loaded.engine.partition(":")[0] == engine
+    if engine == "native" and sys.platform == "linux":  # a mapped file would occupy memory
+        assert str(tmp_path) not in Path("/proc/self/maps").read_text()
     assert planned.weights == pytest.approx(loaded.weight_bytes, rel=0.02)
 
 

@@ -17,8 +17,6 @@ Weights = TypeVar("Weights", bound="FusedWeights")
 
 
 class FusedWeights(ABC):
-    """Weights shared by all requests."""
-
     batch_invariant = False  # True: for any number of rows, by construction
 
     def __init__(self, model: PreTrainedModel, angles: Any) -> None:

@@ -197,7 +197,7 @@ def _stored(linear: nn.Module, order: Tensor | None) -> dict[str, Any]:
         transposed = isinstance(linear, Conv1D)
         part = {"form": FORMS[weight.dtype], "weights": weight.detach().T if transposed else weight.detach()}
     if getattr(linear, "bias", None) is not None:
-        part["bias"] = linear.bias.detach().float()
+        part["bias"] = linear.bias.detach().to(torch.float32, copy=True)
     if order is not None:
         part |= {name: part[name][order] for name in ("weights", "scales", "bias") if name in part}
     return part
@@ -211,7 +211,11 @@ def _four_bit(weight: Tensor, state: Any) -> dict[str, Tensor]:
     data = weight.detach().flatten()
     codes = torch.stack((data >> 4, data & 15), 1).view(outputs, inputs)
     scales = dequantize_blockwise(state.absmax, state.state2) + state.offset if state.nested else state.absmax
-    return {"weights": codes, "scales": scales.float().view(outputs, inputs // _GROUP), "codes": state.code.float()}
+    return {
+        "weights": codes,
+        "scales": scales.float().view(outputs, inputs // _GROUP),
+        "codes": state.code.to(torch.float32, copy=True),
+    }
 
 
 class NativeWeights(FusedWeights):

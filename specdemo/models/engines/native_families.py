@@ -28,7 +28,7 @@ class LayerParts:
     norms: Mapping[str, nn.Module]
     scale: float
     window: int = 0
-    order: Tensor | None = None  # outputs of `qkv`: queries, keys, values
+    order: Tensor | None = None  # of the outputs of `qkv`
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,6 @@ def model_parts(model: PreTrainedModel) -> ModelParts:
 
 
 def transformers_reason(model: PreTrainedModel, device: torch.device) -> str | None:
-    """Return the reason for `transformers`, if any."""
     if type(model).__name__ not in _FAMILIES or device.type != "cpu" or is_spread(model):
         return unsupported_reason(model)
     library = native_library()
