@@ -34,7 +34,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 @cache
 def recorded(name: str) -> list[Line]:
-    settings = {"temperature": 1.0, "top_p": 1.0, "gamma": 3, "top": 5, "max_tokens": 16, "device": "cpu", "seed": 2}
+    settings = {"temperature": 1.0, "top_p": 1.0, "gamma": 3, "top": 5, "max_tokens": 24, "device": "cpu", "seed": 2}
     return [line for line in trace_lines(Recipe(**settings | RUNS[name]), CODE, POOL) if "phase" not in line]
 
 
