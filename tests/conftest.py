@@ -3,7 +3,7 @@
 Slow are the files in `SLOW` (browser, other processes, long runs), tests that mention the bundled pair, since they load
 its weights, and tests marked with `@pytest.mark.slow`.
 
-Also, measurements of models and costs are shortened, and `--dist loadfile` runs slow files first and all browser tests
+Also, measurements of models and costs are shortened, and `--dist loadfile` runs long files first and all browser tests
 in one process, which starts one page server.
 """
 
@@ -27,6 +27,16 @@ BROWSER = (
     "e2e/test_page.py",
     "e2e/test_tabs.py",
     "e2e/test_tabs_theory.py",
+)
+LONGEST = (  # after the browser group, so that both workers end together
+    "e2e/test_first_minute.py",
+    "core/test_exactness.py",
+    "e2e/test_signals.py",
+    "e2e/test_hosting.py",
+    "models/test_quantised_copy.py",
+    "models/test_native_build.py",
+    "models/test_architectures.py",
+    "e2e/test_limits.py",
 )
 SLOW = (
     "bench/test_bench.py",
@@ -98,7 +108,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         function = getattr(item, "function", None)
         if is_slow(item.path) or (function is not None and mentions_bundled_pair(function.__code__)):
             item.add_marker(pytest.mark.slow)
-    items.sort(key=lambda item: (file_of(item) not in BROWSER, not is_slow(item.path)))
+    items.sort(key=start_order)
+
+
+def start_order(item: pytest.Item) -> tuple[bool, int, bool]:
+    """Browser tests first, then the longest files, then other slow files."""
+    file = file_of(item)
+    rank = LONGEST.index(file) if file in LONGEST else len(LONGEST)
+    return file not in BROWSER, rank, not is_slow(item.path)
 
 
 def file_of(item: pytest.Item) -> str:

@@ -119,10 +119,9 @@ def test_a_disk_that_becomes_full_ends_the_run_with_a_sentence(ar: list[str], tm
 
 
 @needs_full_device
-def test_a_full_disk_for_traces_and_output(ar: list[str]) -> None:
-    done = in_new_process(["run", PROMPT, *ar, "--trace", str(FULL)])
-    assert done.returncode == 2 and FULL.is_char_device()
-    assert done.stderr.splitlines()[-1].endswith("No space left on device: free some space")
+def test_a_full_disk_for_traces_and_output(ar: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", PROMPT, *ar, "--trace", str(FULL)]) == 2 and FULL.is_char_device()
+    assert capsys.readouterr().err.splitlines()[-1].endswith("No space left on device: free some space")
     with FULL.open("w") as full:
         done = in_new_process(["run", PROMPT, *ar, "--json"], stdout=full)
     assert done.returncode == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 from typing import Any
 
 import pytest
@@ -39,6 +40,14 @@ def searched(model: Any, prompt: list[int], length: int, settings: dict[str, Any
     return run(prompt, search, EmptyDrafter(), Fixed(1), length, stop=STOP)
 
 
+@cache
+def prompts(kind: str, settings: str) -> list[tuple[list[int], int, list[int]]]:
+    """Prompts, lengths and texts of transformers, computed once for both engines."""
+    model, rng = tiny_model(kind), random.Random(settings)
+    drawn = [([rng.randrange(VOCAB) for _ in range(rng.randrange(1, 12))], rng.randrange(8, 24)) for _ in range(12)]
+    return [(prompt, length, found(model, prompt, length, SETTINGS[settings])) for prompt, length in drawn]
+
+
 def found(model: PreTrainedModel, prompt: list[int], length: int, settings: dict[str, Any]) -> list[int]:
     """Oracle: beam search of transformers."""
     ids = torch.tensor([prompt])
@@ -66,12 +75,10 @@ def test_results_equal_those_of_transformers(kind: str, settings: str) -> None:
     kind, _, lean = kind.partition(" ")
     model = tiny_model(kind)
     ours = LlamaWeights(model) if lean else model
-    rng = random.Random(settings)
     stopped = early = waited = 0
-    for _ in range(30 if kind == "llama" and lean else 12):
-        prompt, length = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 12))], rng.randrange(8, 24)
+    for prompt, length, expected in prompts(kind, settings):
         steps = searched(ours, prompt, length, SETTINGS[settings])
-        assert committed(steps) == found(model, prompt, length, SETTINGS[settings]), (prompt, length)
+        assert committed(steps) == expected, (prompt, length)
         stopped += committed(steps)[-1] in STOP
         early += len(committed(steps)) < length
         waited += any(not step.tokens for step in steps)

@@ -63,7 +63,7 @@ def test_greedy_text_is_unchanged_and_trees_accept_more_than_chains(engine: str)
         model, small = LlamaWeights(model), LlamaWeights(small)
     greedy, noise = SamplingParams(temperature=0), Noise(0, "unused when greedy")
     rounds = {1: 0, 3: 0}
-    for start in range(12):
+    for start in range(8):
         prompt = [start, 3, 2 * start]
 
         def text(drafter: object, prompt: list[int] = prompt) -> tuple[list[int], int]:

@@ -89,7 +89,7 @@ def test_the_cost_of_a_step_is_independent_of_the_text_length(ours: str, theirs:
     bridge = Bridge(target, drafter, [])
     bridge.read(tokens[:40])
     target.lengths.clear(), drafter.lengths.clear()
-    for end in range(43, len(tokens), 3):
+    for end in range(43, len(tokens), 9):
         bridge.read(tokens[:end])
         bridge.write(tokens[:end], encode(drafter, " x"))
     assert max(drafter.lengths) < 12 * TAIL and max(target.lengths) < 12 * TAIL < len(TEXT)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -157,8 +158,13 @@ def tabs(served: Any, chromium: BrowserContext) -> Iterator[Callable[..., Page]]
     """Open tabs; at the end, clear the storage, and check that no tab raised an error or contacted another host."""
     requested, errors, pages = [], [], []
 
-    def open_tab(script: str = "", width: int = 1280, scheme: str = "light") -> Page:
+    def open_tab(
+        script: str = "", width: int = 1280, scheme: str = "light", query: str = "", clock: bool = False
+    ) -> Page:
+        """Open a tab; with `clock`, tests may advance its time."""
         page = chromium.new_page()
+        if clock:
+            page.clock.install()
         pages.append(page)
         page.set_default_timeout(PATIENCE * 1000)
         page.set_viewport_size({"width": width, "height": 900})
@@ -169,7 +175,7 @@ def tabs(served: Any, chromium: BrowserContext) -> Iterator[Callable[..., Page]]
         page.on("dialog", lambda dialog: errors.append(dialog.message))
         if script:
             page.add_init_script(script)
-        page.goto(served.url)
+        page.goto(f"{served.url}{query}")
         expect(page.locator("#lane-spec")).to_be_visible()
         return page
 
@@ -190,6 +196,13 @@ def tab(served: Any, scripts: Scripts, chromium: BrowserContext) -> Iterator[Any
     scripts.reset()
     with tabs(served, chromium) as open_tab:
         yield open_tab
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """Folder whose name is typed quickly."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(scope="module")
@@ -305,7 +318,9 @@ def grave(page: Page, *parts: str, schemes: Iterable[str] = RULES) -> list[Any]:
     for scheme in schemes:
         page.evaluate("dark => document.body.classList.toggle('dark', dark)", scheme == "dark")
         result = Axe().run(
-            page, {"include": [[part] for part in parts or ("html",)]}, {"resultTypes": ["violations"], **RULES[scheme]}
+            page,
+            {"include": [[part] for part in parts or ("html",)]},
+            {"resultTypes": ["violations"], "preload": False, **RULES[scheme]},  # no rule needs the style sheets
         )
         violations += [(scheme, violation) for violation in result.response["violations"]]
     page.evaluate("document.body.classList.remove('dark')")

@@ -40,13 +40,13 @@ STYLES = """tokens => tokens.map((token) => {
 })"""
 
 
-def linked(page: Page, served: Any, **settings: Any) -> None:
-    """Settings from a link in the format of *Link to these settings*."""
+def linked(tab: Any, **settings: Any) -> Page:
+    """Open a link in the format of *Link to these settings*."""
     query = "&".join(f"{name}={json.dumps(value).strip(chr(34))}" for name, value in settings.items())
-    page.goto(f"{served.url}?{query}")
-    expect(page.locator("#lane-spec")).to_be_visible()
+    page = tab(query=f"?{query}")
     first = next(name for name in settings if name in ("temperature", "max_tokens"))
     expect(page.locator(f"#{first.replace('_', '-')} input[type=number]")).to_have_value(f"{settings[first]:g}")
+    return page
 
 
 def at_the_cloud(page: Page) -> None:
@@ -118,8 +118,7 @@ def test_remote_run_equals_the_local_run_and_its_tab_shows_the_trace(tab: Any, s
 
 
 def test_unreachable_service_is_reported_and_the_next_run_works(tab: Any, served: Any) -> None:
-    page = tab()
-    linked(page, served, mode="speculative", remote="http://127.0.0.1:1", max_tokens=8)
+    page = linked(tab, mode="speculative", remote="http://127.0.0.1:1", max_tokens=8)
     expect(page.get_by_text("This link has prompts sent to http://127.0.0.1:1")).to_be_visible()
     run(page, CODE)
     status(page, r"failed: there is no service at http://127.0.0.1:1 \(.*\): start one with serve$")
@@ -132,8 +131,7 @@ def test_unreachable_service_is_reported_and_the_next_run_works(tab: Any, served
 
 
 def test_provisional_tokens_are_italic_until_confirmed(tab: Any, served: Any) -> None:
-    page = tab()
-    linked(page, served, mode="speculative", rtt_ms=60, deadline_ms=20, provisional=True, temperature=0, max_tokens=24)
+    page = linked(tab, mode="speculative", rtt_ms=60, deadline_ms=20, provisional=True, temperature=0, max_tokens=24)
     run(page, CODE)
     status(page, "done: 24 tokens")
     expect(page.locator("[data-lane=spec] .badge")).to_have_text("lossy")
@@ -155,8 +153,7 @@ def test_provisional_tokens_are_italic_until_confirmed(tab: Any, served: Any) ->
 
 
 def test_lost_connection_is_noted_and_stop_needs_no_response(tab: Any, served: Any) -> None:
-    page = tab()
-    linked(page, served, mode="speculative", on_loss="edge", lost_after_s=1, rtt_ms=20, max_tokens=48)
+    page = linked(tab, mode="speculative", on_loss="edge", lost_after_s=1, rtt_ms=20, max_tokens=48)
     run(page, CODE)
     spans(page, 12)
     os.kill(process(served).process.pid, signal.SIGSTOP)  # accepts connections but does not respond
@@ -167,7 +164,7 @@ def test_lost_connection_is_noted_and_stop_needs_no_response(tab: Any, served: A
         )
         assert page.locator("#lane-spec [data-by=alone]").count() > 0
         assert page.locator("#lane-spec .note ~ .round:not([data-by])").count() == 0
-        linked(page, served, mode="speculative", remote=process(served).url, deadline_ms=600000, max_tokens=64)
+        page = linked(tab, mode="speculative", remote=process(served).url, deadline_ms=600000, max_tokens=64)
         run(page, CODE)
         status(page, "loading")
         page.locator("#stop").click()
@@ -202,8 +199,7 @@ def test_modes_are_measured_on_the_device(tab: Any, served: Any) -> None:
 
 
 def test_axe_finds_no_serious_violations_in_the_tab(tab: Any, served: Any) -> None:
-    page = tab()
-    linked(page, served, mode="speculative", on_loss="edge", rtt_ms=5, temperature=0, max_tokens=16)
+    page = linked(tab, mode="speculative", on_loss="edge", rtt_ms=5, temperature=0, max_tokens=16)
     run(page, CODE)
     status(page, "done")
     open_group(page, "Advanced settings", "Edge and cloud")

@@ -43,7 +43,7 @@ def test_the_page_ends_runs_with_a_trace_line_and_exits_0(number: signal.Signals
     window = ["--window"] if number == signal.SIGTERM else []
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    with start("app.py", *window, "--no-browser", "--port", str(port)) as program:
+    with start("app.py", *window, "--pair", "bundled", "--no-browser", "--port", str(port)) as program:
         try:
             printed = dict.fromkeys(["specdemo is ready", *(["No window"] if window else [])], "")
             while not all(printed.values()):
@@ -70,7 +70,8 @@ def test_the_page_ends_runs_with_a_trace_line_and_exits_0(number: signal.Signals
 
 def test_the_terminal_writes_the_last_trace_line_on_sigterm(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    with start("-m", "specdemo", "run", PROMPT, "--max-tokens", "2000", "--json", "--trace", str(trace)) as program:
+    command = ("-m", "specdemo", "run", PROMPT, "--pair", "bundled", "--max-tokens", "2000", "--json")
+    with start(*command, "--trace", str(trace)) as program:
         try:
             steps = (line for line in program.stdout if '"i":' in line)
             next(steps)

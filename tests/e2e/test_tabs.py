@@ -112,7 +112,7 @@ def test_stop_shows_partial_results_and_frees_the_worker(tab: Any, measured: Mea
     page = tab("Bench")
     page.get_by_role("button", name="Toggle Sidebar").click()
     page.set_viewport_size({"width": 390, "height": 900})  # a narrow page puts the tabs in a menu
-    choose(page, each=12, tokens=256, kinds=("code",))
+    choose(page, each=12, tokens=128, kinds=("code",))
     page.locator("#bench-run").click()
     expect_status(page, r"^([4-9]|[12]\d) of 36: code \d+, ")
     expect(page.locator("#bench-run")).to_be_disabled()

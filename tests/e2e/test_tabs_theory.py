@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 from playwright.sync_api import Page, expect
@@ -15,15 +14,12 @@ DOT, RUN = "var(--dot-set)", "var(--dot-run)"
 
 
 @pytest.fixture
-def page(tab: Any) -> Page:
-    """New tab of the browser, at the tab of the page."""
-    return opened(tab())
-
-
-def opened(page: Page) -> Page:
-    page.get_by_role("tab", name="Theory").click()
-    expect(page.locator("#theory-words li")).to_have_count(5)
-    return page
+def page(shared: Page) -> Page:
+    """Shared tab of the browser, at the tab of the page."""
+    shared.bring_to_front()
+    shared.get_by_role("tab", name="Theory").click()
+    expect(shared.locator("#theory-words li")).to_have_count(5)
+    return shared
 
 
 def enter(page: Page, name: str, value: str) -> None:

@@ -22,12 +22,22 @@ def page() -> Iterator[Any]:
         yield served
 
 
-def result(url: str, event: dict[str, Any], data: list[Any]) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def client(page: Any) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=page.url, timeout=PATIENCE) as client:
+        yield client
+
+
+def join(client: httpx.Client, event: dict[str, Any], value: Any) -> dict[str, str]:
+    """Queue an event with `value` for every input; return its session."""
     session = {"session_hash": f"wrong-{event['id']}"}
-    request = {"data": data, "fn_index": event["id"], **session}
-    joined = httpx.post(f"{url}gradio_api/queue/join", json=request, timeout=PATIENCE)
-    assert joined.status_code == 200
-    with httpx.stream("GET", f"{url}gradio_api/queue/data", params=session, timeout=PATIENCE) as response:
+    request = {"data": [value] * len(event["inputs"]), "fn_index": event["id"], **session}
+    assert client.post("gradio_api/queue/join", json=request).status_code == 200
+    return session
+
+
+def result(client: httpx.Client, session: dict[str, str]) -> dict[str, Any]:
+    with client.stream("GET", "gradio_api/queue/data", params=session) as response:
         for line in response.iter_lines():
             message = json.loads(line.removeprefix("data: ")) if line.startswith("data: ") else {}
             if message.get("msg") in ("process_completed", "unexpected_error"):
@@ -37,17 +47,18 @@ def result(url: str, event: dict[str, Any], data: list[Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("value", [[MARK] * 1000, {MARK: 1}, MARK * 1000, True, -1e300, None])
 def test_wrong_types_get_an_answer_and_one_short_log_line(
-    page: Any, capfd: pytest.CaptureFixture[str], value: Any
+    client: httpx.Client, capfd: pytest.CaptureFixture[str], value: Any
 ) -> None:
-    config = httpx.get(f"{page.url}config").json()
+    """All events are queued before the first answer is read."""
+    config = client.get("config").json()
     events = [event for event in config["dependencies"] if event["backend_fn"]]
     assert len(events) > 10
+    capfd.readouterr()
+    sessions = [join(client, event, value) for event in events]
     wrong = []
-    for event in events:
-        capfd.readouterr()
-        answer = result(page.url, event, [value] * len(event["inputs"]))
-        logged = "".join(capfd.readouterr())
-        answered = answer and (answer["success"] or answer["output"]["error"])
-        if not answered or MARK in logged or "Traceback" in logged:
-            wrong.append((event["api_name"], event["targets"][:1], logged[-300:]))
-    assert not wrong
+    for event, session in zip(events, sessions, strict=True):
+        answer = result(client, session)
+        if not answer or not (answer["success"] or answer["output"]["error"]):
+            wrong.append((event["api_name"], event["targets"][:1], answer))
+    logged = "".join(capfd.readouterr())
+    assert not wrong and MARK not in logged and "Traceback" not in logged, (wrong, logged[-2000:])

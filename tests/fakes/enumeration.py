@@ -75,14 +75,16 @@ def reference_probs(logits: list[float], sampling: SamplingParams, prefix: Seque
 
 
 @cache
-def true_distribution(sampling: SamplingParams, length: int, stop: tuple[int, ...]) -> dict[tuple[int, ...], float]:
+def true_distribution(
+    sampling: SamplingParams, length: int, stop: tuple[int, ...], prompt: tuple[int, ...] = PROMPT
+) -> dict[tuple[int, ...], float]:
     """Distribution of autoregressive sampling from the target, by multiplication."""
     done: dict[tuple[int, ...], float] = {}
     texts = {(): 1.0}
     for _ in range(length):
         longer: dict[tuple[int, ...], float] = {}
         for text, weight in texts.items():
-            prefix = (*PROMPT, *text)
+            prefix = (*prompt, *text)
             for token, chance in enumerate(reference_probs(TARGET.logits(prefix).tolist(), sampling, prefix)):
                 if chance:
                     (done if token in stop else longer)[(*text, token)] = weight * chance

@@ -187,12 +187,20 @@ def run(
     gamma: DraftLengthPolicy,
     max_tokens: int,
     stop: Sequence[int] = (),
+    first_target: bool = True,
 ) -> list[Step]:
     """All steps of a run under a clock that counts its readings."""
     ticks = count()
     return list(
         decode(
-            prompt, verifier, drafter, gamma, max_tokens=max_tokens, stop=set(stop), clock=lambda: float(next(ticks))
+            prompt,
+            verifier,
+            drafter,
+            gamma,
+            max_tokens=max_tokens,
+            stop=set(stop),
+            clock=lambda: float(next(ticks)),
+            first_target=first_target,
         )
     )
 

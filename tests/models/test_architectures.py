@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -31,15 +32,15 @@ VOCAB = 61
 
 
 def prompts(kind: str) -> Iterator[tuple[list[int], int]]:
-    """Yield fifty prompts with output lengths: single tokens, repetitive, up to the context limit, random."""
+    """Yield 24 prompts with output lengths: single tokens, repetitive, up to the context limit, random."""
     rng = random.Random(kind)
-    for i in range(50):
-        if i < 5:
+    for i in range(24):
+        if i < 3:
             yield [rng.randrange(VOCAB)], 12
-        elif i < 10:
+        elif i < 7:
             length = rng.choice((CONTEXT - 1, CONTEXT - 2, CONTEXT - 9))
             yield [rng.randrange(VOCAB) for _ in range(length)], CONTEXT - length
-        elif i < 20:
+        elif i < 12:
             yield [rng.randrange(VOCAB) for _ in range(3)] * rng.randrange(2, 6), 16
         else:
             yield [rng.randrange(VOCAB) for _ in range(rng.randrange(2, 24))], rng.randrange(1, 20)
@@ -52,6 +53,13 @@ def generated(model: PreTrainedModel, prompt: list[int], length: int) -> list[in
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=length, pad_token_id=0
     )
     return out[0, len(prompt) :].tolist()
+
+
+@cache
+def generated_texts(kind: str) -> list[list[int]]:
+    """Texts of transformers for `prompts(kind)`, computed once for both engines."""
+    model = tiny_model(kind)
+    return [generated(model, prompt, length) for prompt, length in prompts(kind)]
 
 
 @pytest.mark.parametrize("kind", [*CONFIGS, "llama lean", "qwen2 lean", "qwen3 lean"])
@@ -67,8 +75,7 @@ def test_greedy_text_equals_transformers(kind: str) -> None:
     def drafts() -> ModelDrafter:
         return ModelDrafter(CachedModel(engines[1]).score, GREEDY, NOISE, VOCAB)
 
-    for i, (prompt, length) in enumerate(prompts(kind)):
-        expected = generated(model, prompt, length)
+    for i, ((prompt, length), expected) in enumerate(zip(prompts(kind), generated_texts(kind), strict=True)):
         drafters: dict[str, Drafter] = {"model": drafts(), "n-grams": NGramDrafter(4, "multi", 3), "top1": drafts()}
         drafters["forest"] = ForestDrafter(drafts(), VOCAB, seed=i)
         other = names[1 + i % (len(names) - 1)]
@@ -167,10 +174,10 @@ def test_mutant_cache_that_forgets_to_roll_back() -> None:
     model = tiny_model("llama")
     small = blurred(model, "llama", noise=0.3)
     different = 0
-    for prompt, length in list(prompts("llama"))[20:35]:
+    for (prompt, length), expected in list(zip(prompts("llama"), generated_texts("llama"), strict=True))[12:]:
         drafter = ModelDrafter(CachedModel(small).score, GREEDY, NOISE, VOCAB)
         verifier = ModelVerifier(Stale(model).score, GREEDY, rejection, NOISE, NOISE)
-        different += committed(run(prompt, verifier, drafter, Fixed(4), length)) != generated(model, prompt, length)
+        different += committed(run(prompt, verifier, drafter, Fixed(4), length)) != expected
     assert different > 0
 
 

@@ -46,12 +46,12 @@ def run(recipe: Recipe, text: str, pool: ModelPool) -> tuple[list[int], dict[str
 
 
 def texts(target: LoadedModel) -> Iterator[tuple[str, int]]:
-    """Yield every fourth bundled prompt, a single token, and prompts that end at the context limit."""
-    prompts = [prompt.text for prompt in load_prompts()[::4]]
-    assert len(prompts) >= 20
+    """Yield every tenth bundled prompt, a single token, and prompts that end at the context limit."""
+    prompts = [prompt.text for prompt in load_prompts()[::10]]
+    assert len(prompts) >= 8
     yield from ((text, 20) for text in prompts)
     yield "x", 20
-    long = target.tokenizer.encode("".join(prompts) * 8)
+    long = target.tokenizer.encode("".join(prompts) * 20)
     for length in (2047, 2039):
         yield target.tokenizer.decode(long[:length]), 20
 

@@ -70,7 +70,7 @@ def generated(model: PreTrainedModel, source: list[int], length: int) -> list[in
 def sources(kind: str, count: int) -> Iterator[tuple[list[int], int]]:
     """Yield sources and output lengths: a single token, the maximum, and lengths between."""
     rng = random.Random(kind)
-    for size, length in ((1, 24), (CONTEXT, 8), (12, 24), (5, 1), (20, 12), (9, 24))[:count]:
+    for size, length in ((1, 12), (CONTEXT, 8), (12, 16), (5, 1), (20, 12))[:count]:
         yield [rng.randrange(3, VOCAB) for _ in range(size)], length
 
 
@@ -82,12 +82,12 @@ def test_greedy_text_is_that_of_transformers(kind: str) -> None:
     start = opening(model)
     texts, drafted, accepted = set(), 0, 0
     thorough = kind in ("t5", "bart")  # the others run through the same lines of ours
-    for source, length in sources(kind, 6 if thorough else 3):
+    for source, length in sources(kind, 5 if thorough else 3):
         expected = generated(model, source, length)
         texts.add(tuple(expected[:8]))
         verifier = ModelVerifier(CachedModel(model, source=source).score, GREEDY, rejection, NOISE, NOISE, candidates=3)
         assert committed(run(start, verifier, EmptyDrafter(), Fixed(1), length)) == expected
-        for gamma in (1, 2, 4) if thorough else (3,):
+        for gamma in (1, 4) if thorough else (3,):
             cache = CachedModel(small, source=source)
             for drafter in (
                 ModelDrafter(cache.score, GREEDY, NOISE, VOCAB, extend=cache.extend),

@@ -33,7 +33,7 @@ POOL = ModelPool()
 
 def tokens(**values: Any) -> tuple[list[int], dict[str, Any]]:
     """Token ids and metrics of a run."""
-    common = {"max_tokens": 40, "top_p": 1.0, "temperature": 0, "device": "cpu"}
+    common = {"max_tokens": 32, "top_p": 1.0, "temperature": 0, "device": "cpu"}
     *lines, end = trace_lines(Recipe(**{**common, **values}), PROMPT, POOL)
     assert end["error"] is None
     return [token for line in lines for token in line.get("tokens", ())], end["metrics"]
@@ -166,7 +166,7 @@ def test_terminal_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert (recipe["method"], recipe["drafter"], recipe["drafter_quantization"]) == ("draft", SAME, "nf4")
     few = ["--method", "draft", "--gamma", "3", "--temperature", "0", "--max-tokens", "8"]
     assert main(["prove", *COPY, *few, "--prompts", "1"]) == 0
-    assert main(["bench", *COPY, *few, "--kind", "code"]) == 0
+    assert main(["bench", *COPY, *few, "--kind", "adversarial", "--max-tokens", "2"]) == 0
     assert main(["preflight", *COPY, "--kind", "code"]) == 0
     capsys.readouterr()
     for command in (["run", PROMPT], ["bench"], ["prove"], ["preflight"]):

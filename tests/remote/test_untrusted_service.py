@@ -87,7 +87,7 @@ class Answers(BaseHTTPRequestHandler):
 @pytest.fixture
 def service() -> Iterator[Any]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     server.url = f"http://127.0.0.1:{server.server_port}"
     yield server

@@ -143,7 +143,7 @@ def test_run_ends_when_its_page_is_left_but_not_when_interrupted(
 def test_run_continues_without_its_gradio_event_and_ends_after_the_grace_period(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "GRACE_S", 0.5)
+    monkeypatch.setattr(streams, "GRACE_S", 0.1)
     worker = Worker()
 
     def job() -> Iterator[tuple[str, Event]]:
