@@ -1296,7 +1296,7 @@ int self_check(void) {
     static uint16_t halves[2 * N * K / EXACT];
     static int16_t quantised[ROWS * K];
     uint32_t seed = 1;
-    if (!functions_are_exact()) return 2 + Q4_1;
+    if (!functions_are_exact()) return 2 + Q6_K;
     for (int i = 0; i < 16; i++) codes[i] = (float)(i - 7) / 9.0f;
     for (int i = 0; i < N * K / 16; i++) scales[i] = 1.0f + (float)(i % 97) / 64.0f;
     for (int i = 0; i < 2 * N * K / EXACT; i++) halves[i] = (uint16_t)(0x3c00 + random_bits(&seed) % 0x400); /* 1 to 2 */
