@@ -6,6 +6,7 @@ import json
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Lock
 from typing import Any
 
 from specdemo.core.errors import UserError, plain_text
@@ -19,19 +20,22 @@ _OTHER_MODELS = (
     *("residual_scale", "attn_logit_softcapping", "final_logit_softcapping", "rope.scaling.attn_factor"),
 )
 
+_converting = Lock()
+
 
 def settings_folder(name: str, path: Path) -> Path:
     """Return a directory, deleted at exit."""
-    return Path(_converted(name, path, *_version(path))[0].name)
+    return Path(_converted_once(name, path)[0].name)
 
 
 def stored_tensors(name: str, path: Path) -> dict[str, GgufTensor]:
-    return _converted(name, path, *_version(path))[1]
+    return _converted_once(name, path)[1]
 
 
-def _version(path: Path) -> tuple[int, int]:
+def _converted_once(name: str, path: Path) -> tuple[TemporaryDirectory, dict[str, GgufTensor]]:
     state = path.stat()
-    return state.st_size, state.st_mtime_ns
+    with _converting:  # a second directory would be deleted while it is read
+        return _converted(name, path, state.st_size, state.st_mtime_ns)
 
 
 @lru_cache(maxsize=64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from specdemo.core.step import Draft
 from specdemo.models.engines.gguf_linear import FLOATS, GgufLinear, dequantised
 from specdemo.models.engines.native import STORED_FORMS
 from specdemo.models.gguf_checkpoint import read_gguf
+from specdemo.models.gguf_settings import settings_folder
 from specdemo.models.hub import Hub
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import load, read_tokenizer, reference
@@ -261,6 +263,13 @@ def test_memory_is_planned_from_the_header(
     model = tiny_for_gguf("qwen2", byte_level_tokenizer(), width=width_for(kind))
     assert plan.parameters == model.num_parameters()
     assert [other.quantization for other in smaller(spec)] == ["bf16"]
+
+
+def test_settings_read_by_several_threads_are_kept(tmp_path: Path) -> None:
+    path = save_gguf(tmp_path / "model.gguf", "llama", "F16")
+    with ThreadPoolExecutor(8) as threads:
+        folders = set(threads.map(lambda _: settings_folder(str(path), path), range(8)))
+    assert len(folders) == 1 and (folders.pop() / "tokenizer.json").is_file()
 
 
 def test_loading_reports_the_conversion(tmp_path: Path) -> None:
