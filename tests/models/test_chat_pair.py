@@ -83,7 +83,7 @@ def test_initial_settings_of_the_page(chat: bool) -> None:
     page.worker.close()
     values = {block.elem_id: getattr(block, "value", None) for block in page.blocks.values()}
     names = ("pair", "method", "gamma", "temperature", "chat")
-    expected = (CHAT_PAIR, "nasd", 4, 0.2, True) if chat else ("bundled", "draft", 3, 0.5, False)
+    expected = (CHAT_PAIR, "nasd", 3, 0.2, True) if chat else ("bundled", "draft", 3, 0.5, False)
     assert tuple(values[name] for name in names) == expected
     assert ("notice" in values) != chat
     parameters = page.get_api_info()["named_endpoints"]["/generate"]["parameters"]
@@ -92,7 +92,7 @@ def test_initial_settings_of_the_page(chat: bool) -> None:
 
 
 def test_pair_and_method_follow_each_other() -> None:
-    assert _settings_of_pair(CHAT_PAIR, "draft") == ["nasd", 4, 0.2, 0.9, True]
+    assert _settings_of_pair(CHAT_PAIR, "draft") == ["nasd", 3, 0.2, 0.9, True]
     assert _settings_of_pair(CHAT_PAIR, "suffix")[0] == "suffix"
     assert _settings_of_pair("bundled", "tree") == ["tree", 3, 0.5, 0.95, False]
     assert _pair_of_method(CHAT_PAIR, "draft", True) == ("bundled", False)
