@@ -152,7 +152,8 @@ def test_identical_texts_have_a_badge(page: Page) -> None:
     assert text_of(saved(page)) == text_of(saved(page, "ar"))  # a single run of each lane is shown
 
 
-def test_exports_match_the_run(page: Page, tab: Any) -> None:
+def test_exports_match_the_run(tab: Any) -> None:
+    page = tab()
     compared(page, tokens=24)
     trace = saved(page)
     with page.expect_download() as download:
@@ -335,7 +336,8 @@ def test_methods_have_best_and_worst_examples(page: Page) -> None:
             expect(page.locator("#method input")).to_have_value(re.compile(f"^{method}"))
 
 
-def test_axe_finds_no_serious_violations(page: Page) -> None:
+def test_axe_finds_no_serious_violations(tab: Any) -> None:
+    page = tab()
     opened(page, (GOLDEN / "draft-top.jsonl").read_text("utf-8") + (GOLDEN / "ar.jsonl").read_text("utf-8"))
     status(page, "done")
     page.locator("#lane-spec [data-kind=rejected]").first.click()
@@ -375,10 +377,11 @@ def test_hidden_tab_receives_all_tokens(tab: Any) -> None:
     assert drawn(page) == counted(saved(page))
 
 
-def test_conversation_continues_across_runs(page: Page, short_path: Path) -> None:
+def test_conversation_continues_across_runs(tab: Any, tmp_path: Path) -> None:
     tokenizer = byte_level_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    folder = save_model(short_path, tokenizer)
+    folder = save_model(tmp_path / "talker", tokenizer)
+    page = tab()
     open_group(page, "Advanced settings", "Models and devices")
     written(page, "target", str(folder))
     page.locator("#method input").click()
