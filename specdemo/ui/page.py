@@ -242,8 +242,8 @@ def _connect_settings(demo: gr.Blocks, parts: _Parts, handlers: _Handlers) -> No
     changes = [component.change for component in settings]
     gr.on(changes, None, settings, parts.saved, js=script("save_settings", facts), **_IMMEDIATE)
     parts.buttons["link"].click(None, settings, None, js=script("copy_link", facts), **_PRIVATE)
-    use = f"(...values) => {facts['NAMES']}.map((name, i) => window.specdemoRecorded?.[name] ?? values[i])"
-    parts.buttons["use"].click(None, settings, settings, js=use, **_PRIVATE)
+    use = f"() => {facts['NAMES']}.map((name) => window.specdemoRecorded?.[name] ?? undefined)"  # undefined: unchanged
+    parts.buttons["use"].click(None, None, settings, js=use, **_PRIVATE)
     usual = json.dumps([*defaults.values(), ""])
     parts.buttons["reset"].click(None, None, [*settings, parts.estimate], js=f"() => {usual}", **_PRIVATE)
     restorable = gr.Textbox(visible=False)

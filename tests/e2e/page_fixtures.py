@@ -177,6 +177,7 @@ def tabs(served: Any, chromium: BrowserContext) -> Iterator[Callable[..., Page]]
             page.add_init_script(script)
         page.goto(f"{served.url}{query}")
         expect(page.locator("#lane-spec")).to_be_visible()
+        expect(page.locator("body")).to_have_attribute("data-settings", "restored")
         return page
 
     yield open_tab

@@ -32,6 +32,7 @@ from e2e.page_fixtures import (
 )
 from specdemo.models.zoo import ASSETS
 from specdemo.ui import step_views as rounds
+from specdemo.ui.cockpit import script
 from specdemo.ui.frames import read_traces
 
 GOLDEN = Path(__file__).parents[1] / "contracts" / "traces"
@@ -268,6 +269,13 @@ def test_settings_survive_a_reload_and_reset_restores_defaults(tab: Any) -> None
     page.locator("#reset").click()
     expect(page.locator("#gamma input[type=number]")).to_have_value(usual)
     expect(page.locator("#prompt textarea")).to_have_value(first)
+
+
+def test_restoration_leaves_other_settings_unchanged(page: Page) -> None:
+    """A value changed while the settings are being restored would be lost if the restoration wrote it again."""
+    restore = script("restore_settings", {"NAMES": '["gamma", "seed", "compare"]', "USUAL": "[4, 0, false]"})
+    written = page.evaluate(f"({restore})('{{\"gamma\": 7, \"seed\": 3}}', 4, 5, true).map(v => v ?? 'unchanged')")
+    assert written == [7, "unchanged", "unchanged"]
 
 
 def test_link_transfers_settings(tab: Any, served: Any) -> None:
