@@ -204,6 +204,7 @@ def test_long_prompts_are_fed_in_pieces() -> None:
         assert len(rows) == 3 and max(rows) <= PROMPT_CHUNK + len(draft)
 
 
+@pytest.mark.usefixtures("torch_engine")
 @pytest.mark.parametrize(
     ("config", "words"),
     [

@@ -64,7 +64,7 @@ def pack(model: nn.Module) -> None:
                 child.weight = None
 
 
-_FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+LLAMA_FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # angles depend only on the position
 
 RowFunction = Callable[[Tensor], Tensor]
@@ -77,8 +77,8 @@ def is_spread(model: PreTrainedModel) -> bool:
 def unsupported_reason(model: PreTrainedModel) -> str | None:
     """Return the limit of `LlamaWeights`, if any."""
     config = model.config
-    if type(model).__name__ not in _FAMILY:
-        return f"{type(model).__name__} is not in {', '.join(_FAMILY)}"
+    if type(model).__name__ not in LLAMA_FAMILY:
+        return f"{type(model).__name__} is not in {', '.join(LLAMA_FAMILY)}"
     if config.hidden_act != "silu":
         return f"its activation is {config.hidden_act}, not silu"
     if has_window(model):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from specdemo.models.engines.llama_weights import ROPE_TYPES, is_spread, unsupported_reason
+from specdemo.models.engines.llama_weights import LLAMA_FAMILY, ROPE_TYPES, is_spread, unsupported_reason
 from specdemo.models.engines.native_build import NativeUnavailable, native_library
 
 if TYPE_CHECKING:
@@ -51,9 +51,10 @@ class ModelParts:
 def _llama(model: PreTrainedModel) -> ModelParts:
     body, config = model.model, model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    window = config.sliding_window if config.model_type == "mistral" else None
     return ModelParts(
         body.embed_tokens,
-        [_llama_layer(layer, head_dim) for layer in body.layers],
+        [_llama_layer(layer, head_dim, window) for layer in body.layers],
         body.norm,
         config.intermediate_size,
         config.hidden_act,
@@ -62,7 +63,7 @@ def _llama(model: PreTrainedModel) -> ModelParts:
     )
 
 
-def _llama_layer(layer: nn.Module, head_dim: int) -> LayerParts:
+def _llama_layer(layer: nn.Module, head_dim: int, window: int | None) -> LayerParts:
     attention, gated = layer.self_attn, layer.mlp
     norms = {"enter": layer.input_layernorm, "between": layer.post_attention_layernorm}
     if hasattr(attention, "q_norm"):
@@ -74,6 +75,7 @@ def _llama_layer(layer: nn.Module, head_dim: int) -> LayerParts:
         gated.down_proj,
         norms,
         getattr(attention, "scaling", None) or head_dim**-0.5,
+        getattr(attention, "sliding_window", window) or 0,
     )
 
 
@@ -163,6 +165,7 @@ def _gpt_neox(model: PreTrainedModel) -> ModelParts:
 
 
 _FAMILIES: dict[str, Callable[[PreTrainedModel], ModelParts]] = {
+    **dict.fromkeys(LLAMA_FAMILY, _llama),
     "GPT2LMHeadModel": _gpt2,
     "GPTNeoXForCausalLM": _gpt_neox,
     "Gemma2ForCausalLM": _gemma2,
@@ -170,14 +173,16 @@ _FAMILIES: dict[str, Callable[[PreTrainedModel], ModelParts]] = {
 
 
 def model_parts(model: PreTrainedModel) -> ModelParts:
-    return _FAMILIES.get(type(model).__name__, _llama)(model)
+    return _FAMILIES[type(model).__name__](model)
 
 
 def transformers_reason(model: PreTrainedModel, device: torch.device) -> str | None:
-    if type(model).__name__ not in _FAMILIES or device.type != "cpu" or is_spread(model):
+    name = type(model).__name__
+    if name not in _FAMILIES or device.type != "cpu" or is_spread(model):
         return unsupported_reason(model)
-    library = native_library()
-    return f"no native engine, {library}" if isinstance(library, NativeUnavailable) else _limit(model.config)
+    if not isinstance(library := native_library(), NativeUnavailable):
+        return _limit(model.config)
+    return unsupported_reason(model) if name in LLAMA_FAMILY else f"no native engine, {library}"
 
 
 def _limit(config: PretrainedConfig) -> str | None:

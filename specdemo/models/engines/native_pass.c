@@ -51,7 +51,8 @@
 #define FIT(rows) ((rows) * 4 * VECTORS < SUMS ? 4 : (rows) * 2 * VECTORS < SUMS ? 2 : 1)
 #define SHARED_VALUES 32 /* values that the heads of a group read from the first cache */
 #define CHUNK_BYTES (96 << 10)
-#define AHEAD 2048 /* bytes; hardware prefetches too little during other work */
+#define AHEAD 512  /* bytes prefetched into the first cache, of those */
+#define FAR_AHEAD 8192 /* prefetched into the second: hardware prefetches too little during other work */
 #define MAX_THREADS 64
 #define SPINS 2000
 #define INLINE static inline __attribute__((always_inline))
@@ -190,6 +191,10 @@ static uint16_t to_bf16(float x) {
 
 /* Decoding of weights into vectors */
 
+INLINE void prefetch(const void *weights) {
+    __builtin_prefetch((const char *)weights + FAR_AHEAD, 0, 2);
+    __builtin_prefetch((const char *)weights + AHEAD);
+}
 INLINE int64_t input_bytes(int form) { /* of a block */
     switch (form) {
     case F32: return 4 * BLOCK;
@@ -271,7 +276,7 @@ INLINE void kernel(int form, int rows, int blocks, const slice *s, const float *
 #pragma GCC unroll 4
         for (int b = 0; b < blocks; b++) {
             vf weight[VECTORS];
-            if (rows > 1) __builtin_prefetch(w + b * s->block_bytes + AHEAD);
+            if (rows > 1) prefetch(w + b * s->block_bytes);
             decode(form, w + b * s->block_bytes, weight);
 #pragma GCC unroll 4
             for (int v = 0; v < VECTORS; v++) HOLD(weight[v]);
@@ -320,7 +325,7 @@ INLINE void unit_product(int form, const matrix *m, int64_t first, int blocks, c
             if (tiled) {
                 for (int64_t i = 0; i < s.count; i++) {
                     vf weight[VECTORS];
-                    __builtin_prefetch(s.w + i * input_bytes(form) + AHEAD);
+                    prefetch(s.w + i * input_bytes(form));
                     decode(form, s.w + i * input_bytes(form), weight);
                     for (int v = 0; v < VECTORS; v++) store(tile + i * BLOCK + v * LANES, weight[v]);
                 }
@@ -486,7 +491,7 @@ INLINE void coded_kernel(int form, int rows, int tiled, const coded_slice *s, co
 #pragma GCC unroll 1
         for (int64_t k = 0; k < length; k += step, x += step) {
             vi decoded[4 * VECTORS];
-            if (!tiled) __builtin_prefetch(w + AHEAD);
+            if (!tiled) prefetch(w);
             if (!tiled && form == CODE4) decode_words(form, w, t, decoded);
 #pragma GCC unroll 4
             for (int pair = 0; pair < step / 2; pair++) {
