@@ -49,7 +49,8 @@
 #define STRIP 128 /* inputs decoded at once for many rows */
 /* Blocks whose sums of `rows` rows fit into registers with the inputs. */
 #define FIT(rows) ((rows) * 4 * VECTORS < SUMS ? 4 : (rows) * 2 * VECTORS < SUMS ? 2 : 1)
-#define SHARED_VALUES 32 /* values that the heads of a group read from the first cache */
+#define SHARED_KEYS 32
+#define HEAD_TILE (SUMS / 4) /* query heads whose sums fit into registers */
 #define CHUNK_BYTES (96 << 10)
 #define AHEAD 512  /* bytes prefetched into the first cache, of those */
 #define FAR_AHEAD 8192 /* prefetched into the second: hardware prefetches too little during other work */
@@ -61,6 +62,8 @@ typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
 typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
+typedef int8_t vc __attribute__((vector_size(LANES)));
+typedef uint64_t vq __attribute__((vector_size(4 * LANES)));
 typedef uint8_t vb __attribute__((vector_size(4 * LANES)));
 typedef uint16_t vw __attribute__((vector_size(4 * LANES)));
 
@@ -135,7 +138,16 @@ INLINE vf load_f16(const uint16_t *p) {
     return (vf)((vu)magnitude | (u & 0x8000) << 16);
 #endif
 }
-INLINE vf larger(vf a, vf b) { vi m = a > b; return (vf)((m & (vi)a) | (~m & (vi)b)); }
+INLINE vf larger(vf a, vf b) { /* b if one is NaN */
+#if LANES == 16
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif LANES == 8
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    vi m = a > b;
+    return (vf)((m & (vi)a) | (~m & (vi)b));
+#endif
+}
 INLINE float total(vf v) { /* pairwise, in a fixed order */
     float a[LANES]; store(a, v);
     for (int n = LANES / 2; n; n /= 2) for (int i = 0; i < n; i++) a[i] += a[i + n];
@@ -705,7 +717,13 @@ static state lay_out(const pass *p) {
     return s;
 }
 
-/* Serial parts */
+/* Operations on rows, between the products */
+
+static void add(float *o, const float *x, int64_t count) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) store(o + i, load(o + i) + load(x + i));
+    for (; i < count; i++) o[i] += x[i];
+}
 
 static void rms_norm(const float *x, const float *gain, float epsilon, int64_t width, float *o) {
     vf sum = {0};
@@ -714,7 +732,8 @@ static void rms_norm(const float *x, const float *gain, float epsilon, int64_t w
     float squares = total(sum);
     for (; i < width; i++) squares += x[i] * x[i];
     float factor = 1.0f / sqrtf(squares / (float)width + epsilon);
-    for (i = 0; i < width; i++) o[i] = x[i] * factor * gain[i];
+    for (i = 0; i + LANES <= width; i += LANES) store(o + i, load(x + i) * factor * load(gain + i));
+    for (; i < width; i++) o[i] = x[i] * factor * gain[i];
 }
 
 static void layer_norm(const float *x, const float *gain, float epsilon, int64_t width, float *o) {
@@ -728,7 +747,8 @@ static void layer_norm(const float *x, const float *gain, float epsilon, int64_t
     float variance = total(squares);
     for (; i < width; i++) variance += (x[i] - mean) * (x[i] - mean);
     float factor = 1.0f / sqrtf(variance / (float)width + epsilon);
-    for (i = 0; i < width; i++) o[i] = (x[i] - mean) * factor * gain[i] + gain[width + i];
+    for (i = 0; i < whole; i += LANES) store(o + i, (load(x + i) - mean) * factor * load(gain + i) + load(gain + width + i));
+    for (; i < width; i++) o[i] = (x[i] - mean) * factor * gain[i] + gain[width + i];
 }
 
 static void norm(const model *m, const float *x, const float *gain, float *o) {
@@ -736,8 +756,8 @@ static void norm(const model *m, const float *x, const float *gain, float *o) {
     else rms_norm(x, gain, m->epsilon, m->width, o);
 }
 
-/* Store the integers nearest to x / |peak of x| * limit; return the value of 1, NaN if x contains NaN or infinity. */
-INLINE float quantise(const float *x, int64_t width, int limit, int bytes, void *to) {
+/* Store the integers nearest to x / |peak of x| * limit and their sum; return the value of 1, NaN if x contains NaN or infinity. */
+INLINE float quantise(const float *x, int64_t width, int limit, int bytes, void *to, int32_t *sum) {
     vf peaks = {0}, broken = {0};
     int64_t whole = width / LANES * LANES;
     for (int64_t i = 0; i < whole; i += LANES) {
@@ -747,33 +767,47 @@ INLINE float quantise(const float *x, int64_t width, int limit, int bytes, void 
     float peak = largest(peaks), invalid = total(broken);
     for (int64_t i = whole; i < width; i++) peak = fabsf(x[i]) > peak ? fabsf(x[i]) : peak, invalid += x[i] * 0.0f;
     float factor = peak > 1e-30f ? (float)limit / peak : 0;
-    for (int64_t i = 0; i < width; i++) {
+    vi integers = {0};
+    for (int64_t i = 0; i < whole; i += LANES) {
+        vi q = __builtin_convertvector(nearest(load(x + i) * factor), vi);
+        integers += q;
+        if (bytes == 1) { vc c = __builtin_convertvector(q, vc); memcpy((int8_t *)to + i, &c, sizeof c); }
+        else { vh h = __builtin_convertvector(q, vh); memcpy((int16_t *)to + i, &h, sizeof h); }
+    }
+    *sum = 0;
+    for (int i = 0; i < LANES; i++) *sum += integers[i];
+    for (int64_t i = whole; i < width; i++) {
         int32_t q = (int32_t)(x[i] * factor + 12582912.0f - 12582912.0f);
         if (bytes == 1) ((int8_t *)to)[i] = (int8_t)q;
         else ((int16_t *)to)[i] = (int16_t)q;
+        *sum += q;
     }
     return peak / (float)limit + invalid;
 }
 
 static int64_t activation_stride(const matrix *m) { return ((int64_t)m->inputs + 3) / 4 * 4; }
 
+/* Swap the second and third of every four words, see stored_words. */
+INLINE vq swapped(vq four) { return (four & 0xffff00000000ffff) | (four << 16 & 0xffff00000000) | (four >> 16 & 0xffff0000); }
+static void swap_middle(int16_t *words, int64_t count) {
+    int64_t i = 0;
+    vq fours;
+    for (; i + 2 * LANES <= count; i += 2 * LANES) {
+        memcpy(&fours, words + i, sizeof fours);
+        fours = swapped(fours);
+        memcpy(words + i, &fours, sizeof fours);
+    }
+    for (; i < count; i += 4) { int16_t second = words[i + 1]; words[i + 1] = words[i + 2], words[i + 2] = second; }
+}
+
 /* Activations of one row of `m` in the order of its weights */
 static void quantise_row(const matrix *m, const float *x, void *to, float *scales, int32_t *sums) {
     int64_t group = group_inputs(m), stride = activation_stride(m), size = m->form == INT8 && INT8_BYTES ? 1 : 2;
     float factor = m->form == CODE4 ? code_peak(m->codes) / CODE_PEAK : 1;
-    int16_t *words = to;
     memset((char *)to + m->inputs * size, 0, (stride - m->inputs) * size);
-    for (int64_t g = 0; g < m->inputs / group; g++) {
-        scales[g] = quantise(x + g * group, group, activation_peak(m->form), (int)size, (char *)to + g * group * size) * factor;
-        if (m->form < Q4_0) continue;
-        sums[g] = 0;
-        for (int i = 0; i < group; i++) sums[g] += words[g * group + i];
-    }
-    if (input_bytes(m->form) != BLOCK || (m->form == INT8 && INT8_BYTES)) return;
-    for (int64_t i = 0; i < stride; i += 4) { /* see stored_words */
-        int16_t second = words[i + 1];
-        words[i + 1] = words[i + 2], words[i + 2] = second;
-    }
+    for (int64_t g = 0; g < m->inputs / group; g++)
+        scales[g] = quantise(x + g * group, group, activation_peak(m->form), (int)size, (char *)to + g * group * size, sums + g) * factor;
+    if (input_bytes(m->form) == BLOCK && size == 2) swap_middle(to, stride);
 }
 
 static void *quantised_row(const state *s, const matrix *m, int r) {
@@ -816,7 +850,7 @@ static void add_outputs(state *s, const float *gain) {
     for (int r = 0; r < s->p->rows; r++) {
         float *x = s->qkv + (int64_t)r * m->width, *o = s->rows + (int64_t)r * m->width;
         if (gain) norm(m, x, gain, x);
-        for (int64_t i = 0; i < m->width; i++) o[i] += x[i];
+        add(o, x, m->width);
     }
 }
 
@@ -837,20 +871,29 @@ static void rotate(state *s, int l) {
             if (gain) { rms_norm(x, gain, m->epsilon, dim, head); x = head; }
             if (is_value) memcpy(turned, x, dim * sizeof *x);
             else {
-                for (int64_t i = 0; i < half; i++) {
+                int64_t i = 0;
+                for (; i + LANES <= half; i += LANES) {
+                    vf a = load(x + i), b = load(x + i + half), c = load(cosines + i), d = load(sines + i);
+                    store(turned + i, a * c - b * d), store(turned + i + half, b * c + a * d);
+                }
+                for (; i < half; i++) {
                     turned[i] = x[i] * cosines[i] - x[i + half] * sines[i];
                     turned[i + half] = x[i + half] * cosines[i] + x[i] * sines[i];
                 }
-                for (int64_t i = 2 * half; i < dim; i++) turned[i] = x[i];
+                for (i = 2 * half; i < dim; i++) turned[i] = x[i];
             }
             if (is_query) {
                 float *q = s->query + (r * m->heads + h) * padded;
-                for (int64_t i = 0; i < padded; i++) q[i] = turned[i] * now->attention_scale;
+                for (int64_t i = 0; i < padded; i += LANES) store(q + i, load(turned + i) * now->attention_scale);
                 continue;
             }
             int64_t at = (((int64_t)l * 2 * m->kv_heads + h - m->heads) * p->capacity + p->held + r) * padded;
             if (m->cache_form == F32) memcpy((float *)p->cache + at, turned, padded * sizeof *turned);
-            else for (int64_t i = 0; i < padded; i++) ((uint16_t *)p->cache)[at + i] = to_bf16(turned[i]);
+            else for (int64_t i = 0; i < padded; i += LANES) {
+                vu u = (vu)load(turned + i);
+                vh h = __builtin_convertvector((u + 0x7fff + (u >> 16 & 1)) >> 16, vh);
+                memcpy((uint16_t *)p->cache + at + i, &h, sizeof h);
+            }
         }
     }
 }
@@ -864,21 +907,16 @@ static void copy_hidden(state *s, int l) {
 
 /* Attention of row r for the query heads of one key head */
 
-/* Sums of the lanes of LANES vectors */
-INLINE vf totals(const vf v[LANES]) {
+/* Store the sums of the lanes of four vectors. */
+INLINE void store_totals(const vf v[4], float *to) {
 #if defined(__AVX__) && LANES == 8
-    __m256 four[2];
-    for (int i = 0; i < 2; i++) {
-        __m256 low = _mm256_hadd_ps((__m256)v[4 * i], (__m256)v[4 * i + 1]), high = _mm256_hadd_ps((__m256)v[4 * i + 2], (__m256)v[4 * i + 3]);
-        four[i] = _mm256_hadd_ps(low, high);
-    }
-    return (vf)_mm256_permute2f128_ps(four[0], four[1], 0x20) + (vf)_mm256_permute2f128_ps(four[0], four[1], 0x31);
+    __m256 halves = _mm256_hadd_ps(_mm256_hadd_ps((__m256)v[0], (__m256)v[1]), _mm256_hadd_ps((__m256)v[2], (__m256)v[3]));
+    _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1)));
 #elif defined(__aarch64__)
-    return (vf)vpaddq_f32(vpaddq_f32((float32x4_t)v[0], (float32x4_t)v[1]), vpaddq_f32((float32x4_t)v[2], (float32x4_t)v[3]));
+    float32x4_t low = vpaddq_f32((float32x4_t)v[0], (float32x4_t)v[1]), high = vpaddq_f32((float32x4_t)v[2], (float32x4_t)v[3]);
+    vst1q_f32(to, vpaddq_f32(low, high));
 #else
-    vf sums;
-    for (int i = 0; i < LANES; i++) sums[i] = total(v[i]);
-    return sums;
+    for (int i = 0; i < 4; i++) to[i] = total(v[i]);
 #endif
 }
 
@@ -898,21 +936,29 @@ INLINE view within(int64_t window, int64_t position_bytes, view w) {
     return w;
 }
 
-/* scores[heads][stride]: the heads share keys in the first cache. */
-INLINE void score_keys(int form, const view *w, const float *q, int64_t heads, float *scores, int64_t stride) {
-    for (int64_t j = 0; j < w->count; j += LANES) {
-        int64_t at[LANES];
-        for (int i = 0; i < LANES; i++) at[i] = offset(w, j + i < w->count ? j + i : j);
-        for (int64_t h = 0; h < heads; h++) {
-            vf sum[LANES];
-            for (int i = 0; i < LANES; i++) sum[i] = (vf){0};
-            for (int64_t d = 0; d < w->padded; d += LANES) {
-                vf query = load(q + h * w->padded + d);
-#pragma GCC unroll 16
-                for (int i = 0; i < LANES; i++) sum[i] += query * load_as(form, w->keys, at[i] + d);
+/* scores[heads][stride] of the keys from `start` to `end`, a multiple of 4 positions */
+INLINE void score_keys(int form, int heads, const view *w, int64_t start, int64_t end, const float *q, float *scores, int64_t stride) {
+    for (int64_t j = start; j < end; j += 4) {
+        int64_t at[4];
+        vf sum[HEAD_TILE][4];
+        for (int i = 0; i < 4; i++) at[i] = offset(w, j + i < w->count ? j + i : j);
+#pragma GCC unroll 8
+        for (int h = 0; h < heads; h++)
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++) sum[h][i] = (vf){0};
+        for (int64_t d = 0; d < w->padded; d += LANES) {
+            vf query[HEAD_TILE];
+#pragma GCC unroll 8
+            for (int h = 0; h < heads; h++) { query[h] = load(q + h * w->padded + d); HOLD(query[h]); }
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++) {
+                vf key = load_as(form, w->keys, at[i] + d);
+                HOLD(key);
+#pragma GCC unroll 8
+                for (int h = 0; h < heads; h++) sum[h][i] += query[h] * key;
             }
-            store(scores + h * stride + j, totals(sum));
         }
+        for (int h = 0; h < heads; h++) store_totals(sum[h], scores + h * stride + j);
     }
 }
 
@@ -923,51 +969,77 @@ INLINE float exponentials(float *scores, int64_t count) {
     vf peak = load(scores), sum = {0};
     for (int64_t j = LANES; j < whole; j += LANES) peak = larger(load(scores + j), peak);
     float most = largest(peak);
-    for (int64_t j = 0; j < whole; j += LANES) store(scores + j, exponential(load(scores + j) - most));
-    for (int64_t j = count; j < whole; j++) scores[j] = 0;
-    for (int64_t j = 0; j < whole; j += LANES) sum += load(scores + j);
+    for (int64_t j = 0; j < whole; j += LANES) {
+        vf weights = exponential(load(scores + j) - most);
+        store(scores + j, weights);
+        sum += weights;
+    }
     return total(sum);
 }
 
-/* o = o + weights times the values from `start` to `end` */
-INLINE void mix_values(int form, int vectors, const view *w, int64_t start, int64_t end, int64_t d, const float *weights, float *o) {
-    vf mixed[8];
-    for (int v = 0; v < vectors; v++) mixed[v] = load(o + d + v * LANES);
+/* o[heads][padded] = o + weights[heads][stride] times the values from `start` to `end` */
+INLINE void mix_vectors(int form, int heads, int vectors, const view *w, int64_t start, int64_t end, const float *weights, int64_t stride, int64_t d, float *o) {
+    vf mixed[HEAD_TILE][4];
+#pragma GCC unroll 8
+    for (int h = 0; h < heads; h++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) mixed[h][v] = load(o + h * w->padded + d + v * LANES);
     for (int64_t j = start; j < end; j++) {
         int64_t at = offset(w, j) + d;
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) {
+            vf value = load_as(form, w->values, at + v * LANES);
+            HOLD(value);
 #pragma GCC unroll 8
-        for (int v = 0; v < vectors; v++) mixed[v] += weights[j] * load_as(form, w->values, at + v * LANES);
+            for (int h = 0; h < heads; h++) mixed[h][v] += weights[h * stride + j] * value;
+        }
     }
-    for (int v = 0; v < vectors; v++) store(o + d + v * LANES, mixed[v]);
+#pragma GCC unroll 8
+    for (int h = 0; h < heads; h++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) store(o + h * w->padded + d + v * LANES, mixed[h][v]);
 }
+INLINE void mix_values(int form, int heads, const view *w, int64_t start, int64_t end, const float *weights, int64_t stride, float *o) {
+    int64_t d = 0;
+    for (; d + 4 * LANES <= w->padded; d += 4 * LANES) mix_vectors(form, heads, 4, w, start, end, weights, stride, d, o);
+    for (; d < w->padded; d += LANES) mix_vectors(form, heads, 1, w, start, end, weights, stride, d, o);
+}
+
+/* Heads of a group share SHARED_KEYS keys in the first cache, and heads of a tile share them in registers. */
+#define FOR_TILES(CALL) \
+    for (int64_t start = 0, end; start < w.count; start = end) { \
+        end = start + SHARED_KEYS < w.count ? start + SHARED_KEYS : w.count; \
+        for (int64_t h = 0, part = 0, n; h < heads; h += n, part++) \
+            switch (n = (heads - h + tiles - part - 1) / (tiles - part)) { TILE_CASES(CALL) } \
+    }
+#define TILE_CASE(COUNT, CALL) case COUNT: { enum { N = COUNT }; CALL; break; }
+#if HEAD_TILE > 3
+#define TILE_CASES(CALL) TILE_CASE(1, CALL) TILE_CASE(2, CALL) TILE_CASE(3, CALL) TILE_CASE(4, CALL) TILE_CASE(5, CALL) TILE_CASE(6, CALL)
+#else
+#define TILE_CASES(CALL) TILE_CASE(1, CALL) TILE_CASE(2, CALL) TILE_CASE(3, CALL)
+#endif
 
 INLINE void attend_as(int form, state *s, int l, int r, int kv, float *scores) {
     const pass *p = s->p;
     const model *m = p->model;
-    int64_t padded = padded_dim(m), size = form == F32 ? 4 : 2, heads = m->heads / m->kv_heads;
+    int64_t padded = padded_dim(m), size = form == F32 ? 4 : 2, heads = m->heads / m->kv_heads, tiles = (heads + HEAD_TILE - 1) / HEAD_TILE;
     const char *keys = p->cache + ((int64_t)l * 2 * m->kv_heads + kv) * p->capacity * padded * size;
     view w = within(m->layers[l]->window, padded * size,
                     (view){keys, keys + m->kv_heads * p->capacity * padded * size, p->extra + p->extra_start[r], p->prefix[r],
                            p->prefix[r] + p->extra_start[r + 1] - p->extra_start[r], padded, 0});
     int64_t stride = (w.count + LANES - 1) / LANES * LANES;
     float mixed[heads * padded], sums[heads];
+    const float *q = s->query + (r * m->heads + kv * heads) * padded;
     memset(mixed, 0, sizeof mixed);
-    score_keys(form, &w, s->query + (r * m->heads + kv * heads) * padded, heads, scores, stride);
+    FOR_TILES(score_keys(form, N, &w, start, end, q + h * padded, scores + h * stride, stride))
     if (m->attention_cap) cap(scores, heads * stride, m->attention_cap);
     for (int64_t h = 0; h < heads; h++) sums[h] = exponentials(scores + h * stride, w.count);
-    for (int64_t j = 0, end; j < w.count; j = end) {
-        end = j + SHARED_VALUES < w.count ? j + SHARED_VALUES : w.count;
-        for (int64_t h = 0; h < heads; h++) {
-            float *o = mixed + h * padded, *weights = scores + h * stride;
-            int64_t d = 0;
-            for (; d + 8 * LANES <= padded; d += 8 * LANES) mix_values(form, 8, &w, j, end, d, weights, o);
-            for (; d + 4 * LANES <= padded; d += 4 * LANES) mix_values(form, 4, &w, j, end, d, weights, o);
-            for (; d < padded; d += LANES) mix_values(form, 1, &w, j, end, d, weights, o);
-        }
-    }
+    FOR_TILES(mix_values(form, N, &w, start, end, scores + h * stride, stride, mixed + h * padded))
     for (int64_t h = 0; h < heads; h++) {
         float *o = s->input + r * input_width(m) + (kv * heads + h) * m->head_dim, scale = 1.0f / sums[h];
-        for (int64_t d = 0; d < m->head_dim; d++) o[d] = mixed[h * padded + d] * scale;
+        int64_t d = 0;
+        for (; d + LANES <= m->head_dim; d += LANES) store(o + d, load(mixed + h * padded + d) * scale);
+        for (; d < m->head_dim; d++) o[d] = mixed[h * padded + d] * scale;
     }
 }
 
@@ -997,8 +1069,7 @@ static int unit_rows(const state *s, const matrix *m, int64_t u, const float *x,
     }
     }
     if (m->bias)
-        for (int r = 0; r < rows; r++)
-            for (int j = 0; j < blocks * BLOCK; j++) o[r * UNIT + j] += m->bias[b * BLOCK + j];
+        for (int r = 0; r < rows; r++) add(o + r * UNIT, m->bias + b * BLOCK, blocks * BLOCK);
     return blocks;
 }
 
@@ -1012,8 +1083,7 @@ static void write_unit(const matrix *m, int64_t u, const float *o, int rows, int
 }
 
 static void add_unit(const matrix *m, int64_t u, const float *o, int rows, int64_t stride, float *to) {
-    for (int r = 0; r < rows; r++)
-        for (int j = 0, n = columns(m, u); j < n; j++) to[r * stride + u * UNIT + j] += o[r * UNIT + j];
+    for (int r = 0; r < rows; r++) add(to + r * stride + u * UNIT, o + r * UNIT, columns(m, u));
 }
 
 INLINE void gate_unit_as(int kind, const state *s, const matrix *m, int64_t u, float *o) { /* activation of gate, times up */
@@ -1063,7 +1133,7 @@ static int64_t unit_count(const state *s, int phase) {
 
 static int64_t chunk_units(const state *s, int phase) {
     const matrix *product = product_of(s->p->model, phase);
-    int64_t units = unit_count(s, phase), share = (units + 4 * s->p->threads - 1) / (4 * s->p->threads);
+    int64_t units = unit_count(s, phase), parts = 4 * s->p->threads, share = product ? (units + parts - 1) / parts : units / parts;
     int64_t size = product ? 1 + CHUNK_BYTES / (UNIT_BLOCKS * product->inputs * input_bytes(product->form)) : share;
     if (s->p->threads == 1) return units;
     size = size < share ? size : share;
