@@ -9,6 +9,7 @@
  */
 #include <math.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -55,7 +56,8 @@
 #define AHEAD 512  /* bytes prefetched into the first cache, of those */
 #define FAR_AHEAD 8192 /* prefetched into the second: hardware prefetches too little during other work */
 #define MAX_THREADS 64
-#define SPINS 2000
+#define SPINS 8000 /* about 0.2 ms, longer than a decoding step without its passes */
+#define YIELD 256 /* spins between offers of the core to other threads */
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vf __attribute__((vector_size(4 * LANES)));
@@ -1254,7 +1256,8 @@ static void pause_briefly(void) {
 static void wait_for_phase(uint32_t seen) {
     for (int i = 0; i < SPINS; i++) {
         if (atomic_load(&pool.opened) != seen) return;
-        pause_briefly();
+        if (i % YIELD == YIELD - 1) sched_yield();
+        else pause_briefly();
     }
     pthread_mutex_lock(&pool.mutex);
     atomic_fetch_add(&pool.sleepers, 1);
