@@ -47,7 +47,7 @@ _NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-_JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_JOINED = (("q_proj", "k_proj"), ("gate_proj", "up_proj"))  # of one type
 _FACTORS = "rope_freqs.weight"
 _IGNORED = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd(\.weight)?")
 

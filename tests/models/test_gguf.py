@@ -111,12 +111,13 @@ def test_tied_embeddings_and_mixed_types(
 ) -> None:
     if switch == "0":
         request.getfixturevalue("torch_engine")
-    kinds = {"": "Q4_1", "token_embd.weight": "Q8_0", "blk.0.attn_v.weight": "F16", "blk.1.ffn_down.weight": "F32"}
+    kinds = {"": "Q4_1", "token_embd.weight": "Q8_0", "blk.0.attn_v.weight": "Q8_0", "blk.1.ffn_down.weight": "F32"}
+    kinds["blk.1.attn_k.weight"] = "F16"
     path, config = tmp_path / "model.gguf", {"tie_word_embeddings": tied}
     model = written(path, "llama", kinds, config=config)
     if switch == "1":  # expanded, since they are joined
-        for name in ("q_proj", "k_proj", "v_proj"):
-            linear = getattr(model.model.layers[0].self_attn, name)
+        for name in ("q_proj", "k_proj"):
+            linear = getattr(model.model.layers[1].self_attn, name)
             linear.weight.copy_(linear.weight.bfloat16())
     loaded = load(spec_of(path))
     if switch == "1":

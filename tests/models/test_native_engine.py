@@ -78,6 +78,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
 FAMILIES = ("gpt2", "gpt neox", "gemma2")
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZED = ("int8", "nf4", "nf4-single", "fp4")
+MIXED = "Q4_K and Q6_K"
 FORMS = [
     *((name, "float32") for name in CONFIGS),
     *((name, dtype) for name in ("odd widths", "tied", "gpt neox odd") for dtype in ("bfloat16", "float16")),
@@ -85,6 +86,7 @@ FORMS = [
     *(("llama", form) for form in QUANTIZED),
     *((name, form) for name in FAMILIES for form in ("int8", "nf4")),
     *((name, form) for name in ("llama", "tied") for form in STORED_FORMS),
+    ("llama", MIXED),
 ]
 
 
@@ -125,12 +127,14 @@ def quantized(form: str, model: Any) -> Any:
     return model
 
 
-def stored(kind: str, model: Any) -> Any:
-    """Replace all matrices by those of a GGUF file."""
+def stored(form: str, model: Any) -> Any:
+    """Replace all matrices by those of a GGUF file; `form`: type, or types of the others and of the values."""
+    others, _, values = form.partition(" and ")
     tied = model.lm_head.weight is model.model.embed_tokens.weight
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
             if isinstance(layer, (nn.Linear, nn.Embedding)):
+                kind = values if values and name == "v_proj" else others
                 rows = torch.from_numpy(quantize(layer.weight.numpy(), gguf.GGMLQuantizationType[kind]))
                 columns, bias = layer.weight.shape[1], getattr(layer, "bias", None)
                 setattr(parent, name, GgufLinear(kind, rows, columns, bias, None))
@@ -164,7 +168,7 @@ def dequantized(model: Any) -> Any:
 def weights(name: str, form: str) -> NativeWeights:
     if form in DTYPES:
         return NativeWeights(random_model(CONFIGS[name], form))
-    if form in STORED_FORMS:
+    if form in (*STORED_FORMS, MIXED):
         return NativeWeights(stored(form, random_model(config_of(name, form))))
     return NativeWeights(quantized(form, random_model(CONFIGS[name])))
 
@@ -284,7 +288,7 @@ def test_4_bit_weights_are_those_of_bitsandbytes(name: str, form: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "tied"])
-@pytest.mark.parametrize("kind", STORED_FORMS)
+@pytest.mark.parametrize("kind", [*STORED_FORMS, MIXED])
 def test_weights_of_gguf_files_are_used_without_rounding(name: str, kind: str) -> None:
     model, tokens = stored(kind, random_model(config_of(name, kind))), text(40)
     found = CachedModel(NativeWeights(model)).read(tokens)

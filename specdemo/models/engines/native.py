@@ -44,7 +44,7 @@ class _Matrix(ctypes.Structure):
 
 class _Layer(ctypes.Structure):
     _fields_ = [
-        *((name, _Matrix) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, _Matrix) for name in ("qkv", "value", "out", "gate_up", "down")),
         *((name, ctypes.c_void_p) for name in NORMS),
         ("attention_scale", ctypes.c_float),
         ("window", ctypes.c_int32),
@@ -106,7 +106,7 @@ class NativeMatrix:
         interleaved: bool = False,
         order: Tensor | None = None,
     ) -> None:
-        """Join `linears`; `interleaved`: alternate their blocks; `order`: of the outputs."""
+        """Join `linears`; `interleaved`: blocks alternate; `order`: of outputs."""
         library = _library()
         self._block: int = library.block_outputs()
         self._lanes: int = library.vector_outputs()
@@ -161,7 +161,7 @@ class NativeMatrix:
             return blocks.unflatten(2, (-1, 2, self._lanes)).transpose(3, 4).flatten(2).contiguous()
         if self.form != _CODE4:
             return blocks
-        # [blocks, inputs / 4, pair of inputs, input, two vectors, vector, four outputs, output], see decode4 in C
+        # [blocks, inputs / 4, pair of inputs, input, two vectors, vector, four outputs, output], see `position`
         parts = blocks.unflatten(1, (-1, 2, 2)).unflatten(4, (-1, 2, self._lanes // 4, 4))
         parts = parts.permute(0, 1, 2, 4, 6, 5, 7, 3)
         return (parts[:, :, 0] | parts[:, :, 1] << 4).flatten(1).contiguous()
@@ -182,20 +182,27 @@ class NativeMatrix:
         return _Matrix(form=self.form, outputs=self.outputs, inputs=self.inputs, **pointers)
 
 
+def _form(linear: nn.Module) -> int:
+    if isinstance(linear, GgufLinear):
+        return FORMS[linear.dtype] if linear.dtype else STORED_FORMS[linear.kind]
+    if getattr(linear.weight, "quant_state", None) is not None:
+        return _CODE4
+    return _INT8 if linear.weight.dtype == torch.int8 else FORMS[linear.weight.dtype]
+
+
 def _stored(linear: nn.Module, order: Tensor | None) -> dict[str, Any]:
     """Return the stored values of a linear layer: `weights` `[outputs, inputs]`, `scales`, `codes` and `bias`."""
-    stored = isinstance(linear, GgufLinear)
-    weight = linear.expanded() if stored else linear.weight
-    state = getattr(weight, "quant_state", None)
-    if stored and not linear.dtype:
-        part = {"form": STORED_FORMS[linear.kind], **separated(linear.kind, weight)}
-    elif state is not None:
-        part = {"form": _CODE4} | _four_bit(weight, state)
-    elif weight.dtype == torch.int8:
-        part = {"form": _INT8, "weights": weight.CB.detach(), "scales": weight.SCB.detach().float() / 127}
+    form = _form(linear)
+    weight = linear.expanded() if isinstance(linear, GgufLinear) else linear.weight
+    if form > _CODE4:
+        part = separated(linear.kind, weight)
+    elif form == _CODE4:
+        part = _four_bit(weight, weight.quant_state)
+    elif form == _INT8:
+        part = {"weights": weight.CB.detach(), "scales": weight.SCB.detach().float() / 127}
     else:
-        transposed = isinstance(linear, Conv1D)
-        part = {"form": FORMS[weight.dtype], "weights": weight.detach().T if transposed else weight.detach()}
+        part = {"weights": weight.detach().T if isinstance(linear, Conv1D) else weight.detach()}
+    part["form"] = form
     if getattr(linear, "bias", None) is not None:
         part["bias"] = linear.bias.detach().to(torch.float32, copy=True)
     if order is not None:
@@ -313,8 +320,10 @@ class NativeWeights(FusedWeights):
         return matrix
 
     def _layer(self, layer: LayerParts) -> _Layer:
+        apart = len({_form(linear) for linear in layer.qkv}) > 1
         return _Layer(
-            qkv=self._matrix(layer.qkv, order=layer.order).struct(),
+            qkv=self._matrix(layer.qkv[:-1] if apart else layer.qkv, order=layer.order).struct(),
+            value=self._matrix(layer.qkv[-1:]).struct() if apart else _Matrix(),
             out=self._matrix([layer.out]).struct(),
             gate_up=self._matrix(layer.gate_up, interleaved=len(layer.gate_up) > 1).struct(),
             down=self._matrix([layer.down]).struct(),

@@ -85,7 +85,8 @@ typedef struct {
 enum activation { SILU, GELU_TANH, GELU_ERF };
 
 typedef struct {
-    matrix qkv, out, gate_up, down; /* gate_up: blocks of gate and up alternate; without gate: up */
+    matrix qkv, value;         /* value: of another form than query and key, or without weights */
+    matrix out, gate_up, down; /* gate_up: blocks of gate and up alternate; without gate: up */
     const float *enter, *between;   /* gains of norms, and biases of LayerNorm */
     const float *query_norm, *key_norm, *after_out, *after_down; /* the same, or null */
     float attention_scale;
@@ -1116,14 +1117,14 @@ static void inner_unit(const state *s, const matrix *m, int64_t u, float *o) {
     switch (s->p->model->activation) { ACTIVATION_CASE(SILU) ACTIVATION_CASE(GELU_TANH) ACTIVATION_CASE(GELU_ERF) }
 }
 
-/* Phases: 5 per layer, then the head; a chunk is a range of units (of outputs, or rows of a key head) */
+/* Phases: up to 6 per layer, then the head; a chunk is a range of units (of outputs, or rows of a key head) */
 
-enum stage { QKV, ATTEND, OUT, GATE, DOWN, STAGES };
+enum stage { QKV, VALUE, ATTEND, OUT, GATE, DOWN, STAGES };
 
 static const matrix *product_of(const model *m, int phase) {
     if (phase / STAGES == m->layer_count) return &m->head;
     const layer *now = m->layers[phase / STAGES];
-    const matrix *products[STAGES] = {&now->qkv, 0, &now->out, &now->gate_up, &now->down};
+    const matrix *products[STAGES] = {&now->qkv, &now->value, 0, &now->out, &now->gate_up, &now->down};
     return products[phase % STAGES];
 }
 
@@ -1160,6 +1161,10 @@ static void run_chunk(state *s, int phase, int64_t chunk, float *buffer) {
             unit_rows(s, product, u, s->input, stride, 0, buffer);
             write_unit(product, u, buffer, p->rows, qkv_width(m), s->qkv);
             break;
+        case VALUE:
+            unit_rows(s, product, u, s->input, stride, 0, buffer);
+            write_unit(product, u, buffer, p->rows, qkv_width(m), s->qkv + (m->heads + m->kv_heads) * m->head_dim);
+            break;
         case ATTEND: attend(s, phase / STAGES, (int)(u / m->kv_heads), (int)(u % m->kv_heads), buffer); break;
         case OUT:
             unit_rows(s, product, u, s->input, stride, 0, buffer);
@@ -1175,15 +1180,18 @@ static void run_chunk(state *s, int phase, int64_t chunk, float *buffer) {
     }
 }
 
-/* Serial part after a phase. Returns 0 after the last phase. */
+/* Serial part after a phase. Returns the next phase, or -1 after the last. */
 static int finish_phase(state *s, int phase) {
     const pass *p = s->p;
     const model *m = p->model;
     int l = phase / STAGES;
-    if (l == m->layer_count) return 0;
+    if (l == m->layer_count) return -1;
     const layer *now = m->layers[l];
     switch (phase % STAGES) {
-    case QKV: rotate(s, l); break;
+    case QKV:
+        if (now->value.weights) { quantise_rows(s, &now->value, s->input, input_width(m), 0); break; }
+        phase++; /* fallthrough */
+    case VALUE: rotate(s, l); break;
     case ATTEND: quantise_rows(s, &now->out, s->input, input_width(m), 0); break;
     case OUT:
         if (now->after_out) add_outputs(s, now->after_out);
@@ -1195,10 +1203,10 @@ static int finish_phase(state *s, int phase) {
         if (now->after_down) add_outputs(s, now->after_down);
         copy_hidden(s, l);
         if (l + 1 < m->layer_count) { normalise(s, m->layers[l + 1]->enter, &m->layers[l + 1]->qkv, 0); break; }
-        if (!p->last) return 0;
+        if (!p->last) return -1;
         normalise(s, m->leave, &m->head, s->first);
     }
-    return 1;
+    return phase + 1;
 }
 
 /* Threads. The ticket contains phase (32 bits), chunks of the phase (16) and the next chunk (16). */
@@ -1237,11 +1245,10 @@ static int64_t chunk_count(const state *s, int phase) {
 static void complete_chunk(uint64_t t) {
     if (atomic_fetch_add(&pool.done, 1) + 1 < (t >> 16 & 0xffff)) return;
     state *s = pool.now;
-    int phase = (int)(ticket_phase(t) - (uint32_t)pool.first_phase);
-    int more = finish_phase(s, phase);
+    int phase = (int)(ticket_phase(t) - (uint32_t)pool.first_phase), next = finish_phase(s, phase);
     atomic_store(&pool.done, 0);
-    if (!more) atomic_store(&pool.running, 0);
-    open_phase(ticket_phase(t) + 1, more ? chunk_count(s, phase + 1) : 0);
+    if (next < 0) atomic_store(&pool.running, 0);
+    open_phase(ticket_phase(t) + (next < 0 ? 1 : next - phase), next < 0 ? 0 : chunk_count(s, next));
 }
 
 static void pause_briefly(void) {
