@@ -74,12 +74,18 @@ _OF_PAIRS = ("method", "gamma", "temperature", "top_p", "chat")
 _ON_CHANGE = {"show_progress": "hidden", "queue": False, "preprocess": False, "api_visibility": "private"}
 
 
+_SHOW_REPLACED = """(target) =>
+  ({ __type__: "update", info: target ? "Not used: a target is set under Models and devices." : null })"""
+
+
 def _connect_pair(controls: Controls) -> None:
     pair, method = controls["pair"], controls["method"]
     chosen = [controls[name] for name in _OF_PAIRS]
     # input: not for examples and links
     pair.input(_settings_of_pair, [pair, method], chosen, **_ON_CHANGE)
     method.input(_pair_of_method, [pair, method, controls["chat"]], [pair, controls["chat"]], **_ON_CHANGE)
+    if target := controls.get("target"):
+        target.change(None, target, pair, js=_SHOW_REPLACED, **_ON_CHANGE)
 
 
 def _settings_of_pair(name: Any, method: Any) -> Any:

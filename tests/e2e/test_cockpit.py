@@ -392,6 +392,7 @@ def test_conversation_continues_across_runs(tab: Any, tmp_path: Path) -> None:
     page = tab()
     open_group(page, "Advanced settings", "Models and devices")
     written(page, "target", str(folder))
+    expect(page.locator("#pair")).to_contain_text("Not used: a target is set")
     page.locator("#method input").click()
     page.get_by_role("option", name="nasd:").click()
     open_group(page, "Chat")
