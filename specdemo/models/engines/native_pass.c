@@ -267,7 +267,7 @@ static float weight_of(const matrix *m, int64_t n, int64_t k) {
 
 /* Keep a vector in a register: compilers read it from memory again for each product. */
 #if defined(__x86_64__)
-#define HOLD(v) __asm__("" : "+x"(v))
+#define HOLD(v) __asm__("" : "+v"(v))
 #elif defined(__aarch64__)
 #define HOLD(v) __asm__("" : "+w"(v))
 #else
