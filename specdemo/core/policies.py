@@ -73,27 +73,28 @@ class Auto(PolicyDefaults):
     retry_after: tuple[int, int] = (64, 256)  # AR steps before a retry: initial, maximum
 
     def __post_init__(self) -> None:
-        self._verify = [self.costs.verify(rows) for rows in range(1, self.max_gamma + 2)]
+        self._rows = [self.costs.verify(rows) for rows in range(1, self.max_gamma + 2)]
         self._tested, self._accepted = [0.0] * self.max_gamma, [0.0] * self.max_gamma
         self._draft_s: deque[float] = deque(maxlen=15)  # per draft token, by step
-        self._pass_s: deque[float] = deque(maxlen=15)  # one-row pass, by step
-        self._drafted_before = False
+        self._verify_s: list[deque[float]] = [deque(maxlen=15) for _ in self._rows]  # by drafted tokens
+        self._drafts = 0  # without AR steps between them
         self._idle, self._retry_after = 0, self.retry_after[0]
         self.gamma = self._best() if self.start is None else self.start
 
     @property
     def notes(self) -> dict[str, float]:
-        return {"auto_a1": self._acceptances()[0], "auto_c": self._c}
+        return {"auto_a1": self._acceptances()[0], "auto_c": self._token_s() / max(self._steps_s()[0], 1e-9)}
 
     def observe(self, step: Step) -> None:
         if step.i == 0:
             return
         drafted, accepted = len(step.draft), len(step.verdict.accepted)
-        self._pass_s.append(step.verify_s / self._verify[min(drafted, self.max_gamma)])
-        if drafted:
-            if self._drafted_before:  # the first draft includes the drafter's prefill
-                self._draft_s.append(step.draft_s / drafted)
-            self._drafted_before = True
+        self._verify_s[min(drafted, self.max_gamma)].append(step.verify_s)
+        self._drafts = self._drafts + 1 if drafted else 0
+        if self._drafts == 2:
+            self._draft_s.clear()  # older than the AR steps
+        if self._drafts > 1:  # in the first, the drafter also reads the text of the AR steps
+            self._draft_s.append(step.draft_s / drafted)
         for i in range(min(self.max_gamma, accepted + (step.kind == "correction"))):
             self._tested[i] = self.decay * self._tested[i] + 1
             self._accepted[i] = self.decay * self._accepted[i] + _acceptance(step, i)
@@ -101,14 +102,30 @@ class Auto(PolicyDefaults):
         self.gamma = self._best()
         if self.gamma:
             self._retry_after = self.retry_after[0]
+        elif self._drafts == 1:
+            self.gamma = 1  # to measure its cost
         elif self._idle >= self._retry_after:
             self.gamma, self._retry_after = 1, min(2 * self._retry_after, self.retry_after[1])
 
-    @property
-    def _c(self) -> float:
-        if not self._draft_s:
-            return self.costs.token
-        return statistics.median(self._draft_s) / max(statistics.median(self._pass_s), 1e-9)
+    def _steps_s(self) -> list[float]:
+        """Seconds of verification by draft length: a line through the measured medians over the cost model."""
+        medians = [
+            (cost, statistics.median(times)) for cost, times in zip(self._rows, self._verify_s, strict=True) if times
+        ]
+        if not medians:
+            return self._rows
+        scale = statistics.median(
+            seconds / cost for cost, times in zip(self._rows, self._verify_s, strict=True) for seconds in times
+        )
+        slope, fixed = scale, 0.0
+        if len({cost for cost, _ in medians}) > 1:
+            line = statistics.linear_regression(*zip(*medians, strict=True))
+            slope = min(max(line.slope, 0.0), scale)  # sampling costs the same for all lengths
+            fixed = statistics.fmean(seconds - slope * cost for cost, seconds in medians)
+        return [fixed + slope * cost for cost in self._rows]
+
+    def _token_s(self) -> float:
+        return statistics.median(self._draft_s) if self._draft_s else self.costs.token * self._steps_s()[0]
 
     def _acceptances(self) -> list[float]:
         weight = self.prior_weight
@@ -119,13 +136,13 @@ class Auto(PolicyDefaults):
         ]
 
     def _best(self) -> int:
-        c = self._c
-        best, best_rate = self.min_gamma, self.min_gain / self._verify[0]
+        steps_s, token_s = self._steps_s(), self._token_s()
+        best, best_rate = self.min_gamma, self.min_gain / max(steps_s[0], 1e-9)
         expected, path = 1.0, 1.0
         for k, acceptance in enumerate(self._acceptances(), 1):
             path *= acceptance
             expected += path
-            rate = expected / (self._verify[k] + c * k)
+            rate = expected / max(steps_s[k] + token_s * k, 1e-9)
             if k >= self.min_gamma and rate > best_rate:
                 best, best_rate = k, rate
         return best
