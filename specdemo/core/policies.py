@@ -55,11 +55,11 @@ class PolicyDefaults:
 
 @dataclass
 class Auto(PolicyDefaults):
-    """Maximise expected tokens per second from measured acceptance and times.
+    """Maximise expected tokens per second.
 
-    A draft of k tokens yields 1 + a_1 + a_1 a_2 + ... tokens (a_i: acceptance at position i) and costs k draft tokens
-    plus a pass over k + 1 rows (`costs`). Acceptance decays exponentially and is shrunk towards the mean over
-    positions, then `prior_acceptance`. If drafting does not pay, gamma is 0, with retries.
+    k draft tokens yield 1 + a_1 + a_1 a_2 + ... tokens (a_i: acceptance at position i) for k draft costs and a pass
+    over k + 1 rows. Acceptance decays and is shrunk towards the mean over positions, then `prior_acceptance`. If no
+    draft pays, gamma is 0, with retries.
     """
 
     max_gamma: int
@@ -75,9 +75,9 @@ class Auto(PolicyDefaults):
     def __post_init__(self) -> None:
         self._rows = [self.costs.verify(rows) for rows in range(1, self.max_gamma + 2)]
         self._tested, self._accepted = [0.0] * self.max_gamma, [0.0] * self.max_gamma
-        self._draft_s: deque[float] = deque(maxlen=15)  # per draft token, by step
+        self._draft_s: deque[float] = deque(maxlen=15)  # per token
         self._verify_s: list[deque[float]] = [deque(maxlen=15) for _ in self._rows]  # by drafted tokens
-        self._drafts = 0  # without AR steps between them
+        self._drafts = 0  # since an AR step
         self._idle, self._retry_after = 0, self.retry_after[0]
         self.gamma = self._best() if self.start is None else self.start
 
@@ -92,8 +92,8 @@ class Auto(PolicyDefaults):
         self._verify_s[min(drafted, self.max_gamma)].append(step.verify_s)
         self._drafts = self._drafts + 1 if drafted else 0
         if self._drafts == 2:
-            self._draft_s.clear()  # older than the AR steps
-        if self._drafts > 1:  # in the first, the drafter also reads the text of the AR steps
+            self._draft_s.clear()
+        if self._drafts > 1:  # the first also reads the text of AR steps
             self._draft_s.append(step.draft_s / drafted)
         for i in range(min(self.max_gamma, accepted + (step.kind == "correction"))):
             self._tested[i] = self.decay * self._tested[i] + 1
@@ -103,12 +103,12 @@ class Auto(PolicyDefaults):
         if self.gamma:
             self._retry_after = self.retry_after[0]
         elif self._drafts == 1:
-            self.gamma = 1  # to measure its cost
+            self.gamma = 1
         elif self._idle >= self._retry_after:
             self.gamma, self._retry_after = 1, min(2 * self._retry_after, self.retry_after[1])
 
     def _steps_s(self) -> list[float]:
-        """Seconds of verification by draft length: a line through the measured medians over the cost model."""
+        """Seconds of verification by draft length, fitted to the cost model."""
         medians = [
             (cost, statistics.median(times)) for cost, times in zip(self._rows, self._verify_s, strict=True) if times
         ]
@@ -120,7 +120,7 @@ class Auto(PolicyDefaults):
         slope, fixed = scale, 0.0
         if len({cost for cost, _ in medians}) > 1:
             line = statistics.linear_regression(*zip(*medians, strict=True))
-            slope = min(max(line.slope, 0.0), scale)  # sampling costs the same for all lengths
+            slope = min(max(line.slope, 0.0), scale)  # sampling costs the same for all
             fixed = statistics.fmean(seconds - slope * cost for cost, seconds in medians)
         return [fixed + slope * cost for cost in self._rows]
 

@@ -299,7 +299,7 @@ def _cost(cached: CachedModel, budget_s: float) -> dict[int, float]:
 
 
 def _starts(model: FusedWeights | torch.nn.Module) -> tuple[int, ...]:
-    """Cached tokens at which rows are compared; none on a CPU, where other lengths may differ."""
+    """Cached tokens at which rows are compared; none on a CPU."""
     return {"cpu": (), "cuda": (50, 600, 2000)}.get(model.device.type, (50,))
 
 
