@@ -73,17 +73,17 @@ class Auto(PolicyDefaults):
     retry_after: tuple[int, int] = (64, 256)  # AR steps before a retry: initial, maximum
 
     def __post_init__(self) -> None:
-        self._rows = [self.costs.verify(rows) for rows in range(1, self.max_gamma + 2)]
+        self._model_costs = [self.costs.verify(rows) for rows in range(1, self.max_gamma + 2)]
         self._tested, self._accepted = [0.0] * self.max_gamma, [0.0] * self.max_gamma
         self._draft_s: deque[float] = deque(maxlen=15)  # per token
-        self._verify_s: list[deque[float]] = [deque(maxlen=15) for _ in self._rows]  # by drafted tokens
+        self._verify_s: list[deque[float]] = [deque(maxlen=15) for _ in self._model_costs]  # by drafted tokens
         self._drafts = 0  # since an AR step
         self._idle, self._retry_after = 0, self.retry_after[0]
         self.gamma = self._best() if self.start is None else self.start
 
     @property
     def notes(self) -> dict[str, float]:
-        return {"auto_a1": self._acceptances()[0], "auto_c": self._token_s() / max(self._steps_s()[0], 1e-9)}
+        return {"auto_a1": self._acceptances()[0], "auto_c": self._token_s() / max(self._verification_s()[0], 1e-9)}
 
     def observe(self, step: Step) -> None:
         if step.i == 0:
@@ -107,25 +107,27 @@ class Auto(PolicyDefaults):
         elif self._idle >= self._retry_after:
             self.gamma, self._retry_after = 1, min(2 * self._retry_after, self.retry_after[1])
 
-    def _steps_s(self) -> list[float]:
+    def _verification_s(self) -> list[float]:
         """Seconds of verification by draft length, fitted to the cost model."""
         medians = [
-            (cost, statistics.median(times)) for cost, times in zip(self._rows, self._verify_s, strict=True) if times
+            (cost, statistics.median(times))
+            for cost, times in zip(self._model_costs, self._verify_s, strict=True)
+            if times
         ]
         if not medians:
-            return self._rows
+            return self._model_costs
         scale = statistics.median(
-            seconds / cost for cost, times in zip(self._rows, self._verify_s, strict=True) for seconds in times
+            seconds / cost for cost, times in zip(self._model_costs, self._verify_s, strict=True) for seconds in times
         )
         slope, fixed = scale, 0.0
         if len({cost for cost, _ in medians}) > 1:
             line = statistics.linear_regression(*zip(*medians, strict=True))
             slope = min(max(line.slope, 0.0), scale)  # sampling costs the same for all
             fixed = statistics.fmean(seconds - slope * cost for cost, seconds in medians)
-        return [fixed + slope * cost for cost in self._rows]
+        return [fixed + slope * cost for cost in self._model_costs]
 
     def _token_s(self) -> float:
-        return statistics.median(self._draft_s) if self._draft_s else self.costs.token * self._steps_s()[0]
+        return statistics.median(self._draft_s) if self._draft_s else self.costs.token * self._verification_s()[0]
 
     def _acceptances(self) -> list[float]:
         weight = self.prior_weight
@@ -136,13 +138,13 @@ class Auto(PolicyDefaults):
         ]
 
     def _best(self) -> int:
-        steps_s, token_s = self._steps_s(), self._token_s()
-        best, best_rate = self.min_gamma, self.min_gain / max(steps_s[0], 1e-9)
+        verification_s, token_s = self._verification_s(), self._token_s()
+        best, best_rate = self.min_gamma, self.min_gain / max(verification_s[0], 1e-9)
         expected, path = 1.0, 1.0
         for k, acceptance in enumerate(self._acceptances(), 1):
             path *= acceptance
             expected += path
-            rate = expected / max(steps_s[k] + token_s * k, 1e-9)
+            rate = expected / max(verification_s[k] + token_s * k, 1e-9)
             if k >= self.min_gamma and rate > best_rate:
                 best, best_rate = k, rate
         return best

@@ -320,10 +320,10 @@ class NativeWeights(FusedWeights):
         return matrix
 
     def _layer(self, layer: LayerParts) -> _Layer:
-        apart = len({_form(linear) for linear in layer.qkv}) > 1
+        separate_value = len({_form(linear) for linear in layer.qkv}) > 1
         return _Layer(
-            qkv=self._matrix(layer.qkv[:-1] if apart else layer.qkv, order=layer.order).struct(),
-            value=self._matrix(layer.qkv[-1:]).struct() if apart else _Matrix(),
+            qkv=self._matrix(layer.qkv[:-1] if separate_value else layer.qkv, order=layer.order).struct(),
+            value=self._matrix(layer.qkv[-1:]).struct() if separate_value else _Matrix(),
             out=self._matrix([layer.out]).struct(),
             gate_up=self._matrix(layer.gate_up, interleaved=len(layer.gate_up) > 1).struct(),
             down=self._matrix([layer.down]).struct(),

@@ -53,11 +53,13 @@
 #define SHARED_KEYS 32
 #define HEAD_TILE (SUMS / 4) /* query heads whose sums fit into registers */
 #define CHUNK_BYTES (96 << 10)
-#define AHEAD 512  /* bytes prefetched into the first cache, of those */
-#define FAR_AHEAD 8192 /* prefetched into the second: hardware prefetches too little during other work */
+/* Distances in bytes at which weights are prefetched into the first and the second cache, because hardware prefetches too little
+ * during other work. */
+#define AHEAD 512
+#define FAR_AHEAD 8192
 #define MAX_THREADS 64
 #define SPINS 8000 /* about 0.2 ms, longer than a decoding step without its passes */
-#define YIELD 256 /* spins between offers of the core to other threads */
+#define YIELD 256 /* spins between calls of sched_yield() */
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vf __attribute__((vector_size(4 * LANES)));
