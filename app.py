@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _serve(args: argparse.Namespace, port: int) -> int:
     set_environment_defaults()  # before torch is imported
-    from specdemo.models.engines.native_build import native_library
+    from specdemo.native.build import native_library
     from specdemo.worker import run_in_thread
 
     run_in_thread(native_library)  # compiles during the other imports

@@ -169,14 +169,14 @@ def _steps(
     first_target: bool,
 ) -> Iterator[StepEvent]:
     metrics, stream, names = Metrics(), TextStream(target.tokenizer, tokens), TokenNames(target.tokenizer)
-    sampler = memory.MemorySampler()
+    sampler, stop = memory.MemorySampler(), target.stop
     steps = decode(
         tokens,
         pipeline.verifier,
         pipeline.drafter,
         pipeline.policy,
         max_tokens=max_tokens,
-        stop=target.stop,
+        stop=stop,
         clock=time.perf_counter,
         start=start,
         first_target=first_target,
@@ -190,7 +190,7 @@ def _steps(
         verdict = step.verdict
         draft_texts = stream.peek(step.draft.tokens, step.draft.parents)
         pieces = [stream.push(token) for token in step.tokens]
-        if step.tokens and (step.tokens[-1] in target.stop or metrics.tokens >= max_tokens):
+        if step.tokens and (step.tokens[-1] in stop or metrics.tokens >= max_tokens):
             pieces[-1] += stream.rest()
         pending = stream.peek(verdict.pending, range(-1, len(verdict.pending) - 1))
         yield StepEvent(

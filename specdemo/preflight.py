@@ -1,7 +1,7 @@
 """Estimate the speed-up of a recipe from texts of the target, before a run.
 
-Chains are replayed: if the text continues with x, a model's draft was accepted with probability min(1, q(x) / p(x))
-(2211.17192, section 2.2), a point mass if it equals x. Forests need scores outside of the text and are decoded.
+Chains are replayed: if the text continues with x, a draft was accepted with probability min(1, q(x) / p(x))
+(2211.17192, section 2.2), a point mass if it equals x. Forests are decoded.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Device scheduling. Imports no other module of specdemo.
 
-A job is a function that returns an iterator. Jobs alternate after each step, and release the device to wait. Any thread
-may use the job's `Stream`.
+Jobs are functions that return iterators. They alternate after each step, and release the device to wait. Any thread may
+use a job's `Stream`.
 """
 
 from __future__ import annotations

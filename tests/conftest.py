@@ -154,7 +154,7 @@ def short_measurements() -> Iterator[None]:
 @pytest.fixture
 def torch_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Disable the native engine."""
-    from specdemo.models.engines.native_build import SWITCH, native_library
+    from specdemo.native.build import SWITCH, native_library
 
     monkeypatch.setenv(SWITCH, "0")
     native_library.cache_clear()

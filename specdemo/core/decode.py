@@ -108,7 +108,7 @@ def decode(
         step = Step(
             i,
             tuple(new[:keep]),
-            replace(draft, probs=None),
+            Draft(draft.tokens, draft.parents, draft.token_probs),
             verdict,
             gamma=limit,
             draft_s=drafted - began,

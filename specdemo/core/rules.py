@@ -67,8 +67,8 @@ def rejection(
 ) -> Verdict:
     """Speculative sampling for chains and forests, sampled or point-mass drafts; exact.
 
-    `p` has n + 1 rows: row 0 follows the last committed token, row i + 1 follows node i; `start` is the position of the
-    token after row 0. Accept a child y with probability min(1, p(y) / q(y)); after a rejection, test its siblings
+    Row 0 of `p` follows the last committed token, row i + 1 node i; `start` is the position of the token after row 0.
+    Accept a child y with probability min(1, p(y) / q(y)); after a rejection, test its siblings
     against the residual (2211.17192 Algorithm 1; SpecInfer 2305.09781 Algorithm 3). `adjust=False` samples corrections
     from p, which is lossy.
     """

@@ -12,6 +12,7 @@ from torch import Tensor
 from specdemo.core.banned_text import BannedText
 from specdemo.core.errors import UserError
 from specdemo.core.step import TopTokens
+from specdemo.native import sampling as native
 
 _LARGEST, _TINY = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 _TOP_P_WIDTH = 256  # initial number of candidates for top-p
@@ -38,7 +39,7 @@ class SamplingParams:
     def process_logits(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         """`constrain`, with `refuse_broken`."""
         logits = self.constrain(logits, paths)
-        self.refuse_broken(logits.amax(-1).tolist())
+        self.refuse_broken(largest(logits)[1])
         return logits
 
     def constrain(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
@@ -54,6 +55,8 @@ class SamplingParams:
         """Apply temperature, top-k, top-p and softmax to processed logits; return `[rows, vocab]`."""
         if self.temperature == 0:
             return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        if native.supports(logits):
+            return native.token_distributions(logits, self.temperature, self.top_k, self.top_p)
         logits = logits / self.temperature
         if 0 < self.top_k < logits.shape[-1]:
             cutoff = logits.topk(self.top_k).values[..., -1:]
@@ -96,6 +99,20 @@ class SamplingParams:
         limit = _LARGEST * min(1.0, self.temperature or 1.0)
         if not all(abs(logit) <= limit for logit in largest):
             raise UserError("the model returned NaN or infinite logits: try dtype float32, or another checkpoint")
+
+
+def on_host(x: Tensor) -> bool:
+    """Return True if compiled functions can read `x`."""
+    return native.supports(x)
+
+
+def largest(logits: Tensor) -> tuple[list[int], list[float]]:
+    """Return the most probable token of each row `[rows, vocab]` and its logit."""
+    if native.supports(logits):
+        return native.largest_logits(logits)
+    tokens = logits.argmax(-1, keepdim=True)  # several times faster than top-1
+    listed = torch.cat([logits.gather(-1, tokens), tokens], -1).tolist()
+    return [int(token) for _, token in listed], [value for value, _ in listed]  # exact in float32 below 2^24
 
 
 def most_probable(distributions: Tensor, count: int) -> list[set[int]]:
@@ -147,6 +164,8 @@ class Noise:
 
     def sample(self, probs: Tensor, position: int = 0) -> int:
         """Sample from `probs` `[vocab]`; `position` is ignored."""
+        if native.supports(probs):
+            return native.sample_at(probs, self._uniform.random())
         return int(self.sample_on_device(probs, position))
 
     def sample_on_device(self, probs: Tensor, position: int = 0) -> Tensor:

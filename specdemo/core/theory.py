@@ -1,8 +1,7 @@
 """Closed-form results on speculative decoding.
 
-`alpha` is E[beta], the acceptance probability per tested token, independent of gamma (2211.17192, section 3.1). `share`
-is accepted / drafted, which falls with gamma and is also called alpha. `c` is the drafter's time per token divided by
-the target's.
+`alpha` is E[beta], acceptance per tested token (2211.17192, section 3.1); `share` is accepted / drafted, which
+falls with gamma; `c` is the drafter's time per token divided by the target's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Trace format: events to JSON lines and back.
 
-A trace is a header, a line per step, and an end; without an end it was truncated. `read` accepts files from outside:
-sizes are bounded, types strict, and numbers must agree. Keys may be added, never renamed; some predate the current
-vocabulary: `laws` (target top tokens), `drafted` (draft top tokens), `remote` (notes of the verifier), `texts`.
+A trace is a header, a line per step, and an end; without an end it was truncated. `read` accepts hostile files: sizes
+are bounded, types strict, and numbers must agree. Keys may be added, never renamed; some predate the vocabulary: `laws`
+(target top tokens), `drafted` (draft top tokens), `remote` (notes of the verifier), `texts`.
 """
 
 from __future__ import annotations

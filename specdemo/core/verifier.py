@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdemo.core.rules import RULES, AcceptanceTest, PointMass, ProbRows, TokenSampler
-from specdemo.core.sampling import SamplingParams, most_probable, top_tokens
+from specdemo.core.sampling import SamplingParams, largest, most_probable, top_tokens
 from specdemo.core.step import Draft, Verdict
 
 
@@ -51,22 +51,19 @@ class ModelVerifier:
         logits = self._sampling.constrain(
             logits, [[*tokens, *(draft.tokens[i] for i in draft.path(node))] for node in nodes]
         )
-        several = self._candidates > 1  # argmax is several times faster than top-1
-        choices = logits.topk(self._candidates).indices if several else logits.argmax(-1, keepdim=True)
+        best, values = largest(logits)
+        self._sampling.refuse_broken(values)
+        several = self._candidates > 1
+        choices = logits.topk(self._candidates).indices.tolist() if several else [[token] for token in best]
         greedy = self._sampling.temperature == 0
-        listed = torch.cat([logits.gather(-1, choices[:, :1]), choices], -1).tolist()  # one transfer to the host
-        self._sampling.refuse_broken([row[0] for row in listed])
-        listed = [[int(token) for token in row[1:]] for row in listed]  # exact in float32 below 2^24
-        argmax = (logits.argmax(-1).tolist() if several else [row[0] for row in listed]) if greedy else ()
-        p = [PointMass(token) for token in argmax] if greedy else self._sampling.logits_to_probs(logits)
+        p = [PointMass(token) for token in best] if greedy else self._sampling.logits_to_probs(logits)
         if isinstance(draft.probs, Tensor) and draft.probs.device != logits.device:
             draft = replace(draft, probs=draft.probs.to(logits.device))
         verdict = self._rule(draft, p, self._accept, self._correct, len(tokens))
-        verdict = replace(verdict, choices=tuple(map(tuple, listed)))
         if self._top:
             # Point masses are recorded as their softmax.
             verdict = with_top_tokens(verdict, draft, p if isinstance(p, Tensor) else logits.softmax(-1), self._top)
-        return replace(verdict, residual=None)
+        return replace(verdict, choices=tuple(map(tuple, choices)), residual=None)
 
 
 def with_top_tokens(verdict: Verdict, draft: Draft, p: Tensor, count: int) -> Verdict:
@@ -120,8 +117,8 @@ class Beam:
 class BeamSearch:
     """Beam search following transformers; an instance per prompt.
 
-    The beams after the last committed token form a forest, scored in a single target pass. A token is committed when
-    all beams and finished hypotheses share it.
+    The beams form a forest, scored in a single target pass. Tokens shared by all beams and finished hypotheses are
+    committed.
 
     Finished hypotheses are ranked by log p(text) / length ** `length_penalty`; the search ends when no running beam can
     beat the worst of `num_beams` of them. Candidates are the `top_k` best per beam (0: all). Penalty and bad words of

@@ -1,8 +1,8 @@
 """Lookahead decoding: the target drafts during verification (2402.02057).
 
-A draft contains a spine with a guess per position, each with a tooth of later guesses. The target's token after a tooth
-is the next guess there (Jacobi iteration) and completes an n-gram. N-grams that start with the last committed token are
-drafted, as point masses.
+A draft is a spine with a guess per position, each with a tooth of later guesses. The target's token after a tooth is
+the next guess there (Jacobi iteration) and completes an n-gram. N-grams that start with the last token are drafted, as
+point masses.
 """
 
 from __future__ import annotations

@@ -22,8 +22,7 @@ class ModelDrafter:
 
     `score(tokens, draft)` returns raw logits `[1, own_size]`. Draft distributions have the target's `vocab_size`: ids
     unknown to the target are masked before the softmax, ids unknown to the drafter get no mass and, in the text, cause
-    an empty draft. With `extend` (`CachedModel.extend`), drafts of unconditional length are sampled without host
-    synchronisation.
+    an empty draft. With `extend` (`CachedModel.extend`), drafts of unconditional length need no synchronisation.
     """
 
     def __init__(
@@ -33,7 +32,7 @@ class ModelDrafter:
         noise: Any,
         vocab_size: int,
         own_size: int | None = None,
-        extend: Callable[[Sequence[int], int, Callable[[Tensor, int], Tensor]], list[int]] | None = None,
+        extend: Callable[[Sequence[int], int, Callable[[Tensor, int], Tensor | int]], list[int]] | None = None,
     ) -> None:
         self._score, self._sampling, self._noise, self._vocab_size = score, sampling, noise, vocab_size
         self._own_size = vocab_size if own_size is None else own_size
@@ -69,20 +68,27 @@ class ModelDrafter:
     def _propose_fixed(self, tokens: Sequence[int], count: int) -> Draft:
         import torch
 
-        largest, distributions = [], []
+        from specdemo.core.sampling import largest, on_host
 
-        def pick(logits: Tensor, i: int) -> Tensor:
+        peaks, distributions = [], []
+        greedy = self._sampling.temperature == 0
+
+        def pick(logits: Tensor, i: int) -> Tensor | int:
             logits = fitted(logits, self._vocab_size).float()
-            largest.append(logits.amax(-1))
-            if self._sampling.temperature == 0:
-                return logits.argmax(-1)
+            if fast := on_host(logits):
+                (token,), values = largest(logits)
+                peaks.extend(values)
+            else:
+                peaks.append(logits.amax(-1))
+            if greedy:
+                return token if fast else logits.argmax(-1)
             probs = self._sampling.logits_to_probs(logits)[0]
             distributions.append(probs)
-            return self._noise.sample_on_device(probs, len(tokens) + i)
+            return (self._noise.sample if fast else self._noise.sample_on_device)(probs, len(tokens) + i)
 
         assert self._extend is not None
         new = tuple(self._extend(tokens, count, pick))
-        self._sampling.refuse_broken(torch.cat(largest).tolist())
+        self._sampling.refuse_broken(peaks if isinstance(peaks[0], float) else torch.cat(peaks).tolist())
         if not distributions:
             return Draft.chain(new)
         probs = torch.stack(distributions)

@@ -1,6 +1,6 @@
-"""Draft a tree of a model's continuations, so that a rejected token may have an accepted sibling.
+"""Draft a tree of a model's continuations: a rejected token may have an accepted sibling.
 
-Siblings are sampled without replacement, and their number is fixed before sampling, so recursive residuals are exact
+Siblings are sampled without replacement and their number is fixed in advance, so recursive residuals are exact
 (SpecInfer 2305.09781; Sequoia 2402.12374).
 """
 

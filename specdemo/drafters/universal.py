@@ -1,7 +1,7 @@
 """Draft with a different vocabulary by re-encoding tokens as target tokens.
 
-A text has many tokenisations, so the distribution over target tokens is unknown; drafts are verified as point masses.
-This is exact for sampled drafts too, which depend only on committed text and independent random numbers.
+A text has many tokenisations, so the distribution over target tokens is unknown. Verification as point masses is exact,
+because drafts depend only on committed text and independent random numbers.
 """
 
 from __future__ import annotations

@@ -139,14 +139,15 @@ class CachedModel:
         return self.score(tokens[:1], Draft.chain(tuple(tokens[1:])))
 
     @torch.inference_mode()
-    def extend(self, tokens: Sequence[int], count: int, pick: Callable[[Tensor, int], Tensor]) -> list[int]:
-        """Generate `count` tokens with `pick(logits, i)`, synchronising with the host once."""
+    def extend(self, tokens: Sequence[int], count: int, pick: Callable[[Tensor, int], Tensor | int]) -> list[int]:
+        """Generate `count` tokens with `pick(logits, i)`; tensors `[1]` are transferred to the host at the end."""
         logits = self.score(tokens, Draft())
         picked = [pick(logits, 0)]
         for i in range(1, count):
-            logits = self._run(picked[-1], len(tokens) + i - 1, Draft())
+            last = picked[-1]
+            logits = self._run([last] if isinstance(last, int) else last, len(tokens) + i - 1, Draft())
             picked.append(pick(logits, i))
-        new = torch.cat(picked).tolist()
+        new = picked if isinstance(picked[0], int) else torch.cat(picked).tolist()
         self._held, self._logits = [*tokens, *new[:-1]], logits
         return new
 

@@ -21,7 +21,6 @@ from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.engines.generic import auto_class, has_encoder, opening, refuse_recurrent
 from specdemo.models.engines.llama_weights import LlamaWeights, pack
 from specdemo.models.engines.native import NativeWeights
-from specdemo.models.engines.native_build import NativeUnavailable, native_library
 from specdemo.models.engines.native_families import transformers_reason
 from specdemo.models.gguf_checkpoint import gguf_config, read_gguf
 from specdemo.models.hub import Hub, local_shapes
@@ -33,6 +32,7 @@ from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device, 
 from specdemo.models.tokenizer import check_ids
 from specdemo.models.tokenizer_check import open_tokenizer
 from specdemo.models.untrusted import check_tensors, converts_errors, model_errors
+from specdemo.native.build import NativeUnavailable, native_library
 from specdemo.worker import ReportProgress, TaskProgress, ignore_progress
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Loaded pairs for the Python API, by name or from models in memory."""
+"""Loaded pairs for the Python API."""
 
 from __future__ import annotations
 

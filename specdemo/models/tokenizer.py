@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from copy import copy
 from weakref import WeakKeyDictionary
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, TokenizersBackend
 
 from specdemo.core.errors import UserError, check_unicode
 from specdemo.models.chat_template import render_chat
@@ -249,6 +249,8 @@ class Bridge:
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    if getattr(type(tokenizer), "_decode", None) is TokenizersBackend._decode:  # without its slow conversions
+        return tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True)
     return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 

@@ -79,7 +79,7 @@ class RemoteVerifier:
     """Verify drafts in the cloud (practice guide, sections 3 and 5).
 
     Point masses, and rules that sample from p, need no q. Otherwise the draft probabilities are sent, and rows on
-    demand in the format `rows`; "scalar" sends no rows (lossy). `edge` continues after a lost connection.
+    demand in the format `rows`; "scalar" sends none (lossy). `edge` continues after a lost connection.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Server-side verification: contexts with text and KV cache per edge, used in the worker's thread.
+"""Server-side verification: text and KV cache per edge, used in the worker's thread.
 
 After an eviction the edge sends its complete text again. Noise is keyed by token position, so repeated requests get the
 same response.

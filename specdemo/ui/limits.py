@@ -18,9 +18,9 @@ from specdemo.core.errors import UserError, check_name
 from specdemo.core.events import End, Event, Header, StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.core.trace import MAX_CHARACTERS
-from specdemo.models.engines.native_build import SWITCH
 from specdemo.models.hub import Hub
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
+from specdemo.native.build import SWITCH
 from specdemo.recipe import Recipe, methods_with
 from specdemo.remote.access import TOKEN
 from specdemo.remote.config import CloudConfig

@@ -1,7 +1,6 @@
 """The page: layout, event handlers, launch options.
 
-Handlers consume streams of the service, whose single worker queues all runs. Gradio's concurrency limits are not used,
-since they release a slot before its work has ended.
+The single worker of the service queues all runs; gradio's limits release a slot before its work has ended.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Settings from links, browser storage and the API.
 
-Settings are a flat mapping by option name, plus `prompt` and `compare`. A missing value (`None` in a recipe) is 0 or
-"", since browsers cannot leave every field empty. Tuples are a single text.
+Settings are a flat mapping by option name, plus `prompt` and `compare`. A missing value is 0 or "", since browsers
+cannot leave every field empty. Tuples are a text.
 """
 
 from __future__ import annotations

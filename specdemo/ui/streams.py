@@ -1,7 +1,7 @@
 """Streams from the worker to the browser: polling, frames of a run, and their WebSocket.
 
-A frame sent through gradio's events blocks the decoding thread (GIL) for about 4 ms, through a socket for 0.4 ms. The
-gradio event starts the run and sends the frames where a socket cannot be opened.
+Gradio's events block the decoding thread (GIL) for about 4 ms per frame, a socket for 0.4 ms. The event starts the run
+and replaces a socket that cannot be opened.
 """
 
 from __future__ import annotations

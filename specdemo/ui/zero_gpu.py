@@ -1,7 +1,7 @@
 """ZeroGPU: a GPU is assigned per call.
 
-`spaces.GPU` forks a process per call, transfers arguments and items as pickles, and stops when the generator is
-closed. Runs share only the models loaded before the fork.
+`spaces.GPU` forks a process per call and transfers arguments and items as pickles. Runs share only the models loaded
+before the fork.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable
 from functools import partial
@@ -22,9 +23,10 @@ from transformers import (
 from specdemo.core.banned_text import BannedText
 from specdemo.core.errors import UserError
 from specdemo.core.rules import RULES, PointMass
-from specdemo.core.sampling import Noise, SamplingParams, SharedNoise
+from specdemo.core.sampling import Noise, SamplingParams, SharedNoise, largest
 from specdemo.core.step import Draft
 from specdemo.models.tokenizer import token_bytes
+from specdemo.native import sampling as native
 
 VOCAB = 50
 
@@ -171,3 +173,49 @@ def test_noise_is_determined_by_seed_and_stream() -> None:
     assert series(1, "accept") == series(1, "accept")
     assert series(1, "accept") != series(2, "accept")
     assert series(1, "accept") != series(1, "correct")
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 8, 33, 4096, 20_001])
+@pytest.mark.parametrize("spread", [0.3, 3.0, 30.0])
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (0, 0.9), (5, 1.0), (50, 0.5), (0, 0.9999), (0, 1e-6)])
+def test_compiled_distributions_equal_double_precision(vocab: int, spread: float, top_k: int, top_p: float) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    logits = (spread * torch.randn(3, 2 * vocab, generator=generator))[:, :vocab]  # rows are not adjacent
+    logits[1, 1:] = -torch.inf
+    assert native.supports(logits)
+    found = SamplingParams(temperature=0.8, top_k=top_k, top_p=top_p).logits_to_probs(logits).double()
+    expected, order = (logits.double() / 0.8).softmax(-1).sort(descending=True)
+    expected[:, top_k or vocab :] = 0
+    expected /= expected.sum(-1, keepdim=True)
+    before = expected.cumsum(-1) - expected
+    certain = (before - top_p).abs() > 1e-6  # otherwise rounding decides
+    expected *= before < top_p
+    expected /= expected.sum(-1, keepdim=True)
+    torch.testing.assert_close(found.gather(-1, order) * certain, expected * certain, rtol=2e-5, atol=1e-37)
+    assert found.sum(-1).tolist() == pytest.approx([1] * 3, abs=1e-5)
+
+
+def test_equal_logits_at_the_end_of_a_nucleus_are_kept_in_order() -> None:
+    logits = torch.tensor([[0.0] * 20 + [1.0]])
+    kept = SamplingParams(top_p=0.5).logits_to_probs(logits)[0] > 0
+    expected = next(n for n in range(20) if math.e + n >= 0.5 * (math.e + 20))
+    assert kept.tolist() == [True] * expected + [False] * (20 - expected) + [True]
+
+
+@pytest.mark.parametrize("vocab", [1, 9, 4096])
+def test_compiled_samples_equal_those_of_torch(vocab: int) -> None:
+    probs = torch.randn(vocab, generator=torch.Generator().manual_seed(1)).mul_(4).softmax(0)
+    compiled, usual = Noise(3, "draft"), Noise(3, "draft")
+    for _ in range(500):
+        assert compiled.sample(probs) == int(usual.sample_on_device(probs))
+
+
+def test_the_largest_logit_is_the_first_or_nan() -> None:
+    logits = torch.randn(4, 1000, generator=torch.Generator().manual_seed(2)).clamp_(max=2)
+    assert largest(logits) == (logits.argmax(-1).tolist(), logits.amax(-1).tolist())
+    assert largest(torch.full((1, 21), -torch.inf)) == ([0], [-math.inf])
+    for column in (0, 500, 999):
+        logits[2, column] = torch.nan
+        tokens, values = largest(logits)
+        assert tokens[2] == column and math.isnan(values[2]) and values[1] == logits[1].max()
+        logits[2, column] = 0

@@ -29,6 +29,7 @@ from specdemo.models import memory, memory_plan, spec
 from specdemo.models.load import place
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import SPREAD, ModelSpec, find_device, unused_gpu
+from specdemo.native import sampling as native_sampling
 from specdemo.recipe import METHODS, Recipe
 
 pytestmark = pytest.mark.usefixtures("torch_engine")
@@ -177,6 +178,7 @@ def has_mps_kernel(name: str, table: dict[str, dict[str, Any]]) -> bool:
 def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the branches taken only on a CPU."""
     monkeypatch.setattr(Noise, "_inverse_cdf", Noise._exponential_race)
+    monkeypatch.setattr(native_sampling, "supports", lambda x: False)
 
 
 @pytest.mark.usefixtures("as_on_an_accelerator")

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from fakes.tiny_models import byte_level_tokenizer, save_model
 
-from specdemo.models.engines import native_build
-from specdemo.models.engines.native_build import NativeUnavailable, native_library
 from specdemo.models.load import load
 from specdemo.models.spec import ModelSpec
+from specdemo.native import build as native_build
+from specdemo.native.build import NativeUnavailable, native_library
 
 
 def unoptimised(**replaced: str) -> tuple[str, ...]:
@@ -94,11 +94,12 @@ def test_a_compiler_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_wrong_results_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = native_build.SOURCE.read_text()
+    shutil.copytree(native_build.SOURCES, tmp_path / "native")
+    source = (tmp_path / "native" / "pass.c").read_text()
     broken = source.replace("(both << 16)", "(both << 15)")
     assert broken != source
-    monkeypatch.setattr(native_build, "SOURCE", tmp_path / "broken.c")
-    (tmp_path / "broken.c").write_text(broken)
+    (tmp_path / "native" / "pass.c").write_text(broken)
+    monkeypatch.setattr(native_build, "SOURCES", tmp_path / "native")
     assert failure().startswith("the compiled engine computes wrong results")
 
 

@@ -1,4 +1,4 @@
-"""Native CPU engine, see `native_pass.c`.
+"""Native CPU engine, see `native/pass.c`.
 
 Batch-invariant by construction: the bits of a row do not depend on the other rows, their number or the threads.
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from array import array
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,9 +21,9 @@ from specdemo.core.step import Draft
 from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.engines.generic import positions
 from specdemo.models.engines.gguf_linear import GgufLinear, separated
-from specdemo.models.engines.native_build import native_library
 from specdemo.models.engines.native_families import ACTIVATIONS, NORMS, LayerParts, model_parts
 from specdemo.models.memory import LargePageBuffer
+from specdemo.native.build import native_library
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -333,10 +335,6 @@ class NativeWeights(FusedWeights):
         )
 
 
-def _integers(values: Sequence[int]) -> Any:
-    return (ctypes.c_int32 * max(1, len(values)))(*values)
-
-
 class _KvCache:
     """Keys and values `[layers, heads, positions, values]` and rotations."""
 
@@ -365,6 +363,9 @@ class NativeEngine:
         self._length = 0
         self._cache = owner._cache if owner else _KvCache(model)
         self._struct.cache_form = FORMS[self._cache.kv.dtype]
+        self._address = ctypes.addressof(self._struct)
+        self._vocab_size = model.config.vocab_size
+        self.hidden: Tensor | None = None  # [layers, rows, width] of the last pass
         self._scratch = self._buffer(KEPT_ROWS)
 
     def run(self, new: list[int] | Tensor, held: int, draft: Draft, layers: Sequence[int] = ()) -> Tensor:
@@ -390,7 +391,8 @@ class NativeEngine:
 
     @property
     def kv_bytes(self) -> int:
-        return self._cache.kv[:, :, : self._length].nbytes
+        kv = self._cache.kv
+        return kv.nbytes // kv.shape[2] * self._length if kv.shape[2] else 0
 
     @property
     def reserved_bytes(self) -> int:
@@ -414,22 +416,23 @@ class NativeEngine:
                 starts.append(len(extra))
         if max(placed) >= model.position_limit:
             raise ValueError(f"the model has {model.position_limit} positions")
-        logits = torch.empty(last, model.config.vocab_size)
-        taps = [-1] * len(model.layers)
-        for index, layer in enumerate(layers):
-            taps[layer] = index
-        self.hidden = torch.empty(len(layers), rows, model.width)
+        logits = torch.empty(last, self._vocab_size)
+        taps = [layers.index(i) if i in layers else -1 for i in range(len(model.layers))] if layers else ()
+        self.hidden = torch.empty(len(layers), rows, model.width) if layers else None
         scratch = self._scratch if rows <= KEPT_ROWS else self._buffer(rows)
-        arrays = [_integers(values) for values in (new, placed, prefix, extra, starts, taps)]
+        numbers = array("i", [*new, *placed, *prefix, *extra, *starts, *taps])
+        ends = accumulate(map(len, (new, placed, prefix, extra, starts)), initial=0)
+        places = [numbers.buffer_info()[0] + numbers.itemsize * end for end in ends]
         failed = self._library.run_pass(
             ctypes.byref(
                 _Pass(
-                    ctypes.addressof(self._struct),
+                    self._address,
                     cache.kv.data_ptr(),
                     cache.cosines.data_ptr(),
                     cache.sines.data_ptr(),
-                    *map(ctypes.addressof, arrays),
-                    self.hidden.data_ptr(),
+                    *places[:-1],
+                    places[-1] if layers else None,
+                    None if self.hidden is None else self.hidden.data_ptr(),
                     logits.data_ptr(),
                     scratch.data_ptr(),
                     cache.capacity,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from specdemo.models.engines.llama_weights import LLAMA_FAMILY, ROPE_TYPES, is_spread, unsupported_reason
-from specdemo.models.engines.native_build import NativeUnavailable, native_library
+from specdemo.native.build import NativeUnavailable, native_library
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

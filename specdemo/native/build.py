@@ -1,4 +1,4 @@
-"""Compilation of the native CPU engine on first use, cached by source, compiler and CPU."""
+"""Compilation of the C code on first use, cached by source, compiler and CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import threading
 from functools import cache
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("native_pass.c")
+SOURCES = Path(__file__).parent
 SWITCH = "SPECDEMO_NATIVE"  # environment variable; 0 disables the engine
 _FLAGS = ("-std=gnu11", "-O2", "-march=native", "-shared", "-fPIC", "-pthread")
 _COMPILERS = ("cc", "gcc", "clang")
@@ -47,7 +47,7 @@ def _load() -> ctypes.CDLL:
     if os.name != "posix":
         raise NativeUnavailable("it needs POSIX threads: use Linux, macOS or WSL")
     compiler = _compiler()
-    path = cache_folder() / f"native_pass-{_key(compiler)}.so"
+    path = cache_folder() / f"native-{_key(compiler)}.so"
     try:
         if not _is_intact(path):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -73,7 +73,8 @@ def _compiler() -> tuple[str, ...]:
 
 
 def _key(compiler: tuple[str, ...]) -> str:
-    parts = (SOURCE.read_bytes(), repr((_version(compiler), _FLAGS, _cpu(), platform.platform())).encode())
+    sources = [path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]"))]
+    parts = (*sources, repr((_version(compiler), _FLAGS, _cpu(), platform.platform())).encode())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
@@ -108,7 +109,8 @@ def _digest(path: Path) -> str:
 def _compile(compiler: tuple[str, ...], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         built = Path(folder) / path.name
-        _run([*compiler, *_FLAGS, str(SOURCE), "-o", str(built), "-lm"], _COMPILE_S, "the C compiler failed")
+        sources = map(str, sorted(SOURCES.glob("*.c")))
+        _run([*compiler, *_FLAGS, *sources, "-o", str(built), "-lm"], _COMPILE_S, "the C compiler failed")
         _run([sys.executable, "-c", _CHECK, str(built)], _CHECK_S, "the compiled engine computes wrong results")
         digest = built.with_suffix(".sha256")
         digest.write_text(_digest(built))

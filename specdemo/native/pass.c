@@ -7,37 +7,26 @@
  * Work is divided into phases of chunks. Threads claim chunks with one atomic ticket; the thread that completes the
  * last chunk of a phase executes its serial part and opens the next phase. No thread waits for one that has no chunk.
  */
-#include <math.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
-#include <stdint.h>
 #include <stdlib.h>
-#include <string.h>
 #include <unistd.h>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#elif defined(__aarch64__)
-#include <arm_neon.h>
-#endif
+#include "vectors.h"
 
-#if defined(__AVX512F__) && defined(__AVX512BW__)
-#define LANES 16  /* floats per vector */
+#if LANES == 16
 #define VECTORS 2 /* per block of outputs */
 #define TILE_ROWS 12
 #define SUMS 24 /* vectors of sums that fit into registers */
-#elif defined(__AVX__)
-#define LANES 8
+#elif LANES == 8
 #define VECTORS 2
 #define TILE_ROWS 6
 #define SUMS 12
 #elif defined(__aarch64__)
-#define LANES 4
 #define VECTORS 4
 #define TILE_ROWS 6
 #define SUMS 24
 #else
-#define LANES 4
 #define VECTORS 2
 #define TILE_ROWS 6
 #define SUMS 12
@@ -60,11 +49,7 @@
 #define MAX_THREADS 64
 #define SPINS 8000 /* about 0.2 ms, longer than a decoding step without its passes */
 #define YIELD 256 /* spins between calls of sched_yield() */
-#define INLINE static inline __attribute__((always_inline))
 
-typedef float vf __attribute__((vector_size(4 * LANES)));
-typedef int32_t vi __attribute__((vector_size(4 * LANES)));
-typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
 typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
 typedef int8_t vc __attribute__((vector_size(LANES)));
 typedef uint64_t vq __attribute__((vector_size(4 * LANES)));
@@ -125,9 +110,6 @@ typedef struct {
 
 /* Vectors */
 
-INLINE vf load(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
-INLINE void store(float *p, vf v) { memcpy(p, &v, sizeof v); }
-INLINE vf fill(float x) { return x - (vf){0}; }
 INLINE vf load_bf16(const uint16_t *p) { vh h; memcpy(&h, p, sizeof h); return (vf)(__builtin_convertvector(h, vu) << 16); }
 INLINE vf load_f16(const uint16_t *p) {
 #if LANES == 16
@@ -143,37 +125,6 @@ INLINE vf load_f16(const uint16_t *p) {
     return (vf)((vu)magnitude | (u & 0x8000) << 16);
 #endif
 }
-INLINE vf larger(vf a, vf b) { /* b if one is NaN */
-#if LANES == 16
-    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
-#elif LANES == 8
-    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
-#else
-    vi m = a > b;
-    return (vf)((m & (vi)a) | (~m & (vi)b));
-#endif
-}
-INLINE float total(vf v) { /* pairwise, in a fixed order */
-    float a[LANES]; store(a, v);
-    for (int n = LANES / 2; n; n /= 2) for (int i = 0; i < n; i++) a[i] += a[i + n];
-    return a[0];
-}
-INLINE float largest(vf v) {
-    float m = v[0];
-    for (int i = 1; i < LANES; i++) m = v[i] > m ? v[i] : m;
-    return m;
-}
-INLINE vf nearest(vf x) { return (x + 12582912.0f) - 12582912.0f; } /* half to even, |x| < 2^22 */
-INLINE vf exponential(vf x) { /* Cephes' expf: relative error 2e-7; x <= 0 or |x| < 87 */
-    x = larger(x, fill(-87.0f));
-    x = -larger(-x, fill(-87.0f));
-    vf n = nearest(x * 1.44269504f), r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    vf p = fill(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f, p = p * r + 8.3334519073e-3f, p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f, p = p * r + 5.0000001201e-1f, p = p * r * r + r + 1.0f;
-    return p * (vf)((__builtin_convertvector(n, vi) + 127) << 23);
-}
-INLINE vf choose(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
 INLINE vf hyperbolic_tangent(vf x) { /* Cephes' tanhf */
     vf size = larger(x, -x), z = x * x, p = fill(-5.70498872745e-3f);
     p = p * z + 2.06390887954e-2f, p = p * z - 5.37397155531e-2f, p = p * z + 1.33314422036e-1f;
@@ -1375,6 +1326,8 @@ static int functions_are_exact(void) {
     return 1;
 }
 
+int sampling_is_exact(void);
+
 /* Compare the products of every form with scalar sums. Returns 0 if equal within rounding; used once after compiling. */
 int self_check(void) {
     enum { K = STRIP + TILE_INPUTS, N = 5 * BLOCK, ROWS = TILE_ROWS + 3 };
@@ -1383,7 +1336,7 @@ int self_check(void) {
     static uint16_t halves[2 * N * K / EXACT];
     static int16_t quantised[ROWS * K];
     uint32_t seed = 1;
-    if (!functions_are_exact()) return 2 + Q6_K;
+    if (!functions_are_exact() || !sampling_is_exact()) return 2 + Q6_K;
     for (int i = 0; i < 16; i++) codes[i] = (float)(i - 7) / 9.0f;
     for (int i = 0; i < N * K / 16; i++) scales[i] = 1.0f + (float)(i % 97) / 64.0f;
     for (int i = 0; i < 2 * N * K / EXACT; i++) halves[i] = (uint16_t)(0x3c00 + random_bits(&seed) % 0x400); /* 1 to 2 */

@@ -1,0 +1,1 @@
+"""Compiled code for CPUs: the forward pass, and sampling."""

@@ -1,0 +1,60 @@
+"""Distributions and samples on a CPU, see `sampling.c`."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from specdemo.native.build import native_library
+
+_ARGUMENTS = {  # p: pointer, i: int64, f: float, d: double
+    "largest_logits": "piiipp",
+    "distributions": "piiifidpp",
+    "invert": "pid",
+}
+_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float, "d": ctypes.c_double}
+
+
+@cache
+def _functions() -> ctypes.PyDLL:
+    """Return functions that keep the GIL: they take microseconds."""
+    library = native_library()
+    assert isinstance(library, ctypes.CDLL)
+    functions = ctypes.PyDLL(library._name)
+    for name, arguments in _ARGUMENTS.items():
+        getattr(functions, name).argtypes = [_TYPES[kind] for kind in arguments]
+    functions.invert.restype = ctypes.c_int64
+    return functions
+
+
+def supports(x: Tensor) -> bool:
+    """Return True if the other functions can read `x`."""
+    usable = x.dtype == torch.float32 and x.device.type == "cpu" and x.stride(-1) == 1
+    return usable and isinstance(native_library(), ctypes.CDLL)
+
+
+def largest_logits(logits: Tensor) -> tuple[list[int], list[float]]:
+    """Return the most probable token of each row `[rows, vocab]` and its logit."""
+    rows, vocab = logits.shape
+    tokens, values = (ctypes.c_int32 * rows)(), (ctypes.c_float * rows)()
+    _functions().largest_logits(logits.data_ptr(), rows, logits.stride(0), vocab, tokens, values)
+    return tokens[:], values[:]
+
+
+def token_distributions(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
+    """See `SamplingParams.logits_to_probs`."""
+    rows, vocab = logits.shape
+    probs, scratch = torch.empty_like(logits, memory_format=torch.contiguous_format), torch.empty(vocab)
+    _functions().distributions(
+        *(logits.data_ptr(), rows, logits.stride(0), vocab, temperature, top_k, top_p),
+        *(probs.data_ptr(), scratch.data_ptr()),
+    )
+    return probs
+
+
+def sample_at(probs: Tensor, uniform: float) -> int:
+    """Return the token at `uniform` of the cumulative distribution `[vocab]`."""
+    return _functions().invert(probs.data_ptr(), len(probs), uniform)
