@@ -4,8 +4,8 @@
  * and threads. Matrices are stored in blocks of outputs, [n / BLOCK][k][BLOCK]; each sum is accumulated over k in ascending
  * order. Attention visits the visible keys of a row in the order of the text.
  *
- * Work is divided into phases of chunks. Threads claim chunks with one atomic ticket; the thread that completes the
- * last chunk of a phase executes its serial part and opens the next phase. No thread waits for one that has no chunk.
+ * Work is divided into phases of chunks, claimed with atomic tickets; the thread that completes the last chunk of a phase
+ * executes its serial part and opens the next phase. No thread waits for one that has no chunk.
  */
 #include <pthread.h>
 #include <sched.h>
@@ -65,6 +65,7 @@ typedef struct {
                               Q4_1: half, Q4_K: float [n / BLOCK][k / 32][s, m][BLOCK]; Q6_K: float [n / BLOCK][k / 16][BLOCK] */
     const int32_t *sums;   /* INT8: sum of the weights of each output */
     const float *codes;    /* CODE4: 16 values */
+    const uint8_t *code_bytes; /* CODE4: low, then high bytes of the values as integers, see set_code_bytes */
     const float *bias;     /* [n] or null; n is a multiple of BLOCK in all arrays */
     int32_t form, outputs, inputs;
 } matrix;
@@ -330,13 +331,16 @@ static float code_peak(const float *codes) {
     for (int c = 0; c < 16; c++) peak = fabsf(codes[c]) > peak ? fabsf(codes[c]) : peak;
     return peak;
 }
-INLINE lookup read_codes(const float *codes) {
-    lookup t;
-    float factor = CODE_PEAK / code_peak(codes);
-    for (int i = 0; i < 4 * LANES; i++) {
-        int value = (int)lrintf(codes[i % 16] * factor);
-        t.low[i] = (uint8_t)value, t.high[i] = (uint8_t)(value >> 8);
+/* Store the bytes of the integers nearest to the codes, scaled to CODE_PEAK. */
+void set_code_bytes(const float *codes, uint8_t *bytes) {
+    for (int c = 0; c < 16; c++) {
+        int value = (int)lrintf(codes[c] * (CODE_PEAK / code_peak(codes)));
+        bytes[c] = (uint8_t)value, bytes[16 + c] = (uint8_t)(value >> 8);
     }
+}
+INLINE lookup read_codes(const uint8_t *bytes) {
+    lookup t;
+    for (int i = 0; i < 4 * LANES; i += 16) memcpy((char *)&t.low + i, bytes, 16), memcpy((char *)&t.high + i, bytes + 16, 16);
     return t;
 }
 
@@ -539,7 +543,7 @@ INLINE void coded_strips(int form, const coded_slice *block, int64_t group, int6
 
 INLINE void coded_product_of(int form, const matrix *m, int64_t first, int blocks, activations a, int rows, float *o) {
     lookup codes;
-    if (form == CODE4) codes = read_codes(m->codes);
+    if (form == CODE4) codes = read_codes(m->code_bytes);
     int64_t inputs = form == INT8 ? ((int64_t)m->inputs + 3) / 4 * 4 : m->inputs, group = group_inputs(m), groups = m->inputs / group;
     int64_t scale_bytes = (form == INT8 ? 0 : form == Q4_K ? 8 : form == Q8_0 || form == Q4_0 ? 2 : 4) * BLOCK;
     for (int r = 0; r < rows; r++) memset(o + r * UNIT, 0, blocks * BLOCK * sizeof *o);
@@ -1162,14 +1166,19 @@ static int finish_phase(state *s, int phase) {
     return phase + 1;
 }
 
-/* Threads. The ticket contains phase (32 bits), chunks of the phase (16) and the next chunk (16). */
+/* Threads. Each has a range of the chunks of a phase, so that contended writes are few, and then takes chunks of the others.
+ * A ticket contains phase (32 bits), end of the range (16) and next chunk (16). */
+
+#define OWN_LINE __attribute__((aligned(64)))
 
 static struct {
-    _Atomic uint64_t ticket;
-    _Atomic uint32_t done, opened, sleepers, running;
+    struct { _Atomic uint64_t ticket; } OWN_LINE ranges[MAX_THREADS];
+    _Atomic uint32_t done OWN_LINE; /* chunks of the phase */
+    _Atomic uint32_t opened OWN_LINE, sleepers, running;
     state *now;
     int first_phase;          /* ticket's number of phase 0 */
     int threads;              /* participants */
+    uint32_t number, chunks;  /* of the phase */
     int started;
     pid_t owner;
     pthread_mutex_t busy, mutex;
@@ -1178,11 +1187,9 @@ static struct {
     size_t sizes[MAX_THREADS];
 } pool = {.busy = PTHREAD_MUTEX_INITIALIZER, .mutex = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER};
 
-static uint32_t ticket_phase(uint64_t t) { return (uint32_t)(t >> 32); }
 static int is_open(uint64_t t) { return (t & 0xffff) < (t >> 16 & 0xffff); }
 
-static void open_phase(uint32_t number, int64_t chunks) {
-    atomic_store(&pool.ticket, (uint64_t)number << 32 | (uint64_t)chunks << 16);
+static void wake_threads(void) {
     atomic_fetch_add(&pool.opened, 1);
     if (!atomic_load(&pool.sleepers)) return;
     pthread_mutex_lock(&pool.mutex);
@@ -1190,18 +1197,37 @@ static void open_phase(uint32_t number, int64_t chunks) {
     pthread_mutex_unlock(&pool.mutex);
 }
 
+static void open_phase(uint32_t number, int64_t chunks) {
+    pool.number = number, pool.chunks = (uint32_t)chunks;
+    atomic_store(&pool.done, 0);
+    for (int t = 0; t < pool.threads; t++) {
+        uint64_t first = (uint64_t)(chunks * t / pool.threads), end = (uint64_t)(chunks * (t + 1) / pool.threads);
+        atomic_store_explicit(&pool.ranges[t].ticket, (uint64_t)number << 32 | end << 16 | first, memory_order_release);
+    }
+    wake_threads();
+}
+
 static int64_t chunk_count(const state *s, int phase) {
     int64_t size = chunk_units(s, phase);
     return (unit_count(s, phase) + size - 1) / size;
 }
 
-static void complete_chunk(uint64_t t) {
-    if (atomic_fetch_add(&pool.done, 1) + 1 < (t >> 16 & 0xffff)) return;
+/* Run the remaining chunks of a range. The phase cannot end before they are counted. */
+static int run_range(int range, int thread) {
+    uint32_t count = 0;
+    uint64_t t;
+    while (is_open(atomic_load(&pool.ranges[range].ticket)) && is_open(t = atomic_fetch_add(&pool.ranges[range].ticket, 1))) {
+        run_chunk(pool.now, (int)((uint32_t)(t >> 32) - (uint32_t)pool.first_phase), t & 0xffff, pool.buffers[thread]);
+        count++;
+    }
+    if (!count) return 0;
+    uint32_t number = pool.number, chunks = pool.chunks;
+    if (atomic_fetch_add(&pool.done, count) + count < chunks) return 1;
     state *s = pool.now;
-    int phase = (int)(ticket_phase(t) - (uint32_t)pool.first_phase), next = finish_phase(s, phase);
-    atomic_store(&pool.done, 0);
-    if (next < 0) atomic_store(&pool.running, 0);
-    open_phase(ticket_phase(t) + (next < 0 ? 1 : next - phase), next < 0 ? 0 : chunk_count(s, next));
+    int phase = (int)(number - (uint32_t)pool.first_phase), next = finish_phase(s, phase);
+    if (next >= 0) open_phase(number + (uint32_t)(next - phase), chunk_count(s, next));
+    else atomic_store(&pool.running, 0), wake_threads(); /* the caller may start the next pass between these */
+    return 1;
 }
 
 static void pause_briefly(void) {
@@ -1229,17 +1255,10 @@ static void wait_for_phase(uint32_t seen) {
 static void work(int thread, int is_caller) {
     for (;;) {
         uint32_t seen = atomic_load(&pool.opened);
-        uint64_t t = atomic_load(&pool.ticket);
         if (is_caller && !atomic_load(&pool.running)) return;
-        if (is_open(t) && (is_caller || thread < pool.threads)) {
-            t = atomic_fetch_add(&pool.ticket, 1);
-            if (is_open(t)) {
-                run_chunk(pool.now, (int)(ticket_phase(t) - (uint32_t)pool.first_phase), t & 0xffff, pool.buffers[thread]);
-                complete_chunk(t);
-            }
-            continue;
-        }
-        wait_for_phase(seen);
+        int threads = pool.threads, found = 0;
+        for (int i = 0; i < threads && thread < threads && !found; i++) found = run_range((thread + i) % threads, thread);
+        if (!found) wait_for_phase(seen);
     }
 }
 
@@ -1252,7 +1271,7 @@ static int prepare_threads(const pass *p) {
         keys = seen > keys ? seen : keys;
     }
     size_t floats = group * keys > (int64_t)p->rows * UNIT ? group * keys : (int64_t)p->rows * UNIT;
-    for (int t = 0; t < p->threads; t++) {
+    for (int t = 0; t < p->threads || t <= pool.started; t++) { /* also of threads that leave the previous pass */
         if (pool.sizes[t] >= floats) continue;
         float *larger_buffer = realloc(pool.buffers[t], floats * sizeof(float));
         if (!larger_buffer) return 0;
@@ -1267,7 +1286,9 @@ static int prepare_threads(const pass *p) {
 }
 
 /* Compute the logits of the last `last` rows. Returns 0, or 1 without memory. */
-int run_pass(const pass *p) {
+int run_pass(const pass *requested) {
+    pass limited = *requested, *p = &limited;
+    p->threads = p->threads < MAX_THREADS ? p->threads : MAX_THREADS;
     if (pool.owner != getpid()) { /* threads do not survive fork() */
         pthread_mutex_init(&pool.busy, 0), pthread_mutex_init(&pool.mutex, 0), pthread_cond_init(&pool.changed, 0);
         pool.started = 0, pool.owner = getpid();
@@ -1279,9 +1300,8 @@ int run_pass(const pass *p) {
         state s = lay_out(p);
         embed(&s);
         pool.now = &s, pool.threads = p->threads;
-        uint32_t number = ticket_phase(atomic_load(&pool.ticket)) + 1;
+        uint32_t number = pool.number + 1;
         pool.first_phase = (int)number;
-        atomic_store(&pool.done, 0);
         atomic_store(&pool.running, 1);
         open_phase(number, chunk_count(&s, 0));
         work(0, 1);
@@ -1334,15 +1354,17 @@ int self_check(void) {
     static float weights[K * N], values[K * N], x[ROWS * K], scales[N * K / 16], codes[16], o[ROWS * UNIT], x_scales[ROWS * K / 16];
     static int32_t sums[N], x_sums[ROWS * K / 16];
     static uint16_t halves[2 * N * K / EXACT];
+    static uint8_t code_bytes[32];
     static int16_t quantised[ROWS * K];
     uint32_t seed = 1;
     if (!functions_are_exact() || !sampling_is_exact()) return 2 + Q6_K;
     for (int i = 0; i < 16; i++) codes[i] = (float)(i - 7) / 9.0f;
+    set_code_bytes(codes, code_bytes);
     for (int i = 0; i < N * K / 16; i++) scales[i] = 1.0f + (float)(i % 97) / 64.0f;
     for (int i = 0; i < 2 * N * K / EXACT; i++) halves[i] = (uint16_t)(0x3c00 + random_bits(&seed) % 0x400); /* 1 to 2 */
     for (int i = 0; i < ROWS * K; i++) x[i] = i % K ? (float)(random_bits(&seed) % 255) - 127.0f : 127.0f; /* exact in 8 bits */
     for (int form = F32; form <= Q6_K; form++) {
-        matrix m = {weights, form >= Q8_0 && form <= Q4_1 ? (void *)halves : (void *)scales, sums, codes, 0, form, N, K};
+        matrix m = {weights, form >= Q8_0 && form <= Q4_1 ? (void *)halves : (void *)scales, sums, codes, code_bytes, 0, form, N, K};
         activations a = {quantised, x_scales, x_sums};
         for (int r = 0; form >= INT8 && r < ROWS; r++) {
             int64_t groups = r * (K / group_inputs(&m)), size = form == INT8 && INT8_BYTES ? 1 : 2;

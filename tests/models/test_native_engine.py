@@ -33,6 +33,7 @@ from specdemo.models.engines.gguf_linear import GgufLinear, dequantised
 from specdemo.models.engines.llama_weights import with_dropout, with_layers
 from specdemo.models.engines.native import KEPT_ROWS, NATIVE_CHUNK, STORED_FORMS, NativeEngine, NativeWeights
 from specdemo.models.kv_cache import CachedModel, check_invariance
+from specdemo.models.threads import torch_threads
 
 VOCAB, CONTEXT = 301, 2100
 SMALL = {
@@ -372,6 +373,15 @@ def test_parallel_requests_and_forked_processes_keep_the_bits() -> None:
     if not child:
         os._exit(0 if torch.equal(single_rows(model, tokens, 50), expected) else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_changing_numbers_of_threads_keep_the_bits() -> None:
+    """More than the engine has, then fewer, while threads of the last pass may be awake."""
+    model, tokens = weights("llama", "float32"), text(60)
+    expected = single_rows(model, tokens, 50)
+    for count in (100, 1, 3, 2) * 5:
+        with torch_threads(count):
+            assert torch.equal(single_rows(model, tokens, 50), expected)
 
 
 def test_batch_invariance_holds_by_construction() -> None:

@@ -39,7 +39,7 @@ STORED_FORMS = {"Q8_0": 5, "Q4_0": 6, "Q4_1": 7, "Q4_K": 8, "Q6_K": 9}  # of GGU
 
 
 class _Matrix(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_void_p) for name in ("weights", "scales", "sums", "codes", "bias")] + [
+    _fields_ = [(name, ctypes.c_void_p) for name in ("weights", "scales", "sums", "codes", "code_bytes", "bias")] + [
         (name, ctypes.c_int32) for name in ("form", "outputs", "inputs")
     ]
 
@@ -128,7 +128,8 @@ class NativeMatrix:
         for name in parts[0]:
             values = [part[name] for part in parts]
             if name == "codes":
-                self.tensors[name] = values[0]
+                self.tensors[name], self.tensors["code_bytes"] = values[0], torch.empty(32, dtype=torch.uint8)
+                library.set_code_bytes(*(ctypes.c_void_p(self.tensors[n].data_ptr()) for n in ("codes", "code_bytes")))
                 continue
             if interleaved:
                 blocks = [value.unflatten(0, (-1, self._block)) for value in values]
