@@ -19,11 +19,10 @@ from specdemo.core.decode import Drafter, DraftLengthPolicy, Verifier
 from specdemo.core.errors import UserError
 from specdemo.core.policies import POLICIES, CostModel
 from specdemo.core.rules import RULES, rejection
-from specdemo.core.sampling import Noise, SamplingParams, SharedNoise
+from specdemo.core.sampling import Noise, SamplingParams, SharedNoise, fitted
 from specdemo.core.step import Draft
 from specdemo.core.verifier import ModelVerifier, configured_rule
 from specdemo.drafters import METHODS
-from specdemo.drafters.model import fitted
 from specdemo.models.chat_caches import ChatCaches, Conversation
 from specdemo.models.engines.cuda_graphs import MAX_ROWS
 from specdemo.models.engines.llama import PROMPT_CHUNK

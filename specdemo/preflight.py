@@ -21,11 +21,11 @@ from specdemo.core.decode import DraftBudget, decode
 from specdemo.core.errors import UserError
 from specdemo.core.metrics import Metrics, ratio_interval
 from specdemo.core.policies import Fixed
-from specdemo.core.sampling import SamplingParams
+from specdemo.core.sampling import SamplingParams, fitted
 from specdemo.core.simulate import step_starts
 from specdemo.core.step import Draft, Step, Verdict
 from specdemo.drafters.hybrid import HybridDrafter
-from specdemo.drafters.model import ModelDrafter, fitted
+from specdemo.drafters.model import ModelDrafter
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool

@@ -101,9 +101,12 @@ class SamplingParams:
             raise UserError("the model returned NaN or infinite logits: try dtype float32, or another checkpoint")
 
 
-def on_host(x: Tensor) -> bool:
-    """Return True if compiled functions can read `x`."""
-    return native.supports(x)
+def fitted(logits: Tensor, vocab_size: int) -> Tensor:
+    """Truncate logits or pad with -inf to `[rows, vocab_size]`."""
+    missing = vocab_size - logits.shape[-1]
+    if missing <= 0:
+        return logits[:, :vocab_size]
+    return torch.cat([logits, logits.new_full((len(logits), missing), -torch.inf)], dim=-1)
 
 
 def largest(logits: Tensor) -> tuple[list[int], list[float]]:
@@ -162,6 +165,9 @@ class Noise:
         u = self._uniform.random()
         return u < probability, u
 
+    def uniforms(self, count: int) -> list[float]:
+        return [self._uniform.random() for _ in range(count)]
+
     def sample(self, probs: Tensor, position: int = 0) -> int:
         """Sample from `probs` `[vocab]`; `position` is ignored."""
         if native.supports(probs):
@@ -208,3 +214,43 @@ class SharedNoise:
             key = random.Random(f"{self._seed}/{position}").getrandbits(63)
             self._arrival[position] = torch.empty(len(probs)).exponential_(generator=torch.Generator().manual_seed(key))
         return (probs / self._arrival[position].to(probs.device, non_blocking=True)).argmax(-1, keepdim=True)
+
+
+class ChainSampler:
+    """Chooses the tokens of a drafted chain after `start` tokens, and records their distributions `[vocab_size]`."""
+
+    def __init__(self, sampling: SamplingParams, noise: Noise | SharedNoise, start: int, vocab_size: int) -> None:
+        self.sampling, self.vocab_size = sampling, vocab_size
+        self._noise, self._start = noise, start
+        self._peaks: list[float] | list[Tensor] = []
+        self._probs: list[Tensor] = []
+
+    def __call__(self, logits: Tensor, i: int) -> Tensor | int:
+        """Return token i as a number, or `[1]` on the device, from raw logits `[1, own vocabulary]`."""
+        logits = fitted(logits, self.vocab_size).float()
+        if on_host := native.supports(logits):
+            (token,), values = largest(logits)
+            self._peaks += values
+        else:
+            self._peaks.append(logits.amax(-1))
+        if self.sampling.temperature == 0:
+            return token if on_host else logits.argmax(-1)
+        probs = self.sampling.logits_to_probs(logits)
+        self._probs.append(probs)
+        return (self._noise.sample if on_host else self._noise.sample_on_device)(probs[0], self._start + i)
+
+    def uniforms(self, count: int) -> list[float] | None:
+        """Return the random numbers of `count` tokens, if they are sufficient to choose them."""
+        if self.sampling.temperature == 0:
+            return []
+        return self._noise.uniforms(count) if isinstance(self._noise, Noise) else None
+
+    def record(self, peaks: list[float], probs: Tensor | None) -> None:
+        """Record tokens chosen elsewhere: largest logits, and distributions `[count, vocab_size]`."""
+        self._peaks, self._probs = peaks, [] if probs is None else [probs]
+
+    def distributions(self) -> Tensor | None:
+        """Return them `[count, vocab_size]`; None for point masses. Raises `UserError` for broken logits."""
+        peaks = self._peaks
+        self.sampling.refuse_broken(peaks if isinstance(peaks[0], float) else torch.cat(peaks).tolist())
+        return torch.cat(self._probs) if self._probs else None

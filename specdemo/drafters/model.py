@@ -41,6 +41,8 @@ class ModelDrafter:
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
         import torch
 
+        from specdemo.core.sampling import fitted
+
         if not readable(tokens, self._own_size, self._vocab_size):
             return Draft()
         if self._extend and budget.unconditional and not self._sampling.needs_paths:
@@ -66,32 +68,14 @@ class ModelDrafter:
         return Draft.chain(new, tuple(torch.stack(q).tolist()), torch.stack(distributions))
 
     def _propose_fixed(self, tokens: Sequence[int], count: int) -> Draft:
-        import torch
-
-        from specdemo.core.sampling import largest, on_host
-
-        peaks, distributions = [], []
-        greedy = self._sampling.temperature == 0
-
-        def pick(logits: Tensor, i: int) -> Tensor | int:
-            logits = fitted(logits, self._vocab_size).float()
-            if fast := on_host(logits):
-                (token,), values = largest(logits)
-                peaks.extend(values)
-            else:
-                peaks.append(logits.amax(-1))
-            if greedy:
-                return token if fast else logits.argmax(-1)
-            probs = self._sampling.logits_to_probs(logits)[0]
-            distributions.append(probs)
-            return (self._noise.sample if fast else self._noise.sample_on_device)(probs, len(tokens) + i)
+        from specdemo.core.sampling import ChainSampler
 
         assert self._extend is not None
-        new = tuple(self._extend(tokens, count, pick))
-        self._sampling.refuse_broken(peaks if isinstance(peaks[0], float) else torch.cat(peaks).tolist())
-        if not distributions:
+        sampler = ChainSampler(self._sampling, self._noise, len(tokens), self._vocab_size)
+        new = tuple(self._extend(tokens, count, sampler))
+        probs = sampler.distributions()
+        if probs is None:
             return Draft.chain(new)
-        probs = torch.stack(distributions)
         return Draft.chain(new, tuple(probs[range(count), new].tolist()), probs)
 
     def observe(self, step: Step) -> None:
@@ -101,16 +85,6 @@ class ModelDrafter:
 def readable(tokens: Sequence[int], own_size: int, vocab_size: int) -> bool:
     """Return True if the drafter's `own_size` ids include all `tokens`, which are below `vocab_size`."""
     return own_size >= vocab_size or max(tokens) < own_size
-
-
-def fitted(logits: Tensor, vocab_size: int) -> Tensor:
-    """Truncate logits or pad with -inf to `[rows, vocab_size]`."""
-    import torch
-
-    missing = vocab_size - logits.shape[-1]
-    if missing <= 0:
-        return logits[:, :vocab_size]
-    return torch.cat([logits, logits.new_full((len(logits), missing), -torch.inf)], dim=-1)
 
 
 def build_model_drafter(context: BuildContext) -> ModelDrafter | UniversalDrafter:

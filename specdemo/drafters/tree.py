@@ -15,7 +15,7 @@ from specdemo.core.options import option, options
 from specdemo.core.rules import without
 from specdemo.core.step import Draft, Step
 from specdemo.drafters.method import BuildContext, Method
-from specdemo.drafters.model import fitted, readable
+from specdemo.drafters.model import readable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,6 +46,8 @@ class TreeDrafter:
         self._nodes, self._width, self._beam = nodes, width, beam
 
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
+        from specdemo.core.sampling import fitted
+
         draft = Draft()
         if not readable(tokens, self._own_size, self._vocab_size):
             return draft

@@ -10,12 +10,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from specdemo.core.errors import UserError
+from specdemo.core.sampling import ChainSampler
 from specdemo.core.step import Draft, common_prefix
 from specdemo.models.cache_check import cache_support
 from specdemo.models.engines.fused_weights import FusedWeights
@@ -141,6 +142,10 @@ class CachedModel:
     @torch.inference_mode()
     def extend(self, tokens: Sequence[int], count: int, pick: Callable[[Tensor, int], Tensor | int]) -> list[int]:
         """Generate `count` tokens with `pick(logits, i)`; tensors `[1]` are transferred to the host at the end."""
+        if isinstance(pick, ChainSampler) and isinstance(self._engine, NativeEngine) and tokens:
+            new = self._sample_chain(self._engine, tokens, count, pick)
+            if new is not None:
+                return new
         logits = self.score(tokens, Draft())
         picked = [pick(logits, 0)]
         for i in range(1, count):
@@ -156,11 +161,29 @@ class CachedModel:
         if isinstance(self._engine, LlamaEngine):
             self._engine.prepare({max(n, self._pad) for n in rows}, start, end)
 
+    def _sample_chain(
+        self, engine: NativeEngine, tokens: Sequence[int], count: int, sampler: ChainSampler
+    ) -> list[int] | None:
+        """`extend` in one call; None if the tokens need separate passes."""
+        if self._owner is not None:
+            self._synchronise(self._owner, tokens)
+        held = len(self._truncate(tokens))
+        if self._logits is not None:
+            return None
+        new = self._guarded(engine.sample_chain, list(tokens[held:]), held, count, sampler)
+        if new is not None:
+            self._passes += count
+            self._held = [*tokens, *new[:-1]]
+        return new
+
     def _run(self, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
         self._passes += 1
+        return self._guarded(self._engine.run, new, held, draft)
+
+    def _guarded(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
             with torch_threads(self._threads):
-                return self._engine.run(new, held, draft)
+                return function(*arguments)
         except BaseException:  # layers may have different lengths now
             self._engine.keep(0, [])
             self._held, self._draft = [], Draft()

@@ -12,6 +12,7 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <unistd.h>
+#include "sampling.h"
 #include "vectors.h"
 
 #if LANES == 16
@@ -1310,6 +1311,35 @@ int run_pass(const pass *requested) {
     return !ready;
 }
 
+typedef struct {
+    double top_p;
+    const double *uniforms; /* [count]; temperature 0: unused */
+    float *probs, *scratch; /* [count][vocab], [vocab]; the same */
+    float *peaks;           /* [count] largest logits */
+    int32_t *tokens;        /* [count] */
+    int64_t top_k, vocab;   /* the first `vocab` logits are considered */
+    float temperature;
+    int32_t count;
+} chain;
+
+/* Sample a chain; `first` has one row of logits. Returns 0, or 1 without memory. */
+int draft_chain(const pass *first, const chain *c) {
+    pass p = *first;
+    int32_t position, prefix, starts[2] = {0, 0};
+    for (int i = 0; i < c->count; i++) {
+        if (run_pass(&p)) return 1;
+        largest_logits(p.logits, 1, c->vocab, c->vocab, c->tokens + i, c->peaks + i);
+        if (c->temperature > 0) {
+            float *probs = c->probs + i * c->vocab;
+            distributions(p.logits, 1, c->vocab, c->vocab, c->temperature, c->top_k, c->top_p, probs, c->scratch);
+            c->tokens[i] = (int32_t)invert(probs, c->vocab, c->uniforms[i]);
+        }
+        position = p.held += p.rows, prefix = position + 1;
+        p.rows = 1, p.ids = c->tokens + i, p.positions = &position, p.prefix = &prefix, p.extra_start = starts;
+    }
+    return 0;
+}
+
 /* Layout for the caller: outputs per block and vector */
 int block_outputs(void) { return BLOCK; }
 int vector_outputs(void) { return LANES; }
@@ -1345,8 +1375,6 @@ static int functions_are_exact(void) {
     }
     return 1;
 }
-
-int sampling_is_exact(void);
 
 /* Compare the products of every form with scalar sums. Returns 0 if equal within rounding; used once after compiling. */
 int self_check(void) {

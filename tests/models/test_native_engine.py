@@ -28,6 +28,8 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
+from specdemo.core.errors import UserError
+from specdemo.core.sampling import ChainSampler, Noise, SamplingParams
 from specdemo.core.step import Draft
 from specdemo.models.engines.gguf_linear import GgufLinear, dequantised
 from specdemo.models.engines.llama_weights import with_dropout, with_layers
@@ -272,6 +274,32 @@ def test_greedy_text_equals_transformers(name: str) -> None:
     )
     cached = CachedModel(NativeWeights(oracle))
     assert cached.extend(prompt, 24, lambda logits, i: logits[-1:].argmax(-1)) == expected[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0), SamplingParams(0.8, top_k=20, top_p=0.9)])
+@pytest.mark.parametrize("vocab", [VOCAB, VOCAB - 3])
+def test_chains_of_one_call_equal_those_of_separate_passes(sampling: SamplingParams, vocab: int) -> None:
+    model, tokens = weights("llama", "float32"), text(30)
+    together, separate = CachedModel(model), CachedModel(model)
+    fast, slow = (ChainSampler(sampling, Noise(1, "draft"), 0, vocab) for _ in range(2))
+    for turn in range(5):
+        new = together.extend(tokens, 4, fast)
+        assert new == separate.extend(tokens, 4, lambda logits, i: slow(logits, i))
+        draft = Draft.chain(tuple(new))
+        assert torch.equal(together.score(tokens, draft), separate.score(tokens, draft))
+        if sampling.temperature:
+            found, expected = fast.distributions(), slow.distributions()
+            assert torch.equal(found, expected[-4:]) and found.shape == (4, vocab)
+        tokens = [*tokens, *new[: turn % 4], 7]
+
+
+def test_broken_logits_of_a_chain_raise() -> None:
+    broken = random_model(CONFIGS["llama"], "float32")
+    broken.lm_head.weight[3] = torch.nan
+    sampler = ChainSampler(SamplingParams(), Noise(1, "draft"), 0, broken.config.vocab_size)
+    assert len(CachedModel(NativeWeights(broken)).extend(text(5), 3, sampler)) == 3
+    with pytest.raises(UserError, match="NaN"):
+        sampler.distributions()
 
 
 @pytest.mark.parametrize(

@@ -86,14 +86,14 @@ def test_target_and_copy_do_not_disturb_each_other(form: str) -> None:
 
 def test_the_prompt_is_processed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
-    original = NativeEngine._pass
+    original = NativeEngine._run
 
-    def counted(self: NativeEngine, new: list[int], *arguments: Any) -> Any:
+    def counted(self: NativeEngine, function: Any, new: list[int], *arguments: Any) -> None:
         rows.append(len(new))
-        return original(self, new, *arguments)
+        original(self, function, new, *arguments)
 
     tokens(pair="bundled", drafter=SAME)  # loads and measures
-    monkeypatch.setattr(NativeEngine, "_pass", counted)
+    monkeypatch.setattr(NativeEngine, "_run", counted)
     tokens(pair="bundled", drafter=SAME, gamma=3)
     prompt = load(Recipe(device="cpu").target_spec).tokenizer.encode(PROMPT)
     assert rows[0] == len(prompt) and max(rows[1:]) == 4 and rows[1] == 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,8 @@ from specdemo.native.build import native_library
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from specdemo.core.sampling import ChainSampler
 
 _GROUP = 64  # bitsandbytes: 4-bit weights per scale
 NATIVE_CHUNK = 256  # prompt rows per pass
@@ -79,6 +81,16 @@ class _Pass(ctypes.Structure):
         ),
         ("capacity", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("rows", "last", "held", "threads")),
+    ]
+
+
+class _Chain(ctypes.Structure):
+    _fields_ = [
+        ("top_p", ctypes.c_double),
+        *((name, ctypes.c_void_p) for name in ("uniforms", "probs", "scratch", "peaks", "tokens")),
+        *((name, ctypes.c_int64) for name in ("top_k", "vocab")),
+        ("temperature", ctypes.c_float),
+        ("count", ctypes.c_int32),
     ]
 
 
@@ -399,7 +411,55 @@ class NativeEngine:
     def reserved_bytes(self) -> int:
         return self._cache.kv.nbytes
 
+    def sample_chain(self, new: list[int], held: int, count: int, sampler: ChainSampler) -> list[int] | None:
+        """Feed `new` after `held` positions and sample `count` tokens; None if `sampler` needs its own functions."""
+        vocab, sampling = sampler.vocab_size, sampler.sampling
+        end = held + len(new) + count - 1
+        if len(new) > KEPT_ROWS or vocab > self._vocab_size or end > self._model.position_limit:
+            return None
+        if (uniforms := sampler.uniforms(count)) is None:
+            return None
+        self._cache.reserve(end)
+        tokens, peaks = (ctypes.c_int32 * count)(), (ctypes.c_float * count)()
+        probs = torch.empty(count, vocab) if uniforms else None
+        numbers, scratch = array("d", uniforms), torch.empty(vocab if uniforms else 0)
+        chain = _Chain(
+            sampling.top_p,
+            numbers.buffer_info()[0],
+            None if probs is None else probs.data_ptr(),
+            scratch.data_ptr(),
+            ctypes.addressof(peaks),
+            ctypes.addressof(tokens),
+            sampling.top_k,
+            vocab,
+            sampling.temperature,
+            count,
+        )
+        logits = torch.empty(1, self._vocab_size)
+        self._run(self._library.draft_chain, new, held, Draft(), logits, (), chain)
+        self._set_length(end)
+        sampler.record(peaks[:], probs)
+        return tokens[:]
+
     def _pass(self, new: list[int], held: int, draft: Draft, last: int, layers: Sequence[int]) -> Tensor:
+        logits = torch.empty(last, self._vocab_size)
+        self._run(self._library.run_pass, new, held, draft, logits, layers)
+        self._set_length(held + len(new))
+        return logits
+
+    def _set_length(self, length: int) -> None:
+        self._length, self._cache.written = length, max(length, self._cache.written)
+
+    def _run(
+        self,
+        function: Callable[..., int],
+        new: list[int],
+        held: int,
+        draft: Draft,
+        logits: Tensor,
+        layers: Sequence[int],
+        *options: ctypes.Structure,
+    ) -> None:
         model, cache, rows = self._model, self._cache, len(new)
         cache.reserve(held + rows)
         text = held + rows - len(draft)  # length of the text before the draft
@@ -417,37 +477,30 @@ class NativeEngine:
                 starts.append(len(extra))
         if max(placed) >= model.position_limit:
             raise ValueError(f"the model has {model.position_limit} positions")
-        logits = torch.empty(last, self._vocab_size)
         taps = [layers.index(i) if i in layers else -1 for i in range(len(model.layers))] if layers else ()
         self.hidden = torch.empty(len(layers), rows, model.width) if layers else None
         scratch = self._scratch if rows <= KEPT_ROWS else self._buffer(rows)
         numbers = array("i", [*new, *placed, *prefix, *extra, *starts, *taps])
         ends = accumulate(map(len, (new, placed, prefix, extra, starts)), initial=0)
         places = [numbers.buffer_info()[0] + numbers.itemsize * end for end in ends]
-        failed = self._library.run_pass(
-            ctypes.byref(
-                _Pass(
-                    self._address,
-                    cache.kv.data_ptr(),
-                    cache.cosines.data_ptr(),
-                    cache.sines.data_ptr(),
-                    *places[:-1],
-                    places[-1] if layers else None,
-                    None if self.hidden is None else self.hidden.data_ptr(),
-                    logits.data_ptr(),
-                    scratch.data_ptr(),
-                    cache.capacity,
-                    rows,
-                    last,
-                    held,
-                    torch.get_num_threads(),
-                )
-            )
+        described = _Pass(
+            self._address,
+            cache.kv.data_ptr(),
+            cache.cosines.data_ptr(),
+            cache.sines.data_ptr(),
+            *places[:-1],
+            places[-1] if layers else None,
+            None if self.hidden is None else self.hidden.data_ptr(),
+            logits.data_ptr(),
+            scratch.data_ptr(),
+            cache.capacity,
+            rows,
+            len(logits),
+            held,
+            torch.get_num_threads(),
         )
-        if failed:
+        if function(ctypes.byref(described), *map(ctypes.byref, options)):
             raise MemoryError("the native engine has no memory for its buffers")
-        self._length, cache.written = held + rows, max(held + rows, cache.written)
-        return logits
 
     def _buffer(self, rows: int) -> Tensor:
         return torch.empty(self._library.scratch_floats(ctypes.byref(self._struct), ctypes.c_int32(rows)))
