@@ -1,7 +1,6 @@
 """Run every recipe on every prompt and record figures.
 
-All lanes decode a prompt in shuffled order before the next prompt. Time spent by the caller between steps counts only
-as `paused_s`.
+All lanes decode a prompt in shuffled order before the next one. The caller's time between steps is `paused_s`.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ def measure(
 def _ours(
     recipe: Recipe, text: str, pool: ModelPool, turn: BenchProgress
 ) -> Generator[BenchProgress, None, dict[str, Any]]:
-    """Return the run's metrics, tokens, seconds after the first token, and bytes moved and held."""
+    """Return metrics, tokens, seconds after the first token, and bytes moved and held."""
     environment: Mapping[str, Any] = {}
     steps: list[Step] = []
     pauses: list[float] = []

@@ -82,8 +82,8 @@ _SAMPLED = {  # rules that accept the token that the target samples
 class Decision:
     """Figures that decided about a draft node; `None` if irrelevant or unknown.
 
-    With `rank`, the most probable token decides: `p` and `best` are the probabilities of this and the most probable
-    token. Otherwise `draw`, or without a draw `p`, was compared with `bound`.
+    With `rank`, the most probable token, of probability `best`, decides. Otherwise `draw`, or without a draw `p`, was
+    compared with `bound`.
     """
 
     p: float | None = None

@@ -179,7 +179,7 @@ class Noise:
         return self._inverse_cdf(probs) if probs.device.type == "cpu" else self._exponential_race(probs)
 
     def _inverse_cdf(self, probs: Tensor) -> Tensor:
-        """Invert the cumulative distribution: fastest on a CPU."""
+        """Invert the cumulative distribution."""
         mass = probs.cumsum(0, dtype=torch.float64)
         token = torch.searchsorted(mass, self._uniform.random() * mass[-1:], right=True)
         return token if token < len(probs) else probs.nonzero()[-1]  # the product was rounded up to the total
@@ -217,7 +217,7 @@ class SharedNoise:
 
 
 class ChainSampler:
-    """Chooses the tokens of a drafted chain after `start` tokens, and records their distributions `[vocab_size]`."""
+    """Samples a drafted chain after `start` tokens and records its distributions."""
 
     def __init__(self, sampling: SamplingParams, noise: Noise | SharedNoise, start: int, vocab_size: int) -> None:
         self.sampling, self.vocab_size = sampling, vocab_size
@@ -226,7 +226,7 @@ class ChainSampler:
         self._probs: list[Tensor] = []
 
     def __call__(self, logits: Tensor, i: int) -> Tensor | int:
-        """Return token i as a number, or `[1]` on the device, from raw logits `[1, own vocabulary]`."""
+        """Return token i of raw logits `[1, own vocabulary]`: a number, or `[1]` on the device."""
         logits = fitted(logits, self.vocab_size).float()
         if on_host := native.supports(logits):
             (token,), values = largest(logits)
@@ -240,17 +240,17 @@ class ChainSampler:
         return (self._noise.sample if on_host else self._noise.sample_on_device)(probs[0], self._start + i)
 
     def uniforms(self, count: int) -> list[float] | None:
-        """Return the random numbers of `count` tokens, if they are sufficient to choose them."""
+        """Return the random numbers that determine `count` tokens, if possible."""
         if self.sampling.temperature == 0:
             return []
         return self._noise.uniforms(count) if isinstance(self._noise, Noise) else None
 
     def record(self, peaks: list[float], probs: Tensor | None) -> None:
-        """Record tokens chosen elsewhere: largest logits, and distributions `[count, vocab_size]`."""
+        """Record largest logits and distributions `[count, vocab_size]`."""
         self._peaks, self._probs = peaks, [] if probs is None else [probs]
 
     def distributions(self) -> Tensor | None:
-        """Return them `[count, vocab_size]`; None for point masses. Raises `UserError` for broken logits."""
+        """Return `[count, vocab_size]`, or None for point masses. Raises `UserError` for broken logits."""
         peaks = self._peaks
         self.sampling.refuse_broken(peaks if isinstance(peaks[0], float) else torch.cat(peaks).tolist())
         return torch.cat(self._probs) if self._probs else None

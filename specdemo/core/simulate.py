@@ -65,8 +65,7 @@ def distance(a: Sequence[float], b: Sequence[float]) -> float:
 def chance_distance(p: Sequence[float], count: int) -> float:
     """Expected `distance` between p and the relative frequencies of `count` samples from p.
 
-    Half the sum of binomial mean absolute deviations:
-    E|X - np| = 2 m C(n, m) p^m (1 - p)^(n - m + 1) with m = floor(np) + 1.
+    Half the sum of binomial deviations E|X - np| = 2 m C(n, m) p^m (1 - p)^(n - m + 1) with m = floor(np) + 1.
     """
     return sum(_mean_deviation(x, count) for x in p) / (2 * count)
 

@@ -22,7 +22,7 @@ class ModelDrafter:
 
     `score(tokens, draft)` returns raw logits `[1, own_size]`. Draft distributions have the target's `vocab_size`: ids
     unknown to the target are masked before the softmax, ids unknown to the drafter get no mass and, in the text, cause
-    an empty draft. With `extend` (`CachedModel.extend`), drafts of unconditional length need no synchronisation.
+    an empty draft. `extend`: see `CachedModel`.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ def build_model_drafter(context: BuildContext) -> ModelDrafter | UniversalDrafte
     if context.bridge is None:
         noise = context.noise("draft")
         return ModelDrafter(model.score, context.sampling, noise, context.vocab_size, model.vocab_size, model.extend)
-    # Re-encoded drafts are verified as point masses: the most probable token is accepted more often than a sampled one.
+    # Point masses: the most probable token is accepted more often than a sampled one.
     sampling, noise = replace(context.drafter_sampling, temperature=0), context.noise("draft", shared=False)
     inner = ModelDrafter(model.score, sampling, noise, model.vocab_size, extend=model.extend)
     return UniversalDrafter(inner, context.bridge.read, context.bridge.write, model.context)

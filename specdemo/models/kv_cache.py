@@ -107,6 +107,8 @@ class CachedModel:
         self._draft = Draft()
         self._logits: Tensor | None = None  # rows after the last token and after each draft node
         self._threads = torch.get_num_threads()
+        if isinstance(self._engine, NativeEngine):
+            self._engine.threads = self._threads
 
     @torch.inference_mode()
     def score(self, tokens: Sequence[int], draft: Draft) -> Tensor:
@@ -164,7 +166,7 @@ class CachedModel:
     def _sample_chain(
         self, engine: NativeEngine, tokens: Sequence[int], count: int, sampler: ChainSampler
     ) -> list[int] | None:
-        """`extend` in one call; None if the tokens need separate passes."""
+        """`extend` in one call; None: not possible."""
         if self._owner is not None:
             self._synchronise(self._owner, tokens)
         held = len(self._truncate(tokens))
@@ -182,6 +184,8 @@ class CachedModel:
 
     def _guarded(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
+            if isinstance(self._engine, NativeEngine):  # has its own threads
+                return function(*arguments)
             with torch_threads(self._threads):
                 return function(*arguments)
         except BaseException:  # layers may have different lengths now

@@ -62,7 +62,7 @@ def load_pair(
     drafter_device: str | None = None,
     report: ReportProgress = ignore_progress,
 ) -> LoadedPair:
-    """Load a target and an optional drafter for `generate`. Raises `UserError` with cause and remedy.
+    """Load a target and an optional drafter for `generate`. Raises `UserError`.
 
     By name: `target` is a ready pair, or both are Hugging Face ids or local directories; drafter "same" is the target,
     quantised. `report` receives progress.

@@ -111,7 +111,7 @@ def load_options(spec: ModelSpec) -> dict[str, Any]:
     if quantization.bits is None:
         return {}
     if quantization.bits == 8:
-        # Outlier columns are selected over all rows, so a row would depend on the drafts next to it.
+        # Outlier columns are selected over all rows, including drafts.
         return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)}
     return {
         "quantization_config": BitsAndBytesConfig(

@@ -215,7 +215,7 @@ class Bridge:
         tail = list(tokens[-TAIL:])
         known = next(n for n in range(len(tail), -1, -1) if self._text.endswith(_decode(self._target, tail[:n])))
         before, pending = _decode(self._target, tail[:known]), tail[known:]  # pending: start of a character
-        # Together with the preceding words, as the target would; separately if a token would span the boundary.
+        # With the preceding words, as the target would; separately if a token spans the boundary.
         for context, start in ((before + text, len(before)), (text, 0)):
             ids, spans = _encode(self._target, context)
             encoded = [token for token, (_, end) in zip(ids, spans, strict=True) if end > start]

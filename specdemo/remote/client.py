@@ -166,7 +166,7 @@ class RemoteVerifier:
         return replace(verdict, draft_top=self._draft_top(draft, verdict))
 
     def _draft_top(self, draft: Draft, verdict: Verdict) -> tuple[TopTokens, ...]:
-        """Return the most probable tokens of each draft distribution, and those of the target at its position."""
+        """Return the most probable tokens of each draft distribution and of the target at its position."""
         if not (self._top and isinstance(draft.probs, Tensor) and draft.tokens):
             return ()
         tokens = position_tokens(draft, verdict.token, verdict.accepted)

@@ -191,7 +191,7 @@ _MORE_ACTIONS = {
 
 def _connect_runs(parts: _Parts, handlers: _Handlers) -> None:
     settings = list(parts.settings.values())
-    # A single input with all values: Gradio visits every input of an event for every frame.
+    # A single input: Gradio visits every input of an event for every frame.
     pressed = gr.Textbox(visible=False)
     failed = "() => { window.dispatchEvent(new Event('specdemo:failed')) }"  # full queue or lost server
     for name, more in (("run", ""), ("repeat", f", {REPEATS}")):

@@ -64,12 +64,12 @@ def stylesheet() -> str:
 
 
 _FOLDER = Path(__file__).parent
-# Gradio keeps 440 kB per browser session, for up to 10,000 sessions (4.4 GB). 64 sessions (28 MB) match the capacity
-# of run store and event queue. The page has no `gr.State`, so Gradio recreates evicted sessions from the defaults.
+# Gradio keeps 440 kB per browser session, for up to 10,000 sessions (4.4 GB). 64 match run store and event queue.
+# Without `gr.State`, Gradio recreates evicted sessions from the defaults.
 SESSION_CAPACITY = 64
 
 
-# Variables of gradio's theme: a palette name, or a light and a dark colour.
+# Variables of gradio's theme: palette, or light and dark colour.
 _VARIABLES: dict[str, str | tuple[str, str]] = {
     "body_background_fill": "ground",
     "body_text_color": "ink",

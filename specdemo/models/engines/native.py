@@ -367,6 +367,20 @@ class _KvCache:
         self.cosines, self.sines = self._rotation(capacity)
 
 
+def _visible(rows: int, held: int, draft: Draft) -> tuple[Sequence[int], ...]:
+    """Return `positions`, `prefix`, `extra` and `extra_start` of a pass in the C source."""
+    if draft.is_chain:
+        return range(held, held + rows), range(held + 1, held + rows + 1), (), [0] * (rows + 1)
+    text = held + rows - len(draft)  # length of the text before the draft
+    paths = [draft.path(node) for node in range(max(0, held - text), len(draft))]  # of the new nodes
+    extra: list[int] = []
+    starts = [0] * (rows - len(paths) + 1)
+    for path in paths:
+        extra += [text + ancestor for ancestor in path]
+        starts.append(len(extra))
+    return positions(rows, held, draft), [*range(held + 1, text + 1), *[text] * len(paths)], extra, starts
+
+
 class NativeEngine:
     """Passes over the KV cache of one request."""
 
@@ -380,6 +394,7 @@ class NativeEngine:
         self._vocab_size = model.config.vocab_size
         self.hidden: Tensor | None = None  # [layers, rows, width] of the last pass
         self._scratch = self._buffer(KEPT_ROWS)
+        self.threads = torch.get_num_threads()
 
     def run(self, new: list[int] | Tensor, held: int, draft: Draft, layers: Sequence[int] = ()) -> Tensor:
         """See `CacheEngine.run`. `layers`: store their hidden states `[layers, rows, width]` in `hidden`."""
@@ -412,7 +427,7 @@ class NativeEngine:
         return self._cache.kv.nbytes
 
     def sample_chain(self, new: list[int], held: int, count: int, sampler: ChainSampler) -> list[int] | None:
-        """Feed `new` after `held` positions and sample `count` tokens; None if `sampler` needs its own functions."""
+        """Feed `new` after `held` positions and sample `count` tokens; None: not possible in one call."""
         vocab, sampling = sampler.vocab_size, sampler.sampling
         end = held + len(new) + count - 1
         if len(new) > KEPT_ROWS or vocab > self._vocab_size or end > self._model.position_limit:
@@ -462,19 +477,7 @@ class NativeEngine:
     ) -> None:
         model, cache, rows = self._model, self._cache, len(new)
         cache.reserve(held + rows)
-        text = held + rows - len(draft)  # length of the text before the draft
-        first = max(0, held - text)  # first node among the new rows
-        if draft.is_chain:
-            placed, prefix = range(held, held + rows), range(held + 1, held + rows + 1)
-            extra, starts = (), [0] * (rows + 1)
-        else:
-            paths = [draft.path(node) for node in range(first, len(draft))]
-            placed = positions(rows, held, draft)
-            prefix = [*range(held + 1, text + 1), *[text] * len(paths)]
-            extra, starts = [], [0] * (rows - len(paths) + 1)
-            for path in paths:
-                extra += [text + ancestor for ancestor in path]
-                starts.append(len(extra))
+        placed, prefix, extra, starts = _visible(rows, held, draft)
         if max(placed) >= model.position_limit:
             raise ValueError(f"the model has {model.position_limit} positions")
         taps = [layers.index(i) if i in layers else -1 for i in range(len(model.layers))] if layers else ()
@@ -497,7 +500,7 @@ class NativeEngine:
             rows,
             len(logits),
             held,
-            torch.get_num_threads(),
+            self.threads,
         )
         if function(ctypes.byref(described), *map(ctypes.byref, options)):
             raise MemoryError("the native engine has no memory for its buffers")
