@@ -27,9 +27,10 @@ from specdemo.recipe import Recipe
 
 TABLES = {"time_breakdown": "docs/performance.md"}
 
-# Timed calls and their names; a verification includes a pass.
+# Timed calls and their names; a verification includes a pass, and drafts of fixed length are sampled with their passes.
 TIMED: tuple[tuple[Any, str, str], ...] = (
     (NativeEngine, "run", "pass"),
+    (NativeEngine, "sample_chain", "pass"),
     (ModelVerifier, "verify", "verification"),
 )
 
@@ -74,12 +75,10 @@ def step_parts(recipe: Recipe, prompts: Sequence[str]) -> list[dict[str, float]]
 
 def _split(step: Step, spent: Counter[tuple[bool, str]]) -> dict[str, float]:
     parts = {}
-    for verifying, role, seconds in ((False, "drafter", step.draft_s), (True, "target", step.verify_s)):
-        passes = spent[verifying, "pass"]
-        parts |= {
-            f"{role}: passes": passes,
-            f"{role}: distributions, sampling, tests": seconds - passes,
-        }
+    names = ("drafter: passes, sampling", "drafter: rest"), ("target: passes", "target: distributions, sampling, tests")
+    for verifying, (inside, rest), seconds in zip((False, True), names, (step.draft_s, step.verify_s), strict=True):
+        parts[inside] = spent[verifying, "pass"]
+        parts[rest] = seconds - parts[inside]
     return {**parts, "loop": step.host_s}
 
 

@@ -1178,15 +1178,15 @@ static struct {
     _Atomic uint32_t opened OWN_LINE, sleepers, running;
     state *now;
     int first_phase;          /* ticket's number of phase 0 */
-    int threads;              /* participants */
+    _Atomic int threads;      /* participants; the others sleep until there are more */
     uint32_t number, chunks;  /* of the phase */
     int started;
     pid_t owner;
     pthread_mutex_t busy, mutex;
-    pthread_cond_t changed;
+    pthread_cond_t changed, enlarged;
     float *buffers[MAX_THREADS];
     size_t sizes[MAX_THREADS];
-} pool = {.busy = PTHREAD_MUTEX_INITIALIZER, .mutex = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER};
+} pool = {.busy = PTHREAD_MUTEX_INITIALIZER, .mutex = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER, .enlarged = PTHREAD_COND_INITIALIZER};
 
 static int is_open(uint64_t t) { return (t & 0xffff) < (t >> 16 & 0xffff); }
 
@@ -1201,8 +1201,8 @@ static void wake_threads(void) {
 static void open_phase(uint32_t number, int64_t chunks) {
     pool.number = number, pool.chunks = (uint32_t)chunks;
     atomic_store(&pool.done, 0);
-    for (int t = 0; t < pool.threads; t++) {
-        uint64_t first = (uint64_t)(chunks * t / pool.threads), end = (uint64_t)(chunks * (t + 1) / pool.threads);
+    for (int t = 0, threads = atomic_load(&pool.threads); t < threads; t++) {
+        uint64_t first = (uint64_t)(chunks * t / threads), end = (uint64_t)(chunks * (t + 1) / threads);
         atomic_store_explicit(&pool.ranges[t].ticket, (uint64_t)number << 32 | end << 16 | first, memory_order_release);
     }
     wake_threads();
@@ -1257,10 +1257,24 @@ static void work(int thread, int is_caller) {
     for (;;) {
         uint32_t seen = atomic_load(&pool.opened);
         if (is_caller && !atomic_load(&pool.running)) return;
-        int threads = pool.threads, found = 0;
-        for (int i = 0; i < threads && thread < threads && !found; i++) found = run_range((thread + i) % threads, thread);
+        int threads = atomic_load(&pool.threads), found = 0;
+        if (thread >= threads) {
+            pthread_mutex_lock(&pool.mutex);
+            while (thread >= atomic_load(&pool.threads)) pthread_cond_wait(&pool.enlarged, &pool.mutex);
+            pthread_mutex_unlock(&pool.mutex);
+            continue;
+        }
+        for (int i = 0; i < threads && !found; i++) found = run_range((thread + i) % threads, thread);
         if (!found) wait_for_phase(seen);
     }
+}
+
+static void set_threads(int count) {
+    if (atomic_load(&pool.threads) == count) return;
+    pthread_mutex_lock(&pool.mutex);
+    atomic_store(&pool.threads, count);
+    pthread_cond_broadcast(&pool.enlarged);
+    pthread_mutex_unlock(&pool.mutex);
 }
 
 static void *worker(void *thread) { work((int)(intptr_t)thread, 0); return 0; }
@@ -1291,7 +1305,7 @@ int run_pass(const pass *requested) {
     pass limited = *requested, *p = &limited;
     p->threads = p->threads < MAX_THREADS ? p->threads : MAX_THREADS;
     if (pool.owner != getpid()) { /* threads do not survive fork() */
-        pthread_mutex_init(&pool.busy, 0), pthread_mutex_init(&pool.mutex, 0), pthread_cond_init(&pool.changed, 0);
+        pthread_mutex_init(&pool.busy, 0), pthread_mutex_init(&pool.mutex, 0), pthread_cond_init(&pool.changed, 0), pthread_cond_init(&pool.enlarged, 0);
         pool.started = 0, pool.owner = getpid();
         atomic_store(&pool.sleepers, 0);
     }
@@ -1300,7 +1314,8 @@ int run_pass(const pass *requested) {
     if (ready) {
         state s = lay_out(p);
         embed(&s);
-        pool.now = &s, pool.threads = p->threads;
+        pool.now = &s;
+        set_threads(p->threads);
         uint32_t number = pool.number + 1;
         pool.first_phase = (int)number;
         atomic_store(&pool.running, 1);
