@@ -158,7 +158,7 @@ int sampling_is_exact(void) {
     enum { COUNT = 3 * LANES + 1, TOP_K = 2 * LANES };
     float logits[COUNT], probs[COUNT], scratch[COUNT];
     double expected[COUNT], sum = 0, kept = 0;
-    for (int i = 0; i < COUNT; i++) logits[i] = -0.05f * (float)(i * 7 % COUNT); /* largest first after a permutation */
+    for (int i = 0; i < COUNT; i++) logits[i] = -0.05f * (float)(i * 11 % COUNT); /* largest first after a permutation */
     for (int rank = 0; rank < TOP_K; rank++) sum += exp(-0.1 * rank);
     distributions(logits, 1, COUNT, COUNT, 0.5f, TOP_K, 0.8, probs, scratch);
     for (int rank = 0; rank < COUNT; rank++) {
@@ -167,7 +167,7 @@ int sampling_is_exact(void) {
     }
     double before = 0;
     for (int i = 0; i < COUNT; i++) {
-        double p = expected[i * 7 % COUNT] / kept;
+        double p = expected[i * 11 % COUNT] / kept;
         if (!(fabs(probs[i] - p) <= 1e-6)) return 0;
         if (p > 0 && invert(probs, COUNT, before + p / 2) != i) return 0;
         before += p;
