@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 from transformers.utils import logging
 
 from specdemo.core.errors import UserError
+from specdemo.core.sampling import largest
 from specdemo.core.step import Draft
 from specdemo.models.cache_check import cache_support, quiet
 from specdemo.models.engines.fused_weights import FusedWeights
@@ -133,11 +134,11 @@ def fuse(model: PreTrainedModel, consume: bool = True) -> tuple[FusedWeights, st
 
 
 def _warm_up(cached: CachedModel) -> None:
-    """Run a pass; CUDA graphs are recorded only in the device thread."""
+    """Run a pass and read its result; CUDA graphs are recorded only in the device thread."""
     lean = isinstance(cached.model, LlamaWeights)
     if lean:
         cached.model.graphs = False
-    cached.score([0], Draft.chain((0,)))
+    largest(cached.score([0], Draft.chain((0,))))
     if lean:
         cached.model.graphs = True
 
