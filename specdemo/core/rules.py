@@ -47,6 +47,11 @@ def residual(p: Probs, q: Tensor) -> Probs:
     """
     if isinstance(p, PointMass):
         return p
+    from specdemo.native import sampling as native
+
+    if native.supports(p) and native.supports(q):
+        found = native.subtract(p, q)
+        return p if found is None else found
     excess = (p - q).clamp_(min=0)
     total = excess.sum()
     return excess / total if total > 0 else p
@@ -122,8 +127,8 @@ def match(draft: Draft, p: ProbRows, accept: AcceptanceTest, correct: TokenSampl
 
     With noise keyed by position and shared with the drafter this is the coupled rule (2408.07978).
     """
-    children, node_probs = draft.children(), _node_probs(draft, p)
-    overlap = _overlaps(draft, p, node_probs)
+    children = draft.children()
+    node_probs, overlap = _compared(draft, p)
     betas: list[float | None] = [None] * len(draft)
     accepted: list[int] = []
     node: int | None = -1
@@ -150,11 +155,10 @@ def _walk(
 
     `test(token, p, q, row)` returns the decision, the random number and the bound, if the rule has them.
     """
-    node_probs = _node_probs(draft, p)
+    node_probs, overlap = _compared(draft, p)
     draws: list[float | None] = [None] * len(draft)
     betas: list[float | None] = [None] * len(draft)
     bounds: list[float | None] = [None] * len(draft)
-    overlap = _overlaps(draft, p, node_probs)
     children = draft.children()
     accepted: list[int] = []
     node, row, row_is_p = -1, p[0], True
@@ -198,6 +202,18 @@ def _entropy(row: Probs) -> float:
 
 def _sample(row: Probs, sampler: TokenSampler, position: int) -> int:
     return row.token if isinstance(row, PointMass) else sampler.sample(row, position)
+
+
+def _compared(draft: Draft, p: ProbRows) -> tuple[list[float], list[float]]:
+    import torch
+
+    from specdemo.native import sampling as native
+
+    q = draft.probs
+    if isinstance(p, torch.Tensor) and isinstance(q, torch.Tensor) and native.supports(p) and native.supports(q):
+        return native.compare_drafts(p.contiguous(), q.contiguous(), draft.parents, draft.tokens)
+    node_probs = _node_probs(draft, p)
+    return node_probs, _overlaps(draft, p, node_probs)
 
 
 def _node_probs(draft: Draft, p: ProbRows) -> list[float]:

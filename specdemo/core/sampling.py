@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specdemo.core.banned_text import BannedText
 from specdemo.core.errors import UserError
-from specdemo.core.step import TopTokens
+from specdemo.core.step import Draft, TopTokens
 from specdemo.native import sampling as native
 
 _LARGEST, _TINY = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
@@ -224,6 +224,7 @@ class ChainSampler:
         self._noise, self._start = noise, start
         self._peaks: list[float] | list[Tensor] = []
         self._probs: list[Tensor] = []
+        self._token_probs: list[float] = []
 
     def __call__(self, logits: Tensor, i: int) -> Tensor | int:
         """Return token i of raw logits `[1, own vocabulary]`: a number, or `[1]` on the device."""
@@ -240,17 +241,21 @@ class ChainSampler:
         return (self._noise.sample if on_host else self._noise.sample_on_device)(probs[0], self._start + i)
 
     def uniforms(self, count: int) -> list[float] | None:
-        """Return the random numbers that determine `count` tokens, if possible."""
+        """Return random numbers that determine `count` tokens."""
         if self.sampling.temperature == 0:
             return []
         return self._noise.uniforms(count) if isinstance(self._noise, Noise) else None
 
-    def record(self, peaks: list[float], probs: Tensor | None) -> None:
-        """Record largest logits and distributions `[count, vocab_size]`."""
-        self._peaks, self._probs = peaks, [] if probs is None else [probs]
+    def record(self, peaks: list[float], token_probs: list[float], probs: Tensor | None) -> None:
+        """Record largest logits, token probabilities, and distributions `[count, vocab_size]`."""
+        self._peaks, self._token_probs, self._probs = peaks, token_probs, [] if probs is None else [probs]
 
-    def distributions(self) -> Tensor | None:
-        """Return `[count, vocab_size]`, or None for point masses. Raises `UserError` for broken logits."""
+    def chain(self, tokens: Sequence[int]) -> Draft:
+        """Return the draft of these tokens. Raises `UserError` for broken logits."""
         peaks = self._peaks
         self.sampling.refuse_broken(peaks if isinstance(peaks[0], float) else torch.cat(peaks).tolist())
-        return torch.cat(self._probs) if self._probs else None
+        if not self._probs:
+            return Draft.chain(tuple(tokens))
+        probs = self._probs[0] if len(self._probs) == 1 else torch.cat(self._probs)
+        token_probs = self._token_probs or probs[range(len(tokens)), tokens].tolist()
+        return Draft.chain(tuple(tokens), tuple(token_probs), probs)

@@ -91,7 +91,7 @@ class Verdict:
     """
 
     accepted: tuple[int, ...]  # nodes, root to leaf
-    token: int | None  # correction, bonus or plain; None after a stop token and in a beam search
+    token: int | None  # correction, bonus or plain; None after a stop token and in beam search
     p: tuple[float | None, ...] = ()
     draw: tuple[float | None, ...] = ()
     beta: tuple[float | None, ...] = ()

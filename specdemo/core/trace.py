@@ -217,7 +217,7 @@ def _tops_from_json(values: Iterable[Mapping[str, Any]] | None) -> tuple[TopToke
 MAX_LINE, MAX_VALUES, MAX_DEPTH = 4_000_000, 500_000, 16  # characters, values and nesting of a line
 MAX_EXTRA = 20_000  # characters of unknown fields of recipe and environment
 MAX_NODES, MAX_TOKENS = 1024, 4096  # per step
-MAX_RECORDED = 4096  # tokens of a distribution: the most probable ones of target and drafts, and the drafted ones
+MAX_RECORDED = 4096  # tokens of a distribution: the most probable and the drafted ones
 
 Id = Annotated[int, Field(ge=0, lt=1 << 31)]
 Number = Annotated[float, Field(ge=-1e12, le=1e12)]

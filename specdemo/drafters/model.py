@@ -72,11 +72,7 @@ class ModelDrafter:
 
         assert self._extend is not None
         sampler = ChainSampler(self._sampling, self._noise, len(tokens), self._vocab_size)
-        new = tuple(self._extend(tokens, count, sampler))
-        probs = sampler.distributions()
-        if probs is None:
-            return Draft.chain(new)
-        return Draft.chain(new, tuple(probs[range(count), new].tolist()), probs)
+        return sampler.chain(self._extend(tokens, count, sampler))
 
     def observe(self, step: Step) -> None:
         pass

@@ -143,7 +143,7 @@ class CachedModel:
 
     @torch.inference_mode()
     def extend(self, tokens: Sequence[int], count: int, pick: Callable[[Tensor, int], Tensor | int]) -> list[int]:
-        """Generate `count` tokens with `pick(logits, i)`; tensors `[1]` are transferred to the host at the end."""
+        """Generate `count` tokens with `pick(logits, i)`; tensors `[1]` are transferred at the end."""
         if isinstance(pick, ChainSampler) and isinstance(self._engine, NativeEngine) and tokens:
             new = self._sample_chain(self._engine, tokens, count, pick)
             if new is not None:

@@ -18,7 +18,7 @@ from specdemo.models.chat_template import render_chat
 from specdemo.models.untrusted import model_errors
 
 UNFINISHED = "\ufffd"  # decoded form of an incomplete character
-_WINDOW = 6  # tokens of left context: 4 bytes of a character and a space
+_WINDOW = 6  # tokens of left context: 4 bytes and a space
 _largest_ids: WeakKeyDictionary[PreTrainedTokenizerBase, int] = WeakKeyDictionary()
 
 

@@ -1330,7 +1330,7 @@ typedef struct {
     double top_p;
     const double *uniforms; /* [count]; temperature 0: unused */
     float *probs, *scratch; /* [count][vocab], [vocab]; the same */
-    float *peaks;           /* [count] largest logits */
+    float *peaks, *chosen;  /* [count] largest logits, probabilities of the tokens */
     int32_t *tokens;        /* [count] */
     int64_t top_k, vocab;   /* the first `vocab` logits are considered */
     float temperature;
@@ -1348,6 +1348,7 @@ int draft_chain(const pass *first, const chain *c) {
             float *probs = c->probs + i * c->vocab;
             distributions(p.logits, 1, c->vocab, c->vocab, c->temperature, c->top_k, c->top_p, probs, c->scratch);
             c->tokens[i] = (int32_t)invert(probs, c->vocab, c->uniforms[i]);
+            c->chosen[i] = probs[c->tokens[i]];
         }
         position = p.held += p.rows, prefix = position + 1;
         p.rows = 1, p.ids = c->tokens + i, p.positions = &position, p.prefix = &prefix, p.extra_start = starts;

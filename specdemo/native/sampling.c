@@ -153,6 +153,44 @@ int64_t invert(const float *probs, int64_t count, double uniform) {
     return count - 1;
 }
 
+INLINE vf lesser(vf a, vf b) { return choose(a < b, a, b); }
+
+/* Sum of min(p, q) */
+static double overlap(const float *p, const float *q, int64_t count) {
+    enum { PART = 16 * LANES };
+    double sum = 0;
+    int64_t i = 0;
+    for (; i + PART <= count; i += PART) {
+        vf part = {0};
+        for (int j = 0; j < PART; j += LANES) part += lesser(load(p + i + j), load(q + i + j));
+        sum += total(part);
+    }
+    for (; i < count; i++) sum += p[i] < q[i] ? p[i] : q[i];
+    return sum;
+}
+
+/* Per node of a draft: p of its token, and sum min(p, q) at its position; p[n + 1][count], q[n][count] */
+void compare_drafts(const float *p, const float *q, int64_t count, int64_t n, const int32_t *parents, const int32_t *tokens,
+                    float *token_probs, float *overlaps) {
+    for (int64_t i = 0; i < n; i++) {
+        const float *row = p + (parents[i] + 1) * count;
+        token_probs[i] = row[tokens[i]];
+        overlaps[i] = (float)overlap(row, q + i * count, count);
+    }
+}
+
+/* o = max(p - q, 0), normalised; returns its sum before. */
+double subtract(const float *p, const float *q, int64_t count, float *o) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) store(o + i, larger(load(p + i) - load(q + i), fill(0)));
+    for (; i < count; i++) o[i] = p[i] > q[i] ? p[i] - q[i] : 0;
+    double sum = mass_of(o, count);
+    float factor = sum > 0 ? (float)(1 / sum) : 0;
+    for (i = 0; i + LANES <= count; i += LANES) store(o + i, load(o + i) * factor);
+    for (; i < count; i++) o[i] *= factor;
+    return sum;
+}
+
 /* Compare with sorted logits in double precision. Returns 1 if equal within rounding; used once after compiling. */
 int sampling_is_exact(void) {
     enum { COUNT = 3 * LANES + 1, TOP_K = 2 * LANES };

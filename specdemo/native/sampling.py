@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -14,6 +15,8 @@ _ARGUMENTS = {  # p: pointer, i: int64, f: float, d: double
     "largest_logits": "piiipp",
     "distributions": "piiifidpp",
     "invert": "pid",
+    "compare_drafts": "ppiipppp",
+    "subtract": "ppip",
 }
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float, "d": ctypes.c_double}
 
@@ -27,6 +30,7 @@ def _functions() -> ctypes.PyDLL:
     for name, arguments in _ARGUMENTS.items():
         getattr(functions, name).argtypes = [_TYPES[kind] for kind in arguments]
     functions.invert.restype = ctypes.c_int64
+    functions.subtract.restype = ctypes.c_double
     return functions
 
 
@@ -58,3 +62,22 @@ def token_distributions(logits: Tensor, temperature: float, top_k: int, top_p: f
 def sample_at(probs: Tensor, uniform: float) -> int:
     """Return the token at `uniform` of the cumulative distribution `[vocab]`."""
     return _functions().invert(probs.data_ptr(), len(probs), uniform)
+
+
+def compare_drafts(
+    p: Tensor, q: Tensor, parents: Sequence[int], tokens: Sequence[int]
+) -> tuple[list[float], list[float]]:
+    """Return p and sum min(p, q) per node; `p` `[n + 1, vocab]`, `q` `[n, vocab]`."""
+    count = len(tokens)
+    nodes, found = (ctypes.c_int32 * (2 * count))(*parents, *tokens), (ctypes.c_float * (2 * count))()
+    start, end = ctypes.addressof(nodes), ctypes.addressof(found)
+    _functions().compare_drafts(
+        *(p.data_ptr(), q.data_ptr(), p.shape[1], count, start, start + 4 * count, end, end + 4 * count)
+    )
+    return found[:count], found[count:]
+
+
+def subtract(p: Tensor, q: Tensor) -> Tensor | None:
+    """See `residual`; None if it is zero."""
+    found = torch.empty_like(p)
+    return found if _functions().subtract(p.data_ptr(), q.data_ptr(), len(p), found.data_ptr()) > 0 else None

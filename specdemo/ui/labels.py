@@ -24,7 +24,7 @@ SMALLER_DRAFT = {
     "tree": "Each node of the tree costs drafting and verification: lower “Nodes per draft”",
     "lookahead": "Each guess adds a row to the pass: lower “Window, positions” or “Order n”",
 }
-NEAR_TIE = 0.05  # nats between the two most probable tokens: the range of bfloat16 rounding
+NEAR_TIE = 0.05  # nats between the two most probable tokens: bfloat16 rounding
 LONGEST_ADVISED = 16  # draft tokens
 CHANGED = "This rule changes the target's distribution with these settings."
 

@@ -49,7 +49,7 @@ class HostLimits:
     at_once: int | None = None  # queued and active runs per visitor
     per_minute: int | None = None  # started runs per visitor
     remote: tuple[str, ...] | None = None  # allowed services; `None`: any, and a local service started by the page
-    hosts: tuple[str, ...] | None = ()  # host names of the page besides localhost, addresses and Spaces; `None`: any
+    hosts: tuple[str, ...] | None = ()  # hosts of the page besides localhost, addresses and Spaces; `None`: any
 
     def __post_init__(self) -> None:
         check_name("rule for models", self.models, MODEL_RULES)

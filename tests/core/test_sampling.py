@@ -22,7 +22,7 @@ from transformers import (
 
 from specdemo.core.banned_text import BannedText
 from specdemo.core.errors import UserError
-from specdemo.core.rules import RULES, PointMass
+from specdemo.core.rules import RULES, PointMass, _compared, residual
 from specdemo.core.sampling import Noise, SamplingParams, SharedNoise, largest
 from specdemo.core.step import Draft
 from specdemo.models.tokenizer import token_bytes
@@ -219,3 +219,17 @@ def test_the_largest_logit_is_the_first_or_nan() -> None:
         tokens, values = largest(logits)
         assert tokens[2] == column and math.isnan(values[2]) and values[1] == logits[1].max()
         logits[2, column] = 0
+
+
+def test_compiled_comparisons_of_drafts_equal_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(5)
+    p, q = (torch.randn(n, 1003, generator=generator).mul_(3).softmax(-1) for n in (5, 4))
+    draft = Draft((3, 900, 4, 1002), (-1, 0, 0, 2), tuple(q[range(4), (3, 900, 4, 1002)].tolist()), q)
+
+    def results() -> list[torch.Tensor]:
+        return [*map(torch.tensor, _compared(draft, p)), residual(p[2], q[1]), residual(p[0], p[0].clone())]
+
+    found = results()
+    monkeypatch.setattr(native, "supports", lambda x: False)
+    torch.testing.assert_close(found, results(), rtol=1e-5, atol=1e-8)
+    assert torch.equal(found[3], p[0])

@@ -281,15 +281,17 @@ def test_greedy_text_equals_transformers(name: str) -> None:
 def test_chains_of_one_call_equal_those_of_separate_passes(sampling: SamplingParams, vocab: int) -> None:
     model, tokens = weights("llama", "float32"), text(30)
     together, separate = CachedModel(model), CachedModel(model)
-    fast, slow = (ChainSampler(sampling, Noise(1, "draft"), 0, vocab) for _ in range(2))
+    noises = [Noise(1, "draft"), Noise(1, "draft")]
     for turn in range(5):
+        fast, slow = (ChainSampler(sampling, noise, 0, vocab) for noise in noises)
         new = together.extend(tokens, 4, fast)
-        assert new == separate.extend(tokens, 4, lambda logits, i: slow(logits, i))
+        assert new == separate.extend(tokens, 4, slow.__call__)
         draft = Draft.chain(tuple(new))
         assert torch.equal(together.score(tokens, draft), separate.score(tokens, draft))
+        found, expected = fast.chain(new), slow.chain(new)
+        assert found.tokens == expected.tokens and found.token_probs == expected.token_probs
         if sampling.temperature:
-            found, expected = fast.distributions(), slow.distributions()
-            assert torch.equal(found, expected[-4:]) and found.shape == (4, vocab)
+            assert torch.equal(found.probs, expected.probs) and found.probs.shape == (4, vocab)
         tokens = [*tokens, *new[: turn % 4], 7]
 
 
@@ -297,9 +299,9 @@ def test_broken_logits_of_a_chain_raise() -> None:
     broken = random_model(CONFIGS["llama"], "float32")
     broken.lm_head.weight[3] = torch.nan
     sampler = ChainSampler(SamplingParams(), Noise(1, "draft"), 0, broken.config.vocab_size)
-    assert len(CachedModel(NativeWeights(broken)).extend(text(5), 3, sampler)) == 3
+    new = CachedModel(NativeWeights(broken)).extend(text(5), 3, sampler)
     with pytest.raises(UserError, match="NaN"):
-        sampler.distributions()
+        sampler.chain(new)
 
 
 @pytest.mark.parametrize(

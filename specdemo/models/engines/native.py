@@ -87,7 +87,7 @@ class _Pass(ctypes.Structure):
 class _Chain(ctypes.Structure):
     _fields_ = [
         ("top_p", ctypes.c_double),
-        *((name, ctypes.c_void_p) for name in ("uniforms", "probs", "scratch", "peaks", "tokens")),
+        *((name, ctypes.c_void_p) for name in ("uniforms", "probs", "scratch", "peaks", "chosen", "tokens")),
         *((name, ctypes.c_int64) for name in ("top_k", "vocab")),
         ("temperature", ctypes.c_float),
         ("count", ctypes.c_int32),
@@ -435,7 +435,7 @@ class NativeEngine:
         if (uniforms := sampler.uniforms(count)) is None:
             return None
         self._cache.reserve(end)
-        tokens, peaks = (ctypes.c_int32 * count)(), (ctypes.c_float * count)()
+        tokens, peaks, chosen = (ctypes.c_int32 * count)(), *((ctypes.c_float * count)() for _ in range(2))
         probs = torch.empty(count, vocab) if uniforms else None
         numbers, scratch = array("d", uniforms), torch.empty(vocab if uniforms else 0)
         chain = _Chain(
@@ -444,6 +444,7 @@ class NativeEngine:
             None if probs is None else probs.data_ptr(),
             scratch.data_ptr(),
             ctypes.addressof(peaks),
+            ctypes.addressof(chosen),
             ctypes.addressof(tokens),
             sampling.top_k,
             vocab,
@@ -453,7 +454,7 @@ class NativeEngine:
         logits = torch.empty(1, self._vocab_size)
         self._run(self._library.draft_chain, new, held, Draft(), logits, (), chain)
         self._set_length(end)
-        sampler.record(peaks[:], probs)
+        sampler.record(peaks[:], chosen[:], probs)
         return tokens[:]
 
     def _pass(self, new: list[int], held: int, draft: Draft, last: int, layers: Sequence[int]) -> Tensor:
