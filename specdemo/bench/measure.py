@@ -73,7 +73,7 @@ def measure(
     """Yield a `BenchProgress` per run and step, and a record per prompt.
 
     A record contains name and class of the prompt and the figures of each run: `recipes`, then the baselines `peers`
-    for each AR recipe. `repeat` uses other seeds. Raises `RuntimeError`.
+    for each AR recipe. `repeat` uses other seeds. Raises `RuntimeError` if a run fails.
     """
     ar = [recipe for recipe in recipes if recipe.method == "ar"]
     drafting = next((recipe for recipe in recipes if recipe.drafter_spec), None)

@@ -49,8 +49,8 @@ def residual(p: Probs, q: Tensor) -> Probs:
         return p
     from specdemo.native import sampling as native
 
-    if native.supports(p) and native.supports(q):
-        found = native.subtract(p, q)
+    if p.shape == q.shape and native.supports(p) and native.supports(q):
+        found = native.residual_probs(p, q)
         return p if found is None else found
     excess = (p - q).clamp_(min=0)
     total = excess.sum()
@@ -73,9 +73,9 @@ def rejection(
     """Speculative sampling for chains and forests, sampled or point-mass drafts; exact.
 
     Row 0 of `p` follows the last committed token, row i + 1 node i; `start` is the position of the token after row 0.
-    Accept a child y with probability min(1, p(y) / q(y)); after a rejection, test its siblings
-    against the residual (2211.17192 Algorithm 1; SpecInfer 2305.09781 Algorithm 3). `adjust=False` samples corrections
-    from p, which is lossy.
+    Accept a child y with probability min(1, p(y) / q(y)); after a rejection, test its siblings against the residual
+    (2211.17192 Algorithm 1; SpecInfer 2305.09781 Algorithm 3). `adjust=False` samples corrections from p, which is
+    lossy.
     """
 
     def test(token: int, prob: float, q: float, row: Probs) -> tuple[bool, float, float]:
@@ -128,7 +128,7 @@ def match(draft: Draft, p: ProbRows, accept: AcceptanceTest, correct: TokenSampl
     With noise keyed by position and shared with the drafter this is the coupled rule (2408.07978).
     """
     children = draft.children()
-    node_probs, overlap = _compared(draft, p)
+    node_probs, overlap = _probs_and_overlaps(draft, p)
     betas: list[float | None] = [None] * len(draft)
     accepted: list[int] = []
     node: int | None = -1
@@ -155,7 +155,7 @@ def _walk(
 
     `test(token, p, q, row)` returns the decision, the random number and the bound, if the rule has them.
     """
-    node_probs, overlap = _compared(draft, p)
+    node_probs, overlap = _probs_and_overlaps(draft, p)
     draws: list[float | None] = [None] * len(draft)
     betas: list[float | None] = [None] * len(draft)
     bounds: list[float | None] = [None] * len(draft)
@@ -204,14 +204,15 @@ def _sample(row: Probs, sampler: TokenSampler, position: int) -> int:
     return row.token if isinstance(row, PointMass) else sampler.sample(row, position)
 
 
-def _compared(draft: Draft, p: ProbRows) -> tuple[list[float], list[float]]:
+def _probs_and_overlaps(draft: Draft, p: ProbRows) -> tuple[list[float], list[float]]:
     import torch
 
     from specdemo.native import sampling as native
 
     q = draft.probs
-    if isinstance(p, torch.Tensor) and isinstance(q, torch.Tensor) and native.supports(p) and native.supports(q):
-        return native.compare_drafts(p.contiguous(), q.contiguous(), draft.parents, draft.tokens)
+    if isinstance(p, torch.Tensor) and isinstance(q, torch.Tensor) and q.shape == (len(draft), p.shape[1]):
+        if native.supports(p) and native.supports(q):
+            return native.compare_drafts(p.contiguous(), q.contiguous(), draft.parents, draft.tokens)
     node_probs = _node_probs(draft, p)
     return node_probs, _overlaps(draft, p, node_probs)
 

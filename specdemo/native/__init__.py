@@ -1,1 +1,1 @@
-"""Compiled code for CPUs: the forward pass, and sampling."""
+"""C code for CPUs: passes and sampling."""

@@ -180,7 +180,7 @@ void compare_drafts(const float *p, const float *q, int64_t count, int64_t n, co
 }
 
 /* o = max(p - q, 0), normalised; returns its sum before. */
-double subtract(const float *p, const float *q, int64_t count, float *o) {
+double residual(const float *p, const float *q, int64_t count, float *o) {
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES) store(o + i, larger(load(p + i) - load(q + i), fill(0)));
     for (; i < count; i++) o[i] = p[i] > q[i] ? p[i] - q[i] : 0;

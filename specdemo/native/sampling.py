@@ -16,7 +16,7 @@ _ARGUMENTS = {  # p: pointer, i: int64, f: float, d: double
     "distributions": "piiifidpp",
     "invert": "pid",
     "compare_drafts": "ppiipppp",
-    "subtract": "ppip",
+    "residual": "ppip",
 }
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float, "d": ctypes.c_double}
 
@@ -30,7 +30,7 @@ def _functions() -> ctypes.PyDLL:
     for name, arguments in _ARGUMENTS.items():
         getattr(functions, name).argtypes = [_TYPES[kind] for kind in arguments]
     functions.invert.restype = ctypes.c_int64
-    functions.subtract.restype = ctypes.c_double
+    functions.residual.restype = ctypes.c_double
     return functions
 
 
@@ -77,7 +77,7 @@ def compare_drafts(
     return found[:count], found[count:]
 
 
-def subtract(p: Tensor, q: Tensor) -> Tensor | None:
+def residual_probs(p: Tensor, q: Tensor) -> Tensor | None:
     """See `residual`; None if it is zero."""
     found = torch.empty_like(p)
-    return found if _functions().subtract(p.data_ptr(), q.data_ptr(), len(p), found.data_ptr()) > 0 else None
+    return found if _functions().residual(p.data_ptr(), q.data_ptr(), len(p), found.data_ptr()) > 0 else None

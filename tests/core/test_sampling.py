@@ -22,7 +22,7 @@ from transformers import (
 
 from specdemo.core.banned_text import BannedText
 from specdemo.core.errors import UserError
-from specdemo.core.rules import RULES, PointMass, _compared, residual
+from specdemo.core.rules import RULES, PointMass, _probs_and_overlaps, residual
 from specdemo.core.sampling import Noise, SamplingParams, SharedNoise, largest
 from specdemo.core.step import Draft
 from specdemo.models.tokenizer import token_bytes
@@ -227,9 +227,17 @@ def test_compiled_comparisons_of_drafts_equal_those_of_torch(monkeypatch: pytest
     draft = Draft((3, 900, 4, 1002), (-1, 0, 0, 2), tuple(q[range(4), (3, 900, 4, 1002)].tolist()), q)
 
     def results() -> list[torch.Tensor]:
-        return [*map(torch.tensor, _compared(draft, p)), residual(p[2], q[1]), residual(p[0], p[0].clone())]
+        return [*map(torch.tensor, _probs_and_overlaps(draft, p)), residual(p[2], q[1]), residual(p[0], p[0].clone())]
 
     found = results()
     monkeypatch.setattr(native, "supports", lambda x: False)
     torch.testing.assert_close(found, results(), rtol=1e-5, atol=1e-8)
     assert torch.equal(found[3], p[0])
+
+
+def test_rows_of_different_sizes_are_refused() -> None:
+    p, q = torch.full((9,), 1 / 9), torch.full((8,), 1 / 8)
+    with pytest.raises(RuntimeError, match="size"):
+        residual(p, q)
+    with pytest.raises(RuntimeError, match="size"):
+        _probs_and_overlaps(Draft.chain((1,), (1 / 8,), q[None]), torch.stack([p, p]))
