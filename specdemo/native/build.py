@@ -15,6 +15,8 @@ import threading
 from functools import cache
 from pathlib import Path
 
+from specdemo.native.interface import declare, layout_differences
+
 SOURCES = Path(__file__).parent
 SWITCH = "SPECDEMO_NATIVE"  # environment variable; 0 disables the engine
 _FLAGS = ("-std=gnu11", "-O2", "-march=native", "-shared", "-fPIC", "-pthread")
@@ -41,6 +43,14 @@ def native_library() -> ctypes.CDLL | NativeUnavailable:
             return reason
 
 
+def required_library() -> ctypes.CDLL:
+    """Return the compiled library. Raise NativeUnavailable if there is none."""
+    library = native_library()
+    if isinstance(library, NativeUnavailable):
+        raise library
+    return library
+
+
 def _load() -> ctypes.CDLL:
     if os.environ.get(SWITCH) == "0":
         raise NativeUnavailable(f"disabled by {SWITCH}=0")
@@ -52,11 +62,15 @@ def _load() -> ctypes.CDLL:
         if not _is_intact(path):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _compile(compiler, path)
-        return ctypes.CDLL(str(path))
+        library = ctypes.CDLL(str(path))
     except OSError as error:
         raise NativeUnavailable(
             f"{path.parent} is not usable ({error}): set XDG_CACHE_HOME to a writable directory"
         ) from error
+    declare(library)
+    if differences := layout_differences(library):
+        raise NativeUnavailable(f"the structures of C and Python differ ({', '.join(differences[:3])})")
+    return library
 
 
 def cache_folder() -> Path:

@@ -9,28 +9,15 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from specdemo.native.build import native_library
-
-_ARGUMENTS = {  # p: pointer, i: int64, f: float, d: double
-    "largest_logits": "piiipp",
-    "distributions": "piiifidpp",
-    "invert": "pid",
-    "compare_drafts": "ppiipppp",
-    "residual": "ppip",
-}
-_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float, "d": ctypes.c_double}
+from specdemo.native.build import native_library, required_library
+from specdemo.native.interface import declare
 
 
 @cache
 def _functions() -> ctypes.PyDLL:
     """Return functions that keep the GIL: they take microseconds."""
-    library = native_library()
-    assert isinstance(library, ctypes.CDLL)
-    functions = ctypes.PyDLL(library._name)
-    for name, arguments in _ARGUMENTS.items():
-        getattr(functions, name).argtypes = [_TYPES[kind] for kind in arguments]
-    functions.invert.restype = ctypes.c_int64
-    functions.residual.restype = ctypes.c_double
+    functions = ctypes.PyDLL(required_library()._name)
+    declare(functions)
     return functions
 
 

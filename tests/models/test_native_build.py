@@ -8,6 +8,7 @@ import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fakes.tiny_models import byte_level_tokenizer, save_model
@@ -16,6 +17,7 @@ from specdemo.models.load import load
 from specdemo.models.spec import ModelSpec
 from specdemo.native import build as native_build
 from specdemo.native.build import NativeUnavailable, native_library
+from specdemo.native.interface import STRUCTURES, PassStruct
 
 
 def unoptimised(**replaced: str) -> tuple[str, ...]:
@@ -91,6 +93,23 @@ def test_a_compiler_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(native_build, "_COMPILE_S", 0.2)
     monkeypatch.setenv("CC", compiler(tmp_path, "exec sleep 60"))
     assert "no result" in failure()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        [*PassStruct._fields_, ("added", ctypes.c_void_p)],
+        [*PassStruct._fields_[:-2], *reversed(PassStruct._fields_[-2:])],
+        [*PassStruct._fields_[:-4], ("rows", ctypes.c_int64), *PassStruct._fields_[-3:]],
+    ],
+    ids=["added", "swapped", "wider"],
+)
+def test_structures_that_differ_from_c_are_refused(
+    fields: list[Any], compiled: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(compiled, cache)
+    monkeypatch.setitem(STRUCTURES, "pass", type("PassStruct", (ctypes.Structure,), {"_fields_": fields}))
+    assert failure().startswith("the structures of C and Python differ (pass")
 
 
 def test_wrong_results_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

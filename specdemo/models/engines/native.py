@@ -21,9 +21,10 @@ from specdemo.core.step import Draft
 from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.engines.generic import positions
 from specdemo.models.engines.gguf_linear import GgufLinear, separated
-from specdemo.models.engines.native_families import ACTIVATIONS, NORMS, LayerParts, model_parts
+from specdemo.models.engines.native_families import ACTIVATIONS, LayerParts, model_parts
 from specdemo.models.memory import LargePageBuffer
-from specdemo.native.build import native_library
+from specdemo.native.build import native_library, required_library
+from specdemo.native.interface import ChainStruct, LayerStruct, MatrixStruct, ModelStruct, PassStruct
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,74 +41,12 @@ _INT8, _CODE4 = 3, 4
 STORED_FORMS = {"Q8_0": 5, "Q4_0": 6, "Q4_1": 7, "Q4_K": 8, "Q6_K": 9}  # of GGUF files
 
 
-class _Matrix(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_void_p) for name in ("weights", "scales", "sums", "codes", "code_bytes", "bias")] + [
-        (name, ctypes.c_int32) for name in ("form", "outputs", "inputs")
-    ]
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = [
-        *((name, _Matrix) for name in ("qkv", "value", "out", "gate_up", "down")),
-        *((name, ctypes.c_void_p) for name in NORMS),
-        ("attention_scale", ctypes.c_float),
-        ("window", ctypes.c_int32),
-    ]
-
-
-class _Model(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("layers", "embedding", "positions", "channel_scale", "leave")),
-        ("head", _Matrix),
-        *(
-            (name, ctypes.c_int32)
-            for name in (
-                *("layer_count", "width", "inner", "heads", "kv_heads", "head_dim", "cache_form"),
-                *("rotated", "activation", "gated", "centred", "parallel"),
-            )
-        ),
-        *((name, ctypes.c_float) for name in ("epsilon", "embedding_scale", "attention_cap", "logit_cap")),
-    ]
-
-
-class _Pass(ctypes.Structure):
-    _fields_ = [
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                *("model", "cache", "cosines", "sines", "ids", "positions", "prefix", "extra", "extra_start", "taps"),
-                *("hidden", "logits", "scratch"),
-            )
-        ),
-        ("capacity", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("rows", "last", "held", "threads")),
-    ]
-
-
-class _Chain(ctypes.Structure):
-    _fields_ = [
-        ("top_p", ctypes.c_double),
-        *((name, ctypes.c_void_p) for name in ("uniforms", "probs", "scratch", "peaks", "chosen", "tokens")),
-        *((name, ctypes.c_int64) for name in ("top_k", "vocab")),
-        ("temperature", ctypes.c_float),
-        ("count", ctypes.c_int32),
-    ]
-
-
 def uses_native_engine(device: torch.device) -> bool:
     return device.type == "cpu" and isinstance(native_library(), ctypes.CDLL)
 
 
 def kv_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-
-
-def _library() -> ctypes.CDLL:
-    library = native_library()
-    if not isinstance(library, ctypes.CDLL):
-        raise library
-    library.scratch_floats.restype = ctypes.c_int64
-    return library
 
 
 class NativeMatrix:
@@ -121,7 +60,7 @@ class NativeMatrix:
         order: Tensor | None = None,
     ) -> None:
         """Join `linears`; `interleaved`: blocks alternate; `order`: of outputs."""
-        library = _library()
+        library = required_library()
         self._block: int = library.block_outputs()
         self._lanes: int = library.vector_outputs()
         self.tensors: dict[str, Tensor] = {}
@@ -141,7 +80,7 @@ class NativeMatrix:
             values = [part[name] for part in parts]
             if name == "codes":
                 self.tensors[name], self.tensors["code_bytes"] = values[0], torch.empty(32, dtype=torch.uint8)
-                library.set_code_bytes(*(ctypes.c_void_p(self.tensors[n].data_ptr()) for n in ("codes", "code_bytes")))
+                library.set_code_bytes(*(self.tensors[n].data_ptr() for n in ("codes", "code_bytes")))
                 continue
             if interleaved:
                 blocks = [value.unflatten(0, (-1, self._block)) for value in values]
@@ -192,9 +131,9 @@ class NativeMatrix:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def struct(self) -> _Matrix:
+    def struct(self) -> MatrixStruct:
         pointers = {name: tensor.data_ptr() for name, tensor in self.tensors.items()}
-        return _Matrix(form=self.form, outputs=self.outputs, inputs=self.inputs, **pointers)
+        return MatrixStruct(form=self.form, outputs=self.outputs, inputs=self.inputs, **pointers)
 
 
 def _form(linear: nn.Module) -> int:
@@ -259,7 +198,7 @@ class NativeWeights(FusedWeights):
         self._positions = parts.positions and self._matrix([parts.positions])
         self.position_limit = self._positions.outputs if self._positions else sys.maxsize
         self._leave = self._gain(parts.leave)
-        self._structs = (_Layer * len(parts.layers))(*map(self._layer, parts.layers))
+        self._structs = (LayerStruct * len(parts.layers))(*map(self._layer, parts.layers))
         self._head = self._matrix([model.lm_head])
         self._options = {
             "inner": parts.inner,
@@ -291,15 +230,15 @@ class NativeWeights(FusedWeights):
         half = cosines.shape[-1] // 2
         return cosines[0, :, :half].contiguous(), sines[0, :, :half].contiguous()
 
-    def struct(self) -> tuple[_Model, Any]:
+    def struct(self) -> tuple[ModelStruct, Any]:
         embedding, placed = (
             matrix and ctypes.pointer(matrix.struct()) for matrix in (self._embedding, self._positions)
         )
-        size = ctypes.sizeof(_Layer)
+        size = ctypes.sizeof(LayerStruct)
         pointers = (ctypes.c_void_p * len(self.layers))(
             *(ctypes.addressof(self._structs) + size * i for i in self.layers)
         )
-        return _Model(
+        return ModelStruct(
             layers=ctypes.addressof(pointers),
             embedding=embedding and ctypes.addressof(embedding.contents),
             positions=placed and ctypes.addressof(placed.contents),
@@ -334,11 +273,11 @@ class NativeWeights(FusedWeights):
                 linear.weight = None
         return matrix
 
-    def _layer(self, layer: LayerParts) -> _Layer:
+    def _layer(self, layer: LayerParts) -> LayerStruct:
         separate_value = len({_form(linear) for linear in layer.qkv}) > 1
-        return _Layer(
+        return LayerStruct(
             qkv=self._matrix(layer.qkv[:-1] if separate_value else layer.qkv, order=layer.order).struct(),
-            value=self._matrix(layer.qkv[-1:]).struct() if separate_value else _Matrix(),
+            value=self._matrix(layer.qkv[-1:]).struct() if separate_value else MatrixStruct(),
             out=self._matrix([layer.out]).struct(),
             gate_up=self._matrix(layer.gate_up, interleaved=len(layer.gate_up) > 1).struct(),
             down=self._matrix([layer.down]).struct(),
@@ -385,7 +324,7 @@ class NativeEngine:
     """Passes over the KV cache of one request."""
 
     def __init__(self, model: NativeWeights, owner: NativeEngine | None = None) -> None:
-        self._library, self._model = _library(), model
+        self._library, self._model = required_library(), model
         self._struct, self._pointers = model.struct()
         self._length = 0
         self._cache = owner._cache if owner else _KvCache(model)
@@ -438,7 +377,7 @@ class NativeEngine:
         tokens, peaks, chosen = (ctypes.c_int32 * count)(), *((ctypes.c_float * count)() for _ in range(2))
         probs = torch.empty(count, vocab) if uniforms else None
         numbers, scratch = array("d", uniforms), torch.empty(vocab if uniforms else 0)
-        chain = _Chain(
+        chain = ChainStruct(
             sampling.top_p,
             numbers.buffer_info()[0],
             None if probs is None else probs.data_ptr(),
@@ -487,7 +426,7 @@ class NativeEngine:
         numbers = array("i", [*new, *placed, *prefix, *extra, *starts, *taps])
         ends = accumulate(map(len, (new, placed, prefix, extra, starts)), initial=0)
         places = [numbers.buffer_info()[0] + numbers.itemsize * end for end in ends]
-        described = _Pass(
+        described = PassStruct(
             self._address,
             cache.kv.data_ptr(),
             cache.cosines.data_ptr(),
@@ -507,4 +446,4 @@ class NativeEngine:
             raise MemoryError("the native engine has no memory for its buffers")
 
     def _buffer(self, rows: int) -> Tensor:
-        return torch.empty(self._library.scratch_floats(ctypes.byref(self._struct), ctypes.c_int32(rows)))
+        return torch.empty(self._library.scratch_floats(ctypes.byref(self._struct), rows))

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 ACTIVATIONS = {"silu": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1, "gelu": 2}
-NORMS = ("enter", "between", "query_norm", "key_norm", "after_out", "after_down")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,86 @@
+/* Structures and functions that Python uses, see interface.py. */
+#pragma once
+#include <stdint.h>
+
+/* Number formats of weights. The last five contain integers of GGUF files: s q, s (q - 8), s q + m, s q + m and s q,
+ * where s is the scale and m the minimum of 32 inputs (Q6_K: 16). */
+enum form { F32, BF16, F16, INT8, CODE4, Q8_0, Q4_0, Q4_1, Q4_K, Q6_K };
+
+/* Weights of a linear layer: n outputs, rounded up to whole blocks in all arrays, and k inputs. */
+typedef struct {
+    const void *weights; /* [n / BLOCK][k][BLOCK], see position */
+    /* INT8: float [n]; CODE4: float [n / BLOCK][k / 64][BLOCK]; Q8_0, Q4_0: half [n / BLOCK][k / 32][BLOCK];
+     * Q4_1: half, Q4_K: float [n / BLOCK][k / 32][s, m][BLOCK]; Q6_K: float [n / BLOCK][k / 16][BLOCK] */
+    const void *scales;
+    const int32_t *sums;       /* INT8: sum of the weights of each output */
+    const float *codes;        /* CODE4: 16 values */
+    const uint8_t *code_bytes; /* CODE4: low, then high bytes of the values as integers, see set_code_bytes */
+    const float *bias;         /* [n] or null */
+    int32_t form, outputs, inputs;
+} matrix;
+
+enum activation { SILU, GELU_TANH, GELU_ERF };
+
+typedef struct {
+    matrix qkv, value;            /* value: of another form than query and key, or without weights */
+    matrix out, gate_up, down;    /* gate_up: blocks of gate and up alternate; without gate: up */
+    const float *enter, *between; /* gains of norms, and biases of LayerNorm */
+    const float *query_norm, *key_norm, *after_out, *after_down; /* the same, or null */
+    float attention_scale;
+    int32_t window; /* last positions that a row sees, or 0 */
+} layer;
+
+typedef struct {
+    const layer *const *layers;
+    const matrix *embedding;    /* or null: `head` */
+    const matrix *positions;    /* added to the embedding, or null */
+    const float *channel_scale; /* factors of the embedding channels, or null */
+    const float *leave;
+    matrix head;
+    int32_t layer_count, width, inner, heads, kv_heads, head_dim, cache_form;
+    int32_t rotated;                                          /* values of a head */
+    int32_t activation, gated, centred, parallel;             /* centred: LayerNorm; parallel: attention and MLP have the same input */
+    float epsilon, embedding_scale, attention_cap, logit_cap; /* cap * tanh(x / cap), or 0 */
+} model;
+
+typedef struct {
+    const model *model;
+    char *cache;                    /* [layers][keys then values of kv_heads][capacity][padded head_dim] */
+    const float *cosines, *sines;   /* [positions][rotated / 2] */
+    const int32_t *ids, *positions; /* [rows]; row r is stored at cache position held + r */
+    const int32_t *prefix;          /* [rows] leading cache positions that the row sees */
+    /* Further visible positions of row r: extra[extra_start[r]..extra_start[r + 1]] */
+    const int32_t *extra, *extra_start;
+    const int32_t *taps; /* [layers] index in `hidden`, or -1; or null */
+    float *hidden;       /* [taps][rows][width]: residual stream after a layer */
+    float *logits;       /* [last][vocabulary] */
+    float *scratch;      /* scratch_floats() */
+    int64_t capacity;
+    int32_t rows, last, held, threads;
+} pass;
+
+typedef struct {
+    double top_p;
+    const double *uniforms; /* [count]; temperature 0: unused */
+    float *probs, *scratch; /* [count][vocab], [vocab]; the same */
+    float *peaks, *chosen;  /* [count] largest logits, probabilities of the tokens */
+    int32_t *tokens;        /* [count] */
+    int64_t top_k, vocab;   /* the first `vocab` logits are considered */
+    float temperature;
+    int32_t count;
+} chain;
+
+/* A structure (size in bytes, offset 0) or a field of one, named structure.field. */
+typedef struct {
+    const char *name;
+    int64_t offset, size;
+} member;
+
+const member *interface_members(void);
+int block_outputs(void);
+int vector_outputs(void);
+void set_code_bytes(const float *codes, uint8_t *bytes);
+int64_t scratch_floats(const model *m, int32_t rows);
+int run_pass(const pass *requested);
+int draft_chain(const pass *first, const chain *c);
+int self_check(void);

@@ -1,0 +1,122 @@
+"""Structures and functions of the C library, see `interface.h`."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+_FLOAT, _DOUBLE, _INT, _INT32, _INT64 = ctypes.c_float, ctypes.c_double, ctypes.c_int, ctypes.c_int32, ctypes.c_int64
+_ADDRESS = ctypes.c_void_p
+
+
+class MatrixStruct(ctypes.Structure):
+    """Weights of a linear layer; without weights: no layer."""
+
+    _fields_ = [
+        *((name, _ADDRESS) for name in ("weights", "scales", "sums", "codes", "code_bytes", "bias")),
+        *((name, _INT32) for name in ("form", "outputs", "inputs")),
+    ]
+
+
+class LayerStruct(ctypes.Structure):
+    """Matrices and norms of a decoder layer."""
+
+    _fields_ = [
+        *((name, MatrixStruct) for name in ("qkv", "value", "out", "gate_up", "down")),
+        *((name, _ADDRESS) for name in ("enter", "between", "query_norm", "key_norm", "after_out", "after_down")),
+        ("attention_scale", _FLOAT),
+        ("window", _INT32),
+    ]
+
+
+class ModelStruct(ctypes.Structure):
+    """Layers, embeddings, head and sizes of a model."""
+
+    _fields_ = [
+        *((name, _ADDRESS) for name in ("layers", "embedding", "positions", "channel_scale", "leave")),
+        ("head", MatrixStruct),
+        *((name, _INT32) for name in ("layer_count", "width", "inner", "heads", "kv_heads", "head_dim", "cache_form")),
+        *((name, _INT32) for name in ("rotated", "activation", "gated", "centred", "parallel")),
+        *((name, _FLOAT) for name in ("epsilon", "embedding_scale", "attention_cap", "logit_cap")),
+    ]
+
+
+class PassStruct(ctypes.Structure):
+    """Rows of a forward pass, their visible cache positions, and the buffers for results."""
+
+    _fields_ = [
+        *((name, _ADDRESS) for name in ("model", "cache", "cosines", "sines", "ids", "positions", "prefix")),
+        *((name, _ADDRESS) for name in ("extra", "extra_start", "taps", "hidden", "logits", "scratch")),
+        ("capacity", _INT64),
+        *((name, _INT32) for name in ("rows", "last", "held", "threads")),
+    ]
+
+
+class ChainStruct(ctypes.Structure):
+    """Sampling parameters of a drafted chain, and the buffers for its tokens and distributions."""
+
+    _fields_ = [
+        ("top_p", _DOUBLE),
+        *((name, _ADDRESS) for name in ("uniforms", "probs", "scratch", "peaks", "chosen", "tokens")),
+        *((name, _INT64) for name in ("top_k", "vocab")),
+        ("temperature", _FLOAT),
+        ("count", _INT32),
+    ]
+
+
+class _Member(ctypes.Structure):
+    _fields_ = [("name", ctypes.c_char_p), ("offset", _INT64), ("size", _INT64)]
+
+
+STRUCTURES: dict[str, type[ctypes.Structure]] = {
+    "matrix": MatrixStruct,
+    "layer": LayerStruct,
+    "model": ModelStruct,
+    "pass": PassStruct,
+    "chain": ChainStruct,
+}
+# Name of a function: type of its result, and of its arguments.
+FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "interface_members": (ctypes.POINTER(_Member), ()),
+    "block_outputs": (_INT, ()),
+    "vector_outputs": (_INT, ()),
+    "set_code_bytes": (None, (_ADDRESS, _ADDRESS)),
+    "scratch_floats": (_INT64, (ctypes.POINTER(ModelStruct), _INT32)),
+    "run_pass": (_INT, (ctypes.POINTER(PassStruct),)),
+    "draft_chain": (_INT, (ctypes.POINTER(PassStruct), ctypes.POINTER(ChainStruct))),
+    "self_check": (_INT, ()),
+    "largest_logits": (None, (_ADDRESS, _INT64, _INT64, _INT64, _ADDRESS, _ADDRESS)),
+    "distributions": (
+        None,
+        (_ADDRESS, _INT64, _INT64, _INT64, _FLOAT, _INT64, _DOUBLE, _ADDRESS, _ADDRESS),
+    ),
+    "invert": (_INT64, (_ADDRESS, _INT64, _DOUBLE)),
+    "compare_drafts": (None, (_ADDRESS, _ADDRESS, _INT64, _INT64, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS)),
+    "residual": (_DOUBLE, (_ADDRESS, _ADDRESS, _INT64, _ADDRESS)),
+}
+
+
+def declare(library: ctypes.CDLL) -> None:
+    """Declare the types of all functions. Raise AttributeError if one is missing."""
+    for name, (result, arguments) in FUNCTIONS.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+
+
+def layout_differences(library: ctypes.CDLL) -> list[str]:
+    """Return the members of the structures whose offset or size differs from those in C."""
+    expected = dict(_members())
+    compiled: dict[str, tuple[int, int]] = {}
+    for member in library.interface_members():
+        if member.name is None:
+            break
+        compiled[member.name.decode()] = member.offset, member.size
+    return sorted(name for name in expected | compiled if expected.get(name) != compiled.get(name))
+
+
+def _members() -> Iterator[tuple[str, tuple[int, int]]]:
+    for name, structure in STRUCTURES.items():
+        yield name, (0, ctypes.sizeof(structure))
+        for field, _ in structure._fields_:
+            place = getattr(structure, field)
+            yield f"{name}.{field}", (place.offset, place.size)
