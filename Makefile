@@ -10,23 +10,29 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
 
+# Two processes; a page server and a browser in each of them, so files are not divided.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-fast lint format bench clean
+.PHONY: help setup run test test-fast test-exhaustive lint format bench clean
 
 help: ## list the commands
-	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 24
 
 setup: $(READY) ## create .venv and install the requirements; repeated after they change
 
 run: $(READY) ## open the page
 	@$(BIN)/python app.py $(ARGS)
 
-test: $(READY_DEV) ## run all tests, including a real browser
+test: $(READY_DEV) ## run the tests, including a real browser
 	@$(BIN)/python tests/e2e/browser.py
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+	@$(PYTEST) $(ARGS)
 
 test-fast: $(READY_DEV) ## run the tests that need no browser, no bundled weights and less than a minute
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not slow" $(ARGS)
+	@$(PYTEST) -m "not slow and not exhaustive" $(ARGS)
+
+test-exhaustive: $(READY_DEV) ## run the long matrices that `make test` samples
+	@$(PYTEST) -m exhaustive $(ARGS) || [ $$? -eq 5 ]  # 5: nothing selected
 
 lint: $(READY_DEV) ## check style and formatting
 	@$(BIN)/ruff check .

@@ -36,6 +36,8 @@ from specdemo.drafters.method import Method
 from specdemo.recipe import Recipe
 from specdemo.ui.page import build
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -185,7 +187,6 @@ page.worker.close()
 """
 
 
-@pytest.mark.slow
 def test_an_option_needs_one_field() -> None:
     """In another process: recipes are assembled once, from the options of all registered methods."""
     done = subprocess.run([sys.executable, "-c", OPTION], cwd=ROOT, capture_output=True, text=True)

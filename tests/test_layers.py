@@ -203,3 +203,27 @@ def test_an_invalid_import_is_detected(path, line, complaint):
 def test_a_cycle_within_a_layer_is_detected():
     bad = {**VALID, "specdemo/core/step.py": "from specdemo.core.decode import decode"}
     assert [line.partition(":")[0] for line in violations(bad)] == ["cycle"]
+
+
+def imported_tests(sources: Sources) -> list[str]:
+    """List imports of test files, one per line: shared helpers belong in `tests/fakes` or a conftest."""
+    modules = {module_name(path.removeprefix("tests/")) for path in sources}
+    return [
+        f"{path}: imports {name}"
+        for path, source in sources.items()
+        for name in sorted(set(imports(path, source, modules)))
+        if any(part.startswith("test_") for part in name.split("."))
+    ]
+
+
+def test_no_test_imports_another_test_file():
+    paths = (ROOT / "tests").rglob("*.py")
+    assert imported_tests({path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in paths}) == []
+
+
+@pytest.mark.parametrize(
+    "line", ["from core.test_step import helper", "import core.test_step", "from core import test_step"]
+)
+def test_an_imported_test_file_is_detected(line):
+    files = {"tests/core/test_step.py": "def helper(): ...", "tests/core/test_decode.py": line}
+    assert imported_tests(files) == ["tests/core/test_decode.py: imports core.test_step"]

@@ -16,6 +16,8 @@ from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import METHODS, PRESETS, Recipe, methods_with, refuse_ineffective
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n        self."
 POOL = ModelPool()
 MODELS: dict[str, str] = {}  # a random pair of four layers
@@ -73,10 +75,7 @@ def changes(name: str, base: dict[str, Any]) -> bool:
     return trace(**base) != trace(**{**base, name: OTHER[name]})
 
 
-@pytest.mark.parametrize(
-    ("method", "name"),
-    [pytest.param(*case, marks=() if case[0] == "draft" else pytest.mark.slow) for case in CASES],
-)
+@pytest.mark.parametrize(("method", "name"), CASES)
 def test_every_option_of_a_method_changes_its_trace(method: str, name: str) -> None:
     around = AROUND.get(name, {})
     if method in ("nasd", "suffix", "lookup") and name in ("gamma_min", "egag_ema_beta"):

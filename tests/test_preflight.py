@@ -41,6 +41,8 @@ from specdemo.prompts import Prompt, load_prompts
 from specdemo.recipe import METHODS, Recipe
 from specdemo.worker import Worker
 
+pytestmark = pytest.mark.slow
+
 TEXT = "def add(first, second):\n    return first + second\n\n\n" * 3
 FREE = dict.fromkeys(range(1, MAX_GAMMA + 2), 1.0)  # verification without additional cost
 PROMPTS = [Prompt("code", f"code {i}", TEXT[i:]) for i in range(3)]

@@ -23,6 +23,8 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import Prompt, load_prompts
 from specdemo.recipe import Recipe
 
+pytestmark = pytest.mark.slow
+
 measuring = import_module("specdemo.bench.measure")  # the package has a function of that name
 
 

@@ -11,6 +11,8 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import Prompt, load_prompts
 from specdemo.recipe import Recipe
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [Prompt("code", f"code {i}", text) for i, text in enumerate(("def a", "x = [1, 1, 1,", "class B:"))]
 
 

@@ -12,6 +12,8 @@ from benchmarks import document_tables, tables
 from specdemo.bench.baselines import BASELINES
 from specdemo.recipe import Recipe
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -31,7 +33,6 @@ def written(documents: Path, name: str) -> list[str]:
     return body.splitlines()
 
 
-@pytest.mark.slow
 def test_a_selected_group_writes_all_of_its_tables(documents: Path) -> None:
     """The figures of the README are those of the table by class; the other tables are unchanged."""
     assert document_tables.main(["--table", "bench", "--prompts", "1", "--max-tokens", "3", "--write"]) == 0
@@ -49,7 +50,6 @@ def test_a_selected_group_writes_all_of_its_tables(documents: Path) -> None:
     assert all(not written(documents, name) for name in set(document_tables.TABLES) - set(group.tables))
 
 
-@pytest.mark.slow
 def test_equal_texts_are_counted(documents: Path) -> None:
     assert document_tables.main(["--table", "prove", "--prompts", "1", "--max-tokens", "4", "--write"]) == 0
     rows = written(documents, "prove")[4:]

@@ -12,6 +12,8 @@ from fakes.tiny_models import byte_level_tokenizer, save_model
 from benchmarks import gpu_check
 from specdemo.recipe import Recipe
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Recipe:

@@ -11,6 +11,8 @@ import pytest
 from benchmarks.load import Visit, figures, growth_percent, jain_index, mean_by_eighth, visit
 from benchmarks.soak import Tallies
 
+pytestmark = pytest.mark.slow
+
 
 def frame(at: int, phase: tuple[str, str], *records: dict[str, Any], over: bool = False) -> str:
     return json.dumps({"at": at, "phase": phase, "r": records, "over": over})

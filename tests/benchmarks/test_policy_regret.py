@@ -15,6 +15,8 @@ from specdemo.core.policies import Auto, CostModel, Fixed
 from specdemo.core.theory import expected_tokens
 from specdemo.recipe import Recipe
 
+pytestmark = pytest.mark.slow
+
 P = {(): (0.6, 0.4), (0,): (0.9, 0.1), (1,): (0.2, 0.8)}  # distributions after each prefix
 Q = {(): (0.3, 0.7), (0,): (0.5, 0.5), (1,): (0.6, 0.4)}
 FREE = CostModel({1: 1.0, 9: 1.0}, 0.0)

@@ -12,6 +12,8 @@ import pytest
 from benchmarks import tables
 from specdemo.core.errors import UserError
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 MAIN = '__name__ == "__main__"'
 FOLDERS = [ROOT / "benchmarks", ROOT / "training"]

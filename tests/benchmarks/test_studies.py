@@ -17,6 +17,8 @@ from specdemo.core.theory import best_gamma_over
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
 
+pytestmark = pytest.mark.slow
+
 
 def test_drafting_costs_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts of a repetitive text are accepted; prompt lookup uses the least memory."""

@@ -19,6 +19,8 @@ from specdemo.cli.output import output_file
 from specdemo.core.errors import UserError
 from specdemo.core.events import StepEvent
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 PROMPT = "def add(a, b):\n"
 FULL = Path("/dev/full")

@@ -16,6 +16,8 @@ from specdemo.core.events import StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.core.trace import step_from_json
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "def add(a, b):\n"
 
 

@@ -13,6 +13,8 @@ import pytest
 from . import names
 from .interfaces import NAMES
 
+pytestmark = pytest.mark.slow
+
 GOLDEN = json.loads(NAMES.read_text("utf-8"))
 
 

@@ -12,6 +12,8 @@ from . import traces
 from .dom import golden
 from .interfaces import OLD_TRACES
 
+pytestmark = pytest.mark.slow
+
 
 def lines(text: str) -> list[dict[str, Any]]:
     return list(map(json.loads, text.splitlines()))
@@ -24,7 +26,6 @@ def test_a_trace_is_as_recorded(name: str, programs: Any) -> None:
     assert not found, "\n".join(found)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [*traces.RUNS, *(path.stem for path in sorted(OLD_TRACES.glob("*.jsonl")))])
 def test_a_recorded_trace_can_be_imported(name: str, programs: Any) -> None:
     _, _, page = programs

@@ -39,6 +39,8 @@ from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.lookahead import LookaheadDrafter
 from specdemo.drafters.model import ModelDrafter
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize("stop", [(), STOP], ids=["no stop", "stop"])
 @pytest.mark.parametrize("drafter", DRAFTERS)

@@ -27,6 +27,8 @@ from specdemo.core.simulate import (
 from specdemo.core.step import Draft, Step, Verdict
 from specdemo.core.theory import expected_tokens
 
+pytestmark = pytest.mark.slow
+
 P, Q = [0.45, 0.32, 0.18, 0.05], [0.20, 0.30, 0.15, 0.35]
 COUNT = 3_000
 

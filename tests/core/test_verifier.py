@@ -22,6 +22,8 @@ from specdemo.core.verifier import BeamSearch
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.kv_cache import CachedModel
 
+pytestmark = pytest.mark.slow
+
 VOCAB, STOP = 61, (7, 19)
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {"num_beams": 4},

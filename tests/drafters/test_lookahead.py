@@ -15,6 +15,8 @@ from specdemo.drafters.lookahead import LookaheadDrafter
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.kv_cache import CachedModel
 
+pytestmark = pytest.mark.slow
+
 
 def answered(draft: Draft, choices: dict[int, int]) -> Step:
     """Step that accepted no token, given the target's first choice after each node."""

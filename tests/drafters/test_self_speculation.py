@@ -24,6 +24,8 @@ from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import METHODS, POLICIES, Recipe
 
+pytestmark = pytest.mark.slow
+
 GREEDY, NOISE = SamplingParams(temperature=0), Noise(0, "unused when greedy")
 TOKENS = [5, 9, 5, 7, 1]
 

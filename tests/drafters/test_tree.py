@@ -15,6 +15,8 @@ from specdemo.drafters.tree import TreeDrafter
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.kv_cache import CachedModel
 
+pytestmark = pytest.mark.slow
+
 MODEL = TableModel(8, seed=4)
 
 

@@ -30,6 +30,8 @@ from specdemo.models.zoo import PAIRS
 from specdemo.recipe import Recipe
 from specdemo.ui.settings import recipe_of
 
+pytestmark = pytest.mark.slow
+
 BUNDLED = PAIRS["bundled"]
 TEXT = (
     "".join(TEXTS) * 2

@@ -9,6 +9,8 @@ import pytest
 
 import app
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def busy() -> Iterator[int]:

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 from fakes.tiny_models import TEMPLATE, byte_level_tokenizer, save_model
 from fakes.trace_records import PREFILL, end, header, step
 from playwright.sync_api import Page, expect
@@ -34,6 +35,8 @@ from specdemo.models.zoo import ASSETS
 from specdemo.ui import step_views as rounds
 from specdemo.ui.cockpit import script
 from specdemo.ui.frames import read_traces
+
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 GOLDEN = Path(__file__).parents[1] / "contracts" / "traces"
 VISIBLE = "rounds => rounds.filter(r => !r.hidden).length"

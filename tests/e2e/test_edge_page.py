@@ -34,6 +34,8 @@ from specdemo.ui import link_charts as edge
 from specdemo.ui.limits import PUBLIC
 from specdemo.ui.tabs import edge as modes
 
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
+
 STYLES = """tokens => tokens.map((token) => {
     const computed = getComputedStyle(token);
     return { style: computed.fontStyle, ground: computed.backgroundColor, fate: token.parentElement.dataset.fate };

@@ -18,6 +18,8 @@ from specdemo.core.rules import RULES
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
 
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
+
 POOL = ModelPool()
 Line = dict[str, Any]
 RUNS: dict[str, dict[str, Any]] = {

@@ -7,11 +7,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 from fakes.tiny_models import TEMPLATE, byte_level_tokenizer, save_model
 from playwright.sync_api import Page, Route, expect
 
 from e2e.page_fixtures import CODE, drawn, open_group, run, set_number, spans, status, written
 from specdemo.models.zoo import ASSETS, PAIRS
+
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 EXAMPLE = ASSETS / "traces" / "nasd, short answer.jsonl"
 PACED = "localStorage.setItem('specdemo-pace', 'readable');"

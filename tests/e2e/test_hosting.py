@@ -41,6 +41,8 @@ from specdemo.ui.streams import LONGEST_REASON, drain, reason
 from specdemo.ui.theme import SESSION_CAPACITY
 from specdemo.worker import Worker, WorkerBusy, WorkerGroup
 
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+
 ROOT = Path(__file__).parents[2]
 PATIENCE = 30.0
 

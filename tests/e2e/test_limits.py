@@ -26,6 +26,8 @@ from specdemo.recipe import POLICIES, Recipe
 from specdemo.ui.limits import PUBLIC, HostLimits, TimeBudget, Visitors, read_limits
 from specdemo.ui.page import build, launch_options
 
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+
 PATIENCE = 60.0
 CODE = "def fibonacci(n):"
 

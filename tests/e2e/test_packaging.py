@@ -15,12 +15,15 @@ from dataclasses import fields
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 import app
 from specdemo.ui.limits import PUBLIC, HostLimits, read_limits
 from specdemo.ui.service import PATIENCE_S
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 

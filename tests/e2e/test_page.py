@@ -35,6 +35,8 @@ from specdemo.models.zoo import PAIRS
 from specdemo.recipe import METHODS, Recipe
 from specdemo.ui.page import build
 
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
+
 
 def test_streamed_run_equals_the_trace(page: Page) -> None:
     page.evaluate("""() => {

@@ -22,7 +22,7 @@ TIMEOUT_S = 60.0
 PROMPT = "def fibonacci(n):"
 IGNORE_SIGINT = ("/bin/sh", "-c", "trap '' INT; exec \"$@\"", "sh")
 
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.skipif(os.name != "posix", reason="POSIX signals")]
 
 
 def start(*arguments: str, launcher: Sequence[str] = IGNORE_SIGINT) -> subprocess.Popen[str]:

@@ -19,6 +19,8 @@ from specdemo.models.zoo import PAIRS
 from specdemo.ui import service
 from specdemo.ui.tabs.bench import SWEEP_TABLE_HEAD, sweep_cells
 
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
+
 
 class MeasureRecorder:
     """Wrapper of `bench.measure` that records its results for comparison with the page."""

@@ -9,6 +9,8 @@ from playwright.sync_api import Page, expect
 
 from e2e.page_fixtures import CODE, run, saved, spans, status
 
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
+
 PLOTS = ("tokens", "speed", "gamma", "best", "ops", "share")
 DOT, RUN = "var(--dot-set)", "var(--dot-run)"
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 SOURCES = ("specdemo", "assets", "pyproject.toml", "setup.py", "requirements.txt", "README.md", "LICENSE")
 EXAMPLE = """

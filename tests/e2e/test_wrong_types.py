@@ -12,6 +12,8 @@ import pytest
 from e2e.limited_page import limited_page
 from specdemo.ui.limits import HostLimits
 
+pytestmark = pytest.mark.slow
+
 PATIENCE = 60.0
 MARK = "visitor-text"
 

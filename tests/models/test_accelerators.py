@@ -32,7 +32,7 @@ from specdemo.models.spec import SPREAD, ModelSpec, find_device, unused_gpu
 from specdemo.native import sampling as native_sampling
 from specdemo.recipe import METHODS, Recipe
 
-pytestmark = pytest.mark.usefixtures("torch_engine")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("torch_engine")]
 
 
 @pytest.fixture

@@ -27,6 +27,8 @@ from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.kv_cache import CachedModel
 from specdemo.native import sampling as native_sampling
 
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+
 GREEDY = SamplingParams(temperature=0)
 NOISE = Noise(0, "unused when greedy")
 VOCAB = 61

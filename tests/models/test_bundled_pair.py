@@ -20,6 +20,8 @@ from specdemo.models.zoo import ASSETS
 from specdemo.prompts import load_prompts, load_written
 from specdemo.recipe import Recipe
 
+pytestmark = pytest.mark.slow
+
 GREEDY = {"temperature": 0, "dtype": "float32", "device": "cpu"}
 
 

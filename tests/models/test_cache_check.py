@@ -44,6 +44,8 @@ from specdemo.models.memory_plan import plan_config, plan_spec
 from specdemo.models.spec import ModelSpec
 from specdemo.recipe import Recipe
 
+pytestmark = pytest.mark.slow
+
 VOCAB = 61
 FOREST = Draft((5, 6, 7, 8), (-1, -1, 0, 1))
 GPT = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4}

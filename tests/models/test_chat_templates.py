@@ -10,6 +10,8 @@ from fakes.tiny_models import TEMPLATE, byte_level_tokenizer
 from specdemo.core.errors import UserError
 from specdemo.models.tokenizer import encode_prompt, prompt_text
 
+pytestmark = pytest.mark.slow
+
 CHAT = [
     {"role": "system", "content": "Be <short> & 'kind'."},
     {"role": "user", "content": "naïve 東京 🙂"},

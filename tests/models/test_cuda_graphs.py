@@ -25,7 +25,7 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
 from specdemo.recipe import Recipe
 
-pytestmark = pytest.mark.usefixtures("torch_engine")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("torch_engine")]
 
 VOCAB = LLAMA["vocab_size"]
 

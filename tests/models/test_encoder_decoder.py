@@ -49,6 +49,8 @@ from specdemo.models.spec import ModelSpec
 from specdemo.preflight import preflight
 from specdemo.recipe import Recipe
 
+pytestmark = pytest.mark.slow
+
 GREEDY, NOISE, VOCAB = SamplingParams(temperature=0), Noise(0, "unused when greedy"), 61
 
 

@@ -40,6 +40,8 @@ from specdemo.recipe import Recipe
 from specdemo.ui.limits import HostLimits
 from specdemo.worker import TaskProgress
 
+pytestmark = pytest.mark.slow
+
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K", "Q5_0")
 IDS = [1, 5, 9, 33, 200, 7]
 

@@ -19,6 +19,8 @@ from specdemo.models.memory import peak_process_bytes
 from specdemo.models.memory_plan import plan_spec
 from specdemo.models.spec import ModelSpec
 
+pytestmark = pytest.mark.slow
+
 SECONDS, GROWTH = 20, 300_000_000
 
 

@@ -26,6 +26,8 @@ from specdemo.models.untrusted import check_config
 from specdemo.models.zoo import MODELS
 from specdemo.recipe import Recipe
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def valid(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -33,6 +33,8 @@ from specdemo.recipe import Recipe
 from specdemo.ui.limits import PUBLIC, HostLimits
 from specdemo.worker import TaskProgress
 
+pytestmark = pytest.mark.slow
+
 NAME, SECRET = "tiny/target", "hf_aSecretThatMustNotShow"
 ROOT = Path(__file__).parents[2]
 

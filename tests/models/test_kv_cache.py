@@ -18,6 +18,8 @@ from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.kv_cache import CachedModel
 from specdemo.worker import Worker
 
+pytestmark = pytest.mark.slow
+
 GREEDY, NOISE = SamplingParams(temperature=0), Noise(0, "unused when greedy")
 
 

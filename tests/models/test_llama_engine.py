@@ -40,6 +40,8 @@ from specdemo.models.load import load, reference
 from specdemo.models.memory import is_mapped
 from specdemo.models.spec import ModelSpec
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 VOCAB = 61
 

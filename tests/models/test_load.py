@@ -23,6 +23,8 @@ from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import check_pair
 from specdemo.recipe import Recipe
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -21,6 +21,8 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
 from specdemo.worker import TaskProgress
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "for i in range(10):"
 TOKENIZER = byte_level_tokenizer()
 
@@ -109,7 +111,6 @@ def test_other_architectures_in_memory(kind: str) -> None:
     assert torch.allclose(cached.score([1, 2, 3], Draft.chain((4,))), expected, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_4_bit_models_in_memory_run_and_8_bit_models_are_refused(tmp_path: Any) -> None:
     folder = save_model(tmp_path / "model", TOKENIZER)
     four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")

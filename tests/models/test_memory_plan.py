@@ -29,6 +29,7 @@ from specdemo.models.zoo import MODELS, PAIRS, first_installed, offers
 BUNDLED = PAIRS["bundled"].drafter
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["none", "bf16", "fp16", "int8", "nf4", "fp4", "nf4-single", "fp4-single"])
 def test_weights_and_cache_are_as_planned(quantization: str) -> None:
     spec = ModelSpec(BUNDLED, quantization=quantization, device="cpu").resolved()
@@ -41,6 +42,7 @@ def test_weights_and_cache_are_as_planned(quantization: str) -> None:
     assert cached.kv_bytes <= planned.kv <= 2 * cached.kv_bytes
 
 
+@pytest.mark.slow
 def test_the_scales_of_quantised_weights_count() -> None:
     """Half a byte, and 4 bytes per 64 weights for the scales, instead of 2 bytes as in the checkpoint."""
     loaded = load(ModelSpec(BUNDLED, quantization="nf4", device="cpu"))
@@ -79,6 +81,7 @@ def _saved(kind: type, engine: str, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_checkpoints_that_are_quantised_already(tmp_path: Path) -> None:
     spec = ModelSpec(BUNDLED, "bfloat16", "nf4", "cpu")
     model, tokenizer = reference(spec)
@@ -118,6 +121,7 @@ def test_models_together_must_fit_together(monkeypatch: pytest.MonkeyPatch) -> N
         list(ModelPool().bring([target, drafter], 64))
 
 
+@pytest.mark.slow
 def test_other_models_are_evicted_for_a_large_model(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = ModelPool()
     first = ModelSpec(BUNDLED, device="cpu")

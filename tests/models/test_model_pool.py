@@ -28,6 +28,8 @@ from specdemo.models.spec import ModelSpec
 from specdemo.recipe import Recipe
 from specdemo.worker import Worker
 
+pytestmark = pytest.mark.slow
+
 PATIENCE = 20.0  # seconds
 LONG = 20_000
 ROOT = Path(__file__).parents[2]

@@ -19,6 +19,8 @@ from specdemo.native import build as native_build
 from specdemo.native.build import NativeUnavailable, native_library
 from specdemo.native.interface import STRUCTURES, PassStruct
 
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+
 
 def unoptimised(**replaced: str) -> tuple[str, ...]:
     """Flags of a quick compilation, with flags replaced by name."""

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from fakes.native_models import text, weights
 from fakes.tiny_models import byte_level_tokenizer, save_model
 from fakes.trace_lines import trace_lines
-from models.test_native_engine import text, weights
 
 from specdemo.cli import main
 from specdemo.core.errors import UserError
@@ -26,6 +26,8 @@ from specdemo.models.spec import SAME
 from specdemo.models.zoo import PAIRS
 from specdemo.recipe import Recipe
 
+pytestmark = pytest.mark.long
+
 PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
 BUNDLED = PAIRS["bundled"]
 POOL = ModelPool()
@@ -39,6 +41,7 @@ def tokens(**values: Any) -> tuple[list[int], dict[str, Any]]:
     return [token for line in lines for token in line.get("tokens", ())], end["metrics"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["none", "bf16"])
 @pytest.mark.parametrize("form", ["int8", "nf4"])
 def test_greedy_text_is_that_of_the_target(form: str, quantization: str) -> None:
@@ -50,6 +53,7 @@ def test_greedy_text_is_that_of_the_target(form: str, quantization: str) -> None
         assert found == expected and metrics["accepted"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
 def test_coupled_text_is_that_of_the_target(temperature: float) -> None:
     sampling = {"pair": "bundled", "temperature": temperature, "rule": "coupled"}
@@ -84,6 +88,7 @@ def test_target_and_copy_do_not_disturb_each_other(form: str) -> None:
     assert target.kv_bytes > 0 and copy.kv_bytes == 0
 
 
+@pytest.mark.slow
 def test_the_prompt_is_processed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
     original = NativeEngine._run
@@ -99,6 +104,7 @@ def test_the_prompt_is_processed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows[0] == len(prompt) and max(rows[1:]) == 4 and rows[1] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("torch_engine")
 def test_engines_of_torch_keep_two_caches() -> None:
     pool = ModelPool()
@@ -148,6 +154,7 @@ def test_one_set_of_files_and_two_forms_in_memory(tmp_path: Any, monkeypatch: py
     assert planned[1] < planned[0] and pool.weight_bytes == pytest.approx(sum(planned), rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_library_loads_the_copy() -> None:
     pair = load_pair("bundled", SAME, device="cpu")
     for recipe in (Recipe(max_tokens=4), Recipe(drafter=SAME, max_tokens=4)):
@@ -160,6 +167,7 @@ def test_the_library_loads_the_copy() -> None:
 COPY = ["--pair", "bundled", "--drafter", SAME, "--device", "cpu"]
 
 
+@pytest.mark.slow
 def test_terminal_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", PROMPT, *COPY, "--drafter-quantization", "nf4", "--max-tokens", "9", "--json"]) == 0
     recipe = json.loads(capsys.readouterr().out.splitlines()[0])["recipe"]

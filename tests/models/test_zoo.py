@@ -19,6 +19,8 @@ from specdemo.models.zoo import CHAT_PAIR, MODELS, PAIRS, REVISIONS, HubModel
 from specdemo.preflight import preflight
 from specdemo.recipe import Recipe
 
+pytestmark = pytest.mark.slow
+
 SMALL = [known for known in MODELS.values() if known.parameters < 2e9]
 
 

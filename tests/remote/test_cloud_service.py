@@ -36,6 +36,8 @@ from specdemo.remote.protocol import CODECS, ServiceInfo, StreamRequest, VerifyC
 from specdemo.remote.server import RateLimiter, ServiceLimits, create_app
 from specdemo.worker import Worker
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 

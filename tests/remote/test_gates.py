@@ -38,6 +38,8 @@ from specdemo.remote.gates import (
 )
 from specdemo.remote.link import NoResponse
 
+pytestmark = pytest.mark.slow
+
 GREEDY = SamplingParams(temperature=0)
 
 

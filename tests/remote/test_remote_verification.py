@@ -45,6 +45,8 @@ from specdemo.remote.contexts import Contexts, StaleRequest, UnknownContext, pos
 from specdemo.remote.link import ContextGone, NoResponse, RequestSuperseded
 from specdemo.remote.protocol import CODECS, DraftRow, NetworkMessage, VerifyConfig, VerifyRequest, digest
 
+pytestmark = pytest.mark.slow
+
 
 def remote_distribution(
     sampling: SamplingParams,

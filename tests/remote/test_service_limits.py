@@ -18,6 +18,8 @@ from specdemo.remote.protocol import CODECS, VerifyRequest
 from specdemo.remote.server import SERVICE_ROUTES, create_app
 from specdemo.worker import Worker
 
+pytestmark = pytest.mark.slow
+
 
 def application(**options: Any) -> Any:
     return create_app(INFO, contexts(), Worker(), **options)

@@ -15,6 +15,8 @@ from training import curve, objectives
 from training.corpus import batch, standard_library, train_tokenizer
 from training.fit import Schedule, fit
 
+pytestmark = pytest.mark.slow
+
 TOKENS = np.random.default_rng(0).integers(0, 61, 4000).astype(np.uint16)
 SCHEDULE = Schedule(steps=6, tokens=64, short=16, long=32, warmup=2, save_every=3)
 

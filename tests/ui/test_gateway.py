@@ -19,6 +19,8 @@ from specdemo.ui.gateway import PAGE_ROUTES, Gateway, space_hosts
 from specdemo.ui.limits import PUBLIC, HostLimits, read_limits
 from specdemo.ui.page import build, launch_options
 
+pytestmark = pytest.mark.slow
+
 HERE = "http://127.0.0.1:7860"
 API = "/gradio_api"
 

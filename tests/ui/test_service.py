@@ -19,6 +19,8 @@ from specdemo.ui.limits import PUBLIC, HostLimits, read_limits
 from specdemo.ui.page import build
 from specdemo.ui.service import Service
 
+pytestmark = pytest.mark.slow
+
 
 class Watched(ModelPool):
     """Model pool that signals each tidy-up."""

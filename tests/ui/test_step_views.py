@@ -161,6 +161,7 @@ def test_what_if_is_calibrated_on_the_measured_lanes() -> None:
     assert rounds.what_if(lane(PREFILL, *rejected))[0]["fits"] is False  # beta does not describe these outcomes
 
 
+@pytest.mark.slow
 def test_other_gammas_of_a_real_run_agree_with_the_run_itself() -> None:
     run = Run()
     recipe = Recipe(pair="bundled", gamma=3, temperature=1.0, max_tokens=160, seed=3, top=5)

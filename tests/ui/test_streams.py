@@ -28,6 +28,8 @@ from specdemo.ui.run_store import RunStore
 from specdemo.ui.streams import Sockets
 from specdemo.worker import Worker
 
+pytestmark = pytest.mark.slow
+
 LINES = [header(), step(0, pieces=["a"]), step(1, pieces=["b", "c"], draft=("b", "x"), accepted=(0,), tested=2), end()]
 
 

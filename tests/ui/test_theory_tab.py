@@ -34,6 +34,8 @@ from specdemo.ui.theory_curves import (
     settings_from_run,
 )
 
+pytestmark = pytest.mark.slow
+
 STEP = {"draft_s": 0.0, "verify_s": 0.02, "host_s": 0.005}  # baseline step: 25 ms
 
 

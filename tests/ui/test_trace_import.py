@@ -17,6 +17,8 @@ from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run, read_traces
 from specdemo.ui.lane import PLAIN, SPEC
 
+pytestmark = pytest.mark.slow
+
 RECIPE = header()["recipe"]
 LINES = (header(), PREFILL, REJECTION, ALL_KEPT, CUT, end())
 
