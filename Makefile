@@ -3,8 +3,8 @@
 
 VENV ?= .venv
 # First supported interpreter on the path; override with PYTHON=...
-PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.10; do \
-	$$python -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null \
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
+	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null \
 	&& { echo $$python; break; }; done)
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -69,8 +69,8 @@ $(READY_DEV): requirements-dev.txt requirements.txt requirements-model.txt | $(V
 
 # Debian and Ubuntu ship Python without ensurepip: fall back to the system's pip to install pip into the environment.
 $(VENV)/.python:
-	@$(or $(PYTHON),false) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null || { \
-		echo "specdemo needs Python 3.10 to 3.13: install one, or name it with make PYTHON=/path/to/python3." >&2; exit 1; }
+	@$(or $(PYTHON),false) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null || { \
+		echo "specdemo needs Python 3.11 to 3.13: install one, or name it with make PYTHON=/path/to/python3." >&2; exit 1; }
 	@$(PYTHON) -m venv --clear $(VENV) >/dev/null 2>&1 || { \
 		$(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip install --quiet --disable-pip-version-check \
 		--target "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" pip; } >/dev/null 2>&1 || { \

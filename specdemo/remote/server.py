@@ -261,7 +261,7 @@ async def _read(request: Request, kind: type[MessageT], max_bytes: int) -> Messa
 
     try:
         await asyncio.wait_for(receive(), _BODY_TIMEOUT_S)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         raise ServiceError(
             408, "slow", f"the body did not arrive within {_BODY_TIMEOUT_S:g} seconds: send it again"
         ) from None
