@@ -11,6 +11,7 @@ Also, measurements of models and costs are shortened, and the workers share one 
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import time
@@ -52,6 +53,7 @@ def short_measurements() -> Iterator[None]:
     from specdemo.preflight import measure_costs
 
     torch.set_num_threads(1)  # the models are tiny, and the tests share the cores
+    gc.freeze()  # imported modules: otherwise each unloading of a model, which collects garbage, takes a second
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(check_invariance, "__defaults__", (MEASUREMENT_S,))
         patch.setattr(measure_costs, "__defaults__", (REPEATS, time.perf_counter))
