@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specdemo.core.errors import UserError
+from specdemo.native.build import unsupported_vectors
 
 if TYPE_CHECKING:
     import torch
@@ -117,9 +118,11 @@ def main_device(spec: ModelSpec) -> torch.device:
 
 
 def find_device(name: str) -> torch.device:
-    """Raises `UserError` for unavailable devices."""
+    """Raises `UserError` for unavailable devices, and for an unsupported value of `SPECDEMO_VECTORS`."""
     import torch
 
+    if reason := unsupported_vectors():
+        raise UserError(reason)
     if name == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda", 0)

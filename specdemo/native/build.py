@@ -12,14 +12,24 @@ import subprocess
 import sys
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
+from specdemo.native.formats import format_differences
 from specdemo.native.interface import declare, layout_differences
 
 SOURCES = Path(__file__).parent
 SWITCH = "SPECDEMO_NATIVE"  # environment variable; 0 disables the engine
-_FLAGS = ("-std=gnu11", "-O2", "-march=native", "-shared", "-fPIC", "-pthread")
+VECTORS = "SPECDEMO_VECTORS"  # environment variable; a key of `_BUILDS`, by default the widest that the CPU supports
+_FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-pthread")
+# Builds for x86-64, widest first: required features of the CPU, and compiler flags. Other CPUs have the baseline only.
+_BUILDS = {
+    "avx512": ({"avx512f", "avx512bw"}, ("-march=native",)),
+    "avx2": ({"avx2"}, ("-march=native", "-mno-avx512f")),
+    "baseline": (set(), ("-march=x86-64",)),
+}
+_PROCESSES = 2  # of the compiler
 _COMPILERS = ("cc", "gcc", "clang")
 _COMPILE_S, _CHECK_S = 120, 20
 _CHECK = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).self_check())"
@@ -56,21 +66,49 @@ def _load() -> ctypes.CDLL:
         raise NativeUnavailable(f"disabled by {SWITCH}=0")
     if os.name != "posix":
         raise NativeUnavailable("it needs POSIX threads: use Linux, macOS or WSL")
-    compiler = _compiler()
-    path = cache_folder() / f"native-{_key(compiler)}.so"
+    if reason := unsupported_vectors():
+        raise NativeUnavailable(reason)
+    command = _command()
+    path = cache_folder() / f"native-{_key(command)}.so"
     try:
         if not _is_intact(path):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _compile(compiler, path)
+            _compile(command, path)
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise NativeUnavailable(
             f"{path.parent} is not usable ({error}): set XDG_CACHE_HOME to a writable directory"
         ) from error
     declare(library)
-    if differences := layout_differences(library):
-        raise NativeUnavailable(f"the structures of C and Python differ ({', '.join(differences[:3])})")
+    if differences := layout_differences(library) or format_differences(library):
+        raise NativeUnavailable(f"C and Python differ in their structures ({', '.join(differences[:3])})")
     return library
+
+
+def supported_vectors() -> tuple[str, ...]:
+    """Return the values of `SPECDEMO_VECTORS` that this CPU supports, widest first."""
+    if not _is_x86():
+        return ("baseline",)
+    features = set(_cpu().lower().split())
+    return tuple(name for name, (needed, _) in _BUILDS.items() if needed <= features)
+
+
+def unsupported_vectors() -> str | None:
+    """Return a sentence if the value of `SPECDEMO_VECTORS` is not supported."""
+    value, names = os.environ.get(VECTORS), supported_vectors()
+    if not value or value in names:
+        return None
+    reason = "is not supported by this CPU" if value in _BUILDS else "is unknown"
+    return f"{VECTORS}={value} {reason}: choose {' or '.join(names)}"
+
+
+def _command() -> tuple[str, ...]:
+    flags = _BUILDS[os.environ.get(VECTORS) or supported_vectors()[0]][1] if _is_x86() else ("-march=native",)
+    return (*_compiler(), *_FLAGS, *flags)
+
+
+def _is_x86() -> bool:
+    return platform.machine() in ("x86_64", "AMD64")
 
 
 def cache_folder() -> Path:
@@ -86,23 +124,27 @@ def _compiler() -> tuple[str, ...]:
     raise NativeUnavailable(f"no C compiler was found: {INSTALL}")
 
 
-def _key(compiler: tuple[str, ...]) -> str:
+def _key(command: tuple[str, ...]) -> str:
     sources = [path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]"))]
-    parts = (*sources, repr((_version(compiler), _FLAGS, _cpu(), platform.platform())).encode())
+    parts = (*sources, repr((_version(command), _cpu(), platform.platform())).encode())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
-def _version(compiler: tuple[str, ...]) -> str:
-    path = Path(compiler[0]).resolve()
+def _version(command: tuple[str, ...]) -> str:
+    path = Path(command[0]).resolve()
     status = path.stat()
-    return f"{path} {status.st_size} {status.st_mtime_ns} {compiler[1:]}"
+    return f"{path} {status.st_size} {status.st_mtime_ns} {command[1:]}"
 
 
+@cache
 def _cpu() -> str:
+    """Return model and features of the CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return platform.processor() or platform.machine()
+        names = [f"machdep.cpu.{name}" for name in ("brand_string", "features", "leaf7_features")]
+        listed = shutil.which("sysctl") and subprocess.run(["sysctl", "-n", *names], capture_output=True, text=True)
+        return listed.stdout if listed else platform.processor() or platform.machine()
     return "\n".join(
         sorted({line for line in lines if line.startswith(("flags", "model name", "Features", "CPU part"))})
     )
@@ -120,11 +162,15 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _compile(compiler: tuple[str, ...], path: Path) -> None:
+def _compile(command: tuple[str, ...], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         built = Path(folder) / path.name
-        sources = map(str, sorted(SOURCES.glob("*.c")))
-        _run([*compiler, *_FLAGS, *sources, "-o", str(built), "-lm"], _COMPILE_S, "the C compiler failed")
+        sources = sorted(SOURCES.glob("*.c"), key=lambda source: -source.stat().st_size)  # the slowest first
+        objects = [str(Path(folder) / f"{source.stem}.o") for source in sources]
+        with ThreadPoolExecutor(_PROCESSES) as executor:
+            commands = ([*command, "-c", str(source), "-o", to] for source, to in zip(sources, objects, strict=True))
+            list(executor.map(lambda compiling: _run(compiling, _COMPILE_S, "the C compiler failed"), commands))
+        _run([*command, "-shared", *objects, "-o", str(built), "-lm"], _COMPILE_S, "the C compiler failed")
         _run([sys.executable, "-c", _CHECK, str(built)], _CHECK_S, "the compiled engine computes wrong results")
         digest = built.with_suffix(".sha256")
         digest.write_text(_digest(built))

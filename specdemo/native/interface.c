@@ -25,6 +25,8 @@ static const member members[] = {
     STRUCTURE(chain), FIELD(chain, top_p), FIELD(chain, uniforms), FIELD(chain, probs), FIELD(chain, scratch),
     FIELD(chain, peaks), FIELD(chain, chosen), FIELD(chain, tokens), FIELD(chain, top_k), FIELD(chain, vocab),
     FIELD(chain, temperature), FIELD(chain, count),
+    STRUCTURE(format), FIELD(format, name), FIELD(format, bits), FIELD(format, group), FIELD(format, scales),
+    FIELD(format, scale_form), FIELD(format, activation_peak), FIELD(format, step), FIELD(format, offset),
     {0, 0, 0},
 };
 

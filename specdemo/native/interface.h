@@ -76,9 +76,23 @@ typedef struct {
     int64_t offset, size;
 } member;
 
+/* A number format of weights */
+typedef struct {
+    const char *name;
+    int32_t bits;            /* of a stored weight */
+    int32_t group;           /* inputs that share a scale; 0: all inputs of an output */
+    int32_t scales;          /* numbers per group and output: none, scale, or scale and minimum */
+    int32_t scale_form;      /* of these numbers */
+    int32_t activation_peak; /* largest integer of quantised activations; 0: activations are floats */
+    int32_t step;            /* inputs decoded at once */
+    int32_t offset;          /* subtracted from each stored integer */
+} format;
+
 const member *interface_members(void);
+const format *format_table(void);
 int block_outputs(void);
 int vector_outputs(void);
+const char *vector_extensions(void);
 void set_code_bytes(const float *codes, uint8_t *bytes);
 int64_t scratch_floats(const model *m, int32_t rows);
 int run_pass(const pass *requested);

@@ -68,18 +68,28 @@ class _Member(ctypes.Structure):
     _fields_ = [("name", ctypes.c_char_p), ("offset", _INT64), ("size", _INT64)]
 
 
+class _Format(ctypes.Structure):
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        *((name, _INT32) for name in ("bits", "group", "scales", "scale_form", "activation_peak", "step", "offset")),
+    ]
+
+
 STRUCTURES: dict[str, type[ctypes.Structure]] = {
     "matrix": MatrixStruct,
     "layer": LayerStruct,
     "model": ModelStruct,
     "pass": PassStruct,
     "chain": ChainStruct,
+    "format": _Format,
 }
 # Name of a function: type of its result, and of its arguments.
 FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "interface_members": (ctypes.POINTER(_Member), ()),
+    "format_table": (ctypes.POINTER(_Format), ()),
     "block_outputs": (_INT, ()),
     "vector_outputs": (_INT, ()),
+    "vector_extensions": (ctypes.c_char_p, ()),
     "set_code_bytes": (None, (_ADDRESS, _ADDRESS)),
     "scratch_floats": (_INT64, (ctypes.POINTER(ModelStruct), _INT32)),
     "run_pass": (_INT, (ctypes.POINTER(PassStruct),)),

@@ -20,7 +20,7 @@ from specdemo.core.metrics import Metrics
 from specdemo.core.trace import MAX_CHARACTERS
 from specdemo.models.hub import Hub
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
-from specdemo.native.build import SWITCH
+from specdemo.native.build import SWITCH, VECTORS
 from specdemo.recipe import Recipe, methods_with
 from specdemo.remote.access import TOKEN
 from specdemo.remote.config import CloudConfig
@@ -155,7 +155,7 @@ def read_limits(environment: Mapping[str, str]) -> HostLimits:
     texts = {
         name: text.strip()
         for name, text in texts.items()
-        if text.strip() and PREFIX + name.upper() not in (TOKEN, SWITCH)
+        if text.strip() and PREFIX + name.upper() not in (TOKEN, SWITCH, VECTORS)
     }
     names = {field.name: f"{PREFIX}{field.name.upper()}" for field in fields(HostLimits)}
     for name in texts.keys() - names.keys():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
+import re
 import shutil
 import stat
 import sys
@@ -14,21 +15,19 @@ from typing import Any
 import pytest
 from fakes.tiny_models import byte_level_tokenizer, save_model
 
+from specdemo.core.errors import UserError
 from specdemo.models.load import load
-from specdemo.models.spec import ModelSpec
+from specdemo.models.spec import ModelSpec, find_device
 from specdemo.native import build as native_build
 from specdemo.native.build import NativeUnavailable, native_library
 from specdemo.native.interface import STRUCTURES, PassStruct
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
-IS_X86, OLDEST_X86 = platform.machine() == "x86_64", "x86-64"
 
-
-def unoptimised(**replaced: str) -> tuple[str, ...]:
-    """Flags of a quick compilation, with flags replaced by name."""
-    flags = (replaced.get(flag.partition("=")[0].lstrip("-"), flag) for flag in native_build._FLAGS)
-    return tuple("-O0" if flag.startswith("-O") else flag for flag in flags)
+def unoptimised(*added: str) -> tuple[str, ...]:
+    """Flags of a quick compilation."""
+    return (*("-O0" if flag.startswith("-O") else flag for flag in native_build._FLAGS), *added)
 
 
 @pytest.fixture(autouse=True)
@@ -113,32 +112,60 @@ def test_structures_that_differ_from_c_are_refused(
 ) -> None:
     shutil.copytree(compiled, cache)
     monkeypatch.setitem(STRUCTURES, "pass", type("PassStruct", (ctypes.Structure,), {"_fields_": fields}))
-    assert failure().startswith("the structures of C and Python differ (pass")
+    assert failure().startswith("C and Python differ in their structures (pass")
 
 
 def test_wrong_results_are_detected(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(native_build.SOURCES, tmp_path / "native")
-    source = (tmp_path / "native" / "pass.c").read_text()
+    source = (tmp_path / "native" / "float_products.c").read_text()
     broken = source.replace("(both << 16)", "(both << 15)")
     assert broken != source
-    (tmp_path / "native" / "pass.c").write_text(broken)
+    (tmp_path / "native" / "float_products.c").write_text(broken)
     monkeypatch.setattr(native_build, "SOURCES", tmp_path / "native")
-    monkeypatch.setattr(native_build, "_FLAGS", unoptimised(march=f"-march={OLDEST_X86}") if IS_X86 else unoptimised())
+    monkeypatch.setenv(native_build.VECTORS, "baseline")
+    monkeypatch.setattr(native_build, "_FLAGS", unoptimised())
     assert failure().startswith("the compiled engine computes wrong results")
     assert not list(cache.iterdir())
 
 
 @pytest.mark.exhaustive  # the engine of this machine is compiled and checked in every test run
-@pytest.mark.skipif(not IS_X86, reason="compiler options of x86-64")
-@pytest.mark.parametrize("target", [OLDEST_X86, "x86-64-v3"])
-def test_the_source_is_portable(target: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compile without AVX and with AVX2; the compiled library is checked against scalar sums."""
-    flags = "AVX2" if target == "x86-64-v3" else ""
-    if flags and "avx2" not in Path("/proc/cpuinfo").read_text():
-        pytest.skip("the CPU has no AVX2")
-    monkeypatch.setattr(native_build, "_FLAGS", unoptimised(march=f"-march={target}"))
-    assert isinstance(native_library(), ctypes.CDLL)
-    assert {path.suffix for path in cache.iterdir()} == {".so", ".sha256"}
+@pytest.mark.parametrize(
+    ("vectors", "lanes", "block"),
+    [*(("baseline", 4, n) for n in (8, 16, 32)), *(("avx2", 8, n) for n in (16, 32)), ("avx512", 16, 32)],
+)
+def test_every_vector_width_and_block_size_passes_the_check(
+    vectors: str, lanes: int, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library is compared with scalar sums when it is compiled."""
+    if vectors not in native_build.supported_vectors():
+        pytest.skip(f"the CPU has no {vectors}")
+    monkeypatch.setenv(native_build.VECTORS, vectors)
+    monkeypatch.setattr(native_build, "_FLAGS", (*native_build._FLAGS, f"-DVECTORS={block // lanes}"))
+    library = native_library()
+    assert isinstance(library, ctypes.CDLL)
+    assert (library.vector_outputs(), library.block_outputs()) == (lanes, block)
+    baseline = "sse" if platform.machine() == "x86_64" else "neon"
+    assert library.vector_extensions().decode().split()[0] == (baseline if vectors == "baseline" else vectors)
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"), [("avx1024", "is unknown: choose "), ("avx512", "is not supported by this CPU: choose ")]
+)
+def test_other_vectors_are_refused(value: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_build, "_cpu", lambda: "flags : sse2 avx avx2")
+    monkeypatch.setenv(native_build.VECTORS, value)
+    names = " or ".join(native_build.supported_vectors())
+    assert failure() == f"SPECDEMO_VECTORS={value} {reason}{names}"
+    with pytest.raises(UserError, match=re.escape(failure())):
+        find_device("cpu")
+
+
+def test_vectors_are_part_of_the_cache_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = set()
+    for vectors in native_build.supported_vectors():
+        monkeypatch.setenv(native_build.VECTORS, vectors)
+        keys.add(native_build._key(native_build._command()))
+    assert len(keys) == len(native_build.supported_vectors())
 
 
 def test_an_unusable_cache_folder_is_reported(tmp_path: Path) -> None:

@@ -1,0 +1,25 @@
+/* Buffers of a pass */
+#include "state.h"
+
+static int64_t qkv_space(const model *m) { return larger_of(qkv_width(m), m->width); }
+static int64_t widest(const model *m) { return larger_of(input_width(m), m->inner); }
+static int64_t group_count(const model *m) { return widest(m) / 16 + 1; } /* of a row of activations */
+
+int64_t scratch_floats(const model *m, int32_t rows) {
+    return rows * (m->width + input_width(m) + m->inner + qkv_space(m) + m->heads * padded_dim(m) + 2 * group_count(m) + widest(m) / 2 + 2);
+}
+
+state lay_out(const pass *p) {
+    const model *m = p->model;
+    state s = {.p = p, .first = p->rows - p->last};
+    float *next = p->scratch;
+    s.rows = next, next += (int64_t)p->rows * m->width;
+    s.input = next, next += (int64_t)p->rows * input_width(m);
+    s.gated = next, next += (int64_t)p->rows * m->inner;
+    s.qkv = next, next += (int64_t)p->rows * qkv_space(m);
+    s.query = next, next += (int64_t)p->rows * m->heads * padded_dim(m);
+    s.x_scales = next, next += p->rows * group_count(m);
+    s.x_sums = (int32_t *)next, next += p->rows * group_count(m);
+    s.quantised = next;
+    return s;
+}

@@ -1,0 +1,167 @@
+/* Threads that execute the phases of a pass. The caller is thread 0; the others are started when first needed and never end.
+ * The chunks of a phase are divided into a range per thread, so that contended writes are few. The pool is in one of these
+ * states, and `busy` admits one caller at a time:
+ *
+ * - idle: `running` is 0 and no ticket has a chunk. The caller leaves; the next one opens its first phase.
+ * - open: tickets have chunks. A thread claims those of its range by incrementing its ticket, then those of the others.
+ *   A ticket contains the number of the phase (32 bits), the end of the range (16) and the next chunk (16).
+ * - closing: all chunks are claimed, and fewer than `chunks` are `done`. A thread without a chunk spins until `opened`
+ *   changes, and sleeps on `changed` after SPINS; nobody waits for a thread that has no chunk.
+ * - serial: the thread that completes the last chunk executes finish_phase(), which selects the next phase. It then opens
+ *   that phase, or sets `running` to 0.
+ *
+ * Threads beyond `threads` sleep on `enlarged`. After fork(), the child has no threads and starts its own. */
+#include "thread_pool.h"
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#define SPINS 8000 /* about 0.2 ms, longer than a decoding step without its passes */
+#define YIELD 256  /* spins between calls of sched_yield() */
+
+#define OWN_LINE __attribute__((aligned(64)))
+
+static struct {
+    struct { _Atomic uint64_t ticket; } OWN_LINE ranges[MAX_THREADS];
+    _Atomic uint32_t done OWN_LINE; /* chunks of the phase */
+    _Atomic uint32_t opened OWN_LINE, sleepers, running;
+    state *now;
+    int first_phase;          /* ticket's number of phase 0 */
+    _Atomic int threads;      /* participants; the others sleep until there are more */
+    uint32_t number, chunks;  /* of the phase */
+    int started;
+    pid_t owner;
+    pthread_mutex_t busy, mutex;
+    pthread_cond_t changed, enlarged;
+    float *buffers[MAX_THREADS];
+    int64_t sizes[MAX_THREADS];
+} pool = {.busy = PTHREAD_MUTEX_INITIALIZER, .mutex = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER, .enlarged = PTHREAD_COND_INITIALIZER};
+
+static int is_open(uint64_t t) { return (t & 0xffff) < (t >> 16 & 0xffff); }
+
+static void wake_threads(void) {
+    atomic_fetch_add(&pool.opened, 1);
+    if (!atomic_load(&pool.sleepers)) return;
+    pthread_mutex_lock(&pool.mutex);
+    pthread_cond_broadcast(&pool.changed);
+    pthread_mutex_unlock(&pool.mutex);
+}
+
+static void open_phase(uint32_t number, int64_t chunks) {
+    pool.number = number, pool.chunks = (uint32_t)chunks;
+    atomic_store(&pool.done, 0);
+    for (int t = 0, threads = atomic_load(&pool.threads); t < threads; t++) {
+        uint64_t first = (uint64_t)(chunks * t / threads), end = (uint64_t)(chunks * (t + 1) / threads);
+        atomic_store_explicit(&pool.ranges[t].ticket, (uint64_t)number << 32 | end << 16 | first, memory_order_release);
+    }
+    wake_threads();
+}
+
+
+/* Run the remaining chunks of a range. The phase cannot end before they are counted. */
+static int run_range(int range, int thread) {
+    uint32_t count = 0;
+    uint64_t t;
+    while (is_open(atomic_load(&pool.ranges[range].ticket)) && is_open(t = atomic_fetch_add(&pool.ranges[range].ticket, 1))) {
+        run_chunk(pool.now, (int)((uint32_t)(t >> 32) - (uint32_t)pool.first_phase), t & 0xffff, pool.buffers[thread]);
+        count++;
+    }
+    if (!count) return 0;
+    uint32_t number = pool.number, chunks = pool.chunks;
+    if (atomic_fetch_add(&pool.done, count) + count < chunks) return 1;
+    state *s = pool.now;
+    int phase = (int)(number - (uint32_t)pool.first_phase), next = finish_phase(s, phase);
+    if (next >= 0) open_phase(number + (uint32_t)(next - phase), chunk_count(s, next));
+    else atomic_store(&pool.running, 0), wake_threads(); /* the caller may start the next pass between these */
+    return 1;
+}
+
+static void pause_briefly(void) {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+/* Wait until `opened` differs from `seen`: spin, then sleep. */
+static void wait_for_phase(uint32_t seen) {
+    for (int i = 0; i < SPINS; i++) {
+        if (atomic_load(&pool.opened) != seen) return;
+        if (i % YIELD == YIELD - 1) sched_yield();
+        else pause_briefly();
+    }
+    pthread_mutex_lock(&pool.mutex);
+    atomic_fetch_add(&pool.sleepers, 1);
+    while (atomic_load(&pool.opened) == seen) pthread_cond_wait(&pool.changed, &pool.mutex);
+    atomic_fetch_sub(&pool.sleepers, 1);
+    pthread_mutex_unlock(&pool.mutex);
+}
+
+static void work(int thread, int is_caller) {
+    for (;;) {
+        uint32_t seen = atomic_load(&pool.opened);
+        if (is_caller && !atomic_load(&pool.running)) return;
+        int threads = atomic_load(&pool.threads), found = 0;
+        if (thread >= threads) {
+            pthread_mutex_lock(&pool.mutex);
+            while (thread >= atomic_load(&pool.threads)) pthread_cond_wait(&pool.enlarged, &pool.mutex);
+            pthread_mutex_unlock(&pool.mutex);
+            continue;
+        }
+        for (int i = 0; i < threads && !found; i++) found = run_range((thread + i) % threads, thread);
+        if (!found) wait_for_phase(seen);
+    }
+}
+
+static void set_threads(int count) {
+    if (atomic_load(&pool.threads) == count) return;
+    pthread_mutex_lock(&pool.mutex);
+    atomic_store(&pool.threads, count);
+    pthread_cond_broadcast(&pool.enlarged);
+    pthread_mutex_unlock(&pool.mutex);
+}
+
+static void *worker(void *thread) { work((int)(intptr_t)thread, 0); return 0; }
+
+static int prepare_threads(int threads, int64_t floats) {
+    for (int t = 0; t < threads || t <= pool.started; t++) { /* also of threads that leave the previous pass */
+        if (pool.sizes[t] >= floats) continue;
+        float *larger_buffer = realloc(pool.buffers[t], (size_t)floats * sizeof(float));
+        if (!larger_buffer) return 0;
+        pool.buffers[t] = larger_buffer, pool.sizes[t] = floats;
+    }
+    for (; pool.started < threads - 1; pool.started++) {
+        pthread_t thread;
+        if (pthread_create(&thread, 0, worker, (void *)(intptr_t)(pool.started + 1))) break;
+        pthread_detach(thread);
+    }
+    return 1;
+}
+
+static void reset_after_fork(void) {
+    if (pool.owner == getpid()) return;
+    pthread_mutex_init(&pool.busy, 0), pthread_mutex_init(&pool.mutex, 0);
+    pthread_cond_init(&pool.changed, 0), pthread_cond_init(&pool.enlarged, 0);
+    pool.started = 0, pool.owner = getpid();
+    atomic_store(&pool.sleepers, 0);
+}
+
+int run_phases(state *s, int threads, int64_t floats) {
+    reset_after_fork();
+    pthread_mutex_lock(&pool.busy);
+    int ready = prepare_threads(threads, floats);
+    if (ready) {
+        pool.now = s;
+        set_threads(threads);
+        uint32_t number = pool.number + 1;
+        pool.first_phase = (int)number;
+        atomic_store(&pool.running, 1);
+        open_phase(number, chunk_count(s, 0));
+        work(0, 1);
+    }
+    pthread_mutex_unlock(&pool.busy);
+    return ready;
+}

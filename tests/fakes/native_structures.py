@@ -1,0 +1,251 @@
+"""Random models and passes of the native engine, built from numpy arrays without torch."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from specdemo.native.formats import FORMATS, Format
+from specdemo.native.interface import LayerStruct, MatrixStruct, ModelStruct, PassStruct
+
+NORMS = ("enter", "between", "query_norm", "key_norm", "after_out", "after_down")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes and options of a decoder; `form` and `value_form`: number formats of its matrices."""
+
+    width: int = 32
+    inner: int = 48
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 8
+    rotated: int = 8
+    layers: int = 2
+    vocab: int = 67
+    positions: int = 0
+    form: str = "F32"
+    value_form: str = ""
+    activation: int = 0
+    window: int = 0
+    gated: bool = True
+    centred: bool = False
+    parallel: bool = False
+    tied: bool = False
+    bias: bool = False
+    head_norms: bool = False
+    after_norms: bool = False
+    bfloat16_cache: bool = False
+    attention_cap: float = 0.0
+    logit_cap: float = 0.0
+
+
+class RandomModel:
+    """Structures of a model with random weights; `arrays` are allocated in exactly the required size."""
+
+    def __init__(self, library: ctypes.CDLL, shape: Shape, seed: int = 0) -> None:
+        self.library, self.shape = library, shape
+        self._rng = np.random.default_rng(seed)
+        self._block = library.block_outputs()
+        self.arrays: list[Any] = []
+        self.layers = (LayerStruct * shape.layers)(*(self._layer() for _ in range(shape.layers)))
+        size = ctypes.sizeof(LayerStruct)
+        self._pointers = (ctypes.c_void_p * shape.layers)(
+            *(ctypes.addressof(self.layers) + size * i for i in range(shape.layers))
+        )
+        self.embedding = None if shape.tied else self._matrix("F32", shape.vocab, shape.width)
+        self.positions = self._matrix("F32", shape.positions, shape.width) if shape.positions else None
+        self.struct = ModelStruct(
+            layers=ctypes.addressof(self._pointers),
+            embedding=self.embedding and ctypes.addressof(self.embedding),
+            positions=self.positions and ctypes.addressof(self.positions),
+            leave=self._norm(shape.width, shape.centred),
+            head=self._matrix(shape.form, shape.vocab, shape.width, shape.bias),
+            layer_count=shape.layers,
+            cache_form=FORMATS["BF16" if shape.bfloat16_cache else "F32"].number,
+            epsilon=1e-5,
+            embedding_scale=1.5,
+            **{name: getattr(shape, name) for name in ("width", "inner", "heads", "kv_heads", "head_dim", "rotated")},
+            **{name: getattr(shape, name) for name in ("activation", "gated", "centred", "parallel")},
+            **{name: getattr(shape, name) for name in ("attention_cap", "logit_cap")},
+        )
+
+    def _array(self, values: np.ndarray) -> int:
+        values = np.ascontiguousarray(values)
+        self.arrays.append(values)
+        return values.ctypes.data
+
+    def _norm(self, width: int, centred: bool) -> int:
+        return self._array(self._rng.normal(1, 0.2, 2 * width if centred else width).astype(np.float32))
+
+    def _matrix(self, form: str, outputs: int, inputs: int, bias: bool = False) -> MatrixStruct:
+        kind, block = FORMATS[form], self._block
+        padded = outputs + -outputs % block
+        matrix = MatrixStruct(
+            form=kind.number, outputs=outputs, inputs=inputs, weights=self._array(self._weights(kind, padded, inputs))
+        )
+        if kind.scales:
+            count = padded * kind.scales * (inputs // kind.group if kind.group else 1)
+            dtype = np.float16 if kind.scale_bits == 16 else np.float32
+            matrix.scales = self._array(self._rng.uniform(0.001, 0.01, count).astype(dtype))
+        if form == "INT8":
+            quads = self.arrays[-2].reshape(padded // block, -1, block, 4)
+            matrix.sums = self._array(quads.sum((1, 3), dtype=np.int32).ravel())
+        if form == "CODE4":
+            codes, code_bytes = np.linspace(-1, 1, 16, dtype=np.float32), np.zeros(32, np.uint8)
+            matrix.codes, matrix.code_bytes = self._array(codes), self._array(code_bytes)
+            self.library.set_code_bytes(matrix.codes, matrix.code_bytes)
+        if bias:
+            matrix.bias = self._array(self._rng.normal(0, 0.1, padded).astype(np.float32))
+        return matrix
+
+    def _weights(self, kind: Format, outputs: int, inputs: int) -> np.ndarray:
+        if kind.name in ("INT8", "Q8_0", "Q6_K"):
+            weights = self._rng.integers(-127, 128, (outputs // self._block, -(-inputs // 4), self._block, 4), np.int8)
+            weights[:, -1, :, inputs % 4 or 4 :] = 0
+            return weights
+        if kind.bits == 4:
+            return self._rng.integers(0, 256, outputs * inputs // 2, np.uint8)
+        values = self._rng.normal(0, inputs**-0.5, outputs * inputs).astype(np.float32)
+        if kind.name == "BF16":
+            return (values.view(np.uint32) >> 16).astype(np.uint16)
+        return values.astype(np.float16) if kind.name == "F16" else values
+
+    def _layer(self) -> LayerStruct:
+        shape = self.shape
+        queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        joined = queries + keys * (1 if shape.value_form else 2)
+        inner = 2 * (shape.inner + -shape.inner % self._block) if shape.gated else shape.inner
+        layer = LayerStruct(
+            qkv=self._matrix(shape.form, joined, shape.width, shape.bias),
+            out=self._matrix(shape.form, shape.width, queries, shape.bias),
+            gate_up=self._matrix(shape.form, inner, shape.width, shape.bias),
+            down=self._matrix(shape.form, shape.width, shape.inner, shape.bias),
+            enter=self._norm(shape.width, shape.centred),
+            between=self._norm(shape.width, shape.centred),
+            attention_scale=shape.head_dim**-0.5,
+            window=shape.window,
+        )
+        if shape.value_form:
+            layer.value = self._matrix(shape.value_form, keys, shape.width)
+        if shape.head_norms:
+            layer.query_norm, layer.key_norm = (self._norm(shape.head_dim, False) for _ in range(2))
+        if shape.after_norms:
+            layer.after_out, layer.after_down = (self._norm(shape.width, shape.centred) for _ in range(2))
+        return layer
+
+
+@dataclass
+class Cache:
+    """Keys and values of `capacity` positions, and the rotations of these positions."""
+
+    model: RandomModel
+    capacity: int
+    kv: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        shape = self.model.shape
+        padded = shape.head_dim + -shape.head_dim % 16
+        dtype = np.uint16 if shape.bfloat16_cache else np.float32
+        self.kv = np.zeros((shape.layers, 2 * shape.kv_heads, self.capacity, padded), dtype)
+        angles = np.arange(self.capacity)[:, None] * 10000.0 ** -np.linspace(0, 1, max(0, shape.rotated // 2))
+        self.cosines, self.sines = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+class Rows:
+    """A pass over `ids` after `held` positions; row r sees `prefix[r]` positions and those listed in `extra[r]`."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        ids: Sequence[int],
+        held: int,
+        positions: Sequence[int] | None = None,
+        prefix: Sequence[int] | None = None,
+        extra: Sequence[Sequence[int]] | None = None,
+        last: int | None = None,
+        threads: int = 2,
+        taps: Sequence[int] | None = None,
+    ) -> None:
+        model, count = cache.model, len(ids)
+        extra = extra or [()] * count
+        starts = np.cumsum([0, *map(len, extra)])
+        last = count if last is None else last
+        self._numbers = [
+            np.array(values, np.int32)
+            for values in (
+                ids,
+                positions or range(held, held + count),
+                prefix or range(held + 1, held + count + 1),
+                [slot for slots in extra for slot in slots],
+                starts,
+            )
+        ]
+        self._taps = None if taps is None else np.array(taps, np.int32)
+        tapped = 0 if taps is None else sum(tap >= 0 for tap in taps)
+        self.hidden = np.zeros((tapped, count, max(model.shape.width, 0)), np.float32)
+        self.logits = np.full((max(last, 0), model.shape.vocab), np.nan, np.float32)
+        self._scratch = np.zeros(max(0, model.library.scratch_floats(ctypes.byref(model.struct), count)), np.float32)
+        self._model, self._cache = model, cache
+        self.struct = PassStruct(
+            ctypes.addressof(model.struct),
+            cache.kv.ctypes.data,
+            cache.cosines.ctypes.data,
+            cache.sines.ctypes.data,
+            *(numbers.ctypes.data for numbers in self._numbers),
+            None if self._taps is None else self._taps.ctypes.data,
+            self.hidden.ctypes.data,
+            self.logits.ctypes.data,
+            self._scratch.ctypes.data,
+            cache.capacity,
+            count,
+            last,
+            held,
+            threads,
+        )
+
+    def run(self) -> int:
+        """Return the result code."""
+        return self._model.library.run_pass(ctypes.byref(self.struct))
+
+
+def random_shape(rng: random.Random, form: str) -> Shape:
+    """Return a small valid shape, with sizes that are not multiples of blocks."""
+    group = FORMATS[form].group or 1
+    kv_heads = rng.randrange(1, 4)
+    heads = kv_heads * rng.choice((1, 2, 3, 7))
+    head_dim = rng.randrange(1, 40)
+    if group > 1:
+        head_dim = group // rng.choice((1, 2, 4))
+        heads *= group // head_dim
+    gated = rng.random() < 0.7
+    return Shape(
+        width=group * rng.randrange(1, 3) if group > 1 else rng.randrange(1, 150),
+        inner=group * rng.randrange(1, 4) if group > 1 else rng.randrange(1, 200),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        rotated=rng.randrange(0, head_dim + 1) // 2 * 2,
+        layers=rng.randrange(1, 3),
+        vocab=rng.randrange(1, 300),
+        positions=rng.choice((0, 64)),
+        form=form,
+        value_form="Q6_K" if form == "Q4_K" and rng.random() < 0.5 else "",
+        activation=rng.randrange(3),
+        window=rng.choice((0, 0, 1, 5)),
+        gated=gated,
+        centred=rng.random() < 0.3,
+        parallel=rng.random() < 0.2,
+        tied=rng.random() < 0.5,
+        bias=rng.random() < 0.4,
+        head_norms=rng.random() < 0.3,
+        after_norms=rng.random() < 0.3,
+        bfloat16_cache=rng.random() < 0.5,
+        attention_cap=rng.choice((0.0, 5.0)),
+        logit_cap=rng.choice((0.0, 8.0)),
+    )
