@@ -9,6 +9,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
+C_SOURCES := $(wildcard specdemo/native/*.[ch])
 
 # Two processes; a page server and a browser in each of them, so files are not divided.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
@@ -37,12 +38,14 @@ test-exhaustive: $(READY_DEV) ## run the long matrices that `make test` samples
 lint: $(READY_DEV) ## check style and formatting
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/clang-format --dry-run --Werror $(C_SOURCES)
 	@if command -v shellcheck >/dev/null; then shellcheck .ci/run; else echo "shellcheck is not installed: .ci/run not checked"; fi
 	@if command -v hadolint >/dev/null; then hadolint Dockerfile; else echo "hadolint is not installed: Dockerfile not checked"; fi
 
 format: $(READY_DEV) ## sort imports and format the code
 	@$(BIN)/ruff check --select I --fix .
 	@$(BIN)/ruff format .
+	@$(BIN)/clang-format -i $(C_SOURCES)
 
 bench: $(READY) ## measure methods against autoregressive decoding
 	@$(BIN)/python -m specdemo bench $(ARGS)

@@ -15,7 +15,8 @@ void set_code_bytes(const float *codes, uint8_t *bytes) {
     }
 }
 
-/* Store the integers nearest to x / |peak of x| * limit and their sum; return the value of 1, NaN if x contains NaN or infinity. */
+/* Store the integers nearest to x / |peak of x| * limit and their sum; return the value of 1, NaN if x contains NaN or
+ * infinity. */
 INLINE float quantise(const float *x, int64_t width, int limit, int bytes, void *to, int32_t *sum) {
     vf peaks = {0}, broken = {0};
     int64_t whole = width / LANES * LANES;
@@ -30,22 +31,31 @@ INLINE float quantise(const float *x, int64_t width, int limit, int bytes, void 
     for (int64_t i = 0; i < whole; i += LANES) {
         vi q = __builtin_convertvector(nearest(load(x + i) * factor), vi);
         integers += q;
-        if (bytes == 1) { vc c = __builtin_convertvector(q, vc); memcpy((int8_t *)to + i, &c, sizeof c); }
-        else { vh h = __builtin_convertvector(q, vh); memcpy((int16_t *)to + i, &h, sizeof h); }
+        if (bytes == 1) {
+            vc c = __builtin_convertvector(q, vc);
+            memcpy((int8_t *)to + i, &c, sizeof c);
+        } else {
+            vh h = __builtin_convertvector(q, vh);
+            memcpy((int16_t *)to + i, &h, sizeof h);
+        }
     }
     *sum = 0;
     for (int i = 0; i < LANES; i++) *sum += integers[i];
     for (int64_t i = whole; i < width; i++) {
         int32_t q = (int32_t)(x[i] * factor + 12582912.0f - 12582912.0f);
-        if (bytes == 1) ((int8_t *)to)[i] = (int8_t)q;
-        else ((int16_t *)to)[i] = (int16_t)q;
+        if (bytes == 1)
+            ((int8_t *)to)[i] = (int8_t)q;
+        else
+            ((int16_t *)to)[i] = (int16_t)q;
         *sum += q;
     }
     return peak / (float)limit + invalid;
 }
 
 /* Swap the second and third of every four words, see stored_words. */
-INLINE vq swapped(vq four) { return (four & 0xffff00000000ffff) | (four << 16 & 0xffff00000000) | (four >> 16 & 0xffff0000); }
+INLINE vq swapped(vq four) {
+    return (four & 0xffff00000000ffff) | (four << 16 & 0xffff00000000) | (four >> 16 & 0xffff0000);
+}
 static void swap_middle(int16_t *words, int64_t count) {
     int64_t i = 0;
     vq fours;
@@ -54,7 +64,10 @@ static void swap_middle(int16_t *words, int64_t count) {
         fours = swapped(fours);
         memcpy(words + i, &fours, sizeof fours);
     }
-    for (; i < count; i += 4) { int16_t second = words[i + 1]; words[i + 1] = words[i + 2], words[i + 2] = second; }
+    for (; i < count; i += 4) {
+        int16_t second = words[i + 1];
+        words[i + 1] = words[i + 2], words[i + 2] = second;
+    }
 }
 
 /* Activations of one row of `m` in the order of its weights */
@@ -63,6 +76,8 @@ void quantise_row(const matrix *m, const float *x, void *to, float *scales, int3
     float factor = m->form == CODE4 ? code_peak(m->codes) / CODE_PEAK : 1;
     memset((char *)to + m->inputs * size, 0, (stride - m->inputs) * size);
     for (int64_t g = 0; g < m->inputs / group; g++)
-        scales[g] = quantise(x + g * group, group, FORMATS[m->form].activation_peak, (int)size, (char *)to + g * group * size, sums + g) * factor;
+        scales[g] = quantise(x + g * group, group, FORMATS[m->form].activation_peak, (int)size,
+                             (char *)to + g * group * size, sums + g) *
+                    factor;
     if (has_bytes(m->form) && size == 2) swap_middle(to, stride);
 }

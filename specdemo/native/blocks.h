@@ -26,13 +26,13 @@
 #define UNIT_BLOCKS 4 /* blocks per unit of work */
 #define UNIT (UNIT_BLOCKS * BLOCK)
 #define TILE_INPUTS 64
-#define EXACT 32 /* inputs per exact sum of products of 16-bit integers */
+#define EXACT 32  /* inputs per exact sum of products of 16-bit integers */
 #define STRIP 128 /* inputs decoded at once for many rows */
 /* Blocks whose sums of `rows` rows fit into registers with the inputs. */
 #define FIT(rows) ((rows) * 4 * VECTORS < SUMS ? 4 : (rows) * 2 * VECTORS < SUMS ? 2 : 1)
 
-/* Distances in bytes at which weights are prefetched into the first and the second cache, because hardware prefetches too little
- * during other work. */
+/* Distances in bytes at which weights are prefetched into the first and the second cache, because hardware prefetches
+ * too little during other work. */
 #define AHEAD 512
 #define FAR_AHEAD 8192
 
@@ -42,16 +42,23 @@ typedef uint64_t vq __attribute__((vector_size(4 * LANES)));
 typedef uint8_t vb __attribute__((vector_size(4 * LANES)));
 typedef uint16_t vw __attribute__((vector_size(4 * LANES)));
 
-INLINE vf load_bf16(const uint16_t *p) { vh h; memcpy(&h, p, sizeof h); return (vf)(__builtin_convertvector(h, vu) << 16); }
+INLINE vf load_bf16(const uint16_t *p) {
+    vh h;
+    memcpy(&h, p, sizeof h);
+    return (vf)(__builtin_convertvector(h, vu) << 16);
+}
 INLINE vf load_f16(const uint16_t *p) {
 #if LANES == 16
-    __m256i packed; memcpy(&packed, p, sizeof packed);
+    __m256i packed;
+    memcpy(&packed, p, sizeof packed);
     return (vf)_mm512_cvtph_ps(packed);
 #elif defined(__F16C__) && defined(__AVX__)
-    __m128i packed; memcpy(&packed, p, sizeof packed);
+    __m128i packed;
+    memcpy(&packed, p, sizeof packed);
     return (vf)_mm256_cvtph_ps(packed);
 #else
-    vh h; memcpy(&h, p, sizeof h);
+    vh h;
+    memcpy(&h, p, sizeof h);
     vu u = __builtin_convertvector(h, vu);
     vf magnitude = (vf)((u & 0x7fff) << 13) * 0x1p112f; /* exact, also for subnormal numbers */
     return (vf)((vu)magnitude | (u & 0x8000) << 16);

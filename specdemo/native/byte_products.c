@@ -13,7 +13,8 @@ INLINE vi multiply_quads(vi sum, vi x, vi w) {
 #endif
 }
 
-INLINE void int8_kernel(int rows, int blocks, const int8_t *x, int64_t stride, const int8_t *w, int64_t quads, int32_t *sums) {
+INLINE void int8_kernel(int rows, int blocks, const int8_t *x, int64_t stride, const int8_t *w, int64_t quads,
+                        int32_t *sums) {
     vi sum[INT8_ROWS][4 * VECTORS];
     memset(sum, 0, sizeof sum);
     for (int64_t k = 0; k < quads; k++)
@@ -45,19 +46,27 @@ void byte_product(const matrix *m, int64_t first, int blocks, activations a, int
             width = b + FIT(n) <= blocks ? FIT(n) : 1;
             switch (n) {
 #define MOST(N) ((N) < INT8_ROWS ? (N) : INT8_ROWS)
-#define INT8_CASE(N) \
-    case N: \
-        if (N > INT8_ROWS) break; \
-        if (width == 1) int8_kernel(MOST(N), 1, inputs, stride, w, quads, sums + b * BLOCK); \
-        else int8_kernel(MOST(N), FIT(N), inputs, stride, w, quads, sums + b * BLOCK); \
+#define INT8_CASE(N)                                                                                                   \
+    case N:                                                                                                            \
+        if (N > INT8_ROWS) break;                                                                                      \
+        if (width == 1)                                                                                                \
+            int8_kernel(MOST(N), 1, inputs, stride, w, quads, sums + b * BLOCK);                                       \
+        else                                                                                                           \
+            int8_kernel(MOST(N), FIT(N), inputs, stride, w, quads, sums + b * BLOCK);                                  \
         break;
-            INT8_CASE(1) INT8_CASE(2) INT8_CASE(3) INT8_CASE(4) INT8_CASE(5) INT8_CASE(6)
+                INT8_CASE(1)
+                INT8_CASE(2)
+                INT8_CASE(3)
+                INT8_CASE(4)
+                INT8_CASE(5)
+                INT8_CASE(6)
             }
         }
         for (int i = 0; i < n; i++)
             for (int j = 0; j < blocks * BLOCK; j++) {
                 int64_t output = first * BLOCK + j;
-                o[(r + i) * UNIT + j] = (float)(sums[i * UNIT + j] - 128 * m->sums[output]) * (a.scales[r + i] * scales[output]);
+                o[(r + i) * UNIT + j] =
+                    (float)(sums[i * UNIT + j] - 128 * m->sums[output]) * (a.scales[r + i] * scales[output]);
             }
     }
 }

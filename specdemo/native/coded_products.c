@@ -1,5 +1,6 @@
-/* Products of integers of 16 bits: CODE4 looks them up, the other forms contain them. Activations are integers with one scale
- * per row and group. The sum of EXACT products fits into 32 bits, so it does not depend on the order; INT8: any sum. */
+/* Products of integers of 16 bits: CODE4 looks them up, the other forms contain them. Activations are integers with one
+ * scale per row and group. The sum of EXACT products fits into 32 bits, so it does not depend on the order; INT8: any
+ * sum. */
 #include "lookup.h"
 #include "products.h"
 
@@ -26,17 +27,19 @@ INLINE vi multiply_pairs(vi sum, vi w, vi x) { /* pairs of 16-bit integers */
 
 /* Words of vector v and a pair of inputs. Pairs of bytes: inputs 0 and 2, 1 and 3. */
 INLINE vi stored_words(int form, const uint8_t *p, int v, int pair) {
-    vu stored; memcpy(&stored, p + 4 * v * LANES, sizeof stored);
+    vu stored;
+    memcpy(&stored, p + 4 * v * LANES, sizeof stored);
     if (has_bytes(form)) return (vi)(pair ? (vs)stored >> 8 : (vs)stored << 8 >> 8);
     return (vi)(stored >> 4 * pair & 0x000f000f);
 }
 
-/* Decode CODED_STEP inputs into pairs of words. CODE4: the 16 bytes of four outputs contain two inputs of one vector, then of
- * the next. Others: 4 bytes per output, see position. */
+/* Decode CODED_STEP inputs into pairs of words. CODE4: the 16 bytes of four outputs contain two inputs of one vector,
+ * then of the next. Others: 4 bytes per output, see position. */
 INLINE void decode_words(int form, const uint8_t *p, const lookup *t, vi out[4 * VECTORS]) {
     if (form == CODE4) {
         for (int v = 0; v < VECTORS; v += 2) {
-            vb pairs; memcpy(&pairs, p + 2 * v * LANES, sizeof pairs);
+            vb pairs;
+            memcpy(&pairs, p + 2 * v * LANES, sizeof pairs);
             vb now = pairs & 15, next = (vb)((vw)pairs >> 4) & 15;
             vb low = look_up(t->low, now), high = look_up(t->high, now);
             out[v] = lower(low, high), out[v + 1] = upper(low, high);
@@ -52,7 +55,7 @@ INLINE void decode_words(int form, const uint8_t *p, const lookup *t, vi out[4 *
 /* Inputs of a block */
 typedef struct {
     const uint8_t *w;
-    const vi *tile;        /* decoded weights, or null */
+    const vi *tile; /* decoded weights, or null */
     const void *scales;
     const int16_t *x;      /* [rows][stride] */
     const float *x_scales; /* [rows][groups] */
@@ -108,7 +111,9 @@ INLINE void coded_kernel(int form, int rows, int tiled, const coded_slice *s, co
                 vi weight[VECTORS];
 #pragma GCC unroll 4
                 for (int v = 0; v < VECTORS; v++) {
-                    weight[v] = tiled ? tile[pair * VECTORS + v] : form == CODE4 ? decoded[pair * VECTORS + v] : stored_words(form, w, v, pair);
+                    weight[v] = tiled           ? tile[pair * VECTORS + v]
+                                : form == CODE4 ? decoded[pair * VECTORS + v]
+                                                : stored_words(form, w, v, pair);
                     HOLD(weight[v]);
                 }
 #pragma GCC unroll 16
@@ -123,10 +128,15 @@ INLINE void coded_kernel(int form, int rows, int tiled, const coded_slice *s, co
                     }
                 }
             }
-            if (tiled) tile += step / 2 * VECTORS;
-            else w += step * input_bytes(form);
+            if (tiled)
+                tile += step / 2 * VECTORS;
+            else
+                w += step * input_bytes(form);
         }
-        if (form != INT8) { add_scaled(form, rows, s, i / group, sum, o); continue; }
+        if (form != INT8) {
+            add_scaled(form, rows, s, i / group, sum, o);
+            continue;
+        }
 #pragma GCC unroll 16
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
@@ -135,15 +145,27 @@ INLINE void coded_kernel(int form, int rows, int tiled, const coded_slice *s, co
 }
 
 INLINE void coded_kernels(int form, int rows, const coded_slice *s, const lookup *t, float *o) {
-#define CODED_CASE(N) \
-    case N: \
-        if (form == CODE4 && s->tile) coded_kernel(form, N, 1, s, t, o); \
-        else if (N <= CODED_ROWS(form)) coded_kernel(form, N, 0, s, t, o); \
+#define CODED_CASE(N)                                                                                                  \
+    case N:                                                                                                            \
+        if (form == CODE4 && s->tile)                                                                                  \
+            coded_kernel(form, N, 1, s, t, o);                                                                         \
+        else if (N <= CODED_ROWS(form))                                                                                \
+            coded_kernel(form, N, 0, s, t, o);                                                                         \
         break;
     switch (rows) {
-    CODED_CASE(1) CODED_CASE(2) CODED_CASE(3) CODED_CASE(4) CODED_CASE(5) CODED_CASE(6)
+        CODED_CASE(1)
+        CODED_CASE(2)
+        CODED_CASE(3)
+        CODED_CASE(4)
+        CODED_CASE(5)
+        CODED_CASE(6)
 #if TILE_ROWS > 6
-    CODED_CASE(7) CODED_CASE(8) CODED_CASE(9) CODED_CASE(10) CODED_CASE(11) CODED_CASE(12)
+        CODED_CASE(7)
+        CODED_CASE(8)
+        CODED_CASE(9)
+        CODED_CASE(10)
+        CODED_CASE(11)
+        CODED_CASE(12)
 #endif
     }
 }
@@ -181,8 +203,10 @@ INLINE void coded_product_of(int form, const matrix *m, int64_t first, int block
         const uint8_t *w = (const uint8_t *)m->weights + (first + b) * inputs * input_bytes(form);
         const char *scales = (const char *)m->scales + (first + b) * groups * scale_bytes(form);
         coded_slice s = {w, 0, scales, a.x, a.scales, a.sums, inputs, inputs, groups};
-        if (rows <= CODED_ROWS(form)) coded_kernels(form, rows, &s, &codes, o + b * BLOCK);
-        else coded_strips(form, &s, group, &codes, rows, o + b * BLOCK);
+        if (rows <= CODED_ROWS(form))
+            coded_kernels(form, rows, &s, &codes, o + b * BLOCK);
+        else
+            coded_strips(form, &s, group, &codes, rows, o + b * BLOCK);
     }
     for (int r = 0; form == INT8 && r < rows; r++)
         for (int j = 0; j < blocks * BLOCK; j += LANES) {

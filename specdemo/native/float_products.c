@@ -7,7 +7,8 @@ INLINE void decode(int form, const char *p, vf out[VECTORS]) {
         return;
     }
     for (int v = 0; v < VECTORS; v += 2) { /* the weights of two vectors alternate */
-        vu both; memcpy(&both, p + 2 * v * LANES, sizeof both);
+        vu both;
+        memcpy(&both, p + 2 * v * LANES, sizeof both);
         out[v] = (vf)(both << 16), out[v + 1] = (vf)(both & 0xffff0000);
     }
 }
@@ -49,22 +50,40 @@ INLINE void kernel(int form, int rows, int blocks, const slice *s, const float *
 
 /* One kernel per number of rows; narrow ones for the last blocks of a matrix. */
 INLINE void kernels(int form, int rows, int blocks, const slice *s, const float *x, int64_t stride, float *o) {
-#define CASE(N) case N: if (blocks == 1) kernel(form, N, 1, s, x, stride, o); else kernel(form, N, FIT(N), s, x, stride, o); break;
+#define CASE(N)                                                                                                        \
+    case N:                                                                                                            \
+        if (blocks == 1)                                                                                               \
+            kernel(form, N, 1, s, x, stride, o);                                                                       \
+        else                                                                                                           \
+            kernel(form, N, FIT(N), s, x, stride, o);                                                                  \
+        break;
     switch (rows) {
-    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+        CASE(1)
+        CASE(2)
+        CASE(3)
+        CASE(4)
+        CASE(5)
+        CASE(6)
 #if TILE_ROWS > 6
-    CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+        CASE(7)
+        CASE(8)
+        CASE(9)
+        CASE(10)
+        CASE(11)
+        CASE(12)
 #endif
     }
 }
 
 /* Apart from `unit_product`, whose tables would occupy registers. */
-static __attribute__((noinline)) void tile_kernels(int rows, int blocks, const slice *s, const float *x, int64_t stride, float *o) {
+static __attribute__((noinline)) void tile_kernels(int rows, int blocks, const slice *s, const float *x, int64_t stride,
+                                                   float *o) {
     kernels(F32, rows, blocks, s, x, stride, o);
 }
 
 /* o[rows][UNIT] = x[rows][inputs] times `blocks` blocks. Many rows share weights decoded into a tile. */
-INLINE void unit_product(int form, const matrix *m, int64_t first, int blocks, const float *x, int64_t stride, int rows, float *o) {
+INLINE void unit_product(int form, const matrix *m, int64_t first, int blocks, const float *x, int64_t stride, int rows,
+                         float *o) {
     float tile[TILE_INPUTS * BLOCK] __attribute__((aligned(64)));
     int64_t bytes = m->inputs * input_bytes(form);
     int groups = (rows + TILE_ROWS - 1) / TILE_ROWS, tiled = form != F32 && groups > 2;
@@ -87,8 +106,10 @@ INLINE void unit_product(int form, const matrix *m, int64_t first, int blocks, c
             for (int g = 0, r = 0; g < groups; g++) {
                 int n = (rows - r + groups - g - 1) / (groups - g);
                 const float *inputs = x + r * stride + start;
-                if (tiled) tile_kernels(n, width, &s, inputs, stride, o + r * UNIT + b * BLOCK);
-                else kernels(form, n, width, &s, inputs, stride, o + r * UNIT + b * BLOCK);
+                if (tiled)
+                    tile_kernels(n, width, &s, inputs, stride, o + r * UNIT + b * BLOCK);
+                else
+                    kernels(form, n, width, &s, inputs, stride, o + r * UNIT + b * BLOCK);
                 r += n;
             }
         }

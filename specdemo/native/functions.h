@@ -1,7 +1,7 @@
 /* Activation functions */
 #pragma once
-#include "vectors.h"
 #include "interface.h"
+#include "vectors.h"
 
 INLINE vf hyperbolic_tangent(vf x) { /* Cephes' tanhf */
     vf size = larger(x, -x), z = x * x, p = fill(-5.70498872745e-3f);

@@ -38,8 +38,9 @@ typedef struct {
     const float *leave;
     matrix head;
     int32_t layer_count, width, inner, heads, kv_heads, head_dim, cache_form;
-    int32_t rotated;                                          /* values of a head */
-    int32_t activation, gated, centred, parallel;             /* centred: LayerNorm; parallel: attention and MLP have the same input */
+    int32_t rotated; /* values of a head */
+    int32_t activation, gated, centred,
+        parallel; /* centred: LayerNorm; parallel: attention and MLP have the same input */
     float epsilon, embedding_scale, attention_cap, logit_cap; /* cap * tanh(x / cap), or 0 */
 } model;
 

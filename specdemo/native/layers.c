@@ -12,9 +12,12 @@ static int unit_rows(const state *s, const matrix *m, int64_t u, const float *x,
     if (is_coded(m->form)) {
         int64_t groups = first * (m->inputs / group_inputs(m));
         activations a = {quantised_row(s, m, first), s->x_scales + groups, s->x_sums + groups};
-        if (m->form == INT8) byte_product(m, b, blocks, a, rows, o);
-        else coded_product(m, b, blocks, a, rows, o);
-    } else float_product(m, b, blocks, x, stride, rows, o);
+        if (m->form == INT8)
+            byte_product(m, b, blocks, a, rows, o);
+        else
+            coded_product(m, b, blocks, a, rows, o);
+    } else
+        float_product(m, b, blocks, x, stride, rows, o);
     if (m->bias)
         for (int r = 0; r < rows; r++) add(o + r * UNIT, m->bias + b * BLOCK, blocks * BLOCK);
     return blocks;
@@ -33,7 +36,8 @@ static void add_unit(const matrix *m, int64_t u, const float *o, int rows, int64
     for (int r = 0; r < rows; r++) add(to + r * stride + u * UNIT, o + r * UNIT, columns(m, u));
 }
 
-INLINE void gate_unit_as(int kind, const state *s, const matrix *m, int64_t u, float *o) { /* activation of gate, times up */
+INLINE void gate_unit_as(int kind, const state *s, const matrix *m, int64_t u,
+                         float *o) { /* activation of gate, times up */
     const model *net = s->p->model;
     int blocks = unit_rows(s, m, u, s->input, input_width(net), 0, o);
     for (int r = 0; r < s->p->rows; r++)
@@ -53,12 +57,18 @@ INLINE void up_unit_as(int kind, const state *s, const matrix *m, int64_t u, flo
 }
 
 static void inner_unit(const state *s, const matrix *m, int64_t u, float *o) {
-#define ACTIVATION_CASE(KIND) \
-    case KIND: \
-        if (s->p->model->gated) gate_unit_as(KIND, s, m, u, o); \
-        else up_unit_as(KIND, s, m, u, o); \
+#define ACTIVATION_CASE(KIND)                                                                                          \
+    case KIND:                                                                                                         \
+        if (s->p->model->gated)                                                                                        \
+            gate_unit_as(KIND, s, m, u, o);                                                                            \
+        else                                                                                                           \
+            up_unit_as(KIND, s, m, u, o);                                                                              \
         break;
-    switch (s->p->model->activation) { ACTIVATION_CASE(SILU) ACTIVATION_CASE(GELU_TANH) ACTIVATION_CASE(GELU_ERF) }
+    switch (s->p->model->activation) {
+        ACTIVATION_CASE(SILU)
+        ACTIVATION_CASE(GELU_TANH)
+        ACTIVATION_CASE(GELU_ERF)
+    }
 }
 
 /* Phases: up to 6 per layer, then the head; a chunk is a range of units (of outputs, or rows of a key head) */
@@ -80,7 +90,8 @@ static int64_t unit_count(const state *s, int phase) {
 
 static int64_t chunk_units(const state *s, int phase) {
     const matrix *product = product_of(s->p->model, phase);
-    int64_t units = unit_count(s, phase), parts = 4 * s->p->threads, share = product ? (units + parts - 1) / parts : units / parts;
+    int64_t units = unit_count(s, phase), parts = 4 * s->p->threads,
+            share = product ? (units + parts - 1) / parts : units / parts;
     int64_t size = product ? 1 + CHUNK_BYTES / (UNIT_BLOCKS * product->inputs * input_bytes(product->form)) : share;
     if (s->p->threads == 1) return units;
     size = size < share ? size : share;
@@ -117,14 +128,18 @@ void run_chunk(state *s, int phase, int64_t chunk, float *buffer) {
         case ATTEND: attend(s, phase / STAGES, (int)(u / m->kv_heads), (int)(u % m->kv_heads), buffer); break;
         case OUT:
             unit_rows(s, product, u, s->input, stride, 0, buffer);
-            if (m->parallel || m->layers[phase / STAGES]->after_out) write_unit(product, u, buffer, p->rows, m->width, s->qkv);
-            else add_unit(product, u, buffer, p->rows, m->width, s->rows);
+            if (m->parallel || m->layers[phase / STAGES]->after_out)
+                write_unit(product, u, buffer, p->rows, m->width, s->qkv);
+            else
+                add_unit(product, u, buffer, p->rows, m->width, s->rows);
             break;
         case GATE: inner_unit(s, product, u, buffer); break;
         case DOWN:
             unit_rows(s, product, u, s->gated, m->inner, 0, buffer);
-            if (m->layers[phase / STAGES]->after_down) write_unit(product, u, buffer, p->rows, m->width, s->qkv);
-            else add_unit(product, u, buffer, p->rows, m->width, s->rows);
+            if (m->layers[phase / STAGES]->after_down)
+                write_unit(product, u, buffer, p->rows, m->width, s->qkv);
+            else
+                add_unit(product, u, buffer, p->rows, m->width, s->rows);
         }
     }
 }
@@ -138,7 +153,10 @@ int finish_phase(state *s, int phase) {
     const layer *now = m->layers[l];
     switch (phase % STAGES) {
     case QKV:
-        if (now->value.weights) { quantise_rows(s, &now->value, s->input, input_width(m), 0); break; }
+        if (now->value.weights) {
+            quantise_rows(s, &now->value, s->input, input_width(m), 0);
+            break;
+        }
         phase++; /* fallthrough */
     case VALUE: rotate(s, l); break;
     case ATTEND: quantise_rows(s, &now->out, s->input, input_width(m), 0); break;
@@ -151,7 +169,10 @@ int finish_phase(state *s, int phase) {
     case DOWN:
         if (now->after_down) add_outputs(s, now->after_down);
         copy_hidden(s, l);
-        if (l + 1 < m->layer_count) { normalise(s, m->layers[l + 1]->enter, &m->layers[l + 1]->qkv, 0); break; }
+        if (l + 1 < m->layer_count) {
+            normalise(s, m->layers[l + 1]->enter, &m->layers[l + 1]->qkv, 0);
+            break;
+        }
         if (!p->last) return -1;
         normalise(s, m->leave, &m->head, s->first);
     }

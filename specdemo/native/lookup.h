@@ -4,11 +4,14 @@
 
 #define CODE_PEAK 32767 /* integer of the largest code */
 
-typedef struct { vb low, high; } lookup; /* bytes of the 16 values, repeated every 16 bytes */
+typedef struct {
+    vb low, high;
+} lookup; /* bytes of the 16 values, repeated every 16 bytes */
 
 INLINE lookup read_codes(const uint8_t *bytes) {
     lookup t;
-    for (int i = 0; i < 4 * LANES; i += 16) memcpy((char *)&t.low + i, bytes, 16), memcpy((char *)&t.high + i, bytes + 16, 16);
+    for (int i = 0; i < 4 * LANES; i += 16)
+        memcpy((char *)&t.low + i, bytes, 16), memcpy((char *)&t.high + i, bytes + 16, 16);
     return t;
 }
 
@@ -39,4 +42,3 @@ INLINE vi half_of(vb low, vb high, int first) {
 INLINE vi lower(vb low, vb high) { return half_of(low, high, 0); }
 INLINE vi upper(vb low, vb high) { return half_of(low, high, 8); }
 #endif
-

@@ -1,8 +1,8 @@
 /* Forward pass of a decoder on a CPU: one call per pass, any number of rows.
  *
  * Batch invariance: every output of a row is computed by the same operations in the same order for any number of rows
- * and threads. Matrices are stored in blocks of outputs, [n / BLOCK][k][BLOCK]; each sum is accumulated over k in ascending
- * order. Attention visits the visible keys of a row in the order of the text.
+ * and threads. Matrices are stored in blocks of outputs, [n / BLOCK][k][BLOCK]; each sum is accumulated over k in
+ * ascending order. Attention visits the visible keys of a row in the order of the text.
  */
 #include "sampling.h"
 #include "thread_pool.h"

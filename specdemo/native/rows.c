@@ -10,7 +10,10 @@ void add(float *o, const float *x, int64_t count) {
 void rms_norm(const float *x, const float *gain, float epsilon, int64_t width, float *o) {
     vf sum = {0};
     int64_t i = 0;
-    for (; i + LANES <= width; i += LANES) { vf v = load(x + i); sum += v * v; }
+    for (; i + LANES <= width; i += LANES) {
+        vf v = load(x + i);
+        sum += v * v;
+    }
     float squares = total(sum);
     for (; i < width; i++) squares += x[i] * x[i];
     float factor = 1.0f / sqrtf(squares / (float)width + epsilon);
@@ -25,28 +28,35 @@ static void layer_norm(const float *x, const float *gain, float epsilon, int64_t
     float mean = total(sum);
     for (; i < width; i++) mean += x[i];
     mean /= (float)width;
-    for (i = 0; i < whole; i += LANES) { vf v = load(x + i) - mean; squares += v * v; }
+    for (i = 0; i < whole; i += LANES) {
+        vf v = load(x + i) - mean;
+        squares += v * v;
+    }
     float variance = total(squares);
     for (; i < width; i++) variance += (x[i] - mean) * (x[i] - mean);
     float factor = 1.0f / sqrtf(variance / (float)width + epsilon);
-    for (i = 0; i < whole; i += LANES) store(o + i, (load(x + i) - mean) * factor * load(gain + i) + load(gain + width + i));
+    for (i = 0; i < whole; i += LANES)
+        store(o + i, (load(x + i) - mean) * factor * load(gain + i) + load(gain + width + i));
     for (; i < width; i++) o[i] = (x[i] - mean) * factor * gain[i] + gain[width + i];
 }
 
 static void norm(const model *m, const float *x, const float *gain, float *o) {
-    if (m->centred) layer_norm(x, gain, m->epsilon, m->width, o);
-    else rms_norm(x, gain, m->epsilon, m->width, o);
+    if (m->centred)
+        layer_norm(x, gain, m->epsilon, m->width, o);
+    else
+        rms_norm(x, gain, m->epsilon, m->width, o);
 }
 
-const void *quantised_row(const state *s, const matrix *m, int64_t r) {
-    return (const char *)s->quantised + r * activation_stride(m) * activation_bytes(m->form);
+void *quantised_row(const state *s, const matrix *m, int64_t r) {
+    return (char *)s->quantised + r * activation_stride(m) * activation_bytes(m->form);
 }
 
 void quantise_rows(state *s, const matrix *next, const float *inputs, int64_t input_stride, int first) {
     if (!is_coded(next->form)) return;
     int64_t groups = next->inputs / group_inputs(next);
     for (int r = first; r < s->p->rows; r++)
-        quantise_row(next, inputs + r * input_stride, (void *)quantised_row(s, next, r), s->x_scales + r * groups, s->x_sums + r * groups);
+        quantise_row(next, inputs + r * input_stride, quantised_row(s, next, r), s->x_scales + r * groups,
+                     s->x_sums + r * groups);
 }
 
 void normalise(state *s, const float *gain, const matrix *next, int first) {

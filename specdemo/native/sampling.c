@@ -10,9 +10,11 @@ INLINE double mass_from(const float *x, int64_t count, float limit) {
     vd sums[2] = {{0}};
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES) {
-        float v[LANES]; store(v, choose(load(x + i) >= limit, load(x + i), fill(0)));
+        float v[LANES];
+        store(v, choose(load(x + i) >= limit, load(x + i), fill(0)));
         for (int half = 0; half < 2; half++) {
-            vn part; memcpy(&part, v + half * LANES / 2, sizeof part);
+            vn part;
+            memcpy(&part, v + half * LANES / 2, sizeof part);
             sums[half] += __builtin_convertvector(part, vd);
         }
     }
@@ -45,12 +47,14 @@ static int32_t first_largest(const float *x, int64_t count) {
     }
     int invalid = 0;
     for (int j = 0; j < LANES; j++) invalid |= broken[j];
-    for (int64_t j = invalid ? 0 : i; j < count; j++) if (x[j] != x[j]) return (int32_t)j;
+    for (int64_t j = invalid ? 0 : i; j < count; j++)
+        if (x[j] != x[j]) return (int32_t)j;
     float most = -INFINITY;
     int32_t best = 0;
     for (int j = 0; j < LANES; j++)
         if (peak[j] > most || (peak[j] == most && at[j] < best)) most = peak[j], best = at[j];
-    for (; i < count; i++) if (x[i] > most) most = x[i], best = (int32_t)i;
+    for (; i < count; i++)
+        if (x[i] > most) most = x[i], best = (int32_t)i;
     return best;
 }
 
@@ -64,21 +68,27 @@ void largest_logits(const float *logits, int64_t rows, int64_t stride, int64_t c
 
 /* Bits of a float as an integer with the same order */
 INLINE int32_t ordered(float x) {
-    int32_t bits; memcpy(&bits, &x, sizeof bits);
+    int32_t bits;
+    memcpy(&bits, &x, sizeof bits);
     return bits ^ (bits >> 31 & 0x7fffffff);
 }
 INLINE float from_ordered(int32_t key) {
-    float x; key ^= key >> 31 & 0x7fffffff; memcpy(&x, &key, sizeof x);
+    float x;
+    key ^= key >> 31 & 0x7fffffff;
+    memcpy(&x, &key, sizeof x);
     return x;
 }
 
 /* Largest number from `low` to `high` for which the numbers not below it weigh at least `needed` (by bisection). */
-INLINE float threshold(double (*weight)(const float *, int64_t, float), const float *x, int64_t count, float low, float high, double needed) {
+INLINE float threshold(double (*weight)(const float *, int64_t, float), const float *x, int64_t count, float low,
+                       float high, double needed) {
     int64_t least = ordered(low), end = (int64_t)ordered(high) + 1;
     while (end - least > 1) {
         int64_t middle = least + (end - least) / 2;
-        if (weight(x, count, from_ordered((int32_t)middle)) >= needed) least = middle;
-        else end = middle;
+        if (weight(x, count, from_ordered((int32_t)middle)) >= needed)
+            least = middle;
+        else
+            end = middle;
     }
     return from_ordered((int32_t)least);
 }
@@ -105,24 +115,29 @@ static double mass_above(const float *x, int64_t count, float limit) { return ma
 
 /* Keep the smallest set of the largest numbers that weighs `needed`, of equal ones the first; returns its sum. */
 static double keep_nucleus(float *x, int64_t count, double sum, double needed, float *scratch) {
-    float least = (float)((sum - needed) / (double)count) * 0.999f; /* all smaller numbers together weigh less than the rest */
+    float least =
+        (float)((sum - needed) / (double)count) * 0.999f; /* all smaller numbers together weigh less than the rest */
     int64_t candidates = 0;
-    for (int64_t i = 0; i < count; i++) { scratch[candidates] = x[i]; candidates += x[i] >= least; }
+    for (int64_t i = 0; i < count; i++) {
+        scratch[candidates] = x[i];
+        candidates += x[i] >= least;
+    }
     float limit = threshold(mass_above, scratch, candidates, least, 1, needed);
     float next = from_ordered(ordered(limit) + 1);
-    double above = mass_from(scratch, candidates, next), equal = number_from(scratch, candidates, limit) - number_from(scratch, candidates, next);
+    double above = mass_from(scratch, candidates, next),
+           equal = number_from(scratch, candidates, limit) - number_from(scratch, candidates, next);
     double kept = fmin(equal, fmax(1, ceil((needed - above) / limit)));
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES) store(x + i, choose(load(x + i) >= limit, load(x + i), fill(0)));
     for (; i < count; i++) x[i] = x[i] >= limit ? x[i] : 0;
-    for (double surplus = equal - kept; surplus > 0; )
+    for (double surplus = equal - kept; surplus > 0;)
         if (x[--i] == limit) x[i] = 0, surplus--;
     return above + kept * limit;
 }
 
 /* probs[rows][count]: temperature, top-k (0: all), top-p and softmax; scratch[count] */
-void distributions(const float *logits, int64_t rows, int64_t stride, int64_t count, float temperature, int64_t top_k, double top_p,
-                   float *probs, float *scratch) {
+void distributions(const float *logits, int64_t rows, int64_t stride, int64_t count, float temperature, int64_t top_k,
+                   double top_p, float *probs, float *scratch) {
     for (int64_t r = 0; r < rows; r++) {
         const float *x = logits + r * stride;
         float *p = probs + r * count;
@@ -170,8 +185,8 @@ static double overlap(const float *p, const float *q, int64_t count) {
 }
 
 /* Per node of a draft: p of its token, and sum min(p, q) at its position; p[n + 1][count], q[n][count] */
-void compare_drafts(const float *p, const float *q, int64_t count, int64_t n, const int32_t *parents, const int32_t *tokens,
-                    float *token_probs, float *overlaps) {
+void compare_drafts(const float *p, const float *q, int64_t count, int64_t n, const int32_t *parents,
+                    const int32_t *tokens, float *token_probs, float *overlaps) {
     for (int64_t i = 0; i < n; i++) {
         const float *row = p + (parents[i] + 1) * count;
         token_probs[i] = row[tokens[i]];
@@ -196,7 +211,8 @@ int sampling_is_exact(void) {
     enum { COUNT = 3 * LANES + 1, TOP_K = 2 * LANES };
     float logits[COUNT], probs[COUNT], scratch[COUNT];
     double expected[COUNT], sum = 0, kept = 0;
-    for (int i = 0; i < COUNT; i++) logits[i] = -0.05f * (float)(i * 11 % COUNT); /* largest first after a permutation */
+    for (int i = 0; i < COUNT; i++)
+        logits[i] = -0.05f * (float)(i * 11 % COUNT); /* largest first after a permutation */
     for (int rank = 0; rank < TOP_K; rank++) sum += exp(-0.1 * rank);
     distributions(logits, 1, COUNT, COUNT, 0.5f, TOP_K, 0.8, probs, scratch);
     for (int rank = 0; rank < COUNT; rank++) {

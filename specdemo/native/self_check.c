@@ -4,7 +4,8 @@
 #include "sampling.h"
 
 static uint16_t to_bf16(float x) {
-    uint32_t u; memcpy(&u, &x, 4);
+    uint32_t u;
+    memcpy(&u, &x, 4);
     return (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
 }
 static uint32_t random_bits(uint32_t *seed) { return *seed = *seed * 1664525u + 1013904223u; }
@@ -23,7 +24,8 @@ static void set_weight(const matrix *m, int64_t k, int64_t n, int v) {
         break;
     }
     case INT8: ((int32_t *)m->sums)[n] += v; /* fallthrough */
-    case Q8_0: case Q6_K: ((int8_t *)m->weights)[at] = (int8_t)v; break;
+    case Q8_0:
+    case Q6_K: ((int8_t *)m->weights)[at] = (int8_t)v; break;
     default: ((uint8_t *)m->weights)[at] |= (uint8_t)((v & 15) << shift);
     }
 }
@@ -31,18 +33,22 @@ static void set_weight(const matrix *m, int64_t k, int64_t n, int v) {
 static int functions_are_exact(void) {
     for (int i = -2560; i <= 2560; i++) {
         double x = i / 128.0, inner = 0.79788456080286536 * (x + 0.044715 * x * x * x);
-        double expected[] = {x / (1 + exp(-x)), 0.5 * x * (1 + tanh(inner)), 0.5 * x * erfc(-x * 0.70710678118654752), tanh(x)};
-        vf v = fill((float)x), found[] = {activate(SILU, v), activate(GELU_TANH, v), activate(GELU_ERF, v), hyperbolic_tangent(v)};
+        double expected[] = {x / (1 + exp(-x)), 0.5 * x * (1 + tanh(inner)), 0.5 * x * erfc(-x * 0.70710678118654752),
+                             tanh(x)};
+        vf v = fill((float)x),
+           found[] = {activate(SILU, v), activate(GELU_TANH, v), activate(GELU_ERF, v), hyperbolic_tangent(v)};
         for (int f = 0; f < 4; f++)
             if (!(fabs(found[f][LANES - 1] - expected[f]) <= 1e-6 * (0.1 + fabs(expected[f])))) return 0;
     }
     return 1;
 }
 
-/* Compare the products of every form with scalar sums. Returns 0 if equal within rounding; used once after compiling. */
+/* Compare the products of every form with scalar sums. Returns 0 if equal within rounding; used once after compiling.
+ */
 int self_check(void) {
     enum { K = STRIP + TILE_INPUTS, N = 5 * BLOCK, ROWS = TILE_ROWS + 3 };
-    static float weights[K * N], values[K * N], x[ROWS * K], scales[N * K / 16], codes[16], o[ROWS * UNIT], x_scales[ROWS * K / 16];
+    static float weights[K * N], values[K * N], x[ROWS * K], scales[N * K / 16], codes[16], o[ROWS * UNIT],
+        x_scales[ROWS * K / 16];
     static int32_t sums[N], x_sums[ROWS * K / 16];
     static uint16_t halves[2 * N * K / EXACT];
     static uint8_t code_bytes[32];
@@ -52,10 +58,16 @@ int self_check(void) {
     for (int i = 0; i < 16; i++) codes[i] = (float)(i - 7) / 9.0f;
     set_code_bytes(codes, code_bytes);
     for (int i = 0; i < N * K / 16; i++) scales[i] = 1.0f + (float)(i % 97) / 64.0f;
-    for (int i = 0; i < 2 * N * K / EXACT; i++) halves[i] = (uint16_t)(0x3c00 + random_bits(&seed) % 0x400); /* 1 to 2 */
-    for (int i = 0; i < ROWS * K; i++) x[i] = i % K ? (float)(random_bits(&seed) % 255) - 127.0f : 127.0f; /* exact in 8 bits */
+    for (int i = 0; i < 2 * N * K / EXACT; i++)
+        halves[i] = (uint16_t)(0x3c00 + random_bits(&seed) % 0x400); /* 1 to 2 */
+    for (int i = 0; i < ROWS * K; i++)
+        x[i] = i % K ? (float)(random_bits(&seed) % 255) - 127.0f : 127.0f; /* exact in 8 bits */
     for (int form = 0; form < FORMAT_COUNT; form++) {
-        matrix m = {weights, FORMATS[form].scale_form == F16 ? (void *)halves : (void *)scales, sums, codes, code_bytes, 0, form, N, K};
+        matrix m = {weights,    FORMATS[form].scale_form == F16 ? (void *)halves : (void *)scales,
+                    sums,       codes,
+                    code_bytes, 0,
+                    form,       N,
+                    K};
         activations a = {quantised, x_scales, x_sums};
         for (int r = 0; is_coded(form) && r < ROWS; r++) {
             int64_t groups = r * (K / group_inputs(&m)), size = activation_bytes(form);
@@ -67,9 +79,12 @@ int self_check(void) {
         for (int rows = 1; rows <= ROWS; rows++)
             for (int first = 0; first <= UNIT_BLOCKS; first += UNIT_BLOCKS) {
                 int blocks = first ? N / BLOCK - UNIT_BLOCKS : UNIT_BLOCKS;
-                if (!is_coded(form)) float_product(&m, first, blocks, x, K, rows, o);
-                else if (form == INT8) byte_product(&m, first, blocks, a, rows, o);
-                else coded_product(&m, first, blocks, a, rows, o);
+                if (!is_coded(form))
+                    float_product(&m, first, blocks, x, K, rows, o);
+                else if (form == INT8)
+                    byte_product(&m, first, blocks, a, rows, o);
+                else
+                    coded_product(&m, first, blocks, a, rows, o);
                 for (int r = 0; r < rows; r++)
                     for (int j = 0; j < blocks * BLOCK; j++) {
                         double sum = 0;

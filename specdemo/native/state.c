@@ -6,7 +6,8 @@ static int64_t widest(const model *m) { return larger_of(input_width(m), m->inne
 static int64_t group_count(const model *m) { return widest(m) / 16 + 1; } /* of a row of activations */
 
 int64_t scratch_floats(const model *m, int32_t rows) {
-    return rows * (m->width + input_width(m) + m->inner + qkv_space(m) + m->heads * padded_dim(m) + 2 * group_count(m) + widest(m) / 2 + 2);
+    return rows * (m->width + input_width(m) + m->inner + qkv_space(m) + m->heads * padded_dim(m) + 2 * group_count(m) +
+                   widest(m) / 2 + 2);
 }
 
 state lay_out(const pass *p) {

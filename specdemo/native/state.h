@@ -4,15 +4,15 @@
 
 typedef struct {
     const pass *p;
-    float *rows;   /* [rows][width] residual stream */
-    float *input;  /* [rows][wider of width and heads * head_dim] input of qkv, out, gate_up and head */
-    float *gated;  /* [rows][inner] input of down */
-    float *qkv;    /* [rows][(heads + 2 kv_heads) head_dim]; later outputs [rows][width] that are not added at once */
-    float *query;  /* [rows][heads][padded head_dim] */
-    void *quantised;   /* words [rows][inputs]; INT8: inputs rounded up to 4, bytes with INT8_BYTES */
-    float *x_scales;   /* of quantised activations: [rows], or [rows][groups] */
-    int32_t *x_sums;   /* [rows][groups] */
-    int first;     /* first row with logits */
+    float *rows;     /* [rows][width] residual stream */
+    float *input;    /* [rows][wider of width and heads * head_dim] input of qkv, out, gate_up and head */
+    float *gated;    /* [rows][inner] input of down */
+    float *qkv;      /* [rows][(heads + 2 kv_heads) head_dim]; later outputs [rows][width] that are not added at once */
+    float *query;    /* [rows][heads][padded head_dim] */
+    void *quantised; /* words [rows][inputs]; INT8: inputs rounded up to 4, bytes with INT8_BYTES */
+    float *x_scales; /* of quantised activations: [rows], or [rows][groups] */
+    int32_t *x_sums; /* [rows][groups] */
+    int first;       /* first row with logits */
 } state;
 
 INLINE int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -25,7 +25,7 @@ state lay_out(const pass *p);
 /* rows.c */
 void add(float *o, const float *x, int64_t count);
 void rms_norm(const float *x, const float *gain, float epsilon, int64_t width, float *o);
-const void *quantised_row(const state *s, const matrix *m, int64_t r);
+void *quantised_row(const state *s, const matrix *m, int64_t r);
 void quantise_rows(state *s, const matrix *next, const float *inputs, int64_t input_stride, int first);
 void normalise(state *s, const float *gain, const matrix *next, int first);
 void embed(state *s);

@@ -1,14 +1,14 @@
-/* Threads that execute the phases of a pass. The caller is thread 0; the others are started when first needed and never end.
- * The chunks of a phase are divided into a range per thread, so that contended writes are few. The pool is in one of these
- * states, and `busy` admits one caller at a time:
+/* Threads that execute the phases of a pass. The caller is thread 0; the others are started when first needed and never
+ * end. The chunks of a phase are divided into a range per thread, so that contended writes are few. The pool is in one
+ * of these states, and `busy` admits one caller at a time:
  *
  * - idle: `running` is 0 and no ticket has a chunk. The caller leaves; the next one opens its first phase.
  * - open: tickets have chunks. A thread claims those of its range by incrementing its ticket, then those of the others.
  *   A ticket contains the number of the phase (32 bits), the end of the range (16) and the next chunk (16).
  * - closing: all chunks are claimed, and fewer than `chunks` are `done`. A thread without a chunk spins until `opened`
  *   changes, and sleeps on `changed` after SPINS; nobody waits for a thread that has no chunk.
- * - serial: the thread that completes the last chunk executes finish_phase(), which selects the next phase. It then opens
- *   that phase, or sets `running` to 0.
+ * - serial: the thread that completes the last chunk executes finish_phase(), which selects the next phase. It then
+ * opens that phase, or sets `running` to 0.
  *
  * Threads beyond `threads` sleep on `enlarged`. After fork(), the child has no threads and starts its own. */
 #include "thread_pool.h"
@@ -24,20 +24,25 @@
 #define OWN_LINE __attribute__((aligned(64)))
 
 static struct {
-    struct { _Atomic uint64_t ticket; } OWN_LINE ranges[MAX_THREADS];
+    struct {
+        _Atomic uint64_t ticket;
+    } OWN_LINE ranges[MAX_THREADS];
     _Atomic uint32_t done OWN_LINE; /* chunks of the phase */
     _Atomic uint32_t opened OWN_LINE, sleepers, running;
     state *now;
-    int first_phase;          /* ticket's number of phase 0 */
-    _Atomic int threads;      /* participants; the others sleep until there are more */
-    uint32_t number, chunks;  /* of the phase */
+    int first_phase;         /* ticket's number of phase 0 */
+    _Atomic int threads;     /* participants; the others sleep until there are more */
+    uint32_t number, chunks; /* of the phase */
     int started;
     pid_t owner;
     pthread_mutex_t busy, mutex;
     pthread_cond_t changed, enlarged;
     float *buffers[MAX_THREADS];
     int64_t sizes[MAX_THREADS];
-} pool = {.busy = PTHREAD_MUTEX_INITIALIZER, .mutex = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER, .enlarged = PTHREAD_COND_INITIALIZER};
+} pool = {.busy = PTHREAD_MUTEX_INITIALIZER,
+          .mutex = PTHREAD_MUTEX_INITIALIZER,
+          .changed = PTHREAD_COND_INITIALIZER,
+          .enlarged = PTHREAD_COND_INITIALIZER};
 
 static int is_open(uint64_t t) { return (t & 0xffff) < (t >> 16 & 0xffff); }
 
@@ -59,12 +64,12 @@ static void open_phase(uint32_t number, int64_t chunks) {
     wake_threads();
 }
 
-
 /* Run the remaining chunks of a range. The phase cannot end before they are counted. */
 static int run_range(int range, int thread) {
     uint32_t count = 0;
     uint64_t t;
-    while (is_open(atomic_load(&pool.ranges[range].ticket)) && is_open(t = atomic_fetch_add(&pool.ranges[range].ticket, 1))) {
+    while (is_open(atomic_load(&pool.ranges[range].ticket)) &&
+           is_open(t = atomic_fetch_add(&pool.ranges[range].ticket, 1))) {
         run_chunk(pool.now, (int)((uint32_t)(t >> 32) - (uint32_t)pool.first_phase), t & 0xffff, pool.buffers[thread]);
         count++;
     }
@@ -73,8 +78,10 @@ static int run_range(int range, int thread) {
     if (atomic_fetch_add(&pool.done, count) + count < chunks) return 1;
     state *s = pool.now;
     int phase = (int)(number - (uint32_t)pool.first_phase), next = finish_phase(s, phase);
-    if (next >= 0) open_phase(number + (uint32_t)(next - phase), chunk_count(s, next));
-    else atomic_store(&pool.running, 0), wake_threads(); /* the caller may start the next pass between these */
+    if (next >= 0)
+        open_phase(number + (uint32_t)(next - phase), chunk_count(s, next));
+    else
+        atomic_store(&pool.running, 0), wake_threads(); /* the caller may start the next pass between these */
     return 1;
 }
 
@@ -90,8 +97,10 @@ static void pause_briefly(void) {
 static void wait_for_phase(uint32_t seen) {
     for (int i = 0; i < SPINS; i++) {
         if (atomic_load(&pool.opened) != seen) return;
-        if (i % YIELD == YIELD - 1) sched_yield();
-        else pause_briefly();
+        if (i % YIELD == YIELD - 1)
+            sched_yield();
+        else
+            pause_briefly();
     }
     pthread_mutex_lock(&pool.mutex);
     atomic_fetch_add(&pool.sleepers, 1);
@@ -124,7 +133,10 @@ static void set_threads(int count) {
     pthread_mutex_unlock(&pool.mutex);
 }
 
-static void *worker(void *thread) { work((int)(intptr_t)thread, 0); return 0; }
+static void *worker(void *thread) {
+    work((int)(intptr_t)thread, 0);
+    return 0;
+}
 
 static int prepare_threads(int threads, int64_t floats) {
     for (int t = 0; t < threads || t <= pool.started; t++) { /* also of threads that leave the previous pass */

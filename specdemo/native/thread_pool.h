@@ -4,5 +4,6 @@
 
 #define MAX_THREADS 64
 
-/* Execute all phases of `s` with `threads` threads, each with a buffer of `floats` numbers. Returns 0 without memory. */
+/* Execute all phases of `s` with `threads` threads, each with a buffer of `floats` numbers. Returns 0 without memory.
+ */
 int run_phases(state *s, int threads, int64_t floats);

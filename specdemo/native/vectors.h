@@ -22,7 +22,11 @@ typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
 
-INLINE vf load(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
+INLINE vf load(const float *p) {
+    vf v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
 INLINE void store(float *p, vf v) { memcpy(p, &v, sizeof v); }
 INLINE vf fill(float x) { return x - (vf){0}; }
 INLINE vf larger(vf a, vf b) { /* b if one is NaN */
@@ -36,8 +40,10 @@ INLINE vf larger(vf a, vf b) { /* b if one is NaN */
 #endif
 }
 INLINE float total(vf v) { /* pairwise, in a fixed order */
-    float a[LANES]; store(a, v);
-    for (int n = LANES / 2; n; n /= 2) for (int i = 0; i < n; i++) a[i] += a[i + n];
+    float a[LANES];
+    store(a, v);
+    for (int n = LANES / 2; n; n /= 2)
+        for (int i = 0; i < n; i++) a[i] += a[i + n];
     return a[0];
 }
 INLINE float largest(vf v) {
