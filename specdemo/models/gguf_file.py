@@ -6,7 +6,7 @@ import mmap
 import struct
 from dataclasses import dataclass
 from functools import cache
-from math import prod
+from math import isfinite, prod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,7 +45,7 @@ class GgufFile:
         stored = self.metadata.get(key, default)
         if kind is float and type(stored) is int:
             stored = float(stored)
-        if type(stored) is not kind:
+        if type(stored) is not kind or (kind is float and not isfinite(stored)):
             shown = "missing" if stored is None else plain_text(repr(stored), 40)
             raise self.refusal(f"{key} is {shown}, not {_KINDS[kind]}")
         return stored

@@ -12,6 +12,7 @@ from typing import Any
 from specdemo.core.errors import UserError, plain_text
 from specdemo.models.gguf_file import GgufFile, GgufTensor, read_gguf_header
 from specdemo.models.gguf_tokenizer import tokenizer_settings
+from specdemo.models.model_sizes import ModelSizes
 
 _ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 _TOKENS, _EMBEDDING, _HEAD = "tokenizer.ggml.tokens", "token_embd.weight", "output.weight"
@@ -60,30 +61,21 @@ def _configuration(file: GgufFile) -> dict[str, Any]:
     if unknown := [name for name in _OTHER_MODELS if file.metadata.get(f"{kind}.{name}")]:
         raise UserError(f"{file.name} sets {unknown[0]}, which is not supported: choose another file")
 
-    def number(name: str, default: int | None = None) -> int:
-        return file.value(f"{kind}.{name}", int, default)
-
-    width, heads = number("embedding_length"), number("attention.head_count")
-    head_dim = number("attention.key_length", width // max(heads, 1))
-    for name in ("attention.value_length", "rope.dimension_count"):
-        if number(name, head_dim) != head_dim:
-            raise file.refusal(f"{name} is {number(name):,}, and its heads have {head_dim:,} values")
-    if head_dim % 2:
-        raise file.refusal(f"its heads have {head_dim:,} values")
     rows, tokens = _rows(file), len(file.value(_TOKENS, list))
     if rows != tokens:
         raise file.refusal(f"its vocabulary has {tokens:,} tokens, and the model has {rows:,}")
+    sizes = _sizes(file, kind, rows)
     return {
         "model_type": "llama",
         "hidden_act": "silu",
         "vocab_size": rows,
-        "hidden_size": width,
-        "intermediate_size": number("feed_forward_length"),
-        "num_hidden_layers": number("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": number("attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "max_position_embeddings": number("context_length"),
+        "hidden_size": sizes.width,
+        "intermediate_size": sizes.inner,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "head_dim": sizes.head_dim,
+        "max_position_embeddings": sizes.positions,
         "rms_norm_eps": file.value(f"{kind}.attention.layer_norm_rms_epsilon", float),
         "tie_word_embeddings": _HEAD not in file.tensors,
         "rope_parameters": _rope(file, kind),
@@ -92,6 +84,30 @@ def _configuration(file: GgufFile) -> dict[str, Any]:
         "normed_heads": "blk.0.attn_q_norm.weight" in file.tensors,
         "dtype": "float32" if any(map(_is_wide, file.tensors.values())) else "bfloat16",
     }
+
+
+def _sizes(file: GgufFile, kind: str, rows: int) -> ModelSizes:
+    def number(name: str, default: int | None = None) -> int:
+        return file.value(f"{kind}.{name}", int, default)
+
+    width, heads = number("embedding_length"), number("attention.head_count")
+    head_dim = number("attention.key_length", width // max(heads, 1))
+    if (values := number("attention.value_length", head_dim)) != head_dim:
+        raise file.refusal(f"attention.value_length is {values:,}, and its heads have {head_dim:,} values")
+    sizes = ModelSizes(
+        width,
+        heads,
+        number("attention.head_count_kv", heads),
+        head_dim,
+        number("rope.dimension_count", head_dim),
+        True,
+        number("feed_forward_length"),
+        number("block_count"),
+        rows,
+        number("context_length"),
+    )
+    sizes.check(file.name)
+    return sizes
 
 
 def _is_wide(tensor: GgufTensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from math import isfinite
 from typing import Any
 
 from specdemo.core.errors import UserError, plain_text
@@ -89,7 +90,7 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
 
 def _sentence_piece(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
     scores = file.value("tokenizer.ggml.scores", list)
-    valid = len(scores) == len(tokens) and isinstance(scores[0], float)
+    valid = len(scores) == len(tokens) and isinstance(scores[0], float) and all(map(isfinite, scores))
     if not valid or sum(map(len, tokens)) > _MAX_PIECES:
         raise file.refusal(f"its {len(tokens):,} tokens have {len(scores):,} scores, invalid scores, or are too long")
     spaced = file.value("tokenizer.ggml.add_space_prefix", bool, True)

@@ -32,7 +32,7 @@ from specdemo.models.quantization import check_quantization, load_options, skele
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device, is_gguf
 from specdemo.models.tokenizer import check_ids
 from specdemo.models.tokenizer_check import open_tokenizer
-from specdemo.models.untrusted import check_tensors, converts_errors, model_errors
+from specdemo.models.untrusted import check_tensors, check_weight_count, converts_errors, model_errors
 from specdemo.native.build import NativeUnavailable, native_library
 from specdemo.worker import ReportProgress, TaskProgress, ignore_progress
 
@@ -152,6 +152,7 @@ def reference(
         raise UserError(f"{spec.name} does not run in transformers: choose its safetensors checkpoint")
     config = configuration(spec, hub, report)
     folder = hub.weights(spec.name, spec.revision, report)
+    check_weight_count(spec.name, folder, sum(weight.numel() for weight in skeleton(config).parameters()))
     logging.disable_progress_bar()
     getLogger("bitsandbytes.autograd._functions").setLevel(ERROR)  # a warning per layer and pass
     tokenizer = _tokenizer(spec, folder)

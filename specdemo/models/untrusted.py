@@ -18,6 +18,17 @@ from typing import Any, TypeVar
 from specdemo.background import TaskCancelled
 from specdemo.core.errors import UserError, plain_text
 from specdemo.models.memory import format_bytes, is_out_of_memory
+from specdemo.models.model_sizes import (
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_INNER,
+    MAX_INT32,
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    MAX_VOCABULARY,
+    MAX_WIDTH,
+    sizes_of_config,
+)
 from specdemo.worker import Stopped
 
 MAX_TOKENIZER_BYTES, _MAX_SETTINGS_BYTES, _MAX_HEADER_BYTES = 64_000_000, 8_000_000, 25_000_000
@@ -38,21 +49,31 @@ _MAX_TOKEN_IDS = 1_000
 
 # Keys, smallest and largest value.
 _SIZES = (
-    (r"num_(hidden_|encoder_|decoder_)?layers|(en|de)coder_layers|n_layers?", 1, 1_000),
-    (r".*(layers?|blocks|depths?|loops|repeats)", None, 1_000),
-    (r"(num_|n_)?((en|de)coder_)?((attention|key_value|kv)_)?heads|n_head", 1, 4_096),
+    (r"num_(hidden_|encoder_|decoder_)?layers|(en|de)coder_layers|n_layers?", 1, MAX_LAYERS),
+    (r".*(layers?|blocks|depths?|loops|repeats)", None, MAX_LAYERS),
+    (r"(num_|n_)?((en|de)coder_)?((attention|key_value|kv)_)?heads|n_head", 1, MAX_HEADS),
     (r".*heads?", None, 65_536),
-    (r"hidden_size|d_model|n_embd|embedding_size", 1, 65_536),
-    (r"head_dim|d_kv", 0, 65_536),
-    (r"intermediate_size|d_ff|ffn_dim|(en|de)coder_ffn_dim|n_inner", 1, 1_048_576),
-    (r"vocab_size", 1, 4_000_000),
-    (r"max_position_embeddings|n_positions|n_ctx", 1, 1 << 24),
+    (r"hidden_size|d_model|n_embd|embedding_size", 1, MAX_WIDTH),
+    (r"head_dim|d_kv", 0, MAX_HEAD_DIM),
+    (r"intermediate_size|d_ff|ffn_dim|(en|de)coder_ffn_dim|n_inner", 1, MAX_INNER),
+    (r"vocab_size", 1, MAX_VOCABULARY),
+    (r"max_position_embeddings|n_positions|n_ctx", 1, MAX_POSITIONS),
+    (r".*(positions?|position_embeddings|seq_len|seq(uence)?_length)", None, MAX_POSITIONS),
+    (r"sliding_window", 0, MAX_INT32),
     (r".*experts(_per_tok)?", None, 16_384),
-    (r".*(_size|_dim|_rank|channels|width|dims|sizes)", None, 1 << 24),
+    (r".*(_size|_dim|_rank|channels|width|dims|sizes|buckets)", None, 1 << 24),
 )
-_POSITIVE = r"rope_theta|factor|rms_norm_eps|layer_norm_eps(ilon)?|rotary_emb_base"
+_POSITIVE = "|".join(
+    (
+        *("rope_theta", "rotary_emb_base", "factor", "attention_factor", "(low|high)_freq_factor", "beta_(fast|slow)"),
+        *("rms_norm_eps", "layer_norm_eps(ilon)?", "query_pre_attn_scalar", "(attn|final)_logit_softcapping"),
+        "original_max_position_embeddings",
+    )
+)
+_SHARE = r"partial_rotary_factors?|rotary_pct"
 _TOKEN_ID = r"(bos|eos|pad|sep|decoder_start|forced_bos|forced_eos)_token_id"
-_WIDTHS, _HEADS = ("hidden_size", "n_embd", "d_model"), ("num_attention_heads", "n_head", "num_heads")
+_LARGEST_FLOAT, _LARGEST_INT = 3.5e38, 1 << 63
+_MAX_WEIGHTS_PER_BYTE, _SMALL_MODEL = 8, 1_000_000
 _ATTENTION = r"_?(attn|experts)_implementation(_internal)?"
 
 Result = TypeVar("Result")
@@ -196,7 +217,7 @@ def check_config(name: str, config: Mapping[str, Any]) -> None:
     if config.get("transformers_weights") is not None:
         raise UserError(f"{label} names other weights than model.safetensors: rename the file and delete the entry")
     for part in _parts(config):
-        _check_heads(label, part)
+        sizes_of_config(part).check(label)
         experts = max((n for key, n in part.items() if key.endswith("experts") and isinstance(n, int)), default=0)
         layers = _first(part, "num_layers", "encoder_layers")
         if layers and layers * experts > _MAX_EXPERTS_OF_ALL_LAYERS:
@@ -220,7 +241,7 @@ def _check_values(label: str, settings: Mapping[str, Any]) -> None:
             count += 1
             if count > _MAX_VALUES:
                 raise ValueError(f"it has more than {_MAX_VALUES:,} values")
-            if isinstance(value, float) and not math.isfinite(value):
+            if _is_number(value) and not abs(value) <= (_LARGEST_INT if type(value) is int else _LARGEST_FLOAT):
                 raise ValueError(f"{key or 'a list'} has a number beyond the range of floats")
             if problem := _problem(key, value):
                 raise ValueError(f"{key} is {_shown(value)}, not {problem}")
@@ -237,6 +258,9 @@ def _problem(key: str, value: Any) -> str:
         return "" if isinstance(value, str) and not {*value} & {*"/:@"} else "the name of an attention implementation"
     if re.fullmatch(_POSITIVE, key):
         return "" if all(_is_number(item) and item > 0 for item in _items(value)) else "a positive number"
+    if re.fullmatch(_SHARE, key):
+        shares = all(_is_number(item) and 0 < item <= 1 for item in _items(value))
+        return "" if shares else "a number above 0 and up to 1"
     for pattern, low, high in _SIZES:
         if re.fullmatch(pattern, key):
             return _size_problem(value, low, high)
@@ -273,19 +297,6 @@ def _first(config: Mapping[str, Any], *names: str) -> int | None:
     return next((config[name] for name in names if isinstance(config.get(name), int)), None)
 
 
-def _check_heads(label: str, config: Mapping[str, Any]) -> None:
-    width, heads, groups = _first(config, *_WIDTHS), _first(config, *_HEADS), _first(config, "num_key_value_heads")
-    has_width = any(
-        "head_dim" in key or key in ("d_kv", "kv_channels", "attention_head_size")
-        for key, n in config.items()
-        if n is not None
-    )
-    if width and heads and width % heads and not has_width:
-        raise UserError(f"{label} divides {width:,} values among {heads:,} heads: choose another model")
-    if heads and groups and heads % groups:
-        raise UserError(f"{label} divides {heads:,} heads among {groups:,} keys and values: choose another model")
-
-
 def weight_files(folder: Path) -> list[Path]:
     single = folder / "model.safetensors"
     return [single] if single.exists() else sorted(folder.glob("model-*-of-*.safetensors"))
@@ -308,6 +319,16 @@ def check_weights(name: str, folder: Path) -> None:
             raise UserError(f"{index.name} of {name} lists no files: download it again")
         if others := sorted({*listed.values()} - shards):
             raise UserError(f"{index.name} of {name} lists {plain_text(others[0], 60)!r}: download this file")
+
+
+def check_weight_count(name: str, folder: Path, count: int) -> None:
+    """Raise `UserError` if a model of `count` weights is far larger than its files; missing weights are allocated."""
+    stored = sum(path.stat().st_size for path in weight_files(folder))
+    if count > _MAX_WEIGHTS_PER_BYTE * stored + _SMALL_MODEL:
+        raise UserError(
+            f"the weights of {name} have {format_bytes(stored)}, and its configuration describes {count:,} weights: "
+            "choose another model"
+        )
 
 
 def check_tensors(name: str, model: Any, loaded: Mapping[str, Any], dtypes: Mapping[str, str]) -> None:

@@ -131,7 +131,7 @@ def add(writer: GGUFWriter, key: str, value: Any) -> None:
     elif isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):
-        writer.add_uint32(key, value)
+        (writer.add_int32 if value < 0 else writer.add_uint32)(key, value)
     elif isinstance(value, float):
         writer.add_float32(key, value)
     else:

@@ -181,7 +181,7 @@ CONFIGURATIONS = {
     "indivisible heads": HostileModel(config(num_attention_heads=5, head_dim=...), "5 heads"),
     "indivisible groups": HostileModel(config(num_key_value_heads=3), "3 keys and values"),
     "no groups": HostileModel(config(num_key_value_heads=0), "num_key_value_heads is 0"),
-    "odd head": HostileModel(config(head_dim=3), "head_dim|shape|other shapes|cannot"),
+    "odd head": HostileModel(config(head_dim=3), "rotates 3 values of a head, not an even number"),
     "head as text": HostileModel(config(head_dim="16"), "head_dim is '16'"),
     "absurd vocabulary": HostileModel(config(vocab_size=10**12), "vocab_size"),
     "negative vocabulary": HostileModel(config(vocab_size=-1), "vocab_size is -1"),

@@ -282,7 +282,7 @@ class NativeWeights(FusedWeights):
             gate_up=self._matrix(layer.gate_up, interleaved=len(layer.gate_up) > 1).struct(),
             down=self._matrix([layer.down]).struct(),
             attention_scale=layer.scale,
-            window=layer.window,
+            window=layer.window or 0,
             **{name: self._gain(norm).data_ptr() for name, norm in layer.norms.items()},
         )
 

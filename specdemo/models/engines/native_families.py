@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from specdemo.core.errors import UserError
 from specdemo.models.engines.llama_weights import LLAMA_FAMILY, ROPE_TYPES, is_spread, unsupported_reason
+from specdemo.models.model_sizes import ROTATES_WHOLE_HEADS, ModelSizes
 from specdemo.native.build import NativeUnavailable, native_library
 
 if TYPE_CHECKING:
@@ -26,7 +29,7 @@ class LayerParts:
     down: nn.Module
     norms: Mapping[str, nn.Module]
     scale: float
-    window: int = 0
+    window: int | None = None
     order: Tensor | None = None  # of the outputs of `qkv`
 
 
@@ -74,7 +77,7 @@ def _llama_layer(layer: nn.Module, head_dim: int, window: int | None) -> LayerPa
         gated.down_proj,
         norms,
         getattr(attention, "scaling", None) or head_dim**-0.5,
-        getattr(attention, "sliding_window", window) or 0,
+        getattr(attention, "sliding_window", window),
     )
 
 
@@ -110,7 +113,7 @@ def _gemma2_layer(layer: nn.Module) -> LayerParts:
         gated.down_proj,
         norms,
         attention.scaling,
-        attention.sliding_window or 0,
+        attention.sliding_window,
     )
 
 
@@ -172,7 +175,60 @@ _FAMILIES: dict[str, Callable[[PreTrainedModel], ModelParts]] = {
 
 
 def model_parts(model: PreTrainedModel) -> ModelParts:
-    return _FAMILIES[type(model).__name__](model)
+    """Return the checked parts. Raises `UserError` if sizes or shapes contradict each other."""
+    name = type(model).__name__
+    parts = _FAMILIES[name](model)
+    _check(name, model, parts)
+    return parts
+
+
+def _check(name: str, model: PreTrainedModel, parts: ModelParts) -> None:
+    config, joined = model.config, len(parts.layers[0].qkv) == 1
+    heads = config.num_attention_heads
+    kv_heads = heads if joined else getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    windows = [layer.window for layer in parts.layers if layer.window is not None]
+    sizes = ModelSizes(
+        config.hidden_size,
+        heads,
+        kv_heads,
+        head_dim,
+        parts.angles and parts.angles(torch.empty(0), torch.zeros(1, 1, dtype=torch.int64))[0].shape[-1],
+        config.model_type in ROTATES_WHOLE_HEADS,
+        parts.inner,
+        len(parts.layers),
+        config.vocab_size,
+        _shape(parts.positions)[0] if parts.positions else None,
+        min(windows, default=None),
+    )
+    sizes.check(name)
+    factors = [parts.epsilon, parts.embedding_scale, parts.attention_cap or 0, parts.logit_cap or 0]
+    if not all(map(isfinite, [*factors, *(layer.scale for layer in parts.layers)])):
+        raise UserError(f"{name} has a factor that is NaN or infinite: choose another model")
+    if any(_shape(module) != shape for module, shape in _shapes(parts, sizes, model.lm_head)):
+        raise UserError(f"{name} has a matrix of another shape than its configuration: choose another model")
+
+
+def _shapes(parts: ModelParts, sizes: ModelSizes, head: nn.Module) -> Iterator[tuple[nn.Module, tuple[int, ...]]]:
+    """Yield matrices and vectors with their shapes in the C code."""
+    width, mixed, keys = sizes.width, sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+    norms = {"query_norm": sizes.head_dim, "key_norm": sizes.head_dim}
+    yield from ((module, (sizes.vocab_size, width)) for module in (parts.embedding, head))
+    yield parts.leave, (width,)
+    if parts.positions:
+        yield parts.positions, (sizes.positions, width)
+    for layer in parts.layers:
+        outputs = (mixed, keys, keys) if len(layer.qkv) > 1 else (mixed + 2 * keys,)
+        yield from ((module, (count, width)) for module, count in zip(layer.qkv, outputs, strict=True))
+        yield from ((module, (sizes.inner, width)) for module in layer.gate_up)
+        yield from ((layer.out, (width, mixed)), (layer.down, (width, sizes.inner)))
+        yield from ((module, (norms.get(name, width),)) for name, module in layer.norms.items())
+
+
+def _shape(module: nn.Module) -> tuple[int, ...]:
+    if hasattr(module, "in_features"):  # the weights of quantised layers have other shapes
+        return module.out_features, module.in_features
+    return tuple(module.weight.T.shape if hasattr(module, "nx") else module.weight.shape)
 
 
 def transformers_reason(model: PreTrainedModel, device: torch.device) -> str | None:

@@ -1,0 +1,183 @@
+"""Every number of config.json and of GGUF headers: refused with one sentence, or a run equal to the engine for torch.
+
+The models are loaded in other processes, so that a crash or an endless run fails a test instead of ending all tests.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from fakes.hostile_sizes import (
+    FAMILIES,
+    NATIVE,
+    SECONDS,
+    Case,
+    all_cases,
+    number_keys,
+    run_cases,
+    save_case,
+)
+from fakes.tiny_models import tiny_model
+from transformers import AutoConfig
+
+from specdemo.core.errors import UserError
+from specdemo.models.engines.native_families import model_parts
+from specdemo.models.model_sizes import MAX_HEADS_WIDTH, ModelSizes, sizes_of_config
+from specdemo.models.untrusted import check_config
+
+ROPE = "rope_parameters.partial_rotary_factor"
+ROTATED = [
+    *(Case(f"llama, {kind}", ((ROPE, factor),)) for kind in ("linear", "llama3", "yarn") for factor in (0.5, 1.5, 4.0)),
+    *(Case("llama, old names", (("partial_rotary_factor", factor),)) for factor in (0.5, 1000.0)),
+    *(Case("gpt-neox", (("rotary_pct", share),)) for share in (0.1, 2.0, 1000.0)),
+]
+
+
+def heads(family: str, count: int, head_dim: int, gguf: bool = False) -> Case:
+    """Model whose matrices have two rows or columns, so that many large heads need little memory."""
+    sizes = {"hidden_size": 2, "num_attention_heads": count, "num_key_value_heads": 1, "head_dim": head_dim}
+    return Case(family, tuple(sizes.items()), True, gguf)
+
+
+LARGE_HEADS = [heads("mistral", 4096, 1024), heads("qwen3", 32, 65_536, gguf=True)]
+ODD_HEADS = [
+    Case("llama", (("head_dim", 15),), matching=True),
+    Case("llama", tuple((f"{{arch}}.attention.{name}_length", 15) for name in ("key", "value")), gguf=True),
+]
+NUMBERS = [("hidden_size", 1 << 31), ("rms_norm_eps", float("nan")), ("num_hidden_layers", 3)]
+REFUSED = [*ROTATED, *LARGE_HEADS, *ODD_HEADS, *(Case("llama", (change,)) for change in NUMBERS)]
+RUNNING = [
+    heads("mistral", 4096, 64),
+    Case("mistral", (("head_dim", 4096),), matching=True),
+    Case("mistral", (("sliding_window", (1 << 31) - 1),)),
+    Case("llama", (("max_position_embeddings", 1 << 24),)),
+    Case("gpt-neox", (("rotary_pct", 0.5),)),
+    Case("gpt-neox", (("rotary_pct", 1.0),)),
+    Case("gpt2", (("n_embd", 60), ("n_head", 4)), matching=True),
+    Case("qwen3", (("head_dim", 2),), matching=True),
+]
+USUAL = [*(Case(family, ()) for family in FAMILIES), Case("llama", (), gguf=True), Case("qwen3", (), gguf=True)]
+UNREAD = {"LABEL_0", "LABEL_1", "pretraining_tp", "chunk_size_feed_forward"}
+
+
+def compare(cases: Sequence[Case], folder: Path) -> Iterator[tuple[Case, str]]:
+    """Yield each case with its refusal, or an empty text if its logits equal those of torch."""
+    with ThreadPoolExecutor(2) as pool:
+        native, torch_alone = pool.map(lambda switch: run_cases(cases, folder / str(switch), switch), (True, False))
+    for case in cases:
+        outcome, expected = native[case.name], torch_alone[case.name]
+        assert {*outcome, *expected} <= {"refused", "logits", "engine"}, (case.name, outcome, expected)
+        if "refused" in outcome:
+            text = outcome["refused"]
+            assert text.isprintable() and len(text) < 450 and ": " in text, (case.name, text)
+            yield case, text
+            continue
+        if "refused" in expected:  # the check of unknown architectures cannot judge a vocabulary of one token
+            assert len(outcome["logits"]) == 1, (case.name, expected)
+            continue
+        values, rows = (torch.tensor(each["logits"]) for each in (outcome, expected))
+        assert torch.allclose(values, rows, rtol=1e-4, atol=1e-4, equal_nan=True), case.name
+        yield case, ""
+
+
+@pytest.mark.slow
+def test_contradictions_are_refused_and_others_run_as_with_torch(tmp_path: Path) -> None:
+    part = [case for case in all_cases() if case.family in ("llama", "gpt-neox") and not case.matching][::9]
+    outcomes = dict(compare([*REFUSED, *RUNNING, *USUAL, *part], tmp_path))
+    assert all(outcomes[case] for case in REFUSED) and not any(outcomes[case] for case in (*RUNNING, *USUAL))
+    table = (Path(__file__).parents[2] / "SECURITY.md").read_text("utf-8").partition("| file | refusal |")[2]
+    documented = [row.split(" | ")[1].removesuffix(" |") for row in table.partition("\n\n")[0].splitlines()[2:]]
+    refusals = " ".join(outcomes.values())
+    assert len(documented) > 5 and not [text for text in documented if text not in refusals]
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_numbers(family: str, tmp_path: Path) -> None:
+    cases = [case for case in all_cases() if case.family == family]
+    assert {text for _, text in compare(cases, tmp_path)} > {""}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [Case("llama, linear", ((ROPE, 4.0),)), LARGE_HEADS[-1]], ids=lambda case: case.name)
+def test_terminal_exits_with_2(case: Case, tmp_path: Path) -> None:
+    path = save_case(case, tmp_path / "model", tmp_path)
+    command = [sys.executable, "-m", "specdemo", "run", "def", "--target", str(path), "--method", "ar"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1].startswith("specdemo: ") and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("family", NATIVE)
+def test_the_list_of_numbers_is_complete(family: str) -> None:
+    settings = NATIVE[family]
+    config = AutoConfig.for_model(**settings)
+    numbers = {key for key in number_keys(config.to_dict()) if "drop" not in key and "token" not in key}
+    renamed = {config.attribute_map.get(key, key) for key in number_keys(settings)}
+    listed = {key.rpartition(".")[2] for key in renamed}
+    listed |= {"rope_theta"} if "rotary_emb_base" in listed else set()
+    listed |= {"partial_rotary_factor"} if "rotary_pct" in listed else set()
+    assert {key.rpartition(".")[2] for key in numbers} - listed <= UNREAD
+
+
+def test_sizes_fit_the_native_structures() -> None:
+    largest = ModelSizes(65_536, 4096, 4096, 64, 64, True, 1 << 20, 1000, 4_000_000, 1 << 24, (1 << 31) - 1)
+    largest.check("the model")
+    assert (largest.heads + 2 * largest.kv_heads) * largest.head_dim == 3 * MAX_HEADS_WIDTH < 1 << 31
+    assert 2 * largest.inner < 1 << 31
+
+
+@pytest.mark.parametrize(
+    ("sizes", "problem"),
+    [
+        (ModelSizes(heads=3, width=8), "divides 8 values among 3 heads"),
+        (ModelSizes(heads=3, kv_heads=2), "divides 3 heads among 2 keys and values"),
+        (ModelSizes(head_dim=8, rotated=10), "rotates 10 values of heads that have 8"),
+        (ModelSizes(head_dim=8, rotated=0), "rotates 0 values of a head, not an even number from 2"),
+        (ModelSizes(head_dim=8, rotated=4, rotates_whole_heads=True), "its architecture rotates all"),
+        (ModelSizes(heads=4096, head_dim=128), "4,096 heads of 128 values, together more than 262,144"),
+        (ModelSizes(window=0), "has 0 positions in its window"),
+    ],
+)
+def test_contradictory_sizes_are_named(sizes: ModelSizes, problem: str) -> None:
+    with pytest.raises(UserError, match=rf"^m .*{problem}.*: choose another model$"):
+        sizes.check("m")
+
+
+@pytest.mark.parametrize(
+    ("settings", "rotated"),
+    [
+        ({"model_type": "llama", "partial_rotary_factor": 0.5}, 16),  # ignored by the default rotation
+        ({"model_type": "llama", "rope_parameters": {"rope_type": "yarn", "partial_rotary_factor": 0.5}}, 8),
+        ({"model_type": "qwen2", "rope_scaling": {"type": "linear"}, "partial_rotary_factor": 0.25}, 4),
+        ({"model_type": "gpt_neox"}, 4),
+        ({"model_type": "gpt_neox", "rotary_pct": 0.5, "rope_parameters": {"partial_rotary_factor": 1.0}}, 16),
+        ({"model_type": "gptj", "rotary_dim": 12}, 12),
+        ({"model_type": "gpt2"}, None),
+    ],
+)
+def test_rotated_values_of_a_configuration(settings: dict[str, object], rotated: int | None) -> None:
+    sizes = sizes_of_config({"hidden_size": 64, "num_attention_heads": 4, **settings})
+    assert (sizes.head_dim, sizes.rotated) == (16, rotated)
+
+
+@pytest.mark.parametrize("value", [1e39, -1e300, 1 << 64])
+def test_numbers_beyond_floats_are_refused(value: float) -> None:
+    with pytest.raises(UserError, match="attention_multiplier has a number beyond the range of floats"):
+        check_config("m", {"model_type": "granite", "attention_multiplier": value})
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gpt-neox"])
+def test_matrices_of_other_shapes_do_not_reach_the_native_engine(kind: str) -> None:
+    model = tiny_model(kind)
+    model_parts(model)
+    model.lm_head = torch.nn.Linear(32, 60, bias=False)
+    with pytest.raises(UserError, match="a matrix of another shape"):
+        model_parts(model)
