@@ -18,7 +18,7 @@ from specdemo.core.banned_text import BannedText
 from specdemo.core.decode import Drafter, DraftLengthPolicy, Verifier
 from specdemo.core.errors import UserError
 from specdemo.core.policies import POLICIES, CostModel
-from specdemo.core.rules import RULES, rejection
+from specdemo.core.rules import DEFAULT_RULE, RULES
 from specdemo.core.sampling import Noise, SamplingParams, SharedNoise, fitted
 from specdemo.core.step import Draft
 from specdemo.core.verifier import ModelVerifier, configured_rule
@@ -58,9 +58,14 @@ class Pipeline:
     verifier: Verifier
     drafter: Drafter
     policy: DraftLengthPolicy
-    caches: tuple[CachedModel, ...]
+    target_cache: CachedModel | None  # None if the target is remote
+    draft_caches: tuple[CachedModel, ...]
     context: int  # longest text, in tokens, that every model supports
     close: Callable[[], None] = lambda: None
+
+    @property
+    def caches(self) -> tuple[CachedModel, ...]:
+        return (*((self.target_cache,) if self.target_cache else ()), *self.draft_caches)
 
     @property
     def device(self) -> torch.device:
@@ -206,9 +211,9 @@ def build_pipeline(
             context.keep_caches()
             remote.close()
 
-        return Pipeline(remote, proposer, policy, caches, context_length, close)
+        return Pipeline(remote, proposer, policy, None, caches, context_length, close)
     verifier = method.verifier(context) if method.verifier else _verifier(context)
-    return Pipeline(verifier, proposer, policy, (*local, *caches), context_length, context.keep_caches)
+    return Pipeline(verifier, proposer, policy, context.target_cache, caches, context_length, context.keep_caches)
 
 
 def _refuse_forests(method: str, models: Sequence[tuple[str, str]]) -> None:
@@ -283,7 +288,8 @@ def build_remote_verifier(
             return fitted(caches[0].score(tokens, draft), target.info.vocab_size)
 
         accept, correct = Noise(recipe.seed, "edge accept"), Noise(recipe.seed, "edge")
-        edge = ModelVerifier(score, sampling, rejection, accept, correct, candidates, recipe.top)
+        rule = configured_rule(DEFAULT_RULE)
+        edge = ModelVerifier(score, sampling, rule, accept, correct, candidates, recipe.top)
     verifier = remote_verifier(
         target,
         settings,

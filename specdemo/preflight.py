@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdemo.core.decode import DraftBudget, decode
+from specdemo.core.decode import DraftBudget, Drafter, decode
 from specdemo.core.errors import UserError
 from specdemo.core.metrics import Metrics, ratio_interval
 from specdemo.core.policies import Fixed
+from specdemo.core.rules import RULES
 from specdemo.core.sampling import SamplingParams, fitted
 from specdemo.core.simulate import step_starts
 from specdemo.core.step import Draft, Step, Verdict
-from specdemo.drafters.hybrid import HybridDrafter
-from specdemo.drafters.model import ModelDrafter
+from specdemo.drafters.method import Method
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
@@ -139,7 +139,7 @@ def preflight(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool) -> Pre
 def is_replayed(recipe: Recipe) -> bool:
     method = METHODS[recipe.method]
     sampled = method.sampled and recipe.temperature > 0
-    return method.preflight != "decoding" and (recipe.rule == "rejection" or (recipe.exact and not sampled))
+    return method.preflight != "decoding" and (RULES[recipe.rule].overlaps or (recipe.exact and not sampled))
 
 
 def load_comparable(recipe: Recipe, pool: ModelPool) -> tuple[LoadedModel, LoadedModel | None, Pipeline]:
@@ -286,18 +286,18 @@ def distributions(cached: CachedModel, tokens: Sequence[int], sampling: Sampling
 def replay(recipe: Recipe, target: LoadedModel, drafter: LoadedModel | None, text: TimedText) -> Chances:
     """Return acceptance probabilities after the first token of the continuation."""
     (tokens, start), pipeline = text, build_pipeline(recipe, target, drafter)
-    sampling, vocab_size = sampling_params(recipe, target), pipeline.caches[0].vocab_size
-    p = distributions(pipeline.caches[0], tokens, sampling, vocab_size)
-    candidates = METHODS[recipe.method].candidates(recipe)
-    choices = pipeline.caches[0].read(tokens).topk(candidates).indices.tolist() if candidates > 1 else []
+    method, sampling, cached = METHODS[recipe.method], sampling_params(recipe, target), _local(pipeline.target_cache)
+    p = distributions(cached, tokens, sampling, cached.vocab_size)
+    candidates = method.candidates(recipe)
+    choices = cached.read(tokens).topk(candidates).indices.tolist() if candidates > 1 else []
     of_model: list[float] = []
-    if len(pipeline.caches) > 1:
-        q = distributions(pipeline.caches[1], tokens, sampling, vocab_size)
+    if pipeline.draft_caches:
+        q = distributions(pipeline.draft_caches[0], tokens, sampling, cached.vocab_size)
         of_model = acceptance_of_text(p, q, tokens)
     chances: Chances = []
     for i in range(start, len(tokens)):
         if i > start:
-            chances.append(_draft_chances(pipeline.drafter, tokens, i, of_model))
+            chances.append(_draft_chances(method, pipeline.drafter, tokens, i, of_model))
         if choices:
             verdict = Verdict((), tokens[i], choices=(tuple(choices[i - 1]),))
             pipeline.drafter.observe(Step(i - start, (tokens[i],), Draft(), verdict, 0, 0.0, 0.0, 0.0, 0.0))
@@ -315,12 +315,18 @@ def acceptance_of_text(p: Tensor, q: Tensor, tokens: Sequence[int]) -> list[floa
     return torch.where(px > 0, (qx / px).clamp(max=1), overlap).tolist()
 
 
-def _draft_chances(drafter: Any, tokens: Sequence[int], i: int, of_model: Sequence[float]) -> list[float]:
-    if isinstance(drafter, HybridDrafter):
-        drafter = drafter.choose(tokens[:i])
-    if of_model and isinstance(drafter, ModelDrafter):
+def _local(cache: CachedModel | None) -> CachedModel:
+    assert cache is not None
+    return cache
+
+
+def _draft_chances(
+    method: Method, drafter: Drafter, tokens: Sequence[int], i: int, of_model: Sequence[float]
+) -> list[float]:
+    stored = method.replayed(drafter, tokens[:i]) if method.preflight == "replay" else None
+    if stored is None:
         return list(of_model[i - 1 : i - 1 + MAX_GAMMA])
-    draft = drafter.propose(tokens[:i], DraftBudget(MAX_GAMMA, Fixed(MAX_GAMMA))).tokens
+    draft = stored.propose(tokens[:i], DraftBudget(MAX_GAMMA, Fixed(MAX_GAMMA))).tokens
     hits = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(draft, tokens[i:], strict=False))))
     return [1.0] * hits + [0.0] * (len(draft) - hits)
 
@@ -388,7 +394,7 @@ def _timed_steps(
         draft = pipeline.drafter.propose(text[:position], DraftBudget(gamma, Fixed(gamma))) if gamma else Draft()
         draft_s, drafted = clock() - began, len(draft)
         if drafted < gamma:  # keep the number of rows
-            draft = Draft.chain(((text[position] + 1) % pipeline.caches[0].vocab_size,) * gamma)
+            draft = Draft.chain(((text[position] + 1) % _local(pipeline.target_cache).vocab_size,) * gamma)
         began = clock()
         pipeline.verifier.verify(text[:position], draft)
         yield gamma, draft_s, clock() - began, drafted

@@ -9,13 +9,17 @@ from typing import Any
 from specdemo.core.errors import UserError
 from specdemo.core.options import Option, option, options
 from specdemo.core.policies import POLICIES, DraftLengths
-from specdemo.core.rules import RULES
+from specdemo.core.rules import DEFAULT_RULE, RULES, Rule, check_rule, rule_names
 from specdemo.drafters import METHODS, option_classes
 from specdemo.models.spec import COPY_FORMS, DTYPES, QUANTIZATIONS, SAME, ModelSpec, smaller_copy
 from specdemo.models.zoo import CHAT_PAIR, MODELS, PAIRS, REVISIONS, pair_models
 from specdemo.remote.config import COLDEST, CloudConfig
 
 _SIZES = {"low": 1, "high": 1 << 20}
+
+
+def _has_threshold(rule: Rule) -> bool:
+    return rule.threshold is not None
 
 
 @options()
@@ -103,7 +107,9 @@ class RunOptions:
         group="Draft length",
         applies="drafts",
     )
-    rule: str = option("rejection", "Acceptance rule", "acceptance rule", choices=RULES, group="Rule", applies="drafts")
+    rule: str = option(
+        DEFAULT_RULE, "Acceptance rule", "acceptance rule", choices=RULES, group="Rule", applies="drafts"
+    )
     temperature: float = option(
         0.5,
         "Temperature",
@@ -225,7 +231,7 @@ class RunOptions:
     threshold: float | None = option(
         None,
         "Threshold (0: default of the rule)",
-        "threshold of rules ratio, threshold and typical",
+        f"threshold of rules {' and '.join(rule_names(_has_threshold).rsplit(', ', 1))}",
         above=0,
         high=1,
         step=0.05,
@@ -274,10 +280,8 @@ def _gamma_bounds_fit(chosen: Recipe) -> None:
 
 def _rule_fits(chosen: Recipe) -> None:
     if chosen.threshold is not None and RULES[chosen.rule].threshold is None:
-        names = ", ".join(name for name, rule in RULES.items() if rule.threshold is not None)
-        raise UserError(f"rule {chosen.rule} has no threshold: choose {names}")
-    if chosen.skip_sample_adjustment and not RULES[chosen.rule].adjusts:
-        raise UserError(f"rule {chosen.rule} has no sample adjustment to skip: choose rule rejection")
+        raise UserError(f"rule {chosen.rule} has no threshold: choose {rule_names(_has_threshold)}")
+    check_rule(chosen.rule, adjust=not chosen.skip_sample_adjustment, forest=METHODS[chosen.method].shape == "forest")
 
 
 def _sampling_fits(chosen: Recipe) -> None:

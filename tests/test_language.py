@@ -34,7 +34,7 @@ RATES = {
         "priced,news",
     ),
 }
-MOST_WORDS = 14_500  # of docstrings and comments in specdemo/
+MOST_WORDS = 17_000  # of docstrings and comments in specdemo/
 
 RELATIVE = re.compile(r"(what|whatever|whether|who|whoever|whose|where|wherever|which|that|how|why|the ones?)\b", re.I)
 

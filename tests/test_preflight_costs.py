@@ -55,7 +55,7 @@ def test_known_costs_are_measured(correct: int, available: int) -> None:
 
     def pipeline() -> Any:
         machine.cached = []
-        return SimpleNamespace(drafter=machine, verifier=machine, caches=(SimpleNamespace(vocab_size=1000),))
+        return SimpleNamespace(drafter=machine, verifier=machine, target_cache=SimpleNamespace(vocab_size=1000))
 
     costs = measure_costs(pipeline, [(TEXT, 5), (TEXT[:8], 5)], 4, repeats=7, clock=lambda: machine.now)
     assert costs.ar_s == 1.0 and costs.c == pytest.approx(0.5 if available else 0.0)
@@ -68,7 +68,7 @@ def test_each_pass_scores_its_draft_and_one_more_token() -> None:
     """Accepted tokens are cached as in decoding; the prefill is not timed."""
     machine = Machine(1)
     measure_costs(
-        lambda: SimpleNamespace(drafter=machine, verifier=machine, caches=(SimpleNamespace(vocab_size=1000),)),
+        lambda: SimpleNamespace(drafter=machine, verifier=machine, target_cache=SimpleNamespace(vocab_size=1000)),
         [(TEXT, 5)],
         2,
         repeats=3,

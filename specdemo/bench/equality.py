@@ -1,6 +1,6 @@
 """Compare the text of every recipe with AR decoding, token by token.
 
-At temperature 0 exact recipes reproduce the text. Above it only the `coupled` rule does, by shared noise.
+At temperature 0 exact recipes reproduce the text. Above it only rules with shared noise do.
 """
 
 from __future__ import annotations

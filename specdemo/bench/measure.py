@@ -18,6 +18,7 @@ import torch
 
 from specdemo.bench.baselines import BASELINES, Baselines
 from specdemo.core.events import End, Header, Loading, MemoryUse, StepEvent
+from specdemo.core.rules import DEFAULT_RULE
 from specdemo.core.step import Step
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
@@ -41,7 +42,7 @@ class BenchProgress:
 
 def recipe_label(recipe: Recipe) -> str:
     length = f" gamma={recipe.gamma}" if recipe.policy == "fixed" else f" {recipe.policy}"
-    rule = "" if recipe.rule == "rejection" else f" {recipe.rule}"
+    rule = "" if recipe.rule == DEFAULT_RULE else f" {recipe.rule}"
     mode = f" {recipe.cloud.mode}" if recipe.cloud else ""
     return f"{recipe.method}{'' if recipe.method == 'ar' else length}{rule}{mode} T={recipe.temperature:g}"
 

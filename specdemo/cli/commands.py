@@ -15,6 +15,7 @@ from specdemo.bench.baselines import BASELINES
 from specdemo.cli.arguments import given
 from specdemo.cli.output import OutputFile, output_file
 from specdemo.core.errors import UserError
+from specdemo.core.rules import reproducing_rule
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import find_device
 from specdemo.models.zoo import CHAT_PAIR
@@ -94,7 +95,7 @@ def _prove(options: argparse.Namespace) -> int:
             gamma=gamma,
             temperature=temperature,
             top_p=1.0,
-            rule="coupled" if temperature else "rejection",
+            rule=reproducing_rule(temperature),
         )
         for temperature in options.temperature
         for method in options.method

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from specdemo.core.rules import DecidedBy, rule_traits
 from specdemo.core.step import Outcome, Step
 
 
@@ -49,6 +50,8 @@ class Reason(Enum):
     IMPOSSIBLE = "Rejected for any draw: the target never samples this token here."
     BELOW = "Accepted: the draw {draw} is below p/q = {bound}."
     ABOVE = "Rejected: the draw {draw} is not below p/q = {bound}."
+    BLOCK_ACCEPTED = "Accepted: the draft passed as a block up to this token or a later one."
+    BLOCK_REJECTED = "Rejected: the draft did not pass as a block up to this token or a later one."
     NOT_TESTED = "Not tested: an earlier draft token was rejected."
     NOT_NEEDED = "Not tested: another continuation was accepted at this position."
     AFTER_END = "Not tested: the text ended before it."
@@ -72,9 +75,10 @@ FATES = {"confirmed": "The cloud confirmed it later.", "overruled": "The cloud l
 FALLBACKS = {"provisional": Reason.PROVISIONAL, "gate": Reason.GATE, "alone": Reason.ALONE}
 
 
-_SAMPLED = {  # rules that accept the token that the target samples
-    "match": (Reason.MATCHED, Reason.MISMATCHED),
-    "coupled": (Reason.COUPLED, Reason.DECOUPLED),
+_REASONS = {  # of accepted and rejected tokens
+    DecidedBy.SAMPLE: (Reason.MATCHED, Reason.MISMATCHED),
+    DecidedBy.SHARED_DRAW: (Reason.COUPLED, Reason.DECOUPLED),
+    DecidedBy.BLOCK: (Reason.BLOCK_ACCEPTED, Reason.BLOCK_REJECTED),
 }
 
 
@@ -107,8 +111,8 @@ def decision_of(step: Step, node: int, recipe: Mapping[str, Any]) -> Decision:
 
 
 def takes_most_probable(recipe: Mapping[str, Any]) -> bool:
-    """Return True for greedy decoding and rule top1."""
-    return recipe.get("temperature") == 0 or recipe.get("rule") == "top1"
+    """Return True for greedy decoding and rules that accept only the most probable token."""
+    return recipe.get("temperature") == 0 or rule_traits(recipe).decided_by is DecidedBy.TOP_TOKEN
 
 
 def explain(step: Step, node: int | None, recipe: Mapping[str, Any]) -> str:
@@ -131,9 +135,8 @@ def reason_of(step: Step, node: int | None, recipe: Mapping[str, Any]) -> Reason
         return Reason.LATE_ACCEPTED if accepted else Reason.LATE_REJECTED
     if verdict.beta[node] is None:
         return _reason_of_untested(step, node)
-    rule = recipe.get("rule", "rejection")
-    if rule in _SAMPLED:
-        return _SAMPLED[rule][0 if accepted else 1]
+    if reasons := _REASONS.get(rule_traits(recipe).decided_by):
+        return reasons[0 if accepted else 1]
     if takes_most_probable(recipe):
         if accepted:
             return Reason.TOP
@@ -175,8 +178,9 @@ def _reason_of_target_token(step: Step, recipe: Mapping[str, Any]) -> Reason:
         case Outcome.PLAIN:
             return Reason.SEARCHED if step.searched else Reason.PLAIN
     last = step.verdict.accepted[-1] if step.verdict.accepted else -1
-    sampled = recipe.get("rule", "rejection") == "rejection" and recipe.get("temperature") != 0
-    if not sampled or recipe.get("skip_sample_adjustment"):
+    rule = rule_traits(recipe)
+    per_token = rule.adjusts and rule.decided_by is DecidedBy.TOKEN_TEST
+    if not per_token or recipe.get("temperature") == 0 or recipe.get("skip_sample_adjustment"):
         return Reason.CORRECTION
     return Reason.RESIDUAL if step.draft.parents.count(last) == 1 else Reason.SIBLINGS_RESIDUAL
 

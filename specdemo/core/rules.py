@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from specdemo.core.errors import UserError
 from specdemo.core.step import Draft, Verdict
 
 if TYPE_CHECKING:
@@ -246,17 +248,42 @@ def _overlaps(draft: Draft, p: ProbRows, node_probs: list[float]) -> list[float]
     return torch.minimum(rows, draft.probs).sum(-1).tolist()
 
 
+class DecidedBy(Enum):
+    """Basis of the decision about a draft."""
+
+    TOKEN_TEST = "p of each draft token, against q or a bound"
+    TOP_TOKEN = "the target's most probable token"
+    SAMPLE = "a sample of the target"
+    SHARED_DRAW = "a sample of the target, with the noise of the drafter"
+    BLOCK = "all tokens of a chain together"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuleTraits:
+    """Properties for explanations, preflight and page. The defaults describe rules of other versions in traces."""
+
+    decided_by: DecidedBy = DecidedBy.TOKEN_TEST
+    threshold: float | None = None  # default threshold; None if the rule has no threshold
+    adjusts: bool = False  # corrections come from the residual, or optionally from p
+    needs_q: bool = False  # acceptance depends on the drafter's distribution
+    overlaps: bool = False  # a sampled draft token is accepted with probability sum min(p, q)
+
+    @property
+    def shares_noise(self) -> bool:
+        return self.decided_by is DecidedBy.SHARED_DRAW
+
+    @property
+    def chains_only(self) -> bool:
+        return self.decided_by is DecidedBy.BLOCK
+
+
 @dataclass(frozen=True)
-class Rule:
+class Rule(RuleTraits):
     """Registry entry; `exact(sampling)` is True if the output has the target's distribution."""
 
     apply: Callable[..., Verdict]
     title: str
     exact: Callable[[SamplingParams], bool]
-    threshold: float | None = None  # default threshold; None if the rule has no threshold
-    shares_noise: bool = False  # between drafter and target
-    adjusts: bool = False  # corrections may be sampled from p instead of the residual
-    needs_q: bool = False  # acceptance depends on the drafter's distribution
 
 
 def _always(sampling: SamplingParams) -> bool:
@@ -267,18 +294,31 @@ def _when_greedy(sampling: SamplingParams) -> bool:
     return sampling.temperature == 0
 
 
+DEFAULT_RULE = "rejection"
 RULES = {
-    "rejection": Rule(
-        rejection, "accept with min(1, p/q), correct from the residual: exact", _always, adjusts=True, needs_q=True
+    DEFAULT_RULE: Rule(
+        rejection,
+        "accept with min(1, p/q), correct from the residual: exact",
+        _always,
+        adjusts=True,
+        needs_q=True,
+        overlaps=True,
     ),
-    "match": Rule(match, "sample from p, accept while the draft contains it: exact", _always),
+    "match": Rule(
+        match, "sample from p, accept while the draft contains it: exact", _always, decided_by=DecidedBy.SAMPLE
+    ),
     "coupled": Rule(
         match,
         "match, with noise shared with the drafter: exact, the text of AR decoding",
         _always,
-        shares_noise=True,
+        decided_by=DecidedBy.SHARED_DRAW,
     ),
-    "top1": Rule(top1, "accept the most probable target token: exact at temperature 0, lossy above", _when_greedy),
+    "top1": Rule(
+        top1,
+        "accept the most probable target token: exact at temperature 0, lossy above",
+        _when_greedy,
+        decided_by=DecidedBy.TOP_TOKEN,
+    ),
     "ratio": Rule(
         ratio, "accept if p/q reaches a threshold: lossy above temperature 0", _when_greedy, threshold=0.5, needs_q=True
     ),
@@ -287,3 +327,28 @@ RULES = {
     ),
     "typical": Rule(typical, "Medusa's typical acceptance: lossy above temperature 0", _when_greedy, threshold=0.09),
 }
+
+
+def rule_names(has: Callable[[Rule], object]) -> str:
+    """Return the names of the rules with a property, separated by commas."""
+    return ", ".join(name for name, rule in RULES.items() if has(rule))
+
+
+def rule_traits(recipe: Mapping[str, Any]) -> RuleTraits:
+    """Return the properties of a recorded recipe's rule."""
+    return RULES.get(recipe.get("rule", DEFAULT_RULE), RuleTraits())
+
+
+def reproducing_rule(temperature: float) -> str:
+    """Return a rule that reproduces the text of AR decoding."""
+    return next(name for name, rule in RULES.items() if rule.shares_noise) if temperature else DEFAULT_RULE
+
+
+def check_rule(name: str, *, adjust: bool, forest: bool) -> None:
+    """Raise `UserError` if a rule cannot sample corrections from p (`adjust` False), or cannot verify forests."""
+    if not (adjust or RULES[name].adjusts):
+        choices = rule_names(lambda rule: rule.adjusts)
+        raise UserError(f"rule {name} has no sample adjustment to skip: choose rule {choices}")
+    if forest and RULES[name].chains_only:
+        choices = rule_names(lambda rule: not rule.chains_only)
+        raise UserError(f"rule {name} verifies chains, not forests: choose rule {choices}")

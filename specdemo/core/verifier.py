@@ -18,10 +18,10 @@ from specdemo.core.step import Draft, Verdict
 def configured_rule(name: str, *, adjust: bool = True, threshold: float | None = None) -> Callable[..., Verdict]:
     """Return an acceptance rule with its options; `threshold` None: the rule's default."""
     rule = RULES[name]
-    options: dict[str, Any] = {} if adjust else {"adjust": False}
-    if rule.threshold is not None:
-        options["threshold"] = rule.threshold if threshold is None else threshold
-    return partial(rule.apply, **options)
+    apply = rule.apply if adjust else partial(rule.apply, adjust=False)
+    if rule.threshold is None:
+        return apply
+    return partial(apply, threshold=rule.threshold if threshold is None else threshold)
 
 
 class ModelVerifier:

@@ -18,10 +18,11 @@ class HybridDrafter:
         self._suffixes, self._model, self._trusted = suffixes, model, trusted
 
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
-        return self.choose(tokens).propose(tokens, budget)
+        return (self.repeating(tokens) or self._model).propose(tokens, budget)
 
-    def choose(self, tokens: Sequence[int]) -> Drafter:
-        return self._suffixes if self._suffixes.match(tokens) >= self._trusted else self._model
+    def repeating(self, tokens: Sequence[int]) -> SuffixDrafter | None:
+        """Return the suffix drafter after a long repetition, None where the model drafts."""
+        return self._suffixes if self._suffixes.match(tokens) >= self._trusted else None
 
     def observe(self, step: Step) -> None:
         self._suffixes.observe(step)
@@ -39,4 +40,5 @@ sampling, so both proofs of exactness apply. It is fast on mixed text.""",
     sampled=True,
     second_model=True,
     preflight="replay",
+    replayed=HybridDrafter.repeating,
 )

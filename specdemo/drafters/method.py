@@ -65,6 +65,10 @@ def _one_candidate(options: Any) -> int:
     return 1
 
 
+def _always_stored(drafter: Any, tokens: Sequence[int]) -> Drafter | None:
+    return drafter
+
+
 @dataclass(frozen=True)
 class Method:
     name: str
@@ -83,6 +87,8 @@ class Method:
     decoder_only: bool = False
     gates: bool = False  # gates can evaluate draft distributions
     preflight: Literal["distributions", "replay", "decoding"] | None = None  # how acceptance is estimated
+    # with "replay": the drafter that drafts after given tokens; None for a model, whose distributions are compared
+    replayed: Callable[[Any, Sequence[int]], Drafter | None] = _always_stored
     verifier: Callable[[BuildContext], Verifier] | None = None  # default: `ModelVerifier` with the acceptance rule
     policy: Callable[[Any], DraftLengthPolicy] | None = None  # default: the policy of the recipe
     candidates: Callable[[Any], int] = _one_candidate  # target tokens that a verdict must contain

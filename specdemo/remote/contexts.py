@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specdemo.core.banned_text import BannedText
 from specdemo.core.errors import UserError, check_name
-from specdemo.core.rules import RULES
+from specdemo.core.rules import RULES, check_rule
 from specdemo.core.sampling import Noise, SharedNoise
 from specdemo.core.step import Draft, RowNeeded, Verdict
 from specdemo.core.verifier import ModelVerifier, configured_rule
@@ -105,8 +105,7 @@ def build_verifier(
     **display: int,
 ) -> ModelVerifier:
     check_name("rule", config.rule, RULES)
-    if not (config.adjust or RULES[config.rule].adjusts):
-        raise UserError(f"rule {config.rule} has no sample adjustment to skip: choose rule rejection")
+    check_rule(config.rule, adjust=config.adjust, forest=False)
     rule = configured_rule(config.rule, adjust=config.adjust, threshold=config.threshold)
     sampling = config.sampling
     if config.bad_texts:
@@ -125,6 +124,7 @@ def verify_request(
     sources: NoiseSources = position_noise,
     ban: Ban | None = None,
 ) -> VerifyResponse:
+    check_rule(config.rule, adjust=config.adjust, forest=not draft.is_chain)
     display = {"candidates": request.candidates, "top": request.top}
     verifier = build_verifier(config, score, len(tokens), sources, ban, **display)
     try:

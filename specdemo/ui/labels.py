@@ -12,6 +12,7 @@ from specdemo.bench.table import markdown_table
 from specdemo.core.events import StepEvent
 from specdemo.core.explain import explain_engine
 from specdemo.core.metrics import Metrics
+from specdemo.core.rules import rule_traits
 from specdemo.core.theory import better_gamma, can_improve, expected_tokens, walltime_improvement
 from specdemo.core.theory import speedup as cost_model
 from specdemo.drafters import draft_shape
@@ -310,7 +311,7 @@ def _advice(lane: Lane, draft: float, verify: float, host: float, link: float) -
 
 
 def sameness(lanes: Mapping[str, Lane]) -> dict[str, str] | None:
-    """Compare texts that must be equal (exact, greedy or coupled): return badge, tone (good, even, bad) and cause."""
+    """Compare texts that must be equal (exact, greedy or shared noise): return badge, tone (good, even, bad), cause."""
     baseline = lanes.get(PLAIN)
     if baseline is None or not (baseline.ended and baseline.begun):
         return None
@@ -330,7 +331,7 @@ def _must_agree(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     shared = ("pair", "target", "temperature", "top_k", "top_p", "seed", "max_tokens", "quantization", "dtype")
     if any(a.get(name) != b.get(name) for name in shared):
         return False
-    return a.get("temperature") == 0 or a.get("rule") == b.get("rule") == "coupled"
+    return a.get("temperature") == 0 or (rule_traits(a).shares_noise and a.get("rule") == b.get("rule"))
 
 
 def _difference(lane: Lane, baseline: Lane) -> dict[str, str]:

@@ -10,6 +10,7 @@ from typing import Any
 from specdemo.core import trace
 from specdemo.core.events import End, Event, Header, Loading, MemoryUse, StepEvent
 from specdemo.core.metrics import Metrics
+from specdemo.core.rules import DEFAULT_RULE, rule_traits
 from specdemo.models.spec import SAME
 from specdemo.recipe import Recipe
 from specdemo.ui.settings import OFF
@@ -81,7 +82,7 @@ class Lane:
     @property
     def counted(self) -> bool:
         """True for rules that accept with another probability than min(1, p / q)."""
-        return self.recipe.get("rule", "rejection") != "rejection"
+        return not rule_traits(self.recipe).overlaps
 
     @property
     def text(self) -> str:
@@ -118,11 +119,11 @@ def title(recipe: Mapping[str, Any]) -> str:
         return "target only" + (", over the link" if mode(recipe) else "") + _form(recipe)
     if recipe["method"] == "beam":
         return f"{recipe['num_beams']} beams"
-    policy, rule = recipe.get("policy", "fixed"), recipe.get("rule", "rejection")
+    policy, rule = recipe.get("policy", "fixed"), recipe.get("rule", DEFAULT_RULE)
     length = f"γ {recipe['gamma']}" if policy == "fixed" else f"γ by {policy}"
     link = ", edge and cloud" if mode(recipe) else ""
     copy = f" by {recipe.get('drafter_quantization')} copy" if recipe.get("drafter") == SAME else ""
-    return f"{recipe['method']}{copy}, {length}" + ("" if rule == "rejection" else f", {rule}") + link + _form(recipe)
+    return f"{recipe['method']}{copy}, {length}" + ("" if rule == DEFAULT_RULE else f", {rule}") + link + _form(recipe)
 
 
 def _form(recipe: Mapping[str, Any]) -> str:

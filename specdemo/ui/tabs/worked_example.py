@@ -24,7 +24,7 @@ EXAMPLE_Q = (0.20, 0.30, 0.15, 0.35)
 TRIAL_TOKENS, MAX_TRIAL_GAMMA = 10_000, 4
 EXAMPLE_ORDER = [f"{probs}({token})" for token in EXAMPLE_TOKENS for probs in "pq"]
 TRIAL_ORDER = [f"{token} {part}" for token in EXAMPLE_TOKENS for part in ("p", "drawn", "q")]
-_UNADJUSTED = "rejection, corrections drawn from p: lossy"
+_UNADJUSTED = "corrections drawn from p: lossy"
 _EXAMPLE_COLOURS = {part: f"var(--bar-{part})" for part in ("accepted", "correction", "rejected")}
 _TRIAL_COLOURS = {"p": "var(--curve-set)", "drawn": "var(--bar-correction)", "q": "var(--curve-2)"}
 _INTRO = """### Why the output follows the target's distribution
@@ -38,7 +38,8 @@ ProbabilityBar = tuple[str, float, str]  # label, height, part
 
 def rule_choices() -> dict[str, tuple[str, bool]]:
     """Map dropdown titles to (rule name, draw corrections from the residual)."""
-    return {f"{name}: {rule.title}": (name, True) for name, rule in RULES.items()} | {_UNADJUSTED: ("rejection", False)}
+    unadjusted = {f"{name}, {_UNADJUSTED}": (name, False) for name, rule in RULES.items() if rule.adjusts}
+    return {f"{name}: {rule.title}": (name, True) for name, rule in RULES.items()} | unadjusted
 
 
 def parse_probs(name: str, values: Sequence[float | None]) -> tuple[list[float], str]:
