@@ -25,6 +25,7 @@ from specdemo.cli import main
 from specdemo.cli.arguments import given, parser
 from specdemo.cli.reference import cli_reference
 from specdemo.core.decode import DraftBudget
+from specdemo.core.distributions import DenseProbs
 from specdemo.core.errors import UserError
 from specdemo.core.events import Header
 from specdemo.core.explain import Reason, reason_of
@@ -133,7 +134,7 @@ def test_an_unexact_drafter_fails_the_proof(monkeypatch: pytest.MonkeyPatch) -> 
             import torch
 
             probs = torch.tensor([[0.25] * 4])
-            return Draft.chain((tokens[-1],), (0.25,), probs)
+            return Draft.chain((tokens[-1],), (0.25,), DenseProbs(probs))
 
     monkeypatch.setitem(METHODS, "wrong", Method("wrong", "", "", lambda context: Wrong()))
     with pytest.raises(AssertionError):
@@ -186,6 +187,7 @@ METHODS["echo"] = method.Method("echo", "repeats", "", suffix.build_suffix_draft
 
 from specdemo.cli.arguments import given, parser
 from specdemo.cli.reference import cli_reference
+from specdemo.core.distributions import DenseProbs
 from specdemo.core.errors import UserError
 from specdemo.recipe import Recipe
 from specdemo.ui.api import api_defaults

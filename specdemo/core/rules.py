@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol
 
+from specdemo.core.distributions import (
+    DraftProbs,
+    PointMasses,
+    ProbRows,
+    Probs,
+    TokenSampler,
+    dense_or_none,
+    entropy,
+    residual,
+    sample_token,
+    token_prob,
+    top_token,
+)
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft, Verdict
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from specdemo.core.sampling import SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
-class PointMass:
-    """One-hot distribution, stored as its token."""
-
-    token: int
-
-
-Probs: TypeAlias = "Tensor | PointMass"  # `[vocab]`
-ProbRows: TypeAlias = "Tensor | Sequence[PointMass]"  # `[rows, vocab]`
 
 
 class AcceptanceTest(Protocol):
@@ -33,40 +33,6 @@ class AcceptanceTest(Protocol):
 
     def test(self, probability: float) -> tuple[bool, float]:
         """Return True with this probability, and the random number."""
-
-
-class TokenSampler(Protocol):
-    """Random tokens: `Noise`, `SharedNoise` or an enumeration."""
-
-    def sample(self, probs: Tensor, position: int) -> int:
-        """Sample a token from `probs` `[vocab]`."""
-
-
-def residual(p: Probs, q: Tensor) -> Probs:
-    """Return norm(max(p - q, 0)) `[vocab]`, the distribution of corrections (2211.17192, section 2.3).
-
-    Return p if the residual is zero (p equals q up to rounding) or p is a point mass.
-    """
-    if isinstance(p, PointMass):
-        return p
-    from specdemo.native import sampling as native
-
-    if p.shape == q.shape and native.supports(p) and native.supports(q):
-        found = native.residual_probs(p, q)
-        return p if found is None else found
-    excess = (p - q).clamp_(min=0)
-    total = excess.sum()
-    return excess / total if total > 0 else p
-
-
-def without(p: Probs, token: int) -> Probs:
-    """Return p conditioned on any token except `token`: the residual for a point-mass draft."""
-    if isinstance(p, PointMass):
-        return p
-    remainder = p.clone()
-    remainder[token] = 0
-    total = remainder.sum()
-    return remainder / total if total > 0 else p
 
 
 def rejection(
@@ -113,14 +79,14 @@ def top1(
     draft: Draft, p: ProbRows, accept: AcceptanceTest, correct: TokenSampler, start: int, *, adjust: bool = False
 ) -> Verdict:
     """Accept the target's most probable token: NASD's verification."""
-    return _walk(draft, p, correct, start, adjust, lambda token, prob, q, row: (token == _argmax(row), None, None))
+    return _walk(draft, p, correct, start, adjust, lambda token, prob, q, row: (token == top_token(row), None, None))
 
 
 # Common engineering shortcuts, and Medusa's typical acceptance, p > min(e, sqrt(e) exp(-H(p))) (2401.10774, 2.3.1).
 ratio = threshold_rule(lambda q, row, threshold: threshold * q)
 threshold = threshold_rule(lambda q, row, threshold: threshold)
 typical = threshold_rule(
-    lambda q, row, threshold: min(threshold, math.sqrt(threshold) * math.exp(-_entropy(row))), strict=True
+    lambda q, row, threshold: min(threshold, math.sqrt(threshold) * math.exp(-entropy(row))), strict=True
 )
 
 
@@ -130,12 +96,12 @@ def match(draft: Draft, p: ProbRows, accept: AcceptanceTest, correct: TokenSampl
     With noise keyed by position and shared with the drafter this is the coupled rule (2408.07978).
     """
     children = draft.children()
-    node_probs, overlap = _probs_and_overlaps(draft, p)
+    node_probs, overlap = _distributions(draft).compare(p, draft.tokens, draft.parents)
     betas: list[float | None] = [None] * len(draft)
     accepted: list[int] = []
     node: int | None = -1
     while node is not None:
-        token = _sample(p[node + 1], correct, start + len(accepted))
+        token = sample_token(p[node + 1], correct, start + len(accepted))
         siblings = children.get(node, ())
         for child in siblings:
             betas[child] = overlap[child]
@@ -157,7 +123,8 @@ def _walk(
 
     `test(token, p, q, row)` returns the decision, the random number and the bound, if the rule has them.
     """
-    node_probs, overlap = _probs_and_overlaps(draft, p)
+    distributions = _distributions(draft)
+    node_probs, overlap = distributions.compare(p, draft.tokens, draft.parents)
     draws: list[float | None] = [None] * len(draft)
     betas: list[float | None] = [None] * len(draft)
     bounds: list[float | None] = [None] * len(draft)
@@ -168,7 +135,7 @@ def _walk(
         row_is_p = True
         for child in children[node]:
             token = draft.tokens[child]
-            prob = node_probs[child] if row_is_p else _prob(row, token)
+            prob = node_probs[child] if row_is_p else token_prob(row, token)
             q = 1.0 if draft.token_probs is None else draft.token_probs[child]
             passed, draws[child], bounds[child] = test(token, prob, q, row) if q > 0 else (False, None, 0.0)
             betas[child] = overlap[child]
@@ -177,75 +144,19 @@ def _walk(
                 node, row, row_is_p = child, p[child + 1], True
                 break
             if adjust:
-                row = without(row, token) if draft.probs is None else residual(row, draft.probs[child])
+                row = residual(row, distributions.row(child))
                 row_is_p = False
         else:
             break
-    token = _sample(row, correct, start + len(accepted))
-    changed = None if row_is_p or isinstance(row, PointMass) else row
+    token = sample_token(row, correct, start + len(accepted))
+    changed = None if row_is_p else dense_or_none(row)
     return Verdict(
         tuple(accepted), token, tuple(node_probs), tuple(draws), tuple(betas), bound=tuple(bounds), residual=changed
     )
 
 
-def _prob(row: Probs, token: int) -> float:
-    return float(row.token == token) if isinstance(row, PointMass) else float(row[token])
-
-
-def _argmax(row: Probs) -> int:
-    return row.token if isinstance(row, PointMass) else int(row.argmax())
-
-
-def _entropy(row: Probs) -> float:
-    import torch
-
-    return 0.0 if isinstance(row, PointMass) else float(torch.special.entr(row).sum())
-
-
-def _sample(row: Probs, sampler: TokenSampler, position: int) -> int:
-    return row.token if isinstance(row, PointMass) else sampler.sample(row, position)
-
-
-def _probs_and_overlaps(draft: Draft, p: ProbRows) -> tuple[list[float], list[float]]:
-    import torch
-
-    from specdemo.native import sampling as native
-
-    q = draft.probs
-    if isinstance(p, torch.Tensor) and isinstance(q, torch.Tensor) and q.shape == (len(draft), p.shape[1]):
-        if native.supports(p) and native.supports(q):
-            return native.compare_drafts(p.contiguous(), q.contiguous(), draft.parents, draft.tokens)
-    node_probs = _node_probs(draft, p)
-    return node_probs, _overlaps(draft, p, node_probs)
-
-
-def _node_probs(draft: Draft, p: ProbRows) -> list[float]:
-    """Target probability of each draft token, `[n]`."""
-    import torch
-
-    if not draft.tokens:
-        return []
-    if isinstance(p[0], PointMass):
-        return [_prob(p[parent + 1], token) for token, parent in zip(draft.tokens, draft.parents, strict=True)]
-    rows, tokens = torch.tensor([[parent + 1 for parent in draft.parents], draft.tokens], device=p.device)
-    return p[rows, tokens].tolist()  # MPS has no kernel for `take`
-
-
-def _overlaps(draft: Draft, p: ProbRows, node_probs: list[float]) -> list[float]:
-    """beta = sum min(p, q) at each node, `[n]`; p(token) for point masses.
-
-    If draft distributions are incomplete, use min(1, p / q) of the token, an unbiased estimate of beta.
-    """
-    import torch
-
-    if draft.probs is None:
-        return node_probs
-    if not isinstance(draft.probs, torch.Tensor):
-        return [min(1.0, p / q) if q > 0 else 0.0 for p, q in zip(node_probs, draft.token_probs or (), strict=True)]
-    if isinstance(p[0], PointMass):
-        return [float(q[p[parent + 1].token]) for q, parent in zip(draft.probs, draft.parents, strict=True)]
-    rows = p[: len(draft)] if draft.is_chain else p[torch.tensor(draft.parents, device=p.device) + 1]
-    return torch.minimum(rows, draft.probs).sum(-1).tolist()
+def _distributions(draft: Draft) -> DraftProbs:
+    return PointMasses(draft.tokens) if draft.probs is None else draft.probs
 
 
 class DecidedBy(Enum):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specdemo.core.banned_text import BannedText
+from specdemo.core.distributions import DenseProbs, SparseRow
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft, TopTokens
 from specdemo.native import sampling as native
@@ -174,6 +175,9 @@ class Noise:
             return native.sample_at(probs, self._uniform.random())
         return int(self.sample_on_device(probs, position))
 
+    def sample_sparse(self, row: SparseRow, position: int = 0) -> int:
+        return int(row.ids[self.sample(row.values, position)])
+
     def sample_on_device(self, probs: Tensor, position: int = 0) -> Tensor:
         """Sample a token `[1]` and leave it on the device."""
         return self._inverse_cdf(probs) if probs.device.type == "cpu" else self._exponential_race(probs)
@@ -207,13 +211,21 @@ class SharedNoise:
     def sample(self, probs: Tensor, position: int) -> int:
         return int(self.sample_on_device(probs, position))
 
+    def sample_sparse(self, row: SparseRow, position: int) -> int:
+        arrival = self._arrivals(position, row.vocab_size).to(row.ids.device)
+        return int(row.ids[(row.values / arrival[row.ids]).argmax()])
+
     def sample_on_device(self, probs: Tensor, position: int) -> Tensor:
+        arrival = self._arrivals(position, len(probs))
+        return (probs / arrival.to(probs.device, non_blocking=True)).argmax(-1, keepdim=True)
+
+    def _arrivals(self, position: int, vocab_size: int) -> Tensor:
         if position not in self._arrival:
             if len(self._arrival) >= self._memory:
                 del self._arrival[next(iter(self._arrival))]
             key = random.Random(f"{self._seed}/{position}").getrandbits(63)
-            self._arrival[position] = torch.empty(len(probs)).exponential_(generator=torch.Generator().manual_seed(key))
-        return (probs / self._arrival[position].to(probs.device, non_blocking=True)).argmax(-1, keepdim=True)
+            self._arrival[position] = torch.empty(vocab_size).exponential_(generator=torch.Generator().manual_seed(key))
+        return self._arrival[position]
 
 
 class ChainSampler:
@@ -258,4 +270,4 @@ class ChainSampler:
             return Draft.chain(tuple(tokens))
         probs = self._probs[0] if len(self._probs) == 1 else torch.cat(self._probs)
         token_probs = self._token_probs or probs[range(len(tokens)), tokens].tolist()
-        return Draft.chain(tuple(tokens), tuple(token_probs), probs)
+        return Draft.chain(tuple(tokens), tuple(token_probs), DenseProbs(probs))

@@ -13,6 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from specdemo.core.distributions import DenseProbs
 from specdemo.core.rules import RULES
 from specdemo.core.sampling import Noise, SharedNoise
 from specdemo.core.step import Draft, Step
@@ -42,7 +43,7 @@ def trial(rule: str, p: Tensor, q: Tensor, gamma: int, count: int, seed: int, *,
     accept = Noise(seed, "accept")
     shared = SharedNoise(seed)
     draw, correct = (shared, shared) if entry.shares_noise else (Noise(seed, "draft"), Noise(seed, "correct"))
-    distributions, rows, probs = q.expand(gamma, -1), p.expand(gamma + 1, -1), q.tolist()
+    distributions, rows, probs = DenseProbs(q.expand(gamma, -1)), p.expand(gamma + 1, -1), q.tolist()
     tokens: list[int] = []
     rounds = tested = accepted = 0
     while len(tokens) < count:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specdemo.core.distributions import DraftProbs
 
 
 class Outcome(StrEnum):
@@ -36,17 +39,19 @@ class RowNeeded(Exception):
 class Draft:
     """A forest of proposed tokens: `parents[i] < i`, -1 is the last committed token, siblings in sampling order.
 
-    `probs` `[n, vocab]`: the distribution each token was sampled from, conditional on the earlier siblings not being
-    chosen. `None`: point masses.
+    `probs`: the distribution each token was sampled from, conditional on the earlier siblings not being chosen. `None`:
+    point masses.
     """
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     token_probs: tuple[float, ...] | None = None  # draft probability of each token
-    probs: Any = None  # or an object that returns a row per node and may raise `RowNeeded`
+    probs: DraftProbs | None = None
 
     @classmethod
-    def chain(cls, tokens: tuple[int, ...], token_probs: tuple[float, ...] | None = None, probs: Any = None) -> Draft:
+    def chain(
+        cls, tokens: tuple[int, ...], token_probs: tuple[float, ...] | None = None, probs: DraftProbs | None = None
+    ) -> Draft:
         return cls(tokens, tuple(range(-1, len(tokens) - 1)), token_probs, probs)
 
     def __len__(self) -> int:

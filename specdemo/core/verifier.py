@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdemo.core.rules import RULES, AcceptanceTest, PointMass, ProbRows, TokenSampler
+from specdemo.core.distributions import PointMass, ProbRows, TokenSampler
+from specdemo.core.rules import RULES, AcceptanceTest
 from specdemo.core.sampling import SamplingParams, largest, most_probable, top_tokens
 from specdemo.core.step import Draft, Verdict
 
@@ -55,14 +56,15 @@ class ModelVerifier:
         self._sampling.refuse_broken(values)
         several = self._candidates > 1
         choices = logits.topk(self._candidates).indices.tolist() if several else [[token] for token in best]
-        greedy = self._sampling.temperature == 0
-        p = [PointMass(token) for token in best] if greedy else self._sampling.logits_to_probs(logits)
-        if isinstance(draft.probs, Tensor) and draft.probs.device != logits.device:
+        probs = None if self._sampling.temperature == 0 else self._sampling.logits_to_probs(logits)
+        p = [PointMass(token) for token in best] if probs is None else probs
+        if draft.probs is not None and draft.probs.device != logits.device:
             draft = replace(draft, probs=draft.probs.to(logits.device))
         verdict = self._rule(draft, p, self._accept, self._correct, len(tokens))
         if self._top:
             # Point masses are recorded as their softmax.
-            verdict = with_top_tokens(verdict, draft, p if isinstance(p, Tensor) else logits.softmax(-1), self._top)
+            shown = logits.softmax(-1) if probs is None else probs
+            verdict = with_top_tokens(verdict, draft, shown, self._top)
         return replace(verdict, choices=tuple(map(tuple, choices)), residual=None)
 
 
@@ -71,7 +73,7 @@ def with_top_tokens(verdict: Verdict, draft: Draft, p: Tensor, count: int) -> Ve
 
     All distributions of a position are recorded for the same tokens, including drafted and committed tokens.
     """
-    q = draft.probs if isinstance(draft.probs, Tensor) else None
+    q = None if draft.probs is None else draft.probs.dense()
     tokens = position_tokens(draft, verdict.token, verdict.accepted)
     for row, top in zip(tokens, most_probable(p, count), strict=True):
         row |= top

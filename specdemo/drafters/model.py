@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from specdemo.core.decode import DraftBudget
+from specdemo.core.distributions import DenseProbs
 from specdemo.core.step import Draft, Step
 from specdemo.drafters.method import BuildContext, Method
 from specdemo.drafters.universal import UniversalDrafter
@@ -65,7 +66,7 @@ class ModelDrafter:
         new = tuple(path[len(tokens) :])
         if not distributions:
             return Draft.chain(new)
-        return Draft.chain(new, tuple(torch.stack(q).tolist()), torch.stack(distributions))
+        return Draft.chain(new, tuple(torch.stack(q).tolist()), DenseProbs(torch.stack(distributions)))
 
     def _propose_fixed(self, tokens: Sequence[int], count: int) -> Draft:
         from specdemo.core.sampling import ChainSampler

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specdemo.core.decode import DraftBudget
+from specdemo.core.distributions import DenseProbs, without
 from specdemo.core.errors import UserError
 from specdemo.core.options import option, options
-from specdemo.core.rules import without
 from specdemo.core.step import Draft, Step
 from specdemo.drafters.method import BuildContext, Method
 from specdemo.drafters.model import readable
@@ -83,7 +83,8 @@ class TreeDrafter:
             return Draft(draft.tokens + tuple(children), draft.parents + (node,) * count)
         probs = self._sampling.logits_to_probs(row)[0]
         tokens, parents, q = list(draft.tokens), list(draft.parents), list(draft.token_probs or ())
-        distributions = [] if draft.probs is None else [draft.probs]
+        earlier = None if draft.probs is None else draft.probs.dense()
+        distributions = [] if earlier is None else [earlier]
         for _ in range(min(count, int((probs > 0).sum()))):
             token = self._noise.sample(probs, position)
             tokens.append(token)
@@ -91,7 +92,7 @@ class TreeDrafter:
             q.append(float(probs[token]))
             distributions.append(probs[None])
             probs = without(probs, token)
-        return Draft(tuple(tokens), tuple(parents), tuple(q), torch.cat(distributions))
+        return Draft(tuple(tokens), tuple(parents), tuple(q), DenseProbs(torch.cat(distributions)))
 
     def _token_prob(self, draft: Draft, child: int, row: Tensor) -> float:
         if draft.token_probs is not None:

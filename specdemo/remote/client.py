@@ -16,8 +16,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import Tensor
-
 from specdemo.core.decode import Verifier
 from specdemo.core.errors import UserError
 from specdemo.core.rules import RULES
@@ -167,12 +165,13 @@ class RemoteVerifier:
 
     def _draft_top(self, draft: Draft, verdict: Verdict) -> tuple[TopTokens, ...]:
         """Return the most probable tokens of each draft distribution and of the target at its position."""
-        if not (self._top and isinstance(draft.probs, Tensor) and draft.tokens):
+        q = draft.probs.dense() if self._top and draft.probs is not None else None
+        if q is None or not draft.tokens:
             return ()
         tokens = position_tokens(draft, verdict.token, verdict.accepted)
         for row, top in zip(tokens, verdict.target_top, strict=False):
-            row.update(token for token, _ in top.top if token < draft.probs.shape[-1])
-        return top_tokens(draft.probs, self._top, [tokens[parent + 1] for parent in draft.parents])
+            row.update(token for token, _ in top.top if token < q.shape[-1])
+        return top_tokens(q, self._top, [tokens[parent + 1] for parent in draft.parents])
 
     def _exchange(
         self, tokens: list[int], draft: Draft, hard_mask: Sequence[int] | None
@@ -238,9 +237,10 @@ class RemoteVerifier:
         )
 
     def _row(self, draft: Draft, node: int) -> DraftRow:
-        if draft.probs is None or node >= len(draft):
+        q = None if draft.probs is None else draft.probs.dense()
+        if q is None or node >= len(draft):
             raise UserError(f"{self._http.url} requests an unknown row: it is no specdemo service of this version")
-        return DraftRow.of(node, draft.probs[node], "f2" if self._rows == "float16" else "f4")
+        return DraftRow.of(node, q[node], "f2" if self._rows == "float16" else "f4")
 
     # --- late and lost responses ----------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specdemo.core.banned_text import BannedText
+from specdemo.core.distributions import Comparison, ProbRows, SparseRow, node_probs
 from specdemo.core.errors import UserError, check_name
 from specdemo.core.rules import RULES, check_rule
 from specdemo.core.sampling import Noise, SharedNoise
@@ -48,23 +49,43 @@ def position_noise(config: VerifyConfig, position: int) -> tuple[Any, Any]:
     return accept, Noise(config.seed, f"correct/{position}")
 
 
-class SentRows(dict[int, Tensor]):
-    """Received draft distributions by node; missing rows raise `RowNeeded`."""
+@dataclass(frozen=True)
+class SentRows:
+    """Received draft distributions by node; missing rows raise `RowNeeded`. Overlaps are estimated from drafted tokens.
 
-    def __missing__(self, node: int) -> Tensor:
-        raise RowNeeded(node)
+    min(1, p / q) is an unbiased estimate of sum min(p, q).
+    """
+
+    token_probs: tuple[float, ...]
+    device: torch.device
+    rows: Mapping[int, Tensor]
+
+    def row(self, node: int) -> Tensor | SparseRow:
+        if node not in self.rows:
+            raise RowNeeded(node)
+        return self.rows[node]
+
+    def dense(self) -> None:
+        return None
+
+    def to(self, device: torch.device) -> SentRows:
+        return replace(self, device=device, rows={node: row.to(device) for node, row in self.rows.items()})
+
+    def compare(self, p: ProbRows, tokens: Sequence[int], parents: Sequence[int]) -> Comparison:
+        probs = node_probs(p, tokens, parents)
+        return probs, [min(1.0, p / q) if q > 0 else 0.0 for p, q in zip(probs, self.token_probs, strict=True)]
 
 
-class ScalarRows:
+@dataclass(frozen=True)
+class ScalarRows(SentRows):
     """Rows with only the drafted token's probability (practice guide, 3.1); exact for point masses."""
 
-    def __init__(self, draft: Draft, vocab_size: int, device: torch.device) -> None:
-        self._draft, self._vocab_size, self._device = draft, vocab_size, device
+    tokens: tuple[int, ...]
+    vocab_size: int
 
-    def __getitem__(self, node: int) -> Tensor:
-        row = torch.zeros(self._vocab_size, device=self._device)
-        row[self._draft.tokens[node]] = (self._draft.token_probs or ())[node]
-        return row
+    def row(self, node: int) -> SparseRow:
+        token, prob = torch.tensor([self.tokens[node]]), torch.tensor([self.token_probs[node]])
+        return SparseRow(token.to(self.device), prob.to(self.device), self.vocab_size)
 
 
 def check_token_ids(tokens: Sequence[int], vocab_size: int) -> None:
@@ -89,11 +110,11 @@ def draft_from_request(request: VerifyRequest, vocab_size: int, device: torch.de
     if q is None:
         return draft
     if request.rows is None:
-        return Draft(draft.tokens, draft.parents, q, ScalarRows(draft, vocab_size, device))
+        return replace(draft, probs=ScalarRows(q, device, {}, draft.tokens, vocab_size))
     if any(row.node >= n for row in request.rows):
         raise UserError(f"a row belongs to no node of the {n} draft tokens: send rows of the draft")
     rows = {row.node: row.probs(vocab_size).to(device) for row in request.rows}
-    return Draft(draft.tokens, draft.parents, q, SentRows(rows))
+    return replace(draft, probs=SentRows(q, device, rows))
 
 
 def build_verifier(

@@ -31,8 +31,9 @@ from fakes.enumeration import (
 from fakes.tiny_models import Explorer, committed, run
 from torch import Tensor
 
+from specdemo.core.distributions import DenseProbs, residual
 from specdemo.core.policies import POLICIES, CostModel, DraftLengths, Fixed
-from specdemo.core.rules import RULES, match, ratio, rejection, residual, threshold, typical
+from specdemo.core.rules import RULES, match, ratio, rejection, threshold, typical
 from specdemo.core.sampling import Noise, SamplingParams, SharedNoise
 from specdemo.core.step import Draft, Verdict
 from specdemo.core.verifier import ModelVerifier
@@ -76,7 +77,7 @@ def test_match_is_exact(sampling: str, drafter: str) -> None:
     assert distance(probs, true_distribution(SAMPLING[sampling], 3, ())) < ROUNDING
 
 
-@pytest.mark.parametrize("drafter", ["model", "siblings", "guessed forest"])
+@pytest.mark.parametrize("drafter", ["model", "siblings", "sparse siblings", "guessed forest"])
 @pytest.mark.parametrize("name", [name for name, rule in RULES.items() if not rule.exact(SamplingParams())])
 def test_lossy_rules_are_exact_at_temperature_0_only(name: str, drafter: str) -> None:
     rule = RULES[name].apply
@@ -109,7 +110,7 @@ def test_lossy_rules_have_the_predicted_error(rule: Any, expected: list[float]) 
 
     def once() -> int:
         token = explorer.sample(q)
-        draft = Draft.chain((token,), (float(q[token]),), q[None])
+        draft = Draft.chain((token,), (float(q[token]),), DenseProbs(q[None]))
         verdict = rule(draft, torch.stack([p, p]), explorer, explorer, 1)
         return token if verdict.accepted else verdict.token
 
@@ -117,7 +118,9 @@ def test_lossy_rules_have_the_predicted_error(rule: Any, expected: list[float]) 
     assert [probs.get(i, 0.0) for i in range(3)] == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize("drafter", ["model", "straight", "n-grams", "universal", "guesses", "guessed forest"])
+@pytest.mark.parametrize(
+    "drafter", ["model", "straight", "draft vocabulary", "n-grams", "universal", "guesses", "guessed forest"]
+)
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
 def test_coupled_text_equals_ar_text(temperature: float, drafter: str) -> None:
     """Token by token, at any temperature, for every drafter and gamma, from the same seed."""
@@ -179,7 +182,12 @@ def test_corrections_from_p_are_lossy() -> None:
     def once() -> int:
         token = explorer.sample(q)
         verdict = rejection(
-            Draft.chain((token,), (float(q[token]),), q[None]), torch.stack([p, p]), explorer, explorer, 1, adjust=False
+            Draft.chain((token,), (float(q[token]),), DenseProbs(q[None])),
+            torch.stack([p, p]),
+            explorer,
+            explorer,
+            1,
+            adjust=False,
         )
         return token if verdict.accepted else verdict.token
 
@@ -242,7 +250,7 @@ def test_mutant_raw_q() -> None:
                 return draft
             probs = torch.stack([SMALL.logits([*tokens, *draft.tokens[:i]]) for i in range(len(draft))]).softmax(-1)
             q = tuple(float(row[token]) for row, token in zip(probs, draft.tokens, strict=True))
-            return replace(draft, token_probs=q, probs=probs)
+            return replace(draft, token_probs=q, probs=DenseProbs(probs))
 
     assert mutant_distribution(lambda sampling, source: Raw(SMALL.score, sampling, source, VOCAB)) > 0.02
 
@@ -256,7 +264,7 @@ def test_mutant_dropping_sampled_tokens() -> None:
             keep = next((i for i, q in enumerate(draft.token_probs or ()) if q < 0.4), len(draft))
             if keep == 0:
                 return Draft()
-            return Draft.chain(draft.tokens[:keep], draft.token_probs[:keep], draft.probs[:keep])
+            return Draft.chain(draft.tokens[:keep], draft.token_probs[:keep], DenseProbs(draft.probs.dense()[:keep]))
 
     class Deciding(Fixed):
         def may_extend(self, n: int, logits: Any) -> bool:
@@ -304,7 +312,9 @@ def chi_square(shared: bool) -> float:
     for seed in range(4_000):
         draw, accept, correct = (Noise(seed, stream) for stream in streams)
         token = draw.sample(q)
-        verdict = rejection(Draft.chain((token,), (float(q[token]),), q[None]), torch.stack([p, p]), accept, correct, 1)
+        verdict = rejection(
+            Draft.chain((token,), (float(q[token]),), DenseProbs(q[None])), torch.stack([p, p]), accept, correct, 1
+        )
         counts[token if verdict.accepted else verdict.token] += 1
     return sum((n - 4_000 * x) ** 2 / (4_000 * x) for n, x in zip(counts, p.tolist(), strict=True))
 
@@ -336,7 +346,7 @@ def test_zero_probability_is_rejected_for_u_zero(q: float) -> None:
 
     p = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
     probs = torch.tensor([[q, 1 - q]])
-    verdict = rejection(Draft.chain((0,), (q,), probs), p, Zero(), Zero(), 1)
+    verdict = rejection(Draft.chain((0,), (q,), DenseProbs(probs)), p, Zero(), Zero(), 1)
     assert verdict.accepted == () and verdict.token == 1
 
 

@@ -21,8 +21,9 @@ from transformers import (
 )
 
 from specdemo.core.banned_text import BannedText
+from specdemo.core.distributions import DenseProbs, PointMass, SparseProbs, residual, without
 from specdemo.core.errors import UserError
-from specdemo.core.rules import RULES, PointMass, _probs_and_overlaps, residual
+from specdemo.core.rules import RULES
 from specdemo.core.sampling import Noise, SamplingParams, SharedNoise, largest
 from specdemo.core.step import Draft
 from specdemo.models.tokenizer import token_bytes
@@ -152,7 +153,7 @@ def test_point_masses_are_verified_like_one_hot_rows(name: str, parents: tuple[i
     for seed in range(100):
         tokens, firsts = (tuple(rng.randrange(3) for _ in range(n)) for n in (len(parents), len(parents) + 1))
         probs = torch.nn.functional.one_hot(torch.tensor(tokens), 3).float() if drawn else None
-        draft = Draft(tokens, parents, (1.0,) * len(tokens) if drawn else None, probs)
+        draft = Draft(tokens, parents, (1.0,) * len(tokens) if drawn else None, DenseProbs(probs) if drawn else None)
         whole = torch.nn.functional.one_hot(torch.tensor(firsts), 3).float()
         verdicts = [
             apply(draft, p, Noise(seed, "accept"), Noise(seed, "correct"), 5)
@@ -224,10 +225,10 @@ def test_the_largest_logit_is_the_first_or_nan() -> None:
 def test_compiled_comparisons_of_drafts_equal_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(5)
     p, q = (torch.randn(n, 1003, generator=generator).mul_(3).softmax(-1) for n in (5, 4))
-    draft = Draft((3, 900, 4, 1002), (-1, 0, 0, 2), tuple(q[range(4), (3, 900, 4, 1002)].tolist()), q)
 
     def results() -> list[torch.Tensor]:
-        return [*map(torch.tensor, _probs_and_overlaps(draft, p)), residual(p[2], q[1]), residual(p[0], p[0].clone())]
+        compared = DenseProbs(q).compare(p, (3, 900, 4, 1002), (-1, 0, 0, 2))
+        return [*map(torch.tensor, compared), residual(p[2], q[1]), residual(p[0], p[0].clone())]
 
     found = results()
     monkeypatch.setattr(native, "supports", lambda x: False)
@@ -240,4 +241,35 @@ def test_rows_of_different_sizes_are_refused() -> None:
     with pytest.raises(RuntimeError, match="size"):
         residual(p, q)
     with pytest.raises(RuntimeError, match="size"):
-        _probs_and_overlaps(Draft.chain((1,), (1 / 8,), q[None]), torch.stack([p, p]))
+        DenseProbs(q[None]).compare(torch.stack([p, p]), (1,), (-1,))
+
+
+@pytest.mark.parametrize("parents", [(-1, 0, 1, 2), (-1, -1, 0, 2)])
+def test_sparse_rows_equal_dense_rows(parents: tuple[int, ...]) -> None:
+    """Comparison, residual, removal of a token and display, against sampled and greedy targets."""
+    generator = torch.Generator().manual_seed(7)
+    p = torch.randn(5, 50, generator=generator).mul_(3).softmax(-1)
+    ids = torch.stack([torch.randperm(50, generator=generator)[:6] for _ in parents])
+    values = torch.randn(4, 6, generator=generator).softmax(-1)
+    sparse = SparseProbs(ids, values, 50)
+    dense = DenseProbs(sparse.dense())
+    tokens = tuple(ids[range(4), (0, 5, 2, 3)].tolist())
+    assert dense.rows.sum(-1).tolist() == pytest.approx([1] * 4)
+    for target in (p, [PointMass(int(ids[node % 4, 1])) for node in range(5)]):
+        for found, expected in zip(*(q.compare(target, tokens, parents) for q in (sparse, dense)), strict=True):
+            assert found == pytest.approx(expected, abs=1e-6)
+    for node, token in enumerate(tokens):
+        assert torch.equal(sparse.row(node).dense(), dense.row(node))
+        torch.testing.assert_close(residual(p[node], sparse.row(node)), residual(p[node], dense.row(node)))
+        torch.testing.assert_close(without(sparse.row(node), token).dense(), without(dense.row(node), token))
+
+
+def test_sparse_samples_follow_their_distribution_and_share_noise() -> None:
+    """20,000 positions, as above; with shared noise a sparse sample equals that of the dense row."""
+    values, n = torch.tensor([0.5, 0.3, 0.2]), 20_000
+    row = SparseProbs(torch.tensor([[4, 0, 3]]), values[None], 6).row(0)
+    noise, shared = Noise(2, "draft"), SharedNoise(2)
+    counts = torch.bincount(torch.tensor([noise.sample_sparse(row) for _ in range(n)]), minlength=6)
+    assert counts.sum() == counts[row.ids].sum() == n
+    assert float(((counts[row.ids] - n * values) ** 2 / (n * values)).sum()) < 26
+    assert all(shared.sample_sparse(row, i) == SharedNoise(2).sample(row.dense(), i) for i in range(100))

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdemo.core.rules import RULES, residual, without
+from specdemo.core.distributions import DenseProbs, residual, without
+from specdemo.core.rules import RULES
 from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft, Step, Verdict
 from specdemo.core.verifier import ModelVerifier
@@ -32,7 +33,7 @@ def random_draft(shape: str, sampled: bool, seed: int) -> Draft:
     if not sampled:
         return Draft(tuple(tokens), parents)
     token_probs = tuple(float(q[token]) for q, token in zip(rows, tokens, strict=True))
-    return Draft(tuple(tokens), parents, token_probs, torch.stack(rows))
+    return Draft(tuple(tokens), parents, token_probs, DenseProbs(torch.stack(rows)))
 
 
 def verify(shape: str, rule: str, sampled: bool, temperature: float, seed: int) -> tuple[Draft, Tensor, Verdict]:
@@ -83,7 +84,7 @@ def test_bound_of_a_sibling_uses_the_residual_of_its_elders(sampled: bool) -> No
             row, token = p[parent + 1], draft.tokens[node]
             for elder in range(node):
                 if draft.parents[elder] == parent:
-                    row = residual(row, draft.probs[elder]) if sampled else without(row, draft.tokens[elder])
+                    row = residual(row, draft.probs.row(elder)) if sampled else without(row, draft.tokens[elder])
                     compared += 1
             q = draft.token_probs[node] if sampled else 1.0
             assert verdict.bound[node] == pytest.approx(min(1.0, float(row[token]) / q), abs=1e-6)
@@ -102,7 +103,7 @@ def test_distributions_of_a_position_contain_the_same_tokens(shape: str, sampled
             if verdict.draft_top:
                 drafter = dict(verdict.draft_top[node].top)
                 assert drafter.keys() == target.keys()
-                assert drafter == pytest.approx({token: float(draft.probs[node][token]) for token in drafter})
+                assert drafter == pytest.approx({token: float(draft.probs.row(node)[token]) for token in drafter})
         last = verdict.accepted[-1] if verdict.accepted else -1
         assert verdict.token in dict(verdict.target_top[last + 1].top)
         assert all(top.top == tuple(sorted(top.top, key=lambda pair: -pair[1])) for top in verdict.target_top)
@@ -121,7 +122,7 @@ def test_recorded_residual_is_the_distribution_of_the_correction(shape: str, sam
         corrections += 1
         row = p[last + 1]
         for node in children:
-            row = residual(row, draft.probs[node]) if sampled else without(row, draft.tokens[node])
+            row = residual(row, draft.probs.row(node)) if sampled else without(row, draft.tokens[node])
         recorded = dict(verdict.token_top.top)
         assert recorded == pytest.approx({token: float(row[token]) for token in recorded}, abs=1e-6)
         assert verdict.token in recorded and recorded[verdict.token] > 0

@@ -49,7 +49,7 @@ def test_siblings_are_sampled_without_replacement_with_their_distributions() -> 
             path = [3, *(draft.tokens[node] for node in draft.path(parent))]
             left = MODEL.logits(path).softmax(-1)
             for child in children:
-                assert torch.allclose(draft.probs[child], left, atol=1e-6)
+                assert torch.allclose(draft.probs.row(child), left, atol=1e-6)
                 assert draft.token_probs[child] == pytest.approx(float(left[draft.tokens[child]]), abs=1e-6)
                 left = left.clone()
                 left[draft.tokens[child]] = 0

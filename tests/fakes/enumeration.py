@@ -8,7 +8,16 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from fakes.tiny_models import Explorer, GuessDrafter, SiblingDrafter, TableModel, committed, letters_tokenizer, run
+from fakes.tiny_models import (
+    DraftVocabularyDrafter,
+    Explorer,
+    GuessDrafter,
+    SiblingDrafter,
+    TableModel,
+    committed,
+    letters_tokenizer,
+    run,
+)
 from specdemo.core.banned_text import BannedText
 from specdemo.core.decode import EmptyDrafter
 from specdemo.core.policies import Fixed
@@ -128,6 +137,8 @@ DRAFTERS: dict[str, Make] = {
     "model": lambda sampling, source: ModelDrafter(SMALL.score, sampling, source, VOCAB),
     "straight": lambda sampling, source: ModelDrafter(SMALL.score, sampling, source, VOCAB, extend=SMALL.extend),
     "siblings": lambda sampling, source: SiblingDrafter(SMALL, sampling, source),
+    "draft vocabulary": lambda sampling, source: DraftVocabularyDrafter(SMALL, sampling, source, (3, 0, 2)),
+    "sparse siblings": lambda sampling, source: DraftVocabularyDrafter(SMALL, sampling, source, (2, 1, 3), width=2),
     "n-grams": lambda sampling, source: NGramDrafter(3, "multi", 2),
     "n-grams, random": lambda sampling, source: NGramDrafter(3, "one", random_below=VOCAB),
     "tree": lambda sampling, source: TreeDrafter(SMALL.score, sampling, source, VOCAB, nodes=4, width=2),

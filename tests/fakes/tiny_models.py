@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from transformers import (
 )
 
 from specdemo.core.decode import DraftBudget, Drafter, DraftLengthPolicy, Verifier, decode
+from specdemo.core.distributions import DenseProbs, SparseProbs, SparseRow, without
 from specdemo.core.policies import Fixed
 from specdemo.core.sampling import SamplingParams
 from specdemo.core.step import Draft, Step
@@ -90,6 +92,9 @@ class Explorer:
 
     def sample(self, probs: Tensor, position: int = 0) -> int:
         return self.choose(probs.tolist())
+
+    def sample_sparse(self, row: SparseRow, position: int = 0) -> int:
+        return int(row.ids[self.choose(row.values.tolist())])
 
     def sample_on_device(self, probs: Tensor, position: int = 0) -> Tensor:
         return torch.tensor([self.sample(probs)])
@@ -152,7 +157,45 @@ class SiblingDrafter:
                 path = [*tokens, drafted[parent]]
                 add(parent, self.sampling(self.model.logits(path)[None], [path])[0])
         q = tuple(float(probs[token]) for probs, token in zip(distributions, drafted, strict=True))
-        return Draft(tuple(drafted), tuple(parents), q, torch.stack(distributions))
+        return Draft(tuple(drafted), tuple(parents), q, DenseProbs(torch.stack(distributions)))
+
+    def observe(self, step: Step) -> None: ...
+
+
+class DraftVocabularyDrafter:
+    """Sample a chain, or `width` siblings without replacement, from a part of the vocabulary; q is sparse."""
+
+    def __init__(
+        self, model: TableModel, sampling: SamplingParams, source: Any, ids: Sequence[int], width: int = 1
+    ) -> None:
+        self.model, self.sampling, self.source, self.ids, self.width = model, sampling, source, list(ids), width
+
+    def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
+        drafted: list[int] = []
+        parents: list[int] = []
+        rows: list[SparseRow] = []
+        depth, leaf = 0, -1
+        while budget.may_extend(len(drafted), logits := self._logits(tokens, drafted[:depth])):
+            values = replace(self.sampling, repetition_penalty=1.0, bad_words=(), banned=None)(logits[None], [])[0]
+            row = SparseRow(torch.tensor(self.ids), values, self.model.vocab)
+            for _ in range(min(self.width, int((values > 0).sum()))):
+                rows.append(row)
+                parents.append(leaf)
+                drafted.append(self.source.sample_sparse(row, len(tokens) + depth))
+                row = without(row, drafted[-1])
+            if self.width > 1:
+                break  # one level
+            depth, leaf = depth + 1, len(drafted) - 1
+        if not drafted:
+            return Draft()
+        q = [float(row.values[self.ids.index(token)]) for row, token in zip(rows, drafted, strict=True)]
+        probs = SparseProbs(
+            torch.stack([row.ids for row in rows]), torch.stack([row.values for row in rows]), self.model.vocab
+        )
+        return Draft(tuple(drafted), tuple(parents), tuple(q), probs)
+
+    def _logits(self, tokens: Sequence[int], drafted: Sequence[int]) -> Tensor:
+        return self.model.logits([*tokens, *drafted])[self.ids]
 
     def observe(self, step: Step) -> None: ...
 

@@ -9,6 +9,7 @@ import torch
 from fakes.tiny_models import byte_level_tokenizer, save_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from specdemo.core.distributions import DenseProbs
 from specdemo.core.errors import UserError
 from specdemo.core.rules import RULES
 from specdemo.core.sampling import Noise, SamplingParams
@@ -84,7 +85,7 @@ def test_draft_probs_are_moved_to_the_device_of_the_target() -> None:
         Noise(0, "accept"),
         Noise(0, "correct"),
     )
-    verdict = target.verify([1], Draft((2,), (-1,), (0.25,), probs))
+    verdict = target.verify([1], Draft((2,), (-1,), (0.25,), DenseProbs(probs)))
     assert moved == [torch.device("cpu")] and verdict.accepted == (0,)
 
 

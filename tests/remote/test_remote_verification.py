@@ -34,6 +34,7 @@ from fakes.remote import (
 )
 from fakes.tiny_models import Explorer, committed, run, up_to
 
+from specdemo.core.distributions import DenseProbs
 from specdemo.core.policies import Fixed
 from specdemo.core.rules import RULES, rejection
 from specdemo.core.sampling import Noise, SamplingParams, SharedNoise
@@ -80,16 +81,18 @@ def remote_distribution(
     return explorer.distribution(decode_once), drafted, accepted, with_rows
 
 
-@pytest.mark.parametrize("drafter", ["model", "siblings", "tree", "n-grams", "lookahead", "guessed forest", "hybrid"])
+@pytest.mark.parametrize(
+    "drafter", ["model", "siblings", "sparse siblings", "tree", "n-grams", "lookahead", "guessed forest", "hybrid"]
+)
 @pytest.mark.parametrize("sampling", ["plain", "top-p", "penalty", "greedy"])
 def test_remote_rejection_keeps_the_distribution(sampling: str, drafter: str) -> None:
     """Point masses, sampled chains and sampled forests; corrections of sampled drafts need the draft row."""
     probs, drafted, accepted, with_rows = remote_distribution(SAMPLING[sampling], drafter)
     assert distance(probs, true_distribution(SAMPLING[sampling], 3, STOP)) < ROUNDING
     assert drafted > 0 and (accepted > 0 or drafter in ("n-grams", "lookahead") or sampling == "greedy")
-    if drafter in ("model", "siblings") and sampling != "greedy":
+    if drafter in ("model", "siblings", "sparse siblings") and sampling != "greedy":
         assert with_rows == {True, False}  # requested after rejections only
-    if drafter in ("n-grams", "lookahead", "guessed forest") or sampling == "greedy" and drafter != "siblings":
+    if drafter in ("n-grams", "lookahead", "guessed forest") or sampling == "greedy" and "siblings" not in drafter:
         assert with_rows == {False}
 
 
@@ -139,7 +142,7 @@ def test_scalar_residual_bias_matches_theory() -> None:
         cloud = Contexts(Fixed4, vocab_size=4, context=8, sources=sources)
         token = explorer.sample(q)
         verifier = RemoteVerifier(DirectClient(cloud), VerifyConfig(), rows="scalar")
-        verdict = verifier.verify([1], Draft.chain((token,), (float(q[token]),), q[None]))
+        verdict = verifier.verify([1], Draft.chain((token,), (float(q[token]),), DenseProbs(q[None])))
         return token if verdict.accepted else verdict.token
 
     probs = explorer.distribution(decode_once)

@@ -10,8 +10,9 @@ from typing import Any
 import gradio as gr
 import torch
 
+from specdemo.core.distributions import residual
 from specdemo.core.errors import UserError
-from specdemo.core.rules import RULES, residual
+from specdemo.core.rules import RULES
 from specdemo.core.sampling import SamplingParams
 from specdemo.core.simulate import Trial, chance_distance, distance, rare_distance, trial
 from specdemo.core.theory import bretagnolle_huber, divergence, overlap, pinsker

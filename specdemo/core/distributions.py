@@ -1,0 +1,226 @@
+"""Distributions over tokens: dense, on few tokens or on a single token; and those of a draft's nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PointMass:
+    """One-hot distribution, stored as its token."""
+
+    token: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SparseRow:
+    """Distribution on different tokens `ids` `[k]` with `values` `[k]`, such as that of a draft vocabulary."""
+
+    ids: Tensor
+    values: Tensor
+    vocab_size: int
+
+    def dense(self) -> Tensor:
+        return self.values.new_zeros(self.vocab_size).scatter_(0, self.ids, self.values)
+
+
+Probs: TypeAlias = "Tensor | PointMass"  # `[vocab]`
+ProbRows: TypeAlias = "Tensor | Sequence[PointMass]"  # `[rows, vocab]`
+DraftRowProbs: TypeAlias = "Tensor | SparseRow | PointMass"  # `[vocab]`
+AnyProbs = TypeVar("AnyProbs", "Tensor", SparseRow, PointMass)
+Comparison = tuple[list[float], list[float]]  # of each node: p(token), and sum min(p, q) at its position
+
+
+class DraftProbs(Protocol):
+    """Distributions that the tokens of a draft were sampled from."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def row(self, node: int) -> DraftRowProbs: ...
+
+    def dense(self) -> Tensor | None:
+        """Return all rows `[n, vocab]`; None for point masses and incomplete rows."""
+
+    def to(self, device: torch.device) -> DraftProbs: ...
+
+    def compare(self, p: ProbRows, tokens: Sequence[int], parents: Sequence[int]) -> Comparison:
+        """Compare with the target's rows `[n + 1, vocab]`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseProbs:
+    """Draft distributions `[n, vocab]`."""
+
+    rows: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.rows.device
+
+    def row(self, node: int) -> Tensor:
+        return self.rows[node]
+
+    def dense(self) -> Tensor:
+        return self.rows
+
+    def to(self, device: torch.device) -> DenseProbs:
+        return DenseProbs(self.rows.to(device))
+
+    def compare(self, p: ProbRows, tokens: Sequence[int], parents: Sequence[int]) -> Comparison:
+        import torch
+
+        from specdemo.native import sampling as native
+
+        q = self.rows
+        if not isinstance(p, torch.Tensor):
+            overlaps = [float(row[p[parent + 1].token]) for row, parent in zip(q, parents, strict=True)]
+            return node_probs(p, tokens, parents), overlaps
+        if q.shape == (len(tokens), p.shape[1]) and native.supports(p) and native.supports(q):
+            return native.compare_drafts(p.contiguous(), q.contiguous(), parents, tokens)
+        chain = all(parent == node - 1 for node, parent in enumerate(parents))
+        rows = p[: len(tokens)] if chain else p[torch.tensor(parents, device=p.device) + 1]
+        return node_probs(p, tokens, parents), torch.minimum(rows, q).sum(-1).tolist()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SparseProbs:
+    """Draft distributions on the tokens `ids` `[n, k]` with `values` `[n, k]`."""
+
+    ids: Tensor
+    values: Tensor
+    vocab_size: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    def row(self, node: int) -> SparseRow:
+        return SparseRow(self.ids[node], self.values[node], self.vocab_size)
+
+    def dense(self) -> Tensor:
+        return self.values.new_zeros(len(self.values), self.vocab_size).scatter_(1, self.ids, self.values)
+
+    def to(self, device: torch.device) -> SparseProbs:
+        return SparseProbs(self.ids.to(device), self.values.to(device), self.vocab_size)
+
+    def compare(self, p: ProbRows, tokens: Sequence[int], parents: Sequence[int]) -> Comparison:
+        import torch
+
+        rows = torch.tensor(parents, device=self.device)[:, None] + 1
+        if isinstance(p, torch.Tensor):
+            overlaps = torch.minimum(p[rows, self.ids], self.values).sum(-1)
+        else:
+            targets = torch.tensor([row.token for row in p], device=self.device)
+            overlaps = (self.values * (self.ids == targets[rows])).sum(-1)
+        return node_probs(p, tokens, parents), overlaps.tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class PointMasses:
+    """Distributions of tokens drafted without sampling."""
+
+    tokens: tuple[int, ...]
+
+    @property
+    def device(self) -> torch.device:
+        import torch
+
+        return torch.device("cpu")
+
+    def row(self, node: int) -> PointMass:
+        return PointMass(self.tokens[node])
+
+    def dense(self) -> None:
+        return None
+
+    def to(self, device: torch.device) -> PointMasses:
+        return self
+
+    def compare(self, p: ProbRows, tokens: Sequence[int], parents: Sequence[int]) -> Comparison:
+        probs = node_probs(p, tokens, parents)
+        return probs, probs
+
+
+def node_probs(p: ProbRows, tokens: Sequence[int], parents: Sequence[int]) -> list[float]:
+    """Return the target probability of each draft token, `[n]`."""
+    import torch
+
+    if not tokens:
+        return []
+    if not isinstance(p, torch.Tensor):
+        return [token_prob(p[parent + 1], token) for token, parent in zip(tokens, parents, strict=True)]
+    rows, columns = torch.tensor([[parent + 1 for parent in parents], [*tokens]], device=p.device)
+    return p[rows, columns].tolist()  # MPS has no kernel for `take`
+
+
+class TokenSampler(Protocol):
+    """Random tokens: `Noise`, `SharedNoise` or an enumeration."""
+
+    def sample(self, probs: Tensor, position: int) -> int:
+        """Sample a token from `probs` `[vocab]`."""
+
+
+def sample_token(row: Probs, sampler: TokenSampler, position: int) -> int:
+    return row.token if isinstance(row, PointMass) else sampler.sample(row, position)
+
+
+def dense_or_none(row: Probs) -> Tensor | None:
+    return None if isinstance(row, PointMass) else row
+
+
+def token_prob(row: Probs, token: int) -> float:
+    return float(row.token == token) if isinstance(row, PointMass) else float(row[token])
+
+
+def top_token(row: Probs) -> int:
+    return row.token if isinstance(row, PointMass) else int(row.argmax())
+
+
+def entropy(row: Probs) -> float:
+    """Return the entropy in nats."""
+    import torch
+
+    return 0.0 if isinstance(row, PointMass) else float(torch.special.entr(row).sum())
+
+
+def residual(p: Probs, q: DraftRowProbs) -> Probs:
+    """Return norm(max(p - q, 0)) `[vocab]`, the distribution of corrections (2211.17192, section 2.3).
+
+    Return p if the residual is zero (p equals q up to rounding) or p is a point mass.
+    """
+    if isinstance(p, PointMass):
+        return p
+    if isinstance(q, PointMass):
+        return without(p, q.token)
+    if isinstance(q, SparseRow):
+        excess = p.scatter(0, q.ids, (p[q.ids] - q.values).clamp_(min=0))
+    else:
+        from specdemo.native import sampling as native
+
+        if p.shape == q.shape and native.supports(p) and native.supports(q):
+            found = native.residual_probs(p, q)
+            return p if found is None else found
+        excess = (p - q).clamp_(min=0)
+    total = excess.sum()
+    return excess / total if total > 0 else p
+
+
+def without(p: AnyProbs, token: int) -> AnyProbs:
+    """Return p conditioned on any token except `token`: the residual for a point-mass draft."""
+    if isinstance(p, PointMass):
+        return p
+    if isinstance(p, SparseRow):
+        values = p.values.masked_fill(p.ids == token, 0)
+        total = values.sum()
+        return SparseRow(p.ids, values / total, p.vocab_size) if total > 0 else p
+    remainder = p.clone()
+    remainder[token] = 0
+    total = remainder.sum()
+    return remainder / total if total > 0 else p
