@@ -103,7 +103,7 @@ class GateStudy:
         for prompt in prompts:
             prompt_tokens, steps, _ = self.run(prompt.text, thresholds)
             new = [token for step in steps for token in step.tokens]
-            escalated = [step.verdict.notes.get("escalated", 1.0) > 0 for step in steps]
+            escalated = [not step.unverified for step in steps]
             verified = [flag for flag, step in zip(escalated, steps, strict=True) for _ in step.tokens]
             p, q = (
                 _distributions(model, [*prompt_tokens, *new])[len(prompt_tokens) - 1 : -1]

@@ -29,6 +29,7 @@ from specdemo.models.tokenizer import ChatMessage, TextStream, TokenNames, encod
 from specdemo.pipeline import PASSES, Pipeline, Stores, build_pipeline, longest_chain
 from specdemo.recipe import METHODS, Recipe
 from specdemo.remote.client import RemoteModel, connect
+from specdemo.remote.gates import EdgeVerifier
 
 CHARACTERS_PER_TOKEN = 3  # rough
 
@@ -96,8 +97,7 @@ def _run(
     with ExitStack() as resources:
         pipeline = build_pipeline(running, target, model, stores, text, pool.chats)
         resources.callback(pipeline.close)
-        if drafter is not None:
-            pipeline = replace(pipeline, drafter=drafter)
+        pipeline = _adapted(pipeline, recipe, drafter)
         room = _room(pipeline, tokens)
         start += _prepare(pipeline, running, len(tokens), room)
         yield Header(
@@ -129,6 +129,13 @@ def _run(
             return
         full = metrics.tokens == room < running.max_tokens
         yield End("stop" if last in target.stop else "length", None, metrics, _peak(device, kv_bytes), full)
+
+
+def _adapted(pipeline: Pipeline, recipe: Recipe, drafter: Drafter | None) -> Pipeline:
+    if drafter is not None:
+        pipeline = replace(pipeline, drafter=drafter)
+    alone = recipe.cloud is not None and recipe.cloud.alone
+    return replace(pipeline, verifier=EdgeVerifier(pipeline.verifier)) if alone else pipeline
 
 
 def _peak(device: torch.device, kv_bytes: int) -> MemoryUse:

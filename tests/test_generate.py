@@ -19,6 +19,8 @@ from specdemo.core import trace
 from specdemo.core.decode import DraftBudget
 from specdemo.core.errors import UserError
 from specdemo.core.events import End, Event, Header, Loading, StepEvent
+from specdemo.core.explain import Reason, explain
+from specdemo.core.link_stats import Source
 from specdemo.core.metrics import Metrics
 from specdemo.core.step import Draft, Step
 from specdemo.generate import generate
@@ -168,6 +170,16 @@ def test_equal_bits_hold_for_all_methods_of_the_native_engine(target: str, metho
     recipe = Recipe(method=method, target=target, drafter=target, temperature=0, max_tokens=4, device="cpu")
     head = header_of(generate(recipe, PROMPT, ModelPool()))
     assert head.environment["parity"]["by_construction"] and head.bit_equal
+
+
+def test_steps_of_the_mode_edge_only_have_no_target_pass(target: str) -> None:
+    cloud = CloudConfig("http://cloud:1", mode="edge_only")
+    recipe = Recipe(target=target, drafter=target, temperature=0, max_tokens=4, device="cpu", cloud=cloud)
+    head, *steps, end = traced(generate(recipe, PROMPT, ModelPool()))
+    assert {event.step.verdict.source for event in steps} == {Source.ALONE} and not head.exact
+    assert trace.to_json(steps[1])["remote"] == {"escalated": 0.0, "edge": 1.0}
+    assert (end.metrics.tokens, end.metrics.target_passes) == (4, 0)
+    assert explain(steps[1].step, None, head.recipe) == Reason.EDGE_ONLY.value
 
 
 def test_top_tokens_are_in_the_trace_on_request(target: str) -> None:

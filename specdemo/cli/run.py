@@ -145,7 +145,7 @@ class LoadingLine:
 
 
 def _spans(event: StepEvent) -> Iterator[str]:
-    if event.step.verdict.notes.get("lost"):
+    if event.step.lost:
         yield "[connection to the cloud lost: the drafter continues alone]"
     for shown in event.shown():
         style = STYLES[shown.outcome].ansi

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from specdemo.core.link_stats import Source
 from specdemo.core.rules import DecidedBy, rule_traits
 from specdemo.core.step import Outcome, Step
 
@@ -72,7 +73,7 @@ class Reason(Enum):
 
 REASON_INDEX = {reason: i for i, reason in enumerate(Reason)}
 FATES = {"confirmed": "The cloud confirmed it later.", "overruled": "The cloud later chose another token."}
-FALLBACKS = {"provisional": Reason.PROVISIONAL, "gate": Reason.GATE, "alone": Reason.ALONE}
+UNVERIFIED = {Source.PROVISIONAL: Reason.PROVISIONAL, Source.GATE: Reason.GATE, Source.ALONE: Reason.ALONE}
 
 
 _REASONS = {  # of accepted and rejected tokens
@@ -129,8 +130,8 @@ def reason_of(step: Step, node: int | None, recipe: Mapping[str, Any]) -> Reason
     if node is None:
         return _reason_of_target_token(step, recipe)
     verdict, accepted = step.verdict, node in step.verdict.accepted
-    if step.fallback:
-        return FALLBACKS[step.fallback] if accepted else Reason.DROPPED
+    if step.unverified:
+        return UNVERIFIED[verdict.source] if accepted else Reason.DROPPED
     if verdict.p[node] is None:
         return Reason.LATE_ACCEPTED if accepted else Reason.LATE_REJECTED
     if verdict.beta[node] is None:
@@ -168,10 +169,10 @@ def _reason_of_untested(step: Step, node: int) -> Reason:
 
 
 def _reason_of_target_token(step: Step, recipe: Mapping[str, Any]) -> Reason:
-    if step.fallback:
-        return FALLBACKS[step.fallback]
     if (recipe.get("cloud") or {}).get("mode") == "edge_only":
         return Reason.EDGE_ONLY
+    if step.unverified:
+        return UNVERIFIED[step.verdict.source]
     match step.kind:
         case Outcome.BONUS:
             return Reason.BONUS

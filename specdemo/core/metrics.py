@@ -36,14 +36,14 @@ class Metrics:
     draft_s: float = 0.0
     verify_s: float = 0.0
     host_s: float = 0.0
-    remote: Mapping[str, float] = field(default_factory=dict)  # sums of the remote verifier's notes
+    remote: Mapping[str, float] = field(default_factory=dict)  # sums over a link, by their frozen keys
 
     @classmethod
     def of(cls, steps: Iterable[Step]) -> Metrics:
         return reduce(cls.plus, steps, cls())
 
     def plus(self, step: Step) -> Metrics:
-        draft, verdict, notes, first = step.draft, step.verdict, step.verdict.notes, self.ttft_s is None
+        draft, verdict, remote, first = step.draft, step.verdict, step.verdict.remote, self.ttft_s is None
         outcomes = [step.outcome(node) for node in verdict.accepted]
         tested = {node: len(draft.path(node)) for node, beta in enumerate(verdict.beta) if beta is not None}
         accepted = [tested[node] for node in verdict.accepted if node in tested]
@@ -53,7 +53,7 @@ class Metrics:
             drafted=self.drafted + len(draft),
             accepted=self.accepted + outcomes.count(Outcome.ACCEPTED),
             unverified=self.unverified + outcomes.count(Outcome.UNVERIFIED),
-            unverified_drafted=self.unverified_drafted + (len(draft) if step.fallback else 0),
+            unverified_drafted=self.unverified_drafted + (len(draft) if step.unverified else 0),
             target_passes=self.target_passes + (0 if first else step.target_passes),
             beta=self.beta + sum(step.betas),
             tested_by_position=_counted(self.tested_by_position, [*tested.values()]),
@@ -63,7 +63,7 @@ class Metrics:
             draft_s=self.draft_s + (0 if first else step.draft_s),
             verify_s=self.verify_s + (0 if first else step.verify_s),
             host_s=self.host_s + (0 if first else step.host_s),
-            remote={name: self.remote.get(name, 0.0) + notes.get(name, 0.0) for name in {**self.remote, **notes}},
+            remote={name: self.remote.get(name, 0.0) + remote.get(name, 0.0) for name in {**self.remote, **remote}},
         )
 
     @property

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from specdemo.core.link_stats import LinkStats, Source
+
 if TYPE_CHECKING:
     from specdemo.core.distributions import DraftProbs
 
@@ -25,14 +27,6 @@ class Outcome(StrEnum):
     @property
     def committed(self) -> bool:
         return self not in (Outcome.REJECTED, Outcome.IGNORED)
-
-
-class RowNeeded(Exception):
-    """An acceptance rule needs a draft distribution that was not transmitted."""
-
-    def __init__(self, node: int) -> None:
-        super().__init__(f"the acceptance rule needs the draft distribution of node {node}")
-        self.node = node
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +86,7 @@ class Verdict:
     position (Leviathan et al. 2211.17192, Def. 3.3); `None` where not computed. A node is accepted if `draw` is below
     `bound` or, without a draw, if p reaches it; siblings are tested against residuals. `choices[r]`: most probable
     target tokens after row r, best first; row 0 follows the last committed token, row i + 1 node i. Empty if the target
-    was not queried.
+    was not queried. `request_sent`: the step's target pass is done or under way.
     """
 
     accepted: tuple[int, ...]  # nodes, root to leaf
@@ -109,7 +103,14 @@ class Verdict:
     draft_top: tuple[TopTokens, ...] = ()  # per node, if requested
     token_top: TopTokens | None = None  # residual that `token` was sampled from, if requested
     residual: Any = field(default=None, compare=False, repr=False)  # `[vocab]`; removed by the verifier
-    notes: Mapping[str, float] = field(default_factory=dict)  # of the verifier: bytes, seconds, fallbacks
+    source: Source = Source.TARGET
+    request_sent: bool = True
+    link: LinkStats | None = None
+
+    @property
+    def remote(self) -> dict[str, float]:
+        """Frozen keys; empty without a link."""
+        return {} if self.link is None else self.link.as_dict(self.source, self.request_sent)
 
     @property
     def target_tokens(self) -> tuple[int, ...]:
@@ -164,33 +165,28 @@ class Step:
         if node is None:
             return self.kind
         if node in self.verdict.accepted:
-            return Outcome.UNVERIFIED if self.fallback else Outcome.ACCEPTED
+            return Outcome.UNVERIFIED if self.unverified else Outcome.ACCEPTED
         return Outcome.IGNORED if self.verdict.beta[node] is None else Outcome.REJECTED
-
-    @property
-    def fallback(self) -> str:
-        """Reason for a step without verification: `provisional`, `alone`, `gate`; or empty."""
-        notes = self.verdict.notes
-        if notes.get("provisional"):
-            return "provisional"
-        if notes.get("edge"):
-            return "alone"
-        return "gate" if notes.get("escalated") == 0 else ""
-
-    @property
-    def late(self) -> bool:
-        """True if a response to an earlier request verified this draft."""
-        return "confirmed" in self.verdict.notes and not self.verdict.choices and not self.fallback
 
     @property
     def verified(self) -> bool:
         """True if a target pass of this step verified the draft."""
-        return not self.fallback and not self.late
+        return self.verdict.source is Source.TARGET
+
+    @property
+    def unverified(self) -> bool:
+        """True if no target pass verified the draft."""
+        return not self.verdict.source.by_target
 
     @property
     def target_passes(self) -> int:
         """Target passes requested by this step: 0 or 1."""
-        return int(self.verified or (self.fallback == "provisional" and not self.verdict.notes.get("pending")))
+        return int(self.verdict.request_sent)
+
+    @property
+    def lost(self) -> bool:
+        """True if the connection was lost in this step."""
+        return self.verdict.link is not None and bool(self.verdict.link.lost)
 
     @property
     def searched(self) -> bool:
@@ -199,7 +195,7 @@ class Step:
 
     @property
     def accepted(self) -> int:
-        return 0 if self.fallback else len(self.verdict.accepted)
+        return 0 if self.unverified else len(self.verdict.accepted)
 
     @property
     def betas(self) -> list[float]:

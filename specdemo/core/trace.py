@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from specdemo.core.errors import UserError
 from specdemo.core.events import End, Event, Header, Loading, MemoryUse, StepEvent
+from specdemo.core.link_stats import LinkStats, source_of
 from specdemo.core.metrics import Metrics
 from specdemo.core.step import Draft, Step, TopTokens, Verdict
 
@@ -94,7 +95,7 @@ def _step_to_json(event: StepEvent) -> dict[str, Any]:
         "bound": list(verdict.bound),
         **{name: getattr(step, name) for name in _STEP_NUMBERS},
         "policy": dict(step.policy),
-        **({"remote": dict(verdict.notes)} if verdict.notes else {}),
+        **({"remote": verdict.remote} if verdict.link is not None else {}),
         **searched,
         **({"laws": _tops_to_json(verdict.target_top)} if verdict.target_top else {}),
         **({"drafted": _tops_to_json(verdict.draft_top)} if verdict.draft_top else {}),
@@ -168,7 +169,8 @@ def from_json(value: Mapping[str, Any], metrics: Metrics) -> Event:
 
 
 def step_from_json(value: Mapping[str, Any]) -> Step:
-    q, pending = value["q"], value.get("pending")
+    q, pending, remote = value["q"], value.get("pending"), value.get("remote") or {}
+    source, request_sent = source_of(remote, bool(value["choices"]))
     return Step(
         i=value["i"],
         tokens=tuple(value["tokens"]),
@@ -187,7 +189,9 @@ def step_from_json(value: Mapping[str, Any]) -> Step:
             rank=tuple(value.get("rank") or ()),
             draft_top=_tops_from_json(value.get("drafted")),
             token_top=next(iter(_tops_from_json([value["token_top"]])), None) if value.get("token_top") else None,
-            notes=dict(value.get("remote") or {}),
+            source=source,
+            request_sent=request_sent,
+            link=LinkStats.of(remote) if remote else None,
         ),
         **{name: value[name] for name in _STEP_NUMBERS},
         policy=dict(value.get("policy", {})),
@@ -217,7 +221,7 @@ def _tops_from_json(values: Iterable[Mapping[str, Any]] | None) -> tuple[TopToke
 MAX_LINE, MAX_VALUES, MAX_DEPTH = 4_000_000, 500_000, 16  # characters, values and nesting of a line
 MAX_EXTRA = 20_000  # characters of unknown fields of recipe and environment
 MAX_NODES, MAX_TOKENS = 1024, 4096  # per step
-MAX_RECORDED = 4096  # tokens of a distribution: the most probable and the drafted ones
+MAX_RECORDED = 4096  # tokens of a distribution
 
 Id = Annotated[int, Field(ge=0, lt=1 << 31)]
 Number = Annotated[float, Field(ge=-1e12, le=1e12)]
@@ -331,7 +335,7 @@ class _Step(_Line):
 
     @model_validator(mode="after")
     def _agrees(self) -> _Step:
-        """Require an entry per node, parents before children, and an accepted path that starts at the root."""
+        """Require an entry per node, parents before children, and an accepted path from the root."""
         n = len(self.draft)
         per_node = [self.draft_text, self.parents, self.p, self.draw, self.beta]
         per_node += [values for values in (self.q, self.drafted, self.bound, self.rank) if values]

@@ -8,16 +8,17 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from specdemo.core.decode import Verifier
 from specdemo.core.errors import UserError
+from specdemo.core.link_stats import LinkStats
 from specdemo.core.rules import RULES
 from specdemo.core.sampling import top_tokens
 from specdemo.core.step import Draft, TopTokens, Verdict, common_prefix
@@ -28,7 +29,7 @@ from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import fingerprint
 from specdemo.remote.access import SERVICES, TOKEN, token_for
 from specdemo.remote.config import ENCODINGS, CloudConfig
-from specdemo.remote.gates import first_path, provisional_verdict, unverified_verdict, verdict_from_tokens
+from specdemo.remote.gates import EdgeVerifier, provisional_verdict, verdict_from_tokens
 from specdemo.remote.link import (
     ContextGone,
     HttpClient,
@@ -58,6 +59,7 @@ MAX_TIMEOUT_S = 8.0  # of an attempt
 CLOSE_S = 1.0
 MAX_PADDING = 2  # vocabulary of a model per token of its tokenizer; padding is below 2%
 RowFormat = Literal["float32", "float16", "scalar"]
+LateResponse: TypeAlias = "tuple[Future[tuple[VerifyResponse, LinkStats]], int]"  # length of the text
 
 
 class ConnectionLost(UserError):
@@ -97,35 +99,35 @@ class RemoteVerifier:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._http, self._config, self._rows, self._vocab_size = http, config, rows, vocab_size
-        self._candidates, self._top, self._deadlines, self._edge = candidates, top, deadlines, edge
+        self._candidates, self._top, self._deadlines = candidates, top, deadlines
+        self._edge = None if edge is None else EdgeVerifier(edge)
         self._clock, self._sleep = clock, sleep
         self._context_id, self._epoch, self._step = context_id or uuid.uuid4().hex, 0, -1
         self._cloud_tokens: list[int] = []
-        self._late: tuple[Future[tuple[VerifyResponse, dict[str, float]]], int] | None = None  # with text length
+        self._late: LateResponse | None = None
         self._alone, self._announce_loss = alone, alone
         self._closed = False
         self._sender = ThreadPoolExecutor(1, "cloud")  # requests may outlive deadlines
 
     def verify(self, tokens: Sequence[int], draft: Draft, hard_mask: Sequence[int] | None = None) -> Verdict:
         if self._alone:
-            notes = {"lost": 1.0} if self._announce_loss else {}
+            link = LinkStats(lost=1 if self._announce_loss else None)
             self._announce_loss = False
-            return self._verify_locally(tokens, draft, notes)
-        before = replace(self._http.network.counts)
-        notes = {"escalated": 1.0}
+            return self._verify_locally(tokens, draft, link)
+        before, link, verdict = replace(self._http.network.counts), LinkStats(), None
         try:
-            verdict = self._resolve_late(tokens, draft, notes) if self._late else None
-            verdict = verdict or self._verify_remotely(tokens, draft, hard_mask, notes)
+            if self._late is not None:
+                verdict, link = self._resolve_late(self._late, tokens, draft)
+            verdict = verdict or self._verify_remotely(tokens, draft, hard_mask, link)
         except ConnectionLost:
             if self._edge is None:
                 raise
             self._alone, self._late = True, None
-            notes["lost"] = 1.0
-            verdict = self._verify_locally(tokens, draft, notes)
+            verdict = self._verify_locally(tokens, draft, replace(link, lost=1))
         counts = self._http.network.counts
-        traffic = {"bytes_up": float(counts.up - before.up), "bytes_down": float(counts.down - before.down)}
+        traffic = {"bytes_up": counts.up - before.up, "bytes_down": counts.down - before.down}
         times = {"up_s": counts.up_s - before.up_s, "down_s": counts.down_s - before.down_s}
-        return replace(verdict, notes={**verdict.notes, **traffic, **times})
+        return replace(verdict, link=replace(verdict.link or LinkStats(), **traffic, **times))
 
     def close(self) -> None:
         self._closed = True
@@ -144,7 +146,7 @@ class RemoteVerifier:
     # --- requests -------------------------------------------------------------------------------------------------
 
     def _verify_remotely(
-        self, tokens: Sequence[int], draft: Draft, hard_mask: Sequence[int] | None, notes: dict[str, float]
+        self, tokens: Sequence[int], draft: Draft, hard_mask: Sequence[int] | None, link: LinkStats
     ) -> Verdict:
         self._step += 1
         request = partial(self._exchange, list(tokens), draft, hard_mask)
@@ -158,13 +160,13 @@ class RemoteVerifier:
             future = self._sender.submit(request)
             if not wait_for(future, self._deadlines.deadline_s):
                 self._late = future, len(tokens)
-                return provisional_verdict(draft, notes)
+                return provisional_verdict(draft, link, request_sent=True)
             response, measured = future.result()
-        verdict = replace(verdict_from_response(response, draft), notes={**notes, **measured})
+        measured = replace(measured, confirmed=link.confirmed, overruled=link.overruled)
+        verdict = replace(verdict_from_response(response, draft), link=measured)
         return replace(verdict, draft_top=self._draft_top(draft, verdict))
 
     def _draft_top(self, draft: Draft, verdict: Verdict) -> tuple[TopTokens, ...]:
-        """Return the most probable tokens of each draft distribution and of the target at its position."""
         q = draft.probs.dense() if self._top and draft.probs is not None else None
         if q is None or not draft.tokens:
             return ()
@@ -175,7 +177,7 @@ class RemoteVerifier:
 
     def _exchange(
         self, tokens: list[int], draft: Draft, hard_mask: Sequence[int] | None
-    ) -> tuple[VerifyResponse, dict[str, float]]:
+    ) -> tuple[VerifyResponse, LinkStats]:
         """Repeat the request until a response arrives; return it with its cost."""
         start, timeout, sent, rows = self._clock(), self._deadlines.deadline_s, 0, []
         cloud_s, rtt_s, asked = 0.0, 0.0, start
@@ -209,7 +211,7 @@ class RemoteVerifier:
         check_response(response, draft, self._vocab_size)
         new = [*(draft.tokens[node] for node in response.accepted_nodes), response.token]
         self._cloud_tokens = [*tokens, *new]
-        return response, {"cloud_s": cloud_s, "rtt_s": rtt_s, "sent": float(sent), "rows": float(len(rows))}
+        return response, LinkStats(cloud_s=cloud_s, rtt_s=rtt_s, sent=sent, rows=len(rows))
 
     def _request(
         self, tokens: list[int], draft: Draft, hard_mask: Sequence[int] | None, rows: list[DraftRow]
@@ -244,33 +246,28 @@ class RemoteVerifier:
 
     # --- late and lost responses ----------------------------------------------------------------------------------
 
-    def _resolve_late(self, tokens: Sequence[int], draft: Draft, notes: dict[str, float]) -> Verdict | None:
+    def _resolve_late(
+        self, late: LateResponse, tokens: Sequence[int], draft: Draft
+    ) -> tuple[Verdict | None, LinkStats]:
         """Compare a late response with the provisional tokens and apply it to `draft`."""
-        assert self._late is not None
-        late, length = self._late
-        if draft.tokens:
-            if not wait_for(late, self._deadlines.deadline_s):
-                return provisional_verdict(draft, {**notes, "pending": 1.0})
-            _, measured = late.result()
+        response, length = late
+        if not draft.tokens:
+            _, measured = interruptible(response.result)
+        elif wait_for(response, self._deadlines.deadline_s):
+            _, measured = response.result()
         else:
-            _, measured = interruptible(late.result)
+            return provisional_verdict(draft, LinkStats(), request_sent=False), LinkStats()
         self._late = None
-        notes.update(measured)
         verified, unverified = self._cloud_tokens[length:], list(tokens[length:])
         same = common_prefix(verified, unverified)
-        notes["confirmed"] = float(same)
-        notes["overruled"] = float(same < min(len(verified), len(unverified)))
+        link = replace(measured, confirmed=same, overruled=int(same < min(len(verified), len(unverified))))
         if same < len(unverified) or same == len(verified):
-            return None
-        return verdict_from_tokens(draft, verified[same:], notes)
+            return None, link
+        return verdict_from_tokens(draft, verified[same:], link), link
 
-    def _verify_locally(self, tokens: Sequence[int], draft: Draft, notes: Mapping[str, float]) -> Verdict:
-        """Continue with the drafter only (lossy)."""
+    def _verify_locally(self, tokens: Sequence[int], draft: Draft, link: LinkStats) -> Verdict:
         assert self._edge is not None
-        notes = {**notes, "escalated": 0.0, "edge": 1.0}
-        if draft.tokens:
-            return unverified_verdict(draft, first_path(draft), notes)
-        return replace(self._edge.verify(tokens, draft), notes=notes)
+        return self._edge.verify(tokens, draft, link)
 
 
 class StreamingVerifier:
@@ -297,8 +294,8 @@ class StreamingVerifier:
         while (token := self._next(tokens, start)) is None:
             pass
         self._left -= 1
-        notes = {"escalated": 1.0, "bytes_up": float(counts.up - up), "bytes_down": float(counts.down - down)}
-        return Verdict((), token, choices=((token,),), notes=notes)
+        link = LinkStats(bytes_up=counts.up - up, bytes_down=counts.down - down)
+        return Verdict((), token, choices=((token,),), link=link)
 
     def close(self) -> None:
         if self._stream is not None:

@@ -20,7 +20,7 @@ from specdemo.core.distributions import Comparison, ProbRows, SparseRow, node_pr
 from specdemo.core.errors import UserError, check_name
 from specdemo.core.rules import RULES, check_rule
 from specdemo.core.sampling import Noise, SharedNoise
-from specdemo.core.step import Draft, RowNeeded, Verdict
+from specdemo.core.step import Draft, Verdict
 from specdemo.core.verifier import ModelVerifier, configured_rule
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.threads import torch_threads
@@ -47,6 +47,14 @@ def position_noise(config: VerifyConfig, position: int) -> tuple[Any, Any]:
     if RULES[config.rule].shares_noise:
         return accept, SharedNoise(config.seed)
     return accept, Noise(config.seed, f"correct/{position}")
+
+
+class RowNeeded(Exception):
+    """An acceptance rule needs a draft distribution that was not transmitted."""
+
+    def __init__(self, node: int) -> None:
+        super().__init__(f"the acceptance rule needs the draft distribution of node {node}")
+        self.node = node
 
 
 @dataclass(frozen=True)

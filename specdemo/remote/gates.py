@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from specdemo.core.decode import DraftLengthPolicy
+from specdemo.core.decode import DraftLengthPolicy, Verifier
+from specdemo.core.link_stats import LinkStats, Source
 from specdemo.core.step import Draft, Step, Verdict
 
 Variance = Callable[[Sequence[int], Draft], list[float]]
@@ -134,26 +135,40 @@ class GatedVerifier:
         if self._variance is not None:
             values["variance"] = self._variance(tokens, draft)
         mask = hard_tokens(values, self._thresholds) or [0] * len(draft)
-        notes = {"hard_ratio": sum(mask) / len(mask)}
+        hard_ratio = sum(mask) / len(mask)
         required = self._always is not None and self._always(tokens, draft)
-        if notes["hard_ratio"] > self._max_hard or required:
+        if hard_ratio > self._max_hard or required:
             verdict = self._inner.verify(tokens, draft, mask)
-            return replace(verdict, notes={**verdict.notes, **notes})
-        return unverified_verdict(draft, tuple(range(len(draft))), {**notes, "escalated": 0.0})
+            return replace(verdict, link=replace(verdict.link or LinkStats(), hard_ratio=hard_ratio))
+        return unverified_verdict(draft, tuple(range(len(draft))), Source.GATE, LinkStats(hard_ratio=hard_ratio))
 
     def close(self) -> None:
         self._inner.close()
 
 
-def unverified_verdict(draft: Draft, accepted: tuple[int, ...], notes: Mapping[str, float]) -> Verdict:
+class EdgeVerifier:
+    """Verdicts of a drafter that decodes alone."""
+
+    def __init__(self, inner: Verifier) -> None:
+        self._inner = inner
+
+    def verify(self, tokens: Sequence[int], draft: Draft, link: LinkStats = LinkStats()) -> Verdict:  # noqa: B008
+        if draft.tokens:
+            return unverified_verdict(draft, first_path(draft), Source.ALONE, link)
+        return replace(self._inner.verify(tokens, draft), source=Source.ALONE, request_sent=False, link=link)
+
+
+def unverified_verdict(
+    draft: Draft, accepted: tuple[int, ...], source: Source, link: LinkStats, request_sent: bool = False
+) -> Verdict:
     """Commit draft tokens without the target."""
     unknown = (None,) * len(draft)
-    return Verdict(accepted, None, unknown, unknown, unknown, notes=dict(notes))
+    return Verdict(accepted, None, unknown, unknown, unknown, source=source, request_sent=request_sent, link=link)
 
 
-def provisional_verdict(draft: Draft, notes: Mapping[str, float]) -> Verdict:
+def provisional_verdict(draft: Draft, link: LinkStats, request_sent: bool) -> Verdict:
     """Commit the first draft token (practice guide, section 8)."""
-    return unverified_verdict(draft, (0,), {**notes, "provisional": 1.0})
+    return unverified_verdict(draft, (0,), Source.PROVISIONAL, link, request_sent)
 
 
 def first_path(draft: Draft) -> tuple[int, ...]:
@@ -164,7 +179,7 @@ def first_path(draft: Draft) -> tuple[int, ...]:
     return tuple(path)
 
 
-def verdict_from_tokens(draft: Draft, tokens: Sequence[int], notes: Mapping[str, float]) -> Verdict:
+def verdict_from_tokens(draft: Draft, tokens: Sequence[int], link: LinkStats) -> Verdict:
     """Accept the path of `draft` that matches the target's `tokens`, plus a token."""
     children, path, node = draft.children(), [], -1
     for token in tokens[:-1]:
@@ -173,4 +188,4 @@ def verdict_from_tokens(draft: Draft, tokens: Sequence[int], notes: Mapping[str,
             break
         node = child
         path.append(child)
-    return replace(unverified_verdict(draft, tuple(path), notes), token=tokens[len(path)])
+    return replace(unverified_verdict(draft, tuple(path), Source.LATE, link), token=tokens[len(path)])

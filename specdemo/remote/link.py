@@ -173,7 +173,6 @@ class MeteredNetwork(httpcore.NetworkBackend):
         self._inner = inner or httpcore.SyncBackend()
 
     def connect_tcp(self, host: str, port: int, timeout: float | None = None, **options: Any) -> httpcore.NetworkStream:
-        """Connect, delayed by a round trip."""
         stream = self._inner.connect_tcp(host, port, timeout, **options)
         self.sleep(self.link.rtt_s)
         return MeteredStream(self, stream)

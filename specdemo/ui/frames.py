@@ -15,6 +15,7 @@ from typing import Any
 
 from specdemo.core.events import INTERRUPTED, End, Event, Header, Loading, StepEvent
 from specdemo.core.explain import FATES, REASON_INDEX, Reason, decision_of, figure, reason_of
+from specdemo.core.link_stats import LinkStats
 from specdemo.core.step import Outcome
 from specdemo.core.trace import MAX_CHARACTERS, ReadLimits, read
 from specdemo.ui.labels import (
@@ -62,17 +63,17 @@ def _short(x: float | None) -> float | None:
 
 def _record_of_step(name: str, event: StepEvent, recipe: Any) -> dict[str, Any]:
     """Cells `c`, indices `w` of their explanations, reason `by` of a missing verification, later `fate`."""
-    step, notes = event.step, event.step.verdict.notes
+    step, link = event.step, event.step.verdict.link or LinkStats()
     reasons = [REASON_INDEX[reason_of(step, shown.node, recipe)] for shown in event.shown()]
     record = {"l": name, "i": step.i, "t": round(step.t, 4), "c": cells(event, recipe), "w": reasons}
     if step.searched:
         record["ahead"] = event.pending_text
-    if step.fallback:
-        record["by"] = step.fallback
-    if notes.get("rows"):
-        record["trips"] = 1 + int(notes["rows"])
-    if "confirmed" in notes:
-        record["fate"] = [int(notes["confirmed"]), int(notes.get("overruled", 0))]
+    if step.unverified:
+        record["by"] = step.verdict.source
+    if link.rows:
+        record["trips"] = 1 + int(link.rows)
+    if link.confirmed is not None:
+        record["fate"] = [int(link.confirmed), int(link.overruled or 0)]
     return record
 
 
@@ -97,7 +98,6 @@ class Run:
         self._stopping, self._lock = False, threading.Lock()
 
     def begin(self, stop_job: Callable[[], None]) -> None:
-        """Set the function that stops the job."""
         with self._lock:
             self._stop_job = stop_job
         if self._stopping:
@@ -120,7 +120,7 @@ class Run:
             case Header():
                 self._begin(name, lane, event)
             case StepEvent():
-                if event.step.verdict.notes.get("lost"):
+                if event.step.lost:
                     self._record({"l": name, "note": LOST})
                 description = "plain" if name == PLAIN else title(lane.recipe)
                 if len(self.lanes) > 1:

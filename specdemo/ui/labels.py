@@ -159,7 +159,7 @@ def describe_waiting(lanes: Mapping[str, Lane]) -> str:
         for lane in lanes.values()
         if mode(lane.recipe)
         and lane.metrics.decode_s
-        and (waited := sum(event.step.verdict.notes.get("rtt_s", 0.0) for event in lane.steps[1:]))
+        and (waited := sum(event.step.verdict.remote.get("rtt_s", 0.0) for event in lane.steps[1:]))
     ]
     return f"Waiting for the link took part of the time: {', '.join(shares)}." if shares else ""
 

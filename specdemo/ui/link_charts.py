@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from specdemo.core.errors import UserError
+from specdemo.core.link_stats import LinkStats, Source
 from specdemo.core.step import Step
 from specdemo.core.theory import best_gamma_over, speedup_over
 from specdemo.ui.frames import Run
@@ -21,7 +22,7 @@ LINK_TABLE_HEAD = (
     "round", "k", "accepted_len", "la/k", "alpha_mean", "edge_time ms", "cloud_prefill ms", "rtt ms",
     "bytes up", "bytes down", "hard_ratio", "escalated", "cumulative acceptance", "verdict",
 )  # fmt: skip
-VERDICTS = {"": "", "provisional": "provisional", "gate": "not queried", "alone": "cloud lost"}
+VERDICTS = {Source.PROVISIONAL: "provisional", Source.GATE: "not queried", Source.ALONE: "drafter alone"}
 ACTIVITIES = {  # label, row of the timeline
     "draft": ("drafting", 0),
     "up": ("sending", 1),
@@ -76,9 +77,8 @@ def parts(steps: Sequence[Step]) -> list[list[Part]]:
 
 
 def _verification(step: Step) -> Iterator[tuple[str, float]]:
-    link = step.verdict.notes
-    cloud = link.get("cloud_s")
-    up, down = link.get("up_s", 0.0), link.get("down_s", 0.0)
+    link = step.verdict.link or LinkStats()
+    cloud, up, down = link.cloud_s, link.up_s or 0.0, link.down_s or 0.0
     if cloud is None or cloud + up + down > step.verify_s * SLACK:
         yield "wait", step.verify_s
         return
@@ -88,7 +88,7 @@ def _verification(step: Step) -> Iterator[tuple[str, float]]:
 
 def measures(steps: Sequence[Step]) -> list[list[str]]:
     """Table of the practice guide, section 9: a total, then a row per step."""
-    drafted = list(accumulate(0 if step.fallback else len(step.draft) for step in steps))
+    drafted = list(accumulate(0 if step.unverified else len(step.draft) for step in steps))
     accepted = list(accumulate(step.accepted for step in steps))
     rows = [
         _row(str(step.i), [step], kept / tried if tried else None)
@@ -101,11 +101,11 @@ def measures(steps: Sequence[Step]) -> list[list[str]]:
 def _row(name: str, steps: Sequence[Step], cumulative: float | None) -> list[str]:
     """Sums over `steps`; ratios of sums, means of shares."""
     k, accepted = sum(len(step.draft) for step in steps), sum(step.accepted for step in steps)
-    verified = sum(len(step.draft) for step in steps if not step.fallback)
+    verified = sum(len(step.draft) for step in steps if not step.unverified)
     betas = [beta for step in steps for beta in step.betas]
 
     def noted(name: str) -> list[float]:
-        return [step.verdict.notes[name] for step in steps if name in step.verdict.notes]
+        return [remote[name] for step in steps if name in (remote := step.verdict.remote)]
 
     def total(name: str) -> float | None:
         return sum(noted(name)) if noted(name) else None
@@ -128,7 +128,8 @@ def _row(name: str, steps: Sequence[Step], cumulative: float | None) -> list[str
 
 
 def _verdict_note(step: Step) -> str:
-    return "two round trips" if step.verdict.notes.get("rows") else VERDICTS[step.fallback]
+    link = step.verdict.link
+    return "two round trips" if link is not None and link.rows else VERDICTS.get(step.verdict.source, "")
 
 
 def describe_link(lane: Lane) -> str:
@@ -148,7 +149,7 @@ def describe_link(lane: Lane) -> str:
         "including HTTP headers.",
         f"Time: {', '.join(shares)}. The edge waited {percent(waiting / total)} of it.",
     ]
-    retries = remote.get("sent", 0.0) - sum("sent" in step.verdict.notes for step in run_steps)
+    retries = remote.get("sent", 0.0) - sum("sent" in step.verdict.remote for step in run_steps)
     if retries > (rows := remote.get("rows", 0.0)):
         sentences.append(f"{retries - rows:.0f} messages were sent again.")
     if rows:
@@ -242,7 +243,7 @@ def link_of(lane: Lane) -> LinkModel:
     """Average the steps verified in time. Raises `UserError` without such steps."""
     verified = [step for step in steps(lane)[1:] if step.draft.tokens and len(list(_verification(step))) > 1]
     drafted = sum(len(step.draft) for step in verified)
-    cloud = sum(step.verdict.notes["cloud_s"] for step in verified)
+    cloud = sum(step.verdict.remote["cloud_s"] for step in verified)
     if lane.alpha is None or not drafted or not cloud:
         raise UserError("The cloud verified no draft of this run in time, so there is no best length to compute")
     n = len(verified)

@@ -89,7 +89,7 @@ def _draft_top(step: Step, node: int, top: TopTokens | None) -> TopList:
 
 
 def _node_bars(target: TopTokens, q_top: TopList, names: Mapping[int, str], drafted: int) -> Bars:
-    """Return p and q of the most probable tokens of either, of the drafted token, and of all others together."""
+    """Return p and q of the most probable and the drafted tokens, and of all others."""
     ps, qs = dict(target.top), dict(q_top)
     missing = [0.0 if sum(masses.values()) > 1 - COMPLETE else None for masses in (ps, qs)]
     tokens = sorted(ps.keys() | qs.keys(), key=lambda token: -max(ps.get(token, 0), qs.get(token, 0)))
@@ -99,12 +99,10 @@ def _node_bars(target: TopTokens, q_top: TopList, names: Mapping[int, str], draf
 
 
 def _limited(tokens: Sequence[int], *required: int) -> list[int]:
-    """Return the first `MAX_BARS` tokens, and the required ones."""
     return [token for i, token in enumerate(tokens) if i < MAX_BARS or token in required]
 
 
 def _others(bars: Bars) -> Bars:
-    """Return a bar for the mass of all tokens without a bar, if it is visible."""
     ps, qs = [p for _, p, _ in bars if p is not None], [q for _, _, q in bars if q is not None]
     p, q = max(0.0, 1 - sum(ps)), max(0.0, 1 - sum(qs)) if qs else None
     return [(OTHERS, p, q)] if max(p, q or 0.0) >= VISIBLE else []
@@ -171,7 +169,7 @@ def _token_bars(top: TopList, names: Mapping[int, str], committed: int) -> Bars:
 
 def _facts(step: Step) -> list[tuple[str, str]]:
     notes = [(name.replace("_", " "), f"{value:.3g}") for name, value in step.policy.items()]
-    link = step.verdict.notes
+    link = step.verdict.remote
     facts = [(label, f"{link[name] * scale:,.{digits}f}") for name, label, scale, digits in _LINK_FACTS if name in link]
     return [("γ allowed", str(step.gamma)), *notes, *facts]
 
@@ -183,10 +181,10 @@ def _summary(step: Step) -> str:
         return f"Step of a beam search: all beams agree on {len(step.tokens)} tokens."
     if not step.draft.tokens:
         return "The draft was empty, so the step gave one token."
-    if step.fallback:
+    if step.unverified:
         return f"Drafted {len(step.draft)}, committed {len(step.tokens)} without the target."
     counts = f"Drafted {len(step.draft)}, accepted {step.accepted}, committed {len(step.tokens)}."
-    return f"{counts} {SECOND_TRIP}" if step.verdict.notes.get("rows") else counts
+    return f"{counts} {SECOND_TRIP}" if step.verdict.link is not None and step.verdict.link.rows else counts
 
 
 STEP_COLUMNS = (
@@ -226,7 +224,6 @@ def as_csv(lane: Lane) -> str:
 
 
 def figures(lane: Lane, baseline: Lane | None = None) -> dict[str, Any]:
-    """Return data of table and charts; `baseline` is the AR lane."""
     counts = zip(lane.metrics.accepted_by_position, lane.metrics.tested_by_position, strict=True)
     positions = [[accepted / tested, tested] for accepted, tested in counts if tested]
     rows, why_not = what_if(lane, baseline)

@@ -13,6 +13,7 @@ from fakes.tiny_models import GuessDrafter, TableModel, committed, run
 from specdemo.core import trace
 from specdemo.core.decode import DraftBudget, decode
 from specdemo.core.events import StepEvent
+from specdemo.core.link_stats import LinkStats, Source
 from specdemo.core.metrics import Metrics
 from specdemo.core.policies import Fixed
 from specdemo.core.rules import rejection
@@ -178,21 +179,61 @@ def test_beta_is_the_overlap_of_the_distributions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("notes", "fates"),
+    ("source", "first"),
     [
-        ({}, ["accepted", "rejected", "ignored"]),
-        ({"escalated": 1.0}, ["accepted", "rejected", "ignored"]),
-        ({"escalated": 0.0}, ["unverified", "rejected", "ignored"]),
-        ({"provisional": 1.0}, ["unverified", "rejected", "ignored"]),
-        ({"escalated": 0.0, "edge": 1.0}, ["unverified", "rejected", "ignored"]),
+        (Source.TARGET, "accepted"),
+        (Source.LATE, "accepted"),
+        (Source.GATE, "unverified"),
+        (Source.PROVISIONAL, "unverified"),
+        (Source.ALONE, "unverified"),
     ],
 )
-def test_every_draft_token_has_an_outcome(notes: dict[str, float], fates: list[str]) -> None:
+def test_every_draft_token_has_an_outcome(source: Source, first: str) -> None:
     draft = Draft.chain((1, 2, 3))
-    verdict = Verdict((0,), 7, (0.9, 0.1, 0.5), (0.1, 0.9, None), (0.9, 0.1, None), notes=notes)
+    verdict = Verdict((0,), 7, (0.9, 0.1, 0.5), (0.1, 0.9, None), (0.9, 0.1, None), source=source)
     step = Step(1, (1, 7), draft, verdict, 3, 0.1, 0.2, 0.1, t=1.0)
-    assert [step.outcome(node) for node in range(3)] == fates
+    assert [step.outcome(node) for node in range(3)] == [first, "rejected", "ignored"]
     assert step.outcome(None) is step.kind is Outcome.CORRECTION
     metrics = Metrics.of([step])
-    assert metrics.accepted + metrics.unverified == 1 and metrics.unverified == fates.count("unverified")
+    assert metrics.accepted + metrics.unverified == 1 and metrics.unverified == (first == "unverified")
     assert metrics.drafted == 3 and metrics.tested == 2
+
+
+# Keys of `remote` in traces, presence of choices, source, `request_sent`: each kind of step that a run can write.
+MEASURED = {"cloud_s": 0.5, "rtt_s": 0.25, "sent": 2.0, "rows": 1.0}
+TRAFFIC = {"bytes_up": 300.0, "bytes_down": 200.0, "up_s": 0.125, "down_s": 0.0}
+FATE = {"confirmed": 1.0, "overruled": 0.0}
+REMOTE = [
+    ({"escalated": 1.0, **MEASURED, **TRAFFIC}, True, Source.TARGET, True),
+    ({"escalated": 1.0, **MEASURED, **FATE, **TRAFFIC, "hard_ratio": 0.0}, True, Source.TARGET, True),
+    ({"escalated": 1.0, **MEASURED, **FATE, **TRAFFIC}, False, Source.LATE, False),
+    ({"escalated": 1.0, "provisional": 1.0, **TRAFFIC}, False, Source.PROVISIONAL, True),
+    ({"escalated": 1.0, "provisional": 1.0, **FATE, **TRAFFIC}, False, Source.PROVISIONAL, True),
+    ({"escalated": 1.0, "provisional": 1.0, "pending": 1.0, **TRAFFIC}, False, Source.PROVISIONAL, False),
+    ({"escalated": 0.0, "hard_ratio": 0.25}, False, Source.GATE, False),
+    ({"escalated": 0.0, "edge": 1.0}, True, Source.ALONE, False),
+    ({"escalated": 0.0, "edge": 1.0, "lost": 1.0, **FATE, **TRAFFIC}, False, Source.ALONE, False),
+]
+
+
+@pytest.mark.parametrize(("remote", "has_choices", "source", "request_sent"), REMOTE)
+def test_link_measures_have_the_same_keys_in_traces(
+    remote: dict[str, float], has_choices: bool, source: Source, request_sent: bool
+) -> None:
+    """An absent key stays absent; the sums of the metrics use the same names."""
+    choices = ((7,), (7,)) if has_choices else ()
+    verdict = Verdict((0,), None, (0.9,), (0.1,), (0.9,), choices, bound=(None,), link=LinkStats.of(remote))
+    verdict = replace(verdict, source=source, request_sent=request_sent)
+    step = Step(1, (1,), Draft.chain((1,)), verdict, 3, 0.1, 0.2, 0.1, t=1.0)
+    line = trace.to_json(StepEvent(step, ("a",), ("a",)))
+    assert line["remote"] == remote and all(type(value) is float for value in line["remote"].values())
+    again = trace.step_from_json(line)
+    assert again == step and (again.verdict.source, again.verdict.request_sent) == (source, request_sent)
+    metrics = Metrics.of([Step(0, (9,), Draft(), Verdict((), 9), 0, 0.0, 0.5, 0.0, t=0.6), step])
+    assert metrics.remote == remote and metrics.target_passes == request_sent
+    assert (metrics.accepted, metrics.unverified) == ((1, 0) if source in (Source.TARGET, Source.LATE) else (0, 1))
+
+
+def test_a_local_step_has_no_link_measures() -> None:
+    step = Step(0, (9,), Draft(), Verdict((), 9), 0, 0.0, 0.5, 0.0, t=0.6)
+    assert "remote" not in trace.to_json(StepEvent(step, ("a",))) and not Metrics.of([step]).remote

@@ -16,6 +16,8 @@ from fakes.tiny_models import committed, run, tiny_model
 from specdemo.core import trace
 from specdemo.core.errors import UserError
 from specdemo.core.events import StepEvent
+from specdemo.core.link_stats import Source
+from specdemo.core.metrics import Metrics
 from specdemo.core.policies import Fixed
 from specdemo.core.rules import rejection
 from specdemo.core.sampling import Noise, SamplingParams
@@ -82,7 +84,7 @@ def gated(thresholds: dict[str, float], max_hard: float = 0.3, **options: Any) -
 def test_gate_with_all_tokens_hard_gives_the_target_text() -> None:
     steps, http = gated({"nll": 0.0})
     assert committed(steps) == target_text(13)
-    assert all(step.verdict.notes["escalated"] == 1 for step in steps)
+    assert all(step.verified for step in steps)
     assert [r.hard_mask for r in http.sent if r.k] == [[1] * r.k for r in http.sent if r.k]
 
 
@@ -94,9 +96,9 @@ def test_gate_without_hard_tokens_gives_the_drafter_text() -> None:
     for token in rest[:-1]:
         assert token == int(SMALL.logits(text).argmax())
         text.append(token)
-    escalated = [step for step in steps if step.verdict.notes["escalated"]]
+    escalated = [step for step in steps if step.verified]
     assert len(http.sent) == len(escalated) < len(steps) and all(not step.draft for step in escalated)
-    unverified = next(step for step in steps if not step.verdict.notes["escalated"])
+    unverified = next(step for step in steps if step.verdict.source is Source.GATE)
     line = trace.to_json(StepEvent(unverified, ("a", "b"), ("a", "b")))
     assert line["p"] == [None, None] and line["top"] == [None, None] and line["remote"]["hard_ratio"] == 0
     assert trace.step_from_json(line) == unverified
@@ -120,7 +122,7 @@ def test_rules_that_always_verify() -> None:
     assert committed(steps) == target_text(13)
     steps, _ = gated({}, always=lambda tokens, draft: 1 in draft.tokens)
     for step in steps:
-        assert step.verdict.notes["escalated"] == (not step.draft or 1 in step.draft.tokens)
+        assert step.verified == (not step.draft or 1 in step.draft.tokens)
 
 
 def test_dropout_variance_is_zero_without_dropout() -> None:
@@ -165,13 +167,14 @@ def test_first_draft_token_is_provisional_after_the_deadline() -> None:
     text.append(expected[0])
     http.free.clear()
     verdict = verifier.verify(text, Draft.chain(tuple(expected[1:4])))
-    assert verdict.accepted == (0,) and verdict.token is None and verdict.notes["provisional"] == 1
-    assert verdict.p == (None,) * 3
+    assert verdict.accepted == (0,) and verdict.token is None and verdict.source is Source.PROVISIONAL
+    assert verdict.p == (None,) * 3 and verdict.request_sent
     text.append(expected[1])
     http.free.set()  # the response agrees and determines the next tokens
     sent = len(http.sent)
     verdict = verifier.verify(text, Draft.chain((expected[2], expected[3], (expected[4] + 1) % VOCAB)))
-    assert verdict.notes["confirmed"] == 1 and verdict.notes["overruled"] == 0 and len(http.sent) <= sent + 1
+    assert verdict.source is Source.LATE and (verdict.link.confirmed, verdict.link.overruled) == (1, 0)
+    assert len(http.sent) <= sent + 1
     assert verdict.accepted == (0, 1) and verdict.token == expected[4]
     text += [expected[2], expected[3], expected[4]]
     assert verifier.verify(text, Draft()).token == expected[5]
@@ -188,7 +191,7 @@ def test_wrong_provisional_token_is_counted() -> None:
     text.append(wrong)
     http.free.set()
     verdict = verifier.verify(text, Draft())  # the provisional token remains in the text
-    assert verdict.notes["overruled"] == 1 and verdict.notes["confirmed"] == 0
+    assert verdict.source is Source.TARGET and (verdict.link.confirmed, verdict.link.overruled) == (0, 1)
     assert verdict.token == int(TARGET.logits(text).argmax())
     assert http.sent[-1].tokens == [wrong]
 
@@ -203,10 +206,10 @@ def test_only_the_first_difference_is_overruled() -> None:
     for draft in (tuple(expected[1:4]), (wrong,), (expected[3],)):
         verdict = verifier.verify(text, Draft.chain(draft))
         text += [draft[0]]
-    assert verdict.notes["provisional"] == 1
+    assert verdict.source is Source.PROVISIONAL and not verdict.request_sent  # waits for the first request
     http.free.set()
     verdict = verifier.verify(text, Draft())
-    assert verdict.notes["confirmed"] == 1 and verdict.notes["overruled"] == 1
+    assert (verdict.link.confirmed, verdict.link.overruled) == (1, 1)
 
 
 def test_an_edge_without_a_connection_decodes_alone_from_the_start() -> None:
@@ -215,7 +218,8 @@ def test_an_edge_without_a_connection_decodes_alone_from_the_start() -> None:
     http = FailingClient(0)
     steps = run(PROMPT, RemoteVerifier(http, verify_config(GREEDY), edge=edge, alone=True), drafter, Fixed(2), 8)
     assert committed(steps) == small_text(8) and not http.sent
-    assert [step.verdict.notes.get("lost", 0.0) for step in steps] == [1.0] + [0.0] * (len(steps) - 1)
+    assert [step.lost for step in steps] == [True] + [False] * (len(steps) - 1)
+    assert {step.verdict.source for step in steps} == {Source.ALONE} and not Metrics.of(steps).target_passes
 
 
 def test_strict_mode_waits_for_late_responses() -> None:
@@ -258,12 +262,12 @@ def test_lost_connection_ends_the_run_or_continues_at_the_edge() -> None:
     steps = run(
         PROMPT, RemoteVerifier(FailingClient(2), verify_config(GREEDY), edge=edge, **options), drafter, Fixed(2), 12
     )
-    lost = [step.verdict.notes.get("lost", 0.0) for step in steps]
+    lost = [step.lost for step in steps]
     assert sum(lost) == 1 and len(committed(steps)) == 12
-    before = steps[: lost.index(1.0)]
+    before = steps[: lost.index(True)]
     text = [*PROMPT, *committed(before)]
     assert committed(before) == target_text(len(committed(before))) and before
-    for token in committed(steps[lost.index(1.0) :]):
+    for token in committed(steps[lost.index(True) :]):
         assert token == int(SMALL.logits(text).argmax())
         text.append(token)
     unreachable = RemoteVerifier(FailingClient(0), verify_config(GREEDY), edge=edge, **options)

@@ -213,7 +213,7 @@ def test_remote_verdicts_equal_local_verdicts() -> None:
         tops = zip(a.verdict.tops, b.verdict.tops, strict=True)
         assert all(one.entropy == other.entropy and {*one.top} <= {*other.top} for one, other in tops)
         assert [x is None for x in a.verdict.beta] == [x is None for x in b.verdict.beta]
-        assert a.verdict.notes["escalated"] == 1 and a.verdict.notes["bytes_up"] > 0
+        assert a.verified and a.verdict.link.bytes_up > 0
 
 
 # --- faults ------------------------------------------------------------------------------------------------------
@@ -441,4 +441,4 @@ def test_waiting_is_not_negative_if_a_repeated_request_was_verified_before() -> 
             return response
 
     first, *_ = decode_coupled(Slow(contexts()), max_tokens=2, clock=lambda: now[0])
-    assert (first.verdict.notes["cloud_s"], first.verdict.notes["rtt_s"]) == (5.0, 0.25)
+    assert (first.verdict.link.cloud_s, first.verdict.link.rtt_s) == (5.0, 0.25)

@@ -14,6 +14,7 @@ import pytest
 from fakes.trace_records import PREFILL, absorb, end, header, step, step_event
 
 from specdemo.core.errors import UserError
+from specdemo.core.link_stats import Source
 from specdemo.core.step import Draft, Step
 from specdemo.models.spec import ModelSpec
 from specdemo.recipe import Recipe
@@ -240,7 +241,7 @@ def test_trace_with_unverified_tokens_round_trips() -> None:
     text = "".join(f"{json.dumps(line)}\n" for line in lines)
     again = read_traces(text)
     assert measures(steps(again.lanes[SPEC])) == measures(steps_of(*LINES))
-    assert again.lanes[SPEC].steps[3].step.verdict.notes["provisional"] == 1
+    assert again.lanes[SPEC].steps[3].step.verdict.source is Source.PROVISIONAL
     untested = provisional(1) | {"remote": None}
     with pytest.raises(UserError, match="not a path of tested nodes"):
         read_traces("".join(f"{json.dumps(line)}\n" for line in (header(), PREFILL, untested)))

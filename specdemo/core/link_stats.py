@@ -1,0 +1,74 @@
+"""Source of a verdict, and measures of the link."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from enum import StrEnum
+
+
+class Source(StrEnum):
+    """Origin of a verdict."""
+
+    TARGET = "target"
+    GATE = "gate"
+    PROVISIONAL = "provisional"
+    ALONE = "alone"  # mode edge_only, or connection lost
+    LATE = "late"  # response to an earlier request
+
+    @property
+    def by_target(self) -> bool:
+        return self in (Source.TARGET, Source.LATE)
+
+
+_FLAGS: Mapping[Source, Mapping[str, float]] = {
+    Source.TARGET: {"escalated": 1.0},
+    Source.GATE: {"escalated": 0.0},
+    Source.PROVISIONAL: {"escalated": 1.0, "provisional": 1.0},
+    Source.ALONE: {"escalated": 0.0, "edge": 1.0},
+    Source.LATE: {"escalated": 1.0},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LinkStats:
+    """Measures of a step; None: not measured. `confirmed` and `overruled`: tokens that a late response decided."""
+
+    hard_ratio: float | None = None
+    cloud_s: float | None = None
+    rtt_s: float | None = None  # excludes `cloud_s`
+    sent: int | None = None  # messages
+    rows: int | None = None  # of q
+    confirmed: int | None = None
+    overruled: int | None = None
+    lost: int | None = None  # connections
+    bytes_up: int | None = None
+    bytes_down: int | None = None
+    up_s: float | None = None
+    down_s: float | None = None
+
+    @classmethod
+    def of(cls, remote: Mapping[str, float]) -> LinkStats:
+        """Read the frozen keys, ignoring others."""
+        return cls(**{name: remote[name] for name in _NAMES if name in remote})
+
+    def as_dict(self, source: Source, request_sent: bool) -> dict[str, float]:
+        """Return the frozen keys; None has no key."""
+        waiting = {"pending": 1.0} if source is Source.PROVISIONAL and not request_sent else {}
+        measures = {name: float(value) for name in _NAMES if (value := getattr(self, name)) is not None}
+        return {**_FLAGS[source], **waiting, **measures}
+
+
+_NAMES = tuple(field.name for field in fields(LinkStats))
+
+
+def source_of(remote: Mapping[str, float], has_choices: bool) -> tuple[Source, bool]:
+    """Return source and `request_sent`; late responses lack choices."""
+    if remote.get("provisional"):
+        return Source.PROVISIONAL, not remote.get("pending")
+    if remote.get("edge"):
+        return Source.ALONE, False
+    if remote.get("escalated") == 0:
+        return Source.GATE, False
+    late = "confirmed" in remote and not has_choices
+    return (Source.LATE, False) if late else (Source.TARGET, True)
