@@ -117,7 +117,7 @@ def equality(forms: Forms, prompts: Sequence[Prompt], options: argparse.Namespac
         recipe = forms.recipe(STORED, method="nasd", temperature=0.0, max_tokens=options.max_tokens)
         trace = traced(recipe, prompt.text, forms.pool)
         tokenizer = forms.pool.take(recipe.target_spec).tokenizer
-        start = trace.header["prompt_tokens"]
+        start = list(trace.header.prompt_tokens)
         total += len(trace.tokens)
         ids = torch.tensor([start])
         common = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -182,9 +182,7 @@ def measure_forms(forms: Forms, prompts: Sequence[Prompt], tokens: int) -> list[
         )
         for prompt in prompts
     }
-    answers = [
-        ([*run.header["prompt_tokens"], *run.tokens], len(run.header["prompt_tokens"])) for run in sampled.values()
-    ]
+    answers = [([*run.header.prompt_tokens, *run.tokens], len(run.header.prompt_tokens)) for run in sampled.values()]
     speeds: dict[str, list[float]] = {name: [] for name in names}
     records, documents = {}, []
     for name in names:

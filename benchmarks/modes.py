@@ -44,12 +44,12 @@ def measure(mode: str, url: str, options: argparse.Namespace) -> dict[str, Any]:
     )
     pool, prompts = ModelPool(), load_prompts(kinds=["code"])[: options.prompts]
     runs = [traced(recipe, prompt.text, pool) for prompt in (prompts[0], *prompts)][1:]
-    steps = [step for run in runs for step in run.steps]
+    steps = [event for run in runs for event in run.steps]
     links = [run.metrics.get("remote", {}) for run in runs]
-    total_s = [run.steps[-1]["t"] for run in runs]
-    calls = sum(step.get("remote", {}).get("escalated", 0.0) for step in steps)
+    total_s = [run.steps[-1].step.t for run in runs]
+    calls = sum(event.step.verdict.remote.get("escalated", 0.0) for event in steps)
     peak = max(run.metrics["peak_rss_bytes"] for run in runs)
-    kv = max(step["memory"]["kv_bytes"] for step in steps)
+    kv = max(event.memory.kv or 0.0 for event in steps)
     return {
         "mode": mode,
         "ttft_ms": [percentile([1000 * run.metrics["ttft_s"] for run in runs], share) for share in (0.5, 0.95)],

@@ -31,9 +31,9 @@ from benchmarks.page_client import PageClient
 from benchmarks.pages import CODE, HOST, chromium, open_group, run, served, set_number, status
 from benchmarks.tables import ROOT, publish, run_study, study_parser
 from specdemo.core.errors import UserError
-from specdemo.core.events import Event, Loading
+from specdemo.core.events import Event, Header, StepEvent
 from specdemo.core.metrics import interval
-from specdemo.core.trace import to_json
+from specdemo.core.step import Step
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
@@ -66,32 +66,28 @@ WATCH = """() => {
     watch.observe(lane, {childList: true});
 }"""
 
-Lines = list[dict[str, Any]]
-
 
 class RecordingEngine:
     """`generate`, recording the trace of its latest run."""
 
     def __init__(self) -> None:
-        self.trace: Lines = []
+        self.header: Header | None = None
+        self.steps: list[Step] = []
 
     def __call__(self, *arguments: Any) -> Iterator[Event]:
-        self.trace = []
+        self.steps = []
         for event in generate(*arguments):
-            if not isinstance(event, Loading):
-                self.trace.append(to_json(event))
+            if isinstance(event, Header):
+                self.header = event
+            elif isinstance(event, StepEvent):
+                self.steps.append(event.step)
             yield event
-
-    @property
-    def steps(self) -> Lines:
-        """Lines of the steps."""
-        return self.trace[1:-1]
 
     @property
     def speed(self) -> float:
         """Tokens per second of wall time after the prefill."""
         steps = self.steps
-        return sum(len(step["tokens"]) for step in steps[1:]) / (steps[-1]["t"] - steps[0]["t"])
+        return sum(len(step.tokens) for step in steps[1:]) / (steps[-1].t - steps[0].t)
 
 
 @contextmanager
@@ -173,13 +169,13 @@ def alternate(
             before = cpu_seconds()
             ways[way]()
             after, steps = cpu_seconds(), engine.steps
-            text = [step["tokens"] for step in steps]
+            text = [step.tokens for step in steps]
             first_text = first_text or text
-            if json.loads(json.dumps(engine.trace[0]["recipe"])) != expected_recipe or text != first_text:
+            if json.loads(json.dumps(engine.header.recipe)) != expected_recipe or text != first_text:
                 raise UserError(f"{way}: the recipe or the text differs, which makes the speeds incomparable")
             if i >= 0:
                 speeds[way].append(engine.speed)
-                cpu[way].append({name: (after[name] - before.get(name, 0)) / steps[-1]["t"] for name in after})
+                cpu[way].append({name: (after[name] - before.get(name, 0)) / steps[-1].t for name in after})
     return speeds, cpu
 
 
@@ -227,7 +223,7 @@ def page_cost(options: argparse.Namespace) -> None:
             "page": on_page,
         }
         speeds, cpu = alternate(ways, options.rounds, engine, recipe)
-    device = engine.trace[0]["environment"]["device"]
+    device = engine.header.environment["device"]
     print(f"{tokens} tokens on {device}; threads: {threads} in the terminal, {page_threads} on the page")
     publish_speeds(options, "page_cost-remote" if options.remote else "page_cost", speeds)
     if not options.remote:

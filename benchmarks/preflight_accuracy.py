@@ -153,7 +153,7 @@ def record_texts(recipe: Recipe, pool: ModelPool, path: Path = CONTINUATION_FILE
         for seed, entry in enumerate(entries):
             for temperature in RECORDED_TEMPERATURES:
                 ar = replace(recipe, temperature=temperature, top_p=1.0, seed=seed, max_tokens=CONTINUATION_TOKENS)
-                entry[f"{temperature:g}"] = "".join(step["text"] for step in traced(ar, entry["prompt"], pool).steps)
+                entry[f"{temperature:g}"] = "".join(event.text for event in traced(ar, entry["prompt"], pool).steps)
     path.write_text(json.dumps(classes, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from benchmarks.tables import ROOT
-from specdemo.core.events import Loading
+from specdemo.core.events import End, Header, Loading, StepEvent
 from specdemo.core.trace import to_json
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
@@ -24,39 +24,39 @@ from specdemo.recipe import Recipe
 
 @dataclass(frozen=True)
 class Trace:
-    """Lines of a trace: header, steps and end."""
+    """Events of a run: header, steps and end."""
 
-    header: dict[str, Any]
-    steps: list[dict[str, Any]]
-    end: dict[str, Any]
+    header: Header
+    steps: list[StepEvent]
+    end: End
 
     @property
     def tokens(self) -> list[int]:
         """All committed tokens."""
-        return [token for step in self.steps for token in step["tokens"]]
+        return [token for event in self.steps for token in event.step.tokens]
 
     @property
     def metrics(self) -> dict[str, Any]:
         """Metrics of the complete run."""
-        return self.end["metrics"]
+        return to_json(self.end)["metrics"]
 
 
 def traced(recipe: Recipe, prompt: str, pool: ModelPool, pause_s: float = 0.0) -> Trace:
     """Run `recipe` to its end, sleeping `pause_s` after each step. Raises `RuntimeError` if the run fails."""
     trace = possibly_failed(recipe, prompt, pool, pause_s)
-    if trace.end["error"]:
-        raise RuntimeError(trace.end["error"])
+    if trace.end.error:
+        raise RuntimeError(trace.end.error)
     return trace
 
 
 def possibly_failed(recipe: Recipe, prompt: str, pool: ModelPool, pause_s: float = 0.0) -> Trace:
     """Run `recipe` to its end or first error."""
-    events = []
+    events: list[Any] = []
     for event in generate(recipe, prompt, pool):
         if not isinstance(event, Loading):
             events.append(event)
             time.sleep(pause_s)
-    header, *steps, end = map(to_json, events)
+    header, *steps, end = events
     return Trace(header, steps, end)
 
 
@@ -135,15 +135,16 @@ class StepTotals:
 
 def step_totals(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool, pause_s: float = 0.0) -> StepTotals:
     """Run an edge-cloud recipe on every prompt with pauses of `pause_s` between steps, excluded from all figures."""
-    steps = [step for prompt in prompts for step in traced(recipe, prompt.text, pool, pause_s).steps[1:]]
-    cloud_s = sum(step["remote"]["cloud_s"] for step in steps)
+    steps = [event.step for prompt in prompts for event in traced(recipe, prompt.text, pool, pause_s).steps[1:]]
+    links = [step.verdict.remote for step in steps]
+    cloud_s = sum(link["cloud_s"] for link in links)
     return StepTotals(
-        sum(len(step["tokens"]) for step in steps),
-        tuple(len(step["draft"]) for step in steps),
-        tuple(beta for step in steps for beta in step["beta"] if beta is not None),
-        sum(step["draft_s"] for step in steps),
+        sum(len(step.tokens) for step in steps),
+        tuple(len(step.draft) for step in steps),
+        tuple(beta for step in steps for beta in step.betas),
+        sum(step.draft_s for step in steps),
         cloud_s,
-        sum(step["verify_s"] for step in steps) - cloud_s,
-        sum(step["host_s"] for step in steps),
-        *(sum(step["remote"][name] for step in steps) for name in ("bytes_up", "bytes_down", "rows")),
+        sum(step.verify_s for step in steps) - cloud_s,
+        sum(step.host_s for step in steps),
+        *(sum(link[name] for link in links) for name in ("bytes_up", "bytes_down", "rows")),
     )

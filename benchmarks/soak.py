@@ -45,11 +45,11 @@ class Tallies:
 
     def add(self, trace: Trace, expected: Sequence[int]) -> None:
         with self._lock:
-            self.latencies += [step["verify_s"] for step in trace.steps[1:]]
-            self.requests += int(sum(step["remote"]["sent"] for step in trace.steps))
+            self.latencies += [event.step.verify_s for event in trace.steps[1:]]
+            self.requests += int(sum(event.step.verdict.remote["sent"] for event in trace.steps))
             self.texts += 1
-            self.failed += trace.end["error"] is not None
-            self.wrong += trace.end["error"] is None and trace.tokens != expected
+            self.failed += trace.end.error is not None
+            self.wrong += trace.end.error is None and trace.tokens != expected
 
 
 def start_edges(

@@ -46,7 +46,12 @@ PACKAGES = {
     ),
     "uvicorn": ("specdemo/remote/",),
     "httpcore": ("specdemo/remote/",),
-    "pydantic": ("specdemo/core/options.py", "specdemo/remote/", "specdemo/core/trace.py"),
+    "pydantic": (
+        "specdemo/core/options.py",
+        "specdemo/remote/",
+        "specdemo/core/trace.py",
+        "specdemo/core/step_record.py",
+    ),
     "gradio": (
         "specdemo/ui/page.py",
         "specdemo/ui/controls.py",
@@ -57,7 +62,8 @@ PACKAGES = {
     ),
 }
 NO_TORCH = tuple(
-    f"specdemo/core/{name}.py" for name in ("decode", "step", "events", "trace", "explain", "metrics", "theory")
+    f"specdemo/core/{name}.py"
+    for name in ("decode", "step", "events", "trace", "step_record", "link_stats", "explain", "metrics", "theory")
 )
 
 Sources = Mapping[str, str]  # path from the root -> source text

@@ -49,9 +49,7 @@ from specdemo.remote.protocol import (
     VerifyConfig,
     VerifyRequest,
     VerifyResponse,
-    check_response,
     digest,
-    verdict_from_response,
 )
 from specdemo.worker import Stopped, device_released, interruptible, run_in_thread, wait_for
 
@@ -59,7 +57,7 @@ MAX_TIMEOUT_S = 8.0  # of an attempt
 CLOSE_S = 1.0
 MAX_PADDING = 2  # vocabulary of a model per token of its tokenizer; padding is below 2%
 RowFormat = Literal["float32", "float16", "scalar"]
-LateResponse: TypeAlias = "tuple[Future[tuple[VerifyResponse, LinkStats]], int]"  # length of the text
+LateVerdict: TypeAlias = "tuple[Future[Verdict], int]"  # length of the text
 
 
 class ConnectionLost(UserError):
@@ -104,7 +102,7 @@ class RemoteVerifier:
         self._clock, self._sleep = clock, sleep
         self._context_id, self._epoch, self._step = context_id or uuid.uuid4().hex, 0, -1
         self._cloud_tokens: list[int] = []
-        self._late: LateResponse | None = None
+        self._late: LateVerdict | None = None
         self._alone, self._announce_loss = alone, alone
         self._closed = False
         self._sender = ThreadPoolExecutor(1, "cloud")  # requests may outlive deadlines
@@ -152,7 +150,7 @@ class RemoteVerifier:
         request = partial(self._exchange, list(tokens), draft, hard_mask)
         if self._deadlines.strict or not draft.tokens:
             try:
-                response, measured = interruptible(request)
+                verdict = interruptible(request)
             except Stopped:
                 self._alone = True  # the request is still running
                 raise
@@ -161,10 +159,9 @@ class RemoteVerifier:
             if not wait_for(future, self._deadlines.deadline_s):
                 self._late = future, len(tokens)
                 return provisional_verdict(draft, link, request_sent=True)
-            response, measured = future.result()
-        measured = replace(measured, confirmed=link.confirmed, overruled=link.overruled)
-        verdict = replace(verdict_from_response(response, draft), link=measured)
-        return replace(verdict, draft_top=self._draft_top(draft, verdict))
+            verdict = future.result()
+        measured = replace(verdict.link or LinkStats(), confirmed=link.confirmed, overruled=link.overruled)
+        return replace(verdict, link=measured, draft_top=self._draft_top(draft, verdict))
 
     def _draft_top(self, draft: Draft, verdict: Verdict) -> tuple[TopTokens, ...]:
         q = draft.probs.dense() if self._top and draft.probs is not None else None
@@ -175,10 +172,8 @@ class RemoteVerifier:
             row.update(token for token, _ in top.top if token < q.shape[-1])
         return top_tokens(q, self._top, [tokens[parent + 1] for parent in draft.parents])
 
-    def _exchange(
-        self, tokens: list[int], draft: Draft, hard_mask: Sequence[int] | None
-    ) -> tuple[VerifyResponse, LinkStats]:
-        """Repeat the request until a response arrives; return it with its cost."""
+    def _exchange(self, tokens: list[int], draft: Draft, hard_mask: Sequence[int] | None) -> Verdict:
+        """Repeat the request until a response arrives."""
         start, timeout, sent, rows = self._clock(), self._deadlines.deadline_s, 0, []
         cloud_s, rtt_s, asked = 0.0, 0.0, start
         while True:
@@ -208,10 +203,9 @@ class RemoteVerifier:
                     break
                 rows.append(self._row(draft, response.wanted_row))
                 asked = self._clock()
-        check_response(response, draft, self._vocab_size)
-        new = [*(draft.tokens[node] for node in response.accepted_nodes), response.token]
-        self._cloud_tokens = [*tokens, *new]
-        return response, LinkStats(cloud_s=cloud_s, rtt_s=rtt_s, sent=sent, rows=len(rows))
+        verdict = response.to(draft, self._vocab_size)
+        self._cloud_tokens = [*tokens, *(draft.tokens[node] for node in verdict.accepted), *verdict.target_tokens]
+        return replace(verdict, link=LinkStats(cloud_s=cloud_s, rtt_s=rtt_s, sent=sent, rows=len(rows)))
 
     def _request(
         self, tokens: list[int], draft: Draft, hard_mask: Sequence[int] | None, rows: list[DraftRow]
@@ -246,17 +240,12 @@ class RemoteVerifier:
 
     # --- late and lost responses ----------------------------------------------------------------------------------
 
-    def _resolve_late(
-        self, late: LateResponse, tokens: Sequence[int], draft: Draft
-    ) -> tuple[Verdict | None, LinkStats]:
+    def _resolve_late(self, late: LateVerdict, tokens: Sequence[int], draft: Draft) -> tuple[Verdict | None, LinkStats]:
         """Compare a late response with the provisional tokens and apply it to `draft`."""
-        response, length = late
-        if not draft.tokens:
-            _, measured = interruptible(response.result)
-        elif wait_for(response, self._deadlines.deadline_s):
-            _, measured = response.result()
-        else:
+        future, length = late
+        if not wait_for(future, self._deadlines.deadline_s if draft.tokens else None):
             return provisional_verdict(draft, LinkStats(), request_sent=False), LinkStats()
+        measured = future.result().link or LinkStats()
         self._late = None
         verified, unverified = self._cloud_tokens[length:], list(tokens[length:])
         same = common_prefix(verified, unverified)

@@ -20,18 +20,15 @@ from specdemo.core.distributions import Comparison, ProbRows, SparseRow, node_pr
 from specdemo.core.errors import UserError, check_name
 from specdemo.core.rules import RULES, check_rule
 from specdemo.core.sampling import Noise, SharedNoise
-from specdemo.core.step import Draft, Verdict
+from specdemo.core.step import Draft
 from specdemo.core.verifier import ModelVerifier, configured_rule
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.threads import torch_threads
 from specdemo.remote.protocol import (
     StreamRequest,
-    TopTokensMessage,
     VerifyConfig,
-    VerifyMetrics,
     VerifyRequest,
     VerifyResponse,
-    acceptance_prob,
     digest,
 )
 
@@ -160,35 +157,7 @@ def verify_request(
         verdict = verifier.verify(tokens, draft)
     except RowNeeded as missing:
         return VerifyResponse(epoch=request.epoch, step=request.step, accepted_len=0, wanted_row=missing.node)
-    return _response(request, draft, verdict)
-
-
-def _response(request: VerifyRequest, draft: Draft, verdict: Verdict) -> VerifyResponse:
-    tested = [node for node, beta in enumerate(verdict.beta) if beta is not None]
-    draws = [draw for node in tested if (draw := verdict.draw[node]) is not None]
-    alphas = [acceptance_prob(verdict.p[node], draft, node) for node in tested]
-    last = verdict.accepted[-1] if verdict.accepted else -1
-    rejected = last in draft.parents
-    return VerifyResponse(
-        epoch=request.epoch,
-        step=request.step,
-        accepted_len=len(verdict.accepted),
-        correction=verdict.token if rejected else None,
-        bonus=None if rejected else verdict.token,
-        accepted=None if request.parents is None else list(verdict.accepted),
-        tested=None if request.parents is None else tested,
-        p=list(verdict.p),
-        draws=draws if draws and len(draws) == len(tested) else None,
-        choices=[list(row) for row in verdict.choices],
-        target_top=[TopTokensMessage.of(top) for top in verdict.target_top] or None,
-        bounds=list(verdict.bound) or None if request.top else None,
-        ranks=list(verdict.rank) or None,
-        token_top=None if verdict.token_top is None else TopTokensMessage.of(verdict.token_top),
-        metrics=VerifyMetrics(
-            alpha_mean=sum(alphas) / len(alphas) if alphas else None,
-            la_over_k=len(verdict.accepted) / request.k if request.k else None,
-        ),
-    )
+    return VerifyResponse.of(request, draft, verdict)
 
 
 # --- contexts ------------------------------------------------------------------------------------------------------

@@ -61,6 +61,12 @@ class NetworkMessage(BaseModel):
 MessageT = TypeVar("MessageT", bound=NetworkMessage)
 
 
+class ResponseMessage(NetworkMessage):
+    """Ignores unknown fields, so that services can be extended."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
 class VerifyConfig(NetworkMessage):
     """Sampling parameters, seed and acceptance rule of a context."""
 
@@ -143,14 +149,14 @@ class VerifyRequest(NetworkMessage):
     top: Annotated[int, Field(ge=0, le=64)] = 0
 
 
-class VerifyMetrics(NetworkMessage):
+class VerifyMetrics(ResponseMessage):
     alpha_mean: float | None = None  # mean min(1, p / q) of the tested tokens
     la_over_k: float | None = None
     cloud_s: float = 0.0  # forward pass and rule
     fed: Count = 0  # tokens that were not in the cache
 
 
-class TopTokensMessage(NetworkMessage):
+class TopTokensMessage(ResponseMessage):
     entropy: float  # nats
     ids: list[Token]
     p: list[Reported]
@@ -163,7 +169,7 @@ class TopTokensMessage(NetworkMessage):
         return TopTokens(self.entropy, tuple(zip(self.ids, self.p, strict=True)))
 
 
-class VerifyResponse(NetworkMessage):
+class VerifyResponse(ResponseMessage):
     """Verdict, or a request for the draft row of node `wanted_row`."""
 
     epoch: Count
@@ -183,6 +189,63 @@ class VerifyResponse(NetworkMessage):
     token_top: TopTokensMessage | None = None
     metrics: VerifyMetrics = VerifyMetrics()
 
+    @classmethod
+    def of(cls, request: VerifyRequest, draft: Draft, verdict: Verdict) -> VerifyResponse:
+        tested = [node for node, beta in enumerate(verdict.beta) if beta is not None]
+        draws = [draw for node in tested if (draw := verdict.draw[node]) is not None]
+        alphas = [_acceptance_prob(verdict.p[node] or 0.0, draft, node) for node in tested]
+        last = verdict.accepted[-1] if verdict.accepted else -1
+        rejected = last in draft.parents
+        return cls(
+            epoch=request.epoch,
+            step=request.step,
+            accepted_len=len(verdict.accepted),
+            correction=verdict.token if rejected else None,
+            bonus=None if rejected else verdict.token,
+            accepted=None if request.parents is None else list(verdict.accepted),
+            tested=None if request.parents is None else tested,
+            p=list(verdict.p),
+            draws=draws if draws and len(draws) == len(tested) else None,
+            choices=[list(row) for row in verdict.choices],
+            target_top=[TopTokensMessage.of(top) for top in verdict.target_top] or None,
+            bounds=list(verdict.bound) or None if request.top else None,
+            ranks=list(verdict.rank) or None,
+            token_top=None if verdict.token_top is None else TopTokensMessage.of(verdict.token_top),
+            metrics=VerifyMetrics(
+                alpha_mean=sum(alphas) / len(alphas) if alphas else None,
+                la_over_k=len(verdict.accepted) / request.k if request.k else None,
+            ),
+        )
+
+    def to(self, draft: Draft, vocab_size: int = MAX_VOCAB) -> Verdict:
+        """Return the verdict; beta is min(1, p / q), with mean sum min(p, q) over q.
+
+        Raises `UserError` if the response does not belong to `draft` or contains ids outside of the vocabulary.
+        """
+        self._check(draft, vocab_size)
+        tested: Sequence[int] = self.tested or ()
+        if self.tested is None and self.accepted is None:
+            tested = range(min(self.accepted_len + 1, len(draft)))
+        draws: list[float | None] = [None] * len(draft)
+        betas: list[float | None] = [None] * len(draft)
+        for i, node in enumerate(tested):
+            betas[node] = _acceptance_prob(self.p[node], draft, node)
+            draws[node] = self.draws[i] if self.draws else None
+        # Random acceptance tests without siblings have the bound min(1, p / q).
+        bounds = self.bounds or [None if draw is None else beta for draw, beta in zip(draws, betas, strict=True)]
+        return Verdict(
+            tuple(self.accepted_nodes),
+            self.token,
+            tuple(self.p),
+            tuple(draws),
+            tuple(betas),
+            tuple(map(tuple, self.choices)),
+            bound=tuple(bounds),
+            rank=tuple(self.ranks or ()),
+            target_top=tuple(top.decoded() for top in self.target_top or ()),
+            token_top=None if self.token_top is None else self.token_top.decoded(),
+        )
+
     @property
     def accepted_nodes(self) -> Sequence[int]:
         return range(self.accepted_len) if self.accepted is None else self.accepted
@@ -190,6 +253,37 @@ class VerifyResponse(NetworkMessage):
     @property
     def token(self) -> int | None:
         return self.bonus if self.correction is None else self.correction
+
+    def _check(self, draft: Draft, vocab_size: int) -> None:
+        tops = [*(self.target_top or ()), *filter(None, [self.token_top])]
+        ids = [self.token or 0, *(token for row in self.choices for token in row)]
+        if max(ids + [token for top in tops for token in top.ids]) >= vocab_size:
+            raise UserError(
+                f"the cloud sent a token outside of its {vocab_size:,} ids: use the same version at both ends"
+            )
+        nodes = self.accepted_nodes
+        if (
+            max(self.accepted_len, len(nodes)) > len(draft)
+            or len(self.p) != len(draft)
+            or len(self.choices) != len(draft) + 1
+            or any(
+                node >= len(draft) or draft.parents[node] != parent
+                for parent, node in zip([-1, *nodes], nodes, strict=False)
+            )
+            or any(node >= len(draft) for node in self.tested or ())
+            or (self.tested is not None and len(self.draws or self.tested) != len(self.tested))
+            or any(values and len(values) != len(draft) for values in (self.bounds, self.ranks))
+            or len(self.target_top or self.choices) != len(self.choices)
+            or self.token is None
+            or not all(self.choices)
+            or any(len(top.ids) != len(top.p) for top in tops)
+        ):
+            raise UserError("the cloud's response does not fit the draft: use the same version at both ends")
+
+
+def _acceptance_prob(p: float, draft: Draft, node: int) -> float:
+    q = 1.0 if draft.token_probs is None else draft.token_probs[node]
+    return min(1.0, p / q) if q else 0.0
 
 
 class StreamRequest(NetworkMessage):
@@ -200,16 +294,16 @@ class StreamRequest(NetworkMessage):
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TEXT)]
 
 
-class ErrorResponse(NetworkMessage):
+class ErrorResponse(ResponseMessage):
     error: ExternalText
     code: ExternalText
 
 
-class DeleteResponse(NetworkMessage):
+class DeleteResponse(ResponseMessage):
     deleted: Annotated[bool, _key("forgotten")]
 
 
-class ServiceInfo(NetworkMessage):
+class ServiceInfo(ResponseMessage):
     name: ExternalText
     vocab_size: Annotated[int, Field(ge=1, le=MAX_VOCAB)]
     context: Count
@@ -286,67 +380,3 @@ CODECS: Mapping[str, Codec] = {
         _from_msgpack,
     ),
 }
-
-
-# --- responses and verdicts ----------------------------------------------------------------------------------------
-
-
-def check_response(response: VerifyResponse, draft: Draft, vocab_size: int = MAX_VOCAB) -> None:
-    """Raise `UserError` if the response does not belong to `draft` or contains ids outside of the vocabulary."""
-    tops = [*(response.target_top or ()), *filter(None, [response.token_top])]
-    ids = [response.token or 0, *(token for row in response.choices for token in row)]
-    if max(ids + [token for top in tops for token in top.ids]) >= vocab_size:
-        raise UserError(f"the cloud sent a token outside of its {vocab_size:,} ids: use the same version at both ends")
-    nodes = response.accepted_nodes
-    if (
-        max(response.accepted_len, len(nodes)) > len(draft)
-        or len(response.p) != len(draft)
-        or len(response.choices) != len(draft) + 1
-        or any(
-            node >= len(draft) or draft.parents[node] != parent
-            for parent, node in zip([-1, *nodes], nodes, strict=False)
-        )
-        or any(node >= len(draft) for node in response.tested or ())
-        or (response.tested is not None and len(response.draws or response.tested) != len(response.tested))
-        or any(values and len(values) != len(draft) for values in (response.bounds, response.ranks))
-        or len(response.target_top or response.choices) != len(response.choices)
-        or response.token is None
-        or not all(response.choices)
-        or any(len(top.ids) != len(top.p) for top in tops)
-    ):
-        raise UserError("the cloud's response does not fit the draft: use the same version at both ends")
-
-
-def verdict_from_response(response: VerifyResponse, draft: Draft) -> Verdict:
-    """Convert a response to a verdict; beta is min(1, p / q), with mean sum min(p, q) over q."""
-    accepted = tuple(response.accepted_nodes)
-    tested = response.tested
-    if tested is None:
-        tested = list(range(min(response.accepted_len + 1, len(draft)))) if response.accepted is None else []
-    draws: list[float | None] = [None] * len(draft)
-    betas: list[float | None] = [None] * len(draft)
-    for i, node in enumerate(tested):
-        betas[node] = acceptance_prob(response.p[node], draft, node)
-        draws[node] = response.draws[i] if response.draws else None
-    return Verdict(
-        accepted,
-        response.token,
-        tuple(response.p),
-        tuple(draws),
-        tuple(betas),
-        tuple(map(tuple, response.choices)),
-        bound=tuple(response.bounds or _bounds(draws, betas)),
-        rank=tuple(response.ranks or ()),
-        target_top=tuple(top.decoded() for top in response.target_top or ()),
-        token_top=None if response.token_top is None else response.token_top.decoded(),
-    )
-
-
-def _bounds(draws: Sequence[float | None], betas: Sequence[float | None]) -> list[float | None]:
-    """Return the bounds of random acceptance tests without siblings, which are min(1, p / q)."""
-    return [None if draw is None else beta for draw, beta in zip(draws, betas, strict=True)]
-
-
-def acceptance_prob(p: float, draft: Draft, node: int) -> float:
-    q = 1.0 if draft.token_probs is None else draft.token_probs[node]
-    return min(1.0, p / q) if q else 0.0

@@ -144,7 +144,7 @@ def _target_row(step: Step) -> TopList:
 
 
 def _residual(step: Step) -> TopList:
-    """Return the residual of recorded tokens; older traces of chains contain p and q of some of them."""
+    """Return the residual of recorded tokens; older traces of chains contain some p and q."""
     verdict = step.verdict
     if verdict.token_top is not None:
         return verdict.token_top.top
@@ -160,7 +160,7 @@ def _residual(step: Step) -> TopList:
 
 
 def _token_bars(top: TopList, names: Mapping[int, str], committed: int) -> Bars:
-    """Return the distribution that the target's token was sampled from; the committed token is always included."""
+    """Return the distribution of the target's token, including the committed token."""
     masses = dict(top)
     tokens = sorted((token for token in masses if masses[token] > 0 or token == committed), key=lambda t: -masses[t])
     bars = [(_name(token, names), masses[token], None) for token in _limited(tokens, committed)]

@@ -14,7 +14,7 @@ from benchmarks import pass_cost
 from specdemo.cli import main
 from specdemo.core.events import StepEvent
 from specdemo.core.metrics import Metrics
-from specdemo.core.trace import step_from_json
+from specdemo.core.step_record import step_of
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +42,7 @@ def test_json_is_the_trace(models: dict[str, str], method: str, capsys: pytest.C
     assert head["specdemo"] == 1 and head["recipe"]["method"] == method and head["vocab_size"] == 300
     assert head["prompt_tokens"] == byte_level_tokenizer().encode(PROMPT) and "torch" in head["environment"]
     named = {"i", "tokens", "text", "draft", "draft_text", "parents", "accepted", "token", "kind", "p", "q", "top"}
-    metrics = Metrics.of(map(step_from_json, steps))
+    metrics = Metrics.of(map(step_of, steps))
     for i, step in enumerate(steps):
         assert step.keys() >= named | {"gamma", "draft_s", "verify_s", "t"} and step["i"] == i
         assert step["text"] == "".join(step["pieces"]) and len(step["pieces"]) == len(step["tokens"])

@@ -19,6 +19,7 @@ from specdemo.core.policies import Fixed
 from specdemo.core.rules import rejection
 from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft, Outcome, Step, Verdict
+from specdemo.core.step_record import step_of
 from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.model import ModelDrafter
 
@@ -118,7 +119,7 @@ def test_steps_survive_json(forest: bool) -> None:
     for step in run([1, 2], target(), drafter, Fixed(3), 20):
         event = StepEvent(step, tuple(map(str, step.tokens)), tuple(map(str, step.draft.tokens)))
         line = json.loads(trace.write(event))
-        assert trace.step_from_json(line) == step
+        assert step_of(line) == step
         assert trace.from_json(line, Metrics()) == replace(event, metrics=Metrics.of([step]))
         assert len(line["top"]) == len(line["p"]) == len(line["parents"]) == len(line["draft"])
 
@@ -227,7 +228,7 @@ def test_link_measures_have_the_same_keys_in_traces(
     step = Step(1, (1,), Draft.chain((1,)), verdict, 3, 0.1, 0.2, 0.1, t=1.0)
     line = trace.to_json(StepEvent(step, ("a",), ("a",)))
     assert line["remote"] == remote and all(type(value) is float for value in line["remote"].values())
-    again = trace.step_from_json(line)
+    again = step_of(line)
     assert again == step and (again.verdict.source, again.verdict.request_sent) == (source, request_sent)
     metrics = Metrics.of([Step(0, (9,), Draft(), Verdict((), 9), 0, 0.0, 0.5, 0.0, t=0.6), step])
     assert metrics.remote == remote and metrics.target_passes == request_sent

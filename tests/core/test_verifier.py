@@ -17,7 +17,8 @@ from specdemo.core.events import StepEvent
 from specdemo.core.policies import Fixed
 from specdemo.core.sampling import SamplingParams
 from specdemo.core.step import Step
-from specdemo.core.trace import step_from_json, to_json
+from specdemo.core.step_record import step_of
+from specdemo.core.trace import to_json
 from specdemo.core.verifier import BeamSearch
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.kv_cache import CachedModel
@@ -112,7 +113,7 @@ def test_committed_tokens_are_final() -> None:
             whole += step.tokens
             before = shown
             assert step.searched and step.kind == "plain" and not len(step.draft)
-            assert step_from_json(to_json(StepEvent(step, tuple(map(str, step.tokens))))) == step
+            assert step_of(to_json(StepEvent(step, tuple(map(str, step.tokens))))) == step
     assert changed
 
 

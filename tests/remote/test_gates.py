@@ -22,6 +22,7 @@ from specdemo.core.policies import Fixed
 from specdemo.core.rules import rejection
 from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft
+from specdemo.core.step_record import step_of
 from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.model import ModelDrafter
 from specdemo.models.engines.llama_weights import LlamaWeights, with_dropout
@@ -101,7 +102,7 @@ def test_gate_without_hard_tokens_gives_the_drafter_text() -> None:
     unverified = next(step for step in steps if step.verdict.source is Source.GATE)
     line = trace.to_json(StepEvent(unverified, ("a", "b"), ("a", "b")))
     assert line["p"] == [None, None] and line["top"] == [None, None] and line["remote"]["hard_ratio"] == 0
-    assert trace.step_from_json(line) == unverified
+    assert step_of(line) == unverified
 
 
 def test_higher_thresholds_save_requests() -> None:

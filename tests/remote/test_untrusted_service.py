@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from fakes.remote import COUPLED, INFO, DirectClient, contexts, decode_coupled
+from fakes.remote import COUPLED, DRAFTED, INFO, OPEN, DirectClient, contexts, decode_coupled
 
 from specdemo.core.errors import UserError, plain_text
 from specdemo.core.step import Draft
@@ -20,7 +20,7 @@ from specdemo.models.zoo import PAIRS, fingerprint
 from specdemo.remote.access import token_for
 from specdemo.remote.client import StreamingVerifier, connect
 from specdemo.remote.config import CloudConfig
-from specdemo.remote.protocol import VerifyResponse
+from specdemo.remote.protocol import CODECS, ServiceInfo, VerifyRequest, VerifyResponse
 
 SPEC = ModelSpec(PAIRS["bundled"].target, device="cpu")
 SECRET = {"SPECDEMO_TOKEN": "secret"}
@@ -179,6 +179,41 @@ def test_malicious_verdicts_get_a_sentence(changes: dict[str, Any]) -> None:
     with pytest.raises(UserError) as error:
         decode_coupled(Malicious(**changes), vocab_size=4)
     assert "\n" not in str(error.value) and len(str(error.value)) < 300
+
+
+class Extended(DirectClient):
+    """Cloud of a later version: every object of a response has another field."""
+
+    def call(self, method: str, path: str, message: Any, response_type: Any, timeout: float) -> Any:
+        response = super().call(method, path, message, response_type, timeout)
+        body = json.loads(response.model_dump_json(by_alias=True, exclude_none=True), object_hook=with_another_field)
+        return CODECS["application/json"].load(response_type, json.dumps(body).encode())
+
+
+def with_another_field(value: dict[str, Any]) -> dict[str, Any]:
+    return {**value, "later": {"x": [1]}}
+
+
+def test_unknown_fields_of_responses_are_ignored() -> None:
+    extended, known = (decode_coupled(kind(contexts()), top=2) for kind in (Extended, DirectClient))
+    assert [(step.tokens, step.verdict.target_top) for step in extended] == [
+        (step.tokens, step.verdict.target_top) for step in known
+    ]
+    assert all(step.verdict.target_top for step in extended)
+    info = CODECS["application/json"].load(ServiceInfo, json.dumps(with_another_field(vars(INFO))).encode())
+    assert info == INFO
+
+
+def test_unknown_fields_of_requests_are_refused() -> None:
+    row = {"node": 0, "values": "AACAPw=="}
+    for body in (
+        with_another_field(OPEN),
+        {**OPEN, "sampling_cfg": with_another_field({"temp": 1.0})},
+        {**DRAFTED, "rows": [with_another_field(row)]},
+    ):
+        with pytest.raises(UserError, match="later: extra inputs are not permitted"):
+            CODECS["application/json"].load(VerifyRequest, json.dumps(body).encode())
+    assert CODECS["application/json"].load(VerifyRequest, json.dumps({**DRAFTED, "rows": [row]}).encode()).rows
 
 
 def test_external_text_is_a_printable_line() -> None:

@@ -1,0 +1,242 @@
+"""Record of a step in a trace, with its limits: a dictionary, since the absence of some keys has a meaning.
+
+Keys may be added, never renamed; some predate the vocabulary: `laws` (target top tokens), `drafted` (draft top tokens),
+`remote` (source and link measures), `texts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, with_config
+from typing_extensions import NotRequired, TypedDict
+
+from specdemo.core.events import MemoryUse, StepEvent
+from specdemo.core.link_stats import LinkStats, source_of
+from specdemo.core.metrics import Metrics
+from specdemo.core.step import Draft, Step, TopTokens, Verdict
+
+MAX_STEPS = 20_000
+MAX_NODES, MAX_TOKENS = 1024, 4096  # per step
+MAX_RECORDED = 4096  # tokens of a distribution
+
+Id = Annotated[int, Field(ge=0, lt=1 << 31)]
+Number = Annotated[float, Field(ge=-1e12, le=1e12)]
+Seconds = Annotated[float, Field(ge=0, le=1e9)]
+Bytes = Annotated[float, Field(ge=0, le=1e18)]
+_Probability = Annotated[float, Field(ge=0, le=1.0001)]  # float32 sums may slightly exceed 1
+Text = Annotated[str, Field(max_length=10_000)]
+Name = Annotated[str, Field(max_length=40)]
+
+_STRICT = with_config(ConfigDict(strict=True, extra="ignore", allow_inf_nan=False))
+
+
+@_STRICT
+class TopRecord(TypedDict):
+    entropy: Number
+    top: Annotated[list[tuple[Id, _Probability]], Field(max_length=MAX_RECORDED)]
+
+
+@_STRICT
+class MemoryRecord(TypedDict, total=False):
+    rss_bytes: Bytes | None
+    device_bytes: Bytes | None
+    kv_bytes: Bytes | None
+
+
+@_STRICT
+class StepRecord(TypedDict):
+    i: Annotated[int, Field(ge=0, le=MAX_STEPS)]
+    tokens: Annotated[list[Id], Field(max_length=MAX_TOKENS)]
+    draft: Annotated[list[Id], Field(max_length=MAX_NODES)]
+    parents: list[int]
+    accepted: list[int]
+    token: Id | None
+    kind: Literal["correction", "bonus", "plain"]
+    p: list[_Probability | None]  # None: not computed by the target
+    q: list[_Probability] | None
+    top: NotRequired[list[Id | None]]
+    choices: list[Annotated[list[Id], Field(min_length=1, max_length=MAX_NODES)]]
+    draw: list[_Probability | None]
+    beta: list[_Probability | None]
+    bound: NotRequired[list[_Probability | None]]
+    gamma: Annotated[int, Field(ge=0, le=1024)]
+    draft_s: Seconds
+    verify_s: Seconds
+    host_s: Seconds
+    t: Seconds
+    policy: NotRequired[Annotated[dict[Name, Number], Field(max_length=16)]]
+    remote: NotRequired[Annotated[dict[Name, Number], Field(max_length=32)] | None]
+    pending: NotRequired[Annotated[list[Id], Field(max_length=MAX_TOKENS)] | None]
+    pending_text: NotRequired[Text | None]
+    laws: NotRequired[list[TopRecord] | None]
+    drafted: NotRequired[list[TopRecord] | None]
+    token_top: NotRequired[TopRecord | None]
+    rank: NotRequired[Annotated[list[Id], Field(max_length=MAX_NODES)]]
+    texts: NotRequired[dict[Annotated[str, Field(pattern="^[0-9]{1,10}$")], Text] | None]
+    text: Annotated[str, Field(max_length=100_000)]
+    pieces: Annotated[list[Text], Field(max_length=MAX_TOKENS)]
+    draft_text: list[Text]
+    memory: NotRequired[MemoryRecord]
+
+
+def of(event: StepEvent) -> StepRecord:
+    step, draft, verdict = event.step, event.step.draft, event.step.verdict
+    record: StepRecord = {
+        "i": step.i,
+        "tokens": list(step.tokens),
+        "draft": list(draft.tokens),
+        "parents": list(draft.parents),
+        "accepted": list(verdict.accepted),
+        "token": verdict.token,
+        "kind": step.kind.value,
+        "p": list(verdict.p),
+        "q": None if draft.token_probs is None else list(draft.token_probs),
+        "top": [verdict.choices[parent + 1][0] if verdict.choices else None for parent in draft.parents],
+        "choices": [list(row) for row in verdict.choices],
+        "draw": list(verdict.draw),
+        "beta": list(verdict.beta),
+        "bound": list(verdict.bound),
+        "gamma": step.gamma,
+        "draft_s": step.draft_s,
+        "verify_s": step.verify_s,
+        "host_s": step.host_s,
+        "t": step.t,
+        "policy": dict(step.policy),
+        "text": event.text,
+        "pieces": list(event.pieces),
+        "draft_text": list(event.draft_texts),
+        "memory": {
+            "rss_bytes": event.memory.process,
+            "device_bytes": event.memory.device,
+            "kv_bytes": event.memory.kv,
+        },
+    }
+    if verdict.link is not None:
+        record["remote"] = verdict.remote
+    if step.searched:
+        record["pending"], record["pending_text"] = list(verdict.pending), event.pending_text
+    if verdict.target_top:
+        record["laws"] = [_record_of_top(top) for top in verdict.target_top]
+    if verdict.draft_top:
+        record["drafted"] = [_record_of_top(top) for top in verdict.draft_top]
+    if verdict.token_top:
+        record["token_top"] = _record_of_top(verdict.token_top)
+    if verdict.rank:
+        record["rank"] = list(verdict.rank)
+    if event.token_texts:
+        record["texts"] = {str(token): text for token, text in event.token_texts.items()}
+    return record
+
+
+def to(record: StepRecord, metrics: Metrics) -> StepEvent:
+    """Return the event of a valid record; `metrics`: before the step."""
+    step, memory = step_of(record), record.get("memory") or MemoryRecord()
+    return StepEvent(
+        step,
+        pieces=tuple(record["pieces"]),
+        draft_texts=tuple(record["draft_text"]),
+        token_texts={int(token): text for token, text in (record.get("texts") or {}).items()},
+        pending_text=record.get("pending_text") or "",
+        memory=MemoryUse(memory.get("rss_bytes"), memory.get("device_bytes"), memory.get("kv_bytes")),
+        metrics=metrics.plus(step),
+    )
+
+
+def step_of(record: StepRecord) -> Step:
+    q, pending, remote = record["q"], record.get("pending"), record.get("remote") or {}
+    source, request_sent = source_of(remote, bool(record["choices"]))
+    token_top = record.get("token_top")
+    return Step(
+        i=record["i"],
+        tokens=tuple(record["tokens"]),
+        draft=Draft(tuple(record["draft"]), tuple(record["parents"]), None if q is None else tuple(q)),
+        verdict=Verdict(
+            accepted=tuple(record["accepted"]),
+            token=record["token"],
+            p=tuple(record["p"]),
+            draw=tuple(record["draw"]),
+            beta=tuple(record["beta"]),
+            choices=tuple(map(tuple, record["choices"])),
+            committed=() if pending is None else tuple(record["tokens"]),
+            pending=tuple(pending or ()),
+            bound=_bounds(record),
+            rank=tuple(record.get("rank") or ()),
+            target_top=_tops(record.get("laws")),
+            draft_top=_tops(record.get("drafted")),
+            token_top=_tops([token_top])[0] if token_top else None,
+            source=source,
+            request_sent=request_sent,
+            link=LinkStats.of(remote) if remote else None,
+        ),
+        gamma=record["gamma"],
+        draft_s=record["draft_s"],
+        verify_s=record["verify_s"],
+        host_s=record["host_s"],
+        t=record["t"],
+        policy=dict(record.get("policy", {})),
+    )
+
+
+def _record_of_top(top: TopTokens) -> TopRecord:
+    return {"entropy": top.entropy, "top": list(top.top)}
+
+
+def _tops(records: Iterable[TopRecord] | None) -> tuple[TopTokens, ...]:
+    return tuple(TopTokens(top["entropy"], tuple((token, p) for token, p in top["top"])) for top in records or ())
+
+
+def _bounds(record: StepRecord) -> tuple[float | None, ...]:
+    """Return the bounds; older traces lack them, and chains with draws determine them."""
+    if "bound" in record:
+        return tuple(record["bound"])
+    n = len(record["draft"])
+    if record["parents"] != list(range(-1, n - 1)):
+        return (None,) * n
+    return tuple(
+        None if draw is None or p is None else min(1.0, p / max(q, 1e-30))
+        for p, q, draw in zip(record["p"], record["q"] or [1.0] * n, record["draw"], strict=True)
+    )
+
+
+# --- files from outside --------------------------------------------------------------------------------------------
+
+
+def _agreeing(record: StepRecord) -> StepRecord:
+    """Require an entry per node, parents before children, and an accepted path from the root."""
+    draft, parents, tokens, token = record["draft"], record["parents"], record["tokens"], record["token"]
+    n, choices = len(draft), record["choices"]
+    per_node = [record["draft_text"], parents, record["p"], record["draw"], record["beta"]]
+    optional = (record["q"], record.get("drafted"), record.get("bound"), record.get("rank"))
+    if any(len(values) != n for values in (*per_node, *filter(None, optional))):
+        raise ValueError("the lists of a draft differ in length")
+    if any(not -1 <= parent < node for node, parent in enumerate(parents)):
+        raise ValueError("a parent must precede its child")
+    last, over_link, pending = -1, record.get("remote") is not None, record.get("pending")
+    for node in record["accepted"]:
+        if not 0 <= node < n or parents[node] != last or not _decided(record, node, over_link):
+            raise ValueError("the accepted nodes are not a path of tested nodes")
+        last = node
+    if len(record["pieces"]) != len(tokens) or "".join(record["pieces"]) != record["text"]:
+        raise ValueError("the pieces do not add up to the text")
+    if pending is not None and (n or token is not None):
+        raise ValueError("a search step has no draft and no token")
+    if (0 if pending is not None else len(tokens) - (token is not None)) != len(record["accepted"]):
+        raise ValueError("tokens and accepted nodes do not add up")
+    if token is not None and token != (tokens or [None])[-1]:
+        raise ValueError("token is not the last of tokens")
+    laws = record.get("laws")
+    if laws is not None and len(laws) != n + 1:
+        raise ValueError("`laws` must have an entry per row")
+    if pending is None and (choices or not over_link) and len(choices) != n + 1:
+        raise ValueError("choices must have an entry per row")
+    return record
+
+
+def _decided(record: StepRecord, node: int, over_link: bool) -> bool:
+    """Tested by a rule, or committed without querying the target."""
+    return record["beta"][node] is not None or (over_link and record["p"][node] is None)
+
+
+CHECKED: TypeAdapter[StepRecord] = TypeAdapter(Annotated[StepRecord, AfterValidator(_agreeing)])
