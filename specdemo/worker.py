@@ -54,17 +54,17 @@ def device_released() -> Iterator[None]:
     if stream is None:  # not in a job
         yield
         return
-    stream.worker._release(stream, waiting=True)
+    stream.worker.release(stream, waiting=True)
     try:
         yield
     finally:
-        stream.worker._acquire(stream)
+        stream.worker.acquire(stream)
 
 
 def wait_for(future: Future, timeout: float | None = None) -> bool:
     """Wait without the device; return False after `timeout`. Raise `Stopped` if the job is stopped."""
     stream = _current.get(None)
-    stop_request = set() if stream is None else {stream._stop_request}
+    stop_request = set() if stream is None else {stream.stop_request}
     with device_released():
         wait({future, *stop_request}, timeout, return_when=FIRST_COMPLETED)
     if not future.done() and stream is not None and stream.stopping:
@@ -88,8 +88,8 @@ def give_way() -> None:
         return
     if stream.stopping:
         raise Stopped
-    stream.worker._release(stream, waiting=False)
-    stream.worker._acquire(stream)
+    stream.worker.release(stream, waiting=False)
+    stream.worker.acquire(stream)
 
 
 class Stream(Generic[T]):
@@ -111,12 +111,9 @@ class Stream(Generic[T]):
         self._steps: Iterator[T] | None = None
         self._context: contextvars.Context | None = contextvars.copy_context()
         self._context.run(_current.set, self)
-        self._stop_request: Future[None] = Future()
+        self.stop_request: Future[None] = Future()
         self._done = threading.Event()
         self._on_change = on_change
-        self._used_s = self._opened_s = 0.0  # device time; time of opening
-        self._round = 0
-        self._in_step = self._waiting = self._has_waited = False
 
     @property
     def done(self) -> bool:
@@ -125,36 +122,46 @@ class Stream(Generic[T]):
 
     @property
     def stopping(self) -> bool:
-        return self._stop_request.done()
+        return self.stop_request.done()
 
     def stop(self) -> None:
         """End the job before its next step."""
         with suppress(InvalidStateError):  # already stopped
-            self._stop_request.set_result(None)
+            self.stop_request.set_result(None)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Block until the job ends. Return False after `timeout` seconds."""
         return self._done.wait(timeout)
 
-    def _advance(self) -> bool:
+    # --- for the worker ----------------------------------------------------------------------------------------------
+
+    def advance(self) -> bool:
         """Run a step; return False at the end of the job."""
+        assert self._job is not None and self._context is not None
         try:
-            if self.stopping:
-                close = getattr(self._steps, "close", None)
-                if close is not None:
-                    self._context.run(close)
-                return False
-            if self._steps is None:
-                self.started = True
-                self._steps = iter(self._context.run(self._job))
-            self.items.append(self._context.run(next, self._steps))
-            return True
+            if not self.stopping:
+                if self._steps is None:
+                    self.started = True
+                    self._steps = iter(self._context.run(self._job))
+                self.items.append(self._context.run(next, self._steps))
+                return True
+            close = getattr(self._steps, "close", None)
+            if close is not None:
+                self._context.run(close)
         except (StopIteration, Stopped):
-            return False
+            pass
         except BaseException as error:
             _release_locals(error)
             self.error = error
-            return False
+        self._job = self._steps = self._context = None  # free memory before `done` is visible
+        return False
+
+    def finish(self) -> None:
+        self._done.set()
+
+    def notify(self) -> None:
+        if self._on_change is not None:
+            self._on_change()
 
 
 def _release_locals(error: BaseException | None) -> None:
@@ -162,6 +169,19 @@ def _release_locals(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
+
+
+@dataclass(eq=False)
+class _Schedule:
+    """State of a job, guarded by the lock of its worker."""
+
+    stream: Stream
+    round: int = 0
+    used_s: float = 0.0  # device time
+    opened_s: float = 0.0
+    in_step: bool = False
+    waiting: bool = False
+    has_waited: bool = False
 
 
 class Worker:
@@ -180,11 +200,11 @@ class Worker:
         """`prepare` starts each device thread."""
         self._prepare = prepare
         self._max_active, self._max_queued, self._clock = at_once, waiting, clock
-        self._queued: list[Stream] = []  # in starting order
+        self._queued: list[_Schedule] = []  # in starting order
         self._round = 0  # of the last opened job
-        self._rounds: dict[str, int] = {}  # of the last queued job by owner
-        self._open: deque[Stream] = deque()  # least recently advanced first
-        self._holder: Stream | None = None  # uses the device
+        self._rounds: dict[str, int] = {}  # of the last job by owner
+        self._open: deque[_Schedule] = deque()  # least recently advanced first
+        self._holder: _Schedule | None = None  # uses the device
         self._held_since = self._least_s = 0.0
         self._mean_s: float | None = None  # of visitors' jobs, from opening to end
         self._changed = threading.Condition()
@@ -208,15 +228,14 @@ class Worker:
                 raise WorkerBusy(f"{len(self._queued)} runs are waiting already: try again in a minute.")
             self._enqueue(stream)
             self._changed.notify_all()
-        stream._stop_request.add_done_callback(self._wake)
+        stream.stop_request.add_done_callback(self._wake)
         return stream
 
     def ahead(self, stream: Stream) -> int:
         """Number of jobs that start or end first."""
         with self._changed:
-            if stream not in self._queued:
-                return 0
-            return self._queued.index(stream) + (not self._has_slot)
+            queued = [job.stream for job in self._queued]
+            return queued.index(stream) + (not self._has_slot) if stream in queued else 0
 
     def expected_wait_s(self, stream: Stream) -> float | None:
         """Estimate the time in the queue; None if unknown."""
@@ -232,8 +251,8 @@ class Worker:
         with self._changed:
             self._closed = True
             threads = list(self._threads)
-            for stream in (*self._open, *self._queued):
-                stream.stop()
+            for job in (*self._open, *self._queued):
+                job.stream.stop()
             self._changed.notify_all()
             if threading.current_thread() in threads:
                 return
@@ -241,29 +260,48 @@ class Worker:
         for thread in threads:
             thread.join(timeout)
 
+    def release(self, stream: Stream, waiting: bool) -> None:
+        """Give the device to other jobs within a step."""
+        with self._changed:
+            job = self._opened(stream)
+            job.waiting = waiting
+            self._yield_device()
+            if self._holder is not job:
+                job.has_waited = True
+                self._start_threads()
+                self._changed.notify_all()
+
+    def acquire(self, stream: Stream) -> None:
+        """Block until the device is free again."""
+        with self._changed:
+            job = self._opened(stream)
+            if job.waiting:
+                job.waiting = False
+                job.used_s = max(job.used_s, self._least_s)
+                self._choose()
+                self._changed.notify_all()
+            self._changed.wait_for(lambda: self._holder is job)
+
     def _run(self) -> None:
         self._prepare()
-        while (stream := self._next()) is not None:
-            ended = not stream._advance()
-            if ended:  # free memory before `done` is visible
-                stream._job = stream._steps = stream._context = None
+        while (job := self._next()) is not None:
+            ended = not job.stream.advance()
             with self._changed:
-                stream._in_step = False
+                job.in_step = False
                 if ended:
-                    self._end(stream)
+                    self._end(job)
                 self._yield_device()
             if ended:
-                stream._done.set()
-            if stream._on_change is not None:
-                stream._on_change()
+                job.stream.finish()
+            job.stream.notify()
 
-    def _next(self) -> Stream | None:
-        """Block until a job can be advanced. Return None to end the thread."""
+    def _next(self) -> _Schedule | None:
+        """Return None to end the thread."""
         with self._changed:
             while True:
                 self._choose()
-                if self._holder is not None and not self._holder._in_step:
-                    self._holder._in_step = True
+                if self._holder is not None and not self._holder.in_step:
+                    self._holder.in_step = True
                     return self._holder
                 finished = self._closed and not self._open and not self._queued
                 if finished or len(self._threads) > self._needed_threads:
@@ -274,9 +312,12 @@ class Worker:
 
     # --- with `_changed` ---------------------------------------------------------------------------------------------
 
+    def _opened(self, stream: Stream) -> _Schedule:
+        return next(job for job in self._open if job.stream is stream)
+
     @property
     def _needed_threads(self) -> int:
-        return 1 + sum(stream._has_waited for stream in self._open)
+        return 1 + sum(job.has_waited for job in self._open)
 
     def _start_threads(self) -> None:
         while len(self._threads) < self._needed_threads:
@@ -286,75 +327,53 @@ class Worker:
 
     @property
     def _has_slot(self) -> bool:
-        active = sum(not stream._waiting for stream in self._open)
+        active = sum(not job.waiting for job in self._open)
         return active < self._max_active and len(self._open) < _OPEN_PER_ACTIVE * self._max_active
 
     def _enqueue(self, stream: Stream) -> None:
         """Insert a job into the queue (start-time fair queueing)."""
+        job = _Schedule(stream, self._round)
         if stream.owner:
             self._rounds = {owner: n for owner, n in self._rounds.items() if n >= self._round}
-            self._rounds[stream.owner] = stream._round = self._rounds.get(stream.owner, self._round - 1) + 1
-        else:
-            stream._round = self._round
-        insort(self._queued, stream, key=lambda queued: queued._round)
+            self._rounds[stream.owner] = job.round = self._rounds.get(stream.owner, self._round - 1) + 1
+        insort(self._queued, job, key=lambda queued: queued.round)
 
-    def _open_next(self, stream: Stream, first: bool = False) -> None:
-        self._queued.remove(stream)
-        self._round = max(self._round, stream._round)
-        stream._used_s, stream._opened_s = self._least_s, self._clock()
-        self._open.appendleft(stream) if first else self._open.append(stream)
+    def _open_next(self, job: _Schedule, first: bool = False) -> None:
+        self._queued.remove(job)
+        self._round = max(self._round, job.round)
+        job.used_s, job.opened_s = self._least_s, self._clock()
+        self._open.appendleft(job) if first else self._open.append(job)
 
     def _choose(self) -> None:
-        """Assign the free device to a job."""
         if self._holder is not None:
             return
-        for stream in [stream for stream in self._queued if stream.stopping]:
-            self._open_next(stream, first=True)
+        for job in [job for job in self._queued if job.stream.stopping]:
+            self._open_next(job, first=True)
         while self._queued and self._has_slot:
             self._open_next(self._queued[0])
-        ready = [stream for stream in self._open if not stream._waiting]
+        ready = [job for job in self._open if not job.waiting]
         if ready:
-            self._least_s = min(stream._used_s for stream in ready)
-            chosen = next(stream for stream in ready if stream._used_s - self._least_s <= _LEAD_S)
+            self._least_s = min(job.used_s for job in ready)
+            chosen = next(job for job in ready if job.used_s - self._least_s <= _LEAD_S)
             self._open.remove(chosen)
             self._open.append(chosen)
             self._holder, self._held_since = chosen, self._clock()
 
     def _yield_device(self) -> None:
         if self._holder is not None:
-            self._holder._used_s += self._clock() - self._held_since
+            self._holder.used_s += self._clock() - self._held_since
             self._holder = None
         self._choose()
-        if self._holder is not None and self._holder._in_step:
+        if self._holder is not None and self._holder.in_step:
             self._changed.notify_all()
 
-    def _end(self, stream: Stream) -> None:
-        self._open.remove(stream)
-        if stream.owner and stream.started:
-            seconds = self._clock() - stream._opened_s
+    def _end(self, job: _Schedule) -> None:
+        self._open.remove(job)
+        if job.stream.owner and job.stream.started:
+            seconds = self._clock() - job.opened_s
             self._mean_s = seconds if self._mean_s is None else 0.8 * self._mean_s + 0.2 * seconds
-        if stream._has_waited:
+        if job.has_waited:
             self._changed.notify_all()
-
-    # --- within a step -----------------------------------------------------------------------------------------------
-
-    def _release(self, stream: Stream, waiting: bool) -> None:
-        with self._changed:
-            stream._waiting = waiting
-            self._yield_device()
-            if self._holder is not stream:
-                stream._has_waited = True
-                self._start_threads()
-                self._changed.notify_all()
-
-    def _acquire(self, stream: Stream) -> None:
-        with self._changed:
-            if stream._waiting:
-                stream._waiting = False
-                stream._used_s = max(stream._used_s, self._least_s)
-                self._choose()
-                self._changed.notify_all()
-            self._changed.wait_for(lambda: self._holder is stream)
 
     def _wake(self, _: object) -> None:
         with self._changed:

@@ -25,7 +25,7 @@ Id = Annotated[int, Field(ge=0, lt=1 << 31)]
 Number = Annotated[float, Field(ge=-1e12, le=1e12)]
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
 Bytes = Annotated[float, Field(ge=0, le=1e18)]
-_Probability = Annotated[float, Field(ge=0, le=1.0001)]  # float32 sums may slightly exceed 1
+_Probability = Annotated[float, Field(ge=0, le=1.0001)]  # rounded
 Text = Annotated[str, Field(max_length=10_000)]
 Name = Annotated[str, Field(max_length=40)]
 
@@ -131,7 +131,7 @@ def of(event: StepEvent) -> StepRecord:
 
 
 def to(record: StepRecord, metrics: Metrics) -> StepEvent:
-    """Return the event of a valid record; `metrics`: before the step."""
+    """Return the event of a valid record; `metrics`: before it."""
     step, memory = step_of(record), record.get("memory") or MemoryRecord()
     return StepEvent(
         step,

@@ -90,7 +90,7 @@ def parse(lines: Iterable[str]) -> Iterator[Event]:
 
 
 def from_json(value: Mapping[str, Any], metrics: Metrics) -> Event:
-    """Return the event of a valid line. `metrics`: up to the preceding step."""
+    """Return the event of a valid line; `metrics`: before it."""
     if "phase" in value:
         return Loading(value["text"], value.get("done", 0), value.get("total", 0))
     if "specdemo" in value:

@@ -1,4 +1,4 @@
-"""Server-side verification: text and KV cache per edge, used in the worker's thread.
+"""Server-side verification: text and KV cache per edge.
 
 After an eviction the edge sends its complete text again. Noise is keyed by token position, so repeated requests get the
 same response.
@@ -6,6 +6,7 @@ same response.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +40,6 @@ NoiseSources = Callable[[VerifyConfig, int], tuple[Any, Any]]  # config, positio
 
 
 def position_noise(config: VerifyConfig, position: int) -> tuple[Any, Any]:
-    """Return acceptance and token noise of the step at `position`."""
     accept = Noise(config.seed, f"accept/{position}")
     if RULES[config.rule].shares_noise:
         return accept, SharedNoise(config.seed)
@@ -193,7 +193,12 @@ class EdgeContext:
 
 
 class Contexts:
-    """Contexts, evicted by count, total bytes and idle time."""
+    """Contexts, evicted by count, total bytes and idle time.
+
+    No lock: all methods run in the worker's thread. It changes jobs within a step only where the step waits or gives
+    way, which no pass does, so `verify` runs to completion. A context in use is neither evicted nor deleted, and cannot
+    be used again.
+    """
 
     def __init__(
         self,
@@ -216,6 +221,7 @@ class Contexts:
         self._budget_bytes, self._max_contexts, self._expiry_s = budget_bytes, max_contexts, expiry_s
         # by owner and id, least recently used first
         self._contexts: OrderedDict[tuple[str, str], EdgeContext] = OrderedDict()
+        self._in_use: set[tuple[str, str]] = set()
 
     def __len__(self) -> int:
         return len(self._contexts)
@@ -225,16 +231,28 @@ class Contexts:
         return sum(context.reserved_bytes for context in self._contexts.values())
 
     def delete(self, context_id: str, owner: str = "") -> bool:
-        return self._contexts.pop((owner, context_id), None) is not None
+        key = (owner, context_id)
+        return key not in self._in_use and self._contexts.pop(key, None) is not None
 
     def verify(self, request: VerifyRequest, owner: str = "") -> VerifyResponse:
         """Verify a draft for the client `owner`; a repeated request gets the same response.
 
         Raises: UnknownContext, StaleRequest, UserError.
         """
-        self._drop_expired()
-        draft = draft_from_request(request, self._vocab_size, self._device)
+        self._evict(self._clock() - self._expiry_s)
         key = (owner, request.context_id)
+        if key in self._in_use:
+            raise RuntimeError(f"context {request.context_id} is in use")
+        self._in_use.add(key)
+        try:
+            response = self._verify(key, request)
+        finally:
+            self._in_use.remove(key)
+        self._evict()
+        return response
+
+    def _verify(self, key: tuple[str, str], request: VerifyRequest) -> VerifyResponse:
+        draft = draft_from_request(request, self._vocab_size, self._device)
         context = self._contexts.get(key)
         if context is not None and self._is_repeat(context, request):
             assert context.response is not None
@@ -253,8 +271,6 @@ class Contexts:
             context.tokens = [*tokens, *(draft.tokens[node] for node in response.accepted_nodes), response.token]
         self._contexts[key] = context
         self._contexts.move_to_end(key)
-        while len(self) > self._max_contexts or (self._contexts and self.reserved_bytes > self._budget_bytes):
-            self._contexts.popitem(last=False)
         return response
 
     def stream(self, request: StreamRequest) -> Iterator[int]:
@@ -315,10 +331,13 @@ class Contexts:
         if count > self._max_tokens:
             raise UserError(f"{count:,} tokens do not fit the model's {self._max_tokens:,}: shorten the text")
 
-    def _drop_expired(self) -> None:
-        oldest = self._clock() - self._expiry_s
-        while self._contexts and next(iter(self._contexts.values())).last_used < oldest:
-            self._contexts.popitem(last=False)
+    def _evict(self, oldest: float = -math.inf) -> None:
+        """Drop contexts last used before `oldest`, then the least recently used above the limits."""
+        for key in [key for key in self._contexts if key not in self._in_use]:
+            excess = len(self) > self._max_contexts or self.reserved_bytes > self._budget_bytes
+            if not excess and self._contexts[key].last_used >= oldest:
+                return
+            del self._contexts[key]
 
 
 def _no_score(tokens: Sequence[int], draft: Draft) -> Tensor:

@@ -62,7 +62,7 @@ MessageT = TypeVar("MessageT", bound=NetworkMessage)
 
 
 class ResponseMessage(NetworkMessage):
-    """Ignores unknown fields, so that services can be extended."""
+    """Ignores unknown fields."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -220,7 +220,7 @@ class VerifyResponse(ResponseMessage):
     def to(self, draft: Draft, vocab_size: int = MAX_VOCAB) -> Verdict:
         """Return the verdict; beta is min(1, p / q), with mean sum min(p, q) over q.
 
-        Raises `UserError` if the response does not belong to `draft` or contains ids outside of the vocabulary.
+        Raises `UserError` if the response does not fit `draft` or the vocabulary.
         """
         self._check(draft, vocab_size)
         tested: Sequence[int] = self.tested or ()

@@ -280,7 +280,6 @@ async def _first(request: Request, tokens: AsyncGenerator[int, None]) -> int:
 
 
 async def _lines(first: int, tokens: AsyncGenerator[int, None]) -> AsyncIterator[bytes]:
-    """Yield a token per line, then `end` or the error."""
     async with aclosing(tokens):
         yield f"{first}\n".encode()
         try:

@@ -145,7 +145,7 @@ class Run:
     def _begin(self, name: str, lane: Lane, header: Header) -> None:
         self.phase = ("prefill", f"{len(header.prompt_tokens)} prompt tokens")
         badge, why = guarantee(lane)
-        separator = "\n\n" if header.encoder else ""  # an encoder's input is not part of the text
+        separator = "\n\n" if header.encoder else ""
         head = {"prompt": header.prompt + separator, "exact": lane.exact, "badge": badge, "why": why}
         words = {"reasons": [reason.value for reason in Reason], "fates": FATES}
         self._record({"l": name, "head": {**head, "title": title(lane.recipe), **words}})

@@ -76,7 +76,7 @@ class Lane:
 
     @property
     def alpha(self) -> float | None:
-        """Acceptance rate of tested tokens, or the mean of sum min(p, q), of lower variance, if the rule uses it."""
+        """Accepted/tested, or the mean of beta, of lower variance, if the rule uses it."""
         return self.metrics.alpha if self.counted else self.metrics.mean_beta
 
     @property

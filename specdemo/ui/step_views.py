@@ -1,4 +1,4 @@
-"""Views of a lane: data of the step inspector, the table of steps and the charts; CSV and SVG export."""
+"""Step inspector, step table and charts of a lane; CSV and SVG export."""
 
 from __future__ import annotations
 
@@ -359,7 +359,7 @@ def _layout(tokens: Iterator[tuple[Outcome | None, str]]) -> Iterator[Piece]:
 
 
 def _fitting(text: str, room: int) -> tuple[int, int]:
-    """Return how many characters of `text` fit, and their width in columns: wide characters take two."""
+    """Return how many characters of `text` fit, and their columns: wide characters take two."""
     width = 0
     for n, character in enumerate(text):
         step = 2 if unicodedata.east_asian_width(character) in "WF" else 0 if unicodedata.combining(character) else 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ from fakes.remote import (
 from fakes.tiny_models import Explorer, committed, run, up_to
 
 from specdemo.core.distributions import DenseProbs
+from specdemo.core.errors import UserError
 from specdemo.core.policies import Fixed
 from specdemo.core.rules import RULES, rejection
 from specdemo.core.sampling import Noise, SamplingParams, SharedNoise
@@ -45,6 +47,7 @@ from specdemo.remote.client import RemoteVerifier
 from specdemo.remote.contexts import Contexts, StaleRequest, UnknownContext, position_noise
 from specdemo.remote.link import ContextGone, NoResponse, RequestSuperseded
 from specdemo.remote.protocol import CODECS, DraftRow, NetworkMessage, VerifyConfig, VerifyRequest, digest
+from specdemo.worker import Worker, device_released
 
 pytestmark = pytest.mark.slow
 
@@ -414,6 +417,78 @@ def test_contexts_expire() -> None:
     now[0] = 12
     cloud.verify(request(context_id="c"))
     assert not cloud.delete("a") and cloud.delete("b") and cloud.delete("c")
+
+
+class HookedCache(TableCache):
+    """Call `hook` in the first pass."""
+
+    hook: Callable[[], object] | None = None
+
+    def __init__(self) -> None:
+        self.score = self._score
+
+    def _score(self, tokens: Sequence[int], draft: Draft) -> torch.Tensor:
+        hook, HookedCache.hook = HookedCache.hook, None
+        if hook is not None:
+            hook()
+        return TARGET.score(tokens, draft)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_verification_runs_to_completion(waits: bool) -> None:
+    """A request that arrives during a pass is verified after it, unless the pass waits without the device."""
+    cloud, log, later = Contexts(HookedCache, vocab_size=VOCAB, context=64), [], []
+
+    def verify(name: str) -> Any:
+        log.append(f"{name} begins")
+        response = cloud.verify(request(context_id=name))
+        log.append(f"{name} ends in {threading.current_thread().name}")
+        return response
+
+    def arrive() -> None:
+        later.append(worker.submit(lambda: iter((verify("b"),))))
+        if waits:
+            with device_released():
+                assert later[0].wait(20)
+
+    worker, HookedCache.hook = Worker(), arrive
+    first = worker.submit(lambda: iter((verify("a"),)))
+    assert first.wait(20) and later[0].wait(20)
+    worker.close()
+    in_turn = ["a begins", "a ends in device", "b begins", "b ends in device"]
+    assert log == ([in_turn[0], *in_turn[2:], in_turn[1]] if waits else in_turn)
+    assert first.items[0].bonus == later[0].items[0].bonus and len(cloud) == 2
+
+
+def test_a_context_in_use_is_neither_evicted_nor_deleted() -> None:
+    now = [0.0]
+    cloud = Contexts(HookedCache, vocab_size=VOCAB, context=64, max_contexts=1, expiry_s=10, clock=lambda: now[0])
+    text = [2, 0, cloud.verify(request()).bonus]
+
+    def others_arrive() -> None:
+        with pytest.raises(RuntimeError, match="context a is in use"):
+            cloud.verify(request(step=2))
+        now[0] = 20  # "a" expires
+        cloud.verify(request(context_id="b"))
+        assert not cloud.delete("a") and not cloud.delete("b")
+
+    HookedCache.hook = others_arrive
+    response = cloud.verify(request(step=1, base=3, digest=digest(text), tokens=[], config=None))
+    assert HookedCache.hook is None and len(cloud) == 1
+    text.append(response.bonus)
+    assert cloud.verify(request(step=2, base=4, digest=digest(text), tokens=[], config=None)).step == 2
+    assert cloud.delete("a")
+
+
+@pytest.mark.parametrize("failure", [UserError, RuntimeError])
+def test_a_failed_request_leaves_its_context_usable(failure: type[Exception]) -> None:
+    def fail() -> None:
+        raise failure("broken")
+
+    cloud, HookedCache.hook = Contexts(HookedCache, vocab_size=VOCAB, context=64), fail
+    with pytest.raises(failure, match="broken"):
+        cloud.verify(request())
+    assert cloud.verify(request()).step == 0
 
 
 @pytest.mark.parametrize("type", ["f4", "f2"])
