@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
 _LEAD_S = 0.05  # device time of a job in advance of others
 _OPEN_PER_ACTIVE = 4  # including jobs that wait
 
-_current: contextvars.ContextVar[Stream] = contextvars.ContextVar("current job")
+_current: contextvars.ContextVar[Stream[Any]] = contextvars.ContextVar("current job")
 
 
 class WorkerBusy(RuntimeError):
@@ -61,7 +61,7 @@ def device_released() -> Iterator[None]:
         stream.worker.acquire(stream)
 
 
-def wait_for(future: Future, timeout: float | None = None) -> bool:
+def wait_for(future: Future[Any], timeout: float | None = None) -> bool:
     """Wait without the device; return False after `timeout`. Raise `Stopped` if the job is stopped."""
     stream = _current.get(None)
     stop_request = set() if stream is None else {stream.stop_request}
@@ -175,7 +175,7 @@ def _release_locals(error: BaseException | None) -> None:
 class _Schedule:
     """State of a job, guarded by the lock of its worker."""
 
-    stream: Stream
+    stream: Stream[Any]
     round: int = 0
     used_s: float = 0.0  # device time
     opened_s: float = 0.0
@@ -231,13 +231,13 @@ class Worker:
         stream.stop_request.add_done_callback(self._wake)
         return stream
 
-    def ahead(self, stream: Stream) -> int:
+    def ahead(self, stream: Stream[Any]) -> int:
         """Number of jobs that start or end first."""
         with self._changed:
             queued = [job.stream for job in self._queued]
             return queued.index(stream) + (not self._has_slot) if stream in queued else 0
 
-    def expected_wait_s(self, stream: Stream) -> float | None:
+    def expected_wait_s(self, stream: Stream[Any]) -> float | None:
         """Estimate the time in the queue; None if unknown."""
         return None if self._mean_s is None else self.ahead(stream) * self._mean_s / self._max_active
 
@@ -260,7 +260,7 @@ class Worker:
         for thread in threads:
             thread.join(timeout)
 
-    def release(self, stream: Stream, waiting: bool) -> None:
+    def release(self, stream: Stream[Any], waiting: bool) -> None:
         """Give the device to other jobs within a step."""
         with self._changed:
             job = self._opened(stream)
@@ -271,7 +271,7 @@ class Worker:
                 self._start_threads()
                 self._changed.notify_all()
 
-    def acquire(self, stream: Stream) -> None:
+    def acquire(self, stream: Stream[Any]) -> None:
         """Block until the device is free again."""
         with self._changed:
             job = self._opened(stream)
@@ -312,7 +312,7 @@ class Worker:
 
     # --- with `_changed` ---------------------------------------------------------------------------------------------
 
-    def _opened(self, stream: Stream) -> _Schedule:
+    def _opened(self, stream: Stream[Any]) -> _Schedule:
         return next(job for job in self._open if job.stream is stream)
 
     @property
@@ -330,7 +330,7 @@ class Worker:
         active = sum(not job.waiting for job in self._open)
         return active < self._max_active and len(self._open) < _OPEN_PER_ACTIVE * self._max_active
 
-    def _enqueue(self, stream: Stream) -> None:
+    def _enqueue(self, stream: Stream[Any]) -> None:
         """Insert a job into the queue (start-time fair queueing)."""
         job = _Schedule(stream, self._round)
         if stream.owner:
@@ -391,10 +391,10 @@ class WorkerGroup:
         """Queue a job at the least loaded worker."""
         return min(self._workers, key=lambda worker: worker.active).submit(job, owner=owner)
 
-    def ahead(self, stream: Stream) -> int:
+    def ahead(self, stream: Stream[Any]) -> int:
         return stream.worker.ahead(stream)
 
-    def expected_wait_s(self, stream: Stream) -> float | None:
+    def expected_wait_s(self, stream: Stream[Any]) -> float | None:
         return stream.worker.expected_wait_s(stream)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from typing import Any
 
 
 class Source(StrEnum):
@@ -50,7 +51,8 @@ class LinkStats:
     @classmethod
     def of(cls, remote: Mapping[str, float]) -> LinkStats:
         """Read the frozen keys, ignoring others."""
-        return cls(**{name: remote[name] for name in _NAMES if name in remote})
+        values: dict[str, Any] = {name: remote[name] for name in _NAMES if name in remote}
+        return cls(**values)
 
     def as_dict(self, source: Source, request_sent: bool) -> dict[str, float]:
         """Return the frozen keys; None has no key."""

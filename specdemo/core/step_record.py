@@ -6,11 +6,11 @@ Keys may be added, never renamed; some predate the vocabulary: `laws` (target to
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Annotated, Literal
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal, NotRequired, TypeAlias, cast
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, with_config
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict
 
 from specdemo.core.events import MemoryUse, StepEvent
 from specdemo.core.link_stats import LinkStats, source_of
@@ -28,6 +28,7 @@ Bytes = Annotated[float, Field(ge=0, le=1e18)]
 _Probability = Annotated[float, Field(ge=0, le=1.0001)]  # rounded
 Text = Annotated[str, Field(max_length=10_000)]
 Name = Annotated[str, Field(max_length=40)]
+Kind: TypeAlias = Literal["correction", "bonus", "plain"]
 
 _STRICT = with_config(ConfigDict(strict=True, extra="ignore", allow_inf_nan=False))
 
@@ -53,7 +54,7 @@ class StepRecord(TypedDict):
     parents: list[int]
     accepted: list[int]
     token: Id | None
-    kind: Literal["correction", "bonus", "plain"]
+    kind: Kind
     p: list[_Probability | None]  # None: not computed by the target
     q: list[_Probability] | None
     top: NotRequired[list[Id | None]]
@@ -90,7 +91,7 @@ def of(event: StepEvent) -> StepRecord:
         "parents": list(draft.parents),
         "accepted": list(verdict.accepted),
         "token": verdict.token,
-        "kind": step.kind.value,
+        "kind": cast(Kind, step.kind.value),
         "p": list(verdict.p),
         "q": None if draft.token_probs is None else list(draft.token_probs),
         "top": [verdict.choices[parent + 1][0] if verdict.choices else None for parent in draft.parents],
@@ -207,9 +208,10 @@ def _agreeing(record: StepRecord) -> StepRecord:
     """Require an entry per node, parents before children, and an accepted path from the root."""
     draft, parents, tokens, token = record["draft"], record["parents"], record["tokens"], record["token"]
     n, choices = len(draft), record["choices"]
-    per_node = [record["draft_text"], parents, record["p"], record["draw"], record["beta"]]
+    per_node: list[Sequence[Any]] = [record["draft_text"], parents, record["p"], record["draw"], record["beta"]]
     optional = (record["q"], record.get("drafted"), record.get("bound"), record.get("rank"))
-    if any(len(values) != n for values in (*per_node, *filter(None, optional))):
+    per_node += [values for values in optional if values]
+    if any(len(values) != n for values in per_node):
         raise ValueError("the lists of a draft differ in length")
     if any(not -1 <= parent < node for node, parent in enumerate(parents)):
         raise ValueError("a parent must precede its child")
@@ -224,7 +226,7 @@ def _agreeing(record: StepRecord) -> StepRecord:
         raise ValueError("a search step has no draft and no token")
     if (0 if pending is not None else len(tokens) - (token is not None)) != len(record["accepted"]):
         raise ValueError("tokens and accepted nodes do not add up")
-    if token is not None and token != (tokens or [None])[-1]:
+    if token is not None and token not in tokens[-1:]:
         raise ValueError("token is not the last of tokens")
     laws = record.get("laws")
     if laws is not None and len(laws) != n + 1:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 from specdemo.core.decode import Verifier
 from specdemo.core.errors import UserError
@@ -123,9 +123,14 @@ class RemoteVerifier:
             self._alone, self._late = True, None
             verdict = self._verify_locally(tokens, draft, replace(link, lost=1))
         counts = self._http.network.counts
-        traffic = {"bytes_up": counts.up - before.up, "bytes_down": counts.down - before.down}
-        times = {"up_s": counts.up_s - before.up_s, "down_s": counts.down_s - before.down_s}
-        return replace(verdict, link=replace(verdict.link or LinkStats(), **traffic, **times))
+        link = replace(
+            verdict.link or LinkStats(),
+            bytes_up=counts.up - before.up,
+            bytes_down=counts.down - before.down,
+            up_s=counts.up_s - before.up_s,
+            down_s=counts.down_s - before.down_s,
+        )
+        return replace(verdict, link=link)
 
     def close(self) -> None:
         self._closed = True
@@ -174,7 +179,8 @@ class RemoteVerifier:
 
     def _exchange(self, tokens: list[int], draft: Draft, hard_mask: Sequence[int] | None) -> Verdict:
         """Repeat the request until a response arrives."""
-        start, timeout, sent, rows = self._clock(), self._deadlines.deadline_s, 0, []
+        rows: list[DraftRow] = []
+        start, timeout, sent = self._clock(), self._deadlines.deadline_s, 0
         cloud_s, rtt_s, asked = 0.0, 0.0, start
         while True:
             request = self._request(tokens, draft, hard_mask, rows)
@@ -226,7 +232,7 @@ class RemoteVerifier:
             parents=None if draft.is_chain else list(draft.parents),
             token_probs=None if q is None else list(q),
             rows=rows if sampled and rule.adjusts and self._config.adjust and self._rows != "scalar" else None,
-            hard_mask=None if hard_mask is None else list(hard_mask),
+            hard_mask=None if hard_mask is None else cast(list[Literal[0, 1]], list(hard_mask)),
             config=None if base else self._config,
             candidates=self._candidates,
             top=self._top,
@@ -298,7 +304,7 @@ class StreamingVerifier:
             request = StreamRequest(tokens=list(tokens), config=self._config, max_tokens=self._left)
             self._stream = self._http.tokens("/v1/texts", request, max(timeout, MAX_TIMEOUT_S))
         try:
-            token = interruptible(partial(next, self._stream))
+            token: int | None = interruptible(partial(next, self._stream))
         except Stopped:
             self._stream = None  # in use by another thread
             raise
@@ -444,11 +450,26 @@ def _info_without_service(target: ModelSpec, tokenizer: Any, edge: LoadedModel) 
 
 
 def remote_verifier(
-    model: RemoteModel, config: VerifyConfig, *, max_tokens: int, edge: Verifier | None, **display: int
+    model: RemoteModel,
+    config: VerifyConfig,
+    *,
+    max_tokens: int,
+    edge: Verifier | None,
+    candidates: int = 1,
+    top: int = 0,
 ) -> RemoteVerifier | StreamingVerifier:
     cloud = model.cloud
     deadlines = Deadlines(cloud.deadline_ms / 1000, cloud.lost_after_s, not cloud.provisional)
     if cloud.mode == "cloud_only":
         return StreamingVerifier(model.http, config, max_tokens, deadlines, model.vocab_size)
-    options = {"rows": cloud.q_rows, "deadlines": deadlines, "edge": edge, "alone": model.lost}
-    return RemoteVerifier(model.http, config, vocab_size=model.vocab_size, **options, **display)
+    return RemoteVerifier(
+        model.http,
+        config,
+        rows=cast(RowFormat, cloud.q_rows),
+        candidates=candidates,
+        top=top,
+        deadlines=deadlines,
+        edge=edge,
+        alone=model.lost,
+        vocab_size=model.vocab_size,
+    )

@@ -128,7 +128,8 @@ def build_verifier(
     position: int,
     sources: NoiseSources = position_noise,
     ban: Ban | None = None,
-    **display: int,
+    candidates: int = 1,
+    top: int = 0,
 ) -> ModelVerifier:
     check_name("rule", config.rule, RULES)
     check_rule(config.rule, adjust=config.adjust, forest=False)
@@ -138,7 +139,7 @@ def build_verifier(
         if ban is None:
             raise UserError("this service has no tokenizer for bad_texts: send bad_words")
         sampling = replace(sampling, banned=ban(tuple(config.bad_texts)))
-    return ModelVerifier(score, sampling, rule, *sources(config, position), **display)
+    return ModelVerifier(score, sampling, rule, *sources(config, position), candidates, top)
 
 
 def verify_request(
@@ -151,8 +152,7 @@ def verify_request(
     ban: Ban | None = None,
 ) -> VerifyResponse:
     check_rule(config.rule, adjust=config.adjust, forest=not draft.is_chain)
-    display = {"candidates": request.candidates, "top": request.top}
-    verifier = build_verifier(config, score, len(tokens), sources, ban, **display)
+    verifier = build_verifier(config, score, len(tokens), sources, ban, request.candidates, request.top)
     try:
         verdict = verifier.verify(tokens, draft)
     except RowNeeded as missing:

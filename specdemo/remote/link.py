@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import ssl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,7 +113,7 @@ class HttpClient:
                 raise UserError(f"{self.url} is not a specdemo service: its response is too large")
         return bytes(content)
 
-    def _options(self, message: NetworkMessage | None, timeout: float) -> dict:
+    def _options(self, message: NetworkMessage | None, timeout: float) -> dict[str, Any]:
         timeouts = dict.fromkeys(("connect", "read", "write", "pool"), timeout)
         body = b"" if message is None else self._codec.dump(message)
         return {"headers": self._headers, "content": body, "extensions": {"timeout": timeouts}}
@@ -168,13 +168,20 @@ class MeteredNetwork(httpcore.NetworkBackend):
     ) -> None:
         self.counts = ByteCounts()
         self.link = link or LinkEmulation()
-        self.sleep, self.clock = sleep, clock
+        self.wait, self.clock = sleep, clock
         self._rng = random.Random(self.link.seed)
         self._inner = inner or httpcore.SyncBackend()
 
-    def connect_tcp(self, host: str, port: int, timeout: float | None = None, **options: Any) -> httpcore.NetworkStream:
-        stream = self._inner.connect_tcp(host, port, timeout, **options)
-        self.sleep(self.link.rtt_s)
+    def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
+    ) -> httpcore.NetworkStream:
+        stream = self._inner.connect_tcp(host, port, timeout, local_address, socket_options)
+        self.wait(self.link.rtt_s)
         return MeteredStream(self, stream)
 
     def one_way_delay(self) -> float:
@@ -200,7 +207,7 @@ class MeteredStream(httpcore.NetworkStream):
             self._sending, self._dead = True, network.is_lost()
             seconds += network.one_way_delay()
         if seconds:
-            network.sleep(seconds)
+            network.wait(seconds)
         if not self._dead:
             self._inner.write(buffer, timeout)
         network.counts.up_s += network.clock() - start
@@ -218,10 +225,10 @@ class MeteredStream(httpcore.NetworkStream):
             seconds += network.one_way_delay()
         left = None if timeout is None else max(0.0, timeout - (network.clock() - start))
         if left is not None and (self._dead or seconds > left):
-            network.sleep(left)
+            network.wait(left)
             raise httpcore.ReadTimeout("timed out")
         if seconds:
-            network.sleep(seconds)
+            network.wait(seconds)
         network.counts.down += len(data)
         network.counts.down_s += network.clock() - arrived
         return data

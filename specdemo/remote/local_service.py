@@ -58,14 +58,17 @@ class ServiceProcess:
             cause = error.strerror or type(error).__name__
             raise UserError(f"no temporary file can be written ({cause}): free some space, or set TMPDIR") from error
         path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors, "text": True}
+        pipe = subprocess.PIPE
         environment = {"OMP_NUM_THREADS": str(cores_but_one()), **os.environ, "PYTHONPATH": path}
-        return cls(subprocess.Popen(arguments, env=environment, **pipes), errors)
+        return cls(
+            subprocess.Popen(arguments, env=environment, stdin=pipe, stdout=pipe, stderr=errors, text=True), errors
+        )
 
     def address(self) -> str:
         """Block until the service listens; raise `UserError` if it fails."""
         with self._url_lock:
             if self.url is None:
+                assert self.process.stdout is not None
                 line = self.process.stdout.readline()
                 if not line.startswith(_READY_PREFIX):
                     self.end()
@@ -75,6 +78,7 @@ class ServiceProcess:
 
     def end(self) -> None:
         """Terminate the process, if necessary by SIGKILL."""
+        assert self.process.stdin is not None
         with suppress(OSError):
             self.process.stdin.close()
         self.process.terminate()

@@ -9,7 +9,7 @@ import hashlib
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import msgpack
 import numpy as np
@@ -35,7 +35,8 @@ RowType = Literal["f4", "f2"]
 
 
 def _key(name: str) -> FieldInfo:
-    return Field(validation_alias=name, serialization_alias=name)
+    field: FieldInfo = Field(validation_alias=name, serialization_alias=name)
+    return field
 
 
 def _check_temperature(value: float) -> float:
@@ -204,7 +205,7 @@ class VerifyResponse(ResponseMessage):
             bonus=None if rejected else verdict.token,
             accepted=None if request.parents is None else list(verdict.accepted),
             tested=None if request.parents is None else tested,
-            p=list(verdict.p),
+            p=cast(list[float], list(verdict.p)),
             draws=draws if draws and len(draws) == len(tested) else None,
             choices=[list(row) for row in verdict.choices],
             target_top=[TopTokensMessage.of(top) for top in verdict.target_top] or None,
@@ -363,7 +364,8 @@ class Codec:
     def load(self, kind: type[MessageT], body: bytes) -> MessageT:
         """Parse a message; `UserError` names the first invalid field."""
         try:
-            return self.parse(kind, body)
+            message: MessageT = self.parse(kind, body)
+            return message
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False, include_input=False)[0]
             location = ".".join(map(str, first["loc"])) or kind.__name__

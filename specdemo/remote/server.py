@@ -36,6 +36,7 @@ from specdemo.remote.protocol import (
 )
 from specdemo.worker import Worker, WorkerBusy
 
+_NO_PUBLIC_PAGES: dict[str, Any] = dict.fromkeys(("docs_url", "redoc_url", "openapi_url"))
 _BODY_TIMEOUT_S = 10.0
 _WRONG_TOKENS = (1.0, 20)  # per second and address, and in a burst
 _VERIFY_LIMITS = "token, rate, body, queue, 10 s for the body, at most 256 drafted and 131,072 text tokens"
@@ -105,7 +106,7 @@ def create_app(
         title="specdemo cloud",
         version="1",
         description="Verifies drafts of token ids with the target model (docs/edge-cloud.md).",
-        **dict.fromkeys(("docs_url", "redoc_url", "openapi_url")),  # public by default
+        **_NO_PUBLIC_PAGES,
     )
     app.state.worker = worker
     problems = {status: {"model": ErrorResponse} for status in (400, 401, 403, 404, 408, 409, 413, 415, 422, 429)}
@@ -273,7 +274,8 @@ async def _read(request: Request, kind: type[MessageT], max_bytes: int) -> Messa
 
 async def _first(request: Request, tokens: AsyncGenerator[int, None]) -> int:
     try:
-        return await _while_connected(request, anext(tokens))
+        token: int = await _while_connected(request, anext(tokens))
+        return token
     except BaseException:
         await tokens.aclose()
         raise

@@ -36,7 +36,7 @@ ENDS = {"stop": ("done", "the text ended"), "length": ("done", "token limit reac
 CONTEXT_FULL = "context full"
 LOST = "Connection to the cloud lost: the drafter continues alone."
 
-Cell = list  # [kind, text, token id, p, q, draw, bound, rank, best]: positional, since a page has thousands
+Cell = list[Any]  # [kind, text, token id, p, q, draw, bound, rank, best]: positional, since a page has thousands
 
 
 def cells(event: StepEvent, recipe: Mapping[str, Any]) -> list[Cell]:
