@@ -15,7 +15,7 @@ C_SOURCES := $(wildcard specdemo/native/*.[ch])
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-fast test-exhaustive lint format bench clean
+.PHONY: help setup run test test-fast test-exhaustive test-sanitized lint format bench clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 24
@@ -34,6 +34,9 @@ test-fast: $(READY_DEV) ## run the tests that need no browser, no bundled weight
 
 test-exhaustive: $(READY_DEV) ## run the long matrices that `make test` samples
 	@$(PYTEST) -m exhaustive $(ARGS) || [ $$? -eq 5 ]  # 5: nothing selected
+
+test-sanitized: $(READY_DEV) ## run random passes of the native engine with AddressSanitizer; part of test-exhaustive
+	@$(PYTEST) -m exhaustive tests/models/test_native_sanitized.py $(ARGS)
 
 lint: $(READY_DEV) ## check style and formatting
 	@$(BIN)/ruff check .

@@ -11,11 +11,11 @@ void rotate(state *s, int l) {
     const model *m = p->model;
     const layer *now = m->layers[l];
     int64_t dim = m->head_dim, half = m->rotated / 2, padded = padded_dim(m);
-    float head[dim], turned[padded];
-    memset(turned, 0, sizeof turned);
+    float *head = s->head, *turned = s->head + padded;
+    memset(turned, 0, padded * sizeof *turned);
     for (int r = 0; r < p->rows; r++) {
         const float *cosines = p->cosines + p->positions[r] * half, *sines = p->sines + p->positions[r] * half;
-        for (int h = 0; h < m->heads + 2 * m->kv_heads; h++) {
+        for (int64_t h = 0; h < m->heads + 2 * (int64_t)m->kv_heads; h++) {
             const float *x = s->qkv + r * qkv_width(m) + h * dim;
             int is_query = h < m->heads, is_value = h >= m->heads + m->kv_heads;
             const float *gain = is_query ? now->query_norm : is_value ? 0 : now->key_norm;
@@ -193,7 +193,7 @@ INLINE void mix_values(int form, int heads, const view *w, int64_t start, int64_
     TILE_CASE(3, CALL)
 #endif
 
-INLINE void attend_as(int form, state *s, int l, int r, int kv, float *scores) {
+INLINE void attend_as(int form, state *s, int l, int r, int kv, float *buffer) {
     const pass *p = s->p;
     const model *m = p->model;
     int64_t padded = padded_dim(m), size = form == F32 ? 4 : 2, heads = m->heads / m->kv_heads,
@@ -203,9 +203,9 @@ INLINE void attend_as(int form, state *s, int l, int r, int kv, float *scores) {
                     (view){keys, keys + m->kv_heads * p->capacity * padded * size, p->extra + p->extra_start[r],
                            p->prefix[r], p->prefix[r] + p->extra_start[r + 1] - p->extra_start[r], padded, 0});
     int64_t stride = (w.count + LANES - 1) / LANES * LANES;
-    float mixed[heads * padded], sums[heads];
+    float *scores = buffer, *mixed = scores + heads * stride, *sums = mixed + heads * padded;
     const float *q = s->query + (r * m->heads + kv * heads) * padded;
-    memset(mixed, 0, sizeof mixed);
+    memset(mixed, 0, heads * padded * sizeof *mixed);
     FOR_TILES(score_keys(form, N, &w, start, end, q + h * padded, scores + h * stride, stride))
     if (m->attention_cap) cap(scores, heads * stride, m->attention_cap);
     for (int64_t h = 0; h < heads; h++) sums[h] = exponentials(scores + h * stride, w.count);
@@ -218,11 +218,11 @@ INLINE void attend_as(int form, state *s, int l, int r, int kv, float *scores) {
     }
 }
 
-void attend(state *s, int l, int r, int kv, float *scores) {
+void attend(state *s, int l, int r, int kv, float *buffer) {
     if (s->p->model->cache_form == F32)
-        attend_as(F32, s, l, r, kv, scores);
+        attend_as(F32, s, l, r, kv, buffer);
     else
-        attend_as(BF16, s, l, r, kv, scores);
+        attend_as(BF16, s, l, r, kv, buffer);
 }
 
 /* Numbers in the buffer of a thread */
@@ -230,5 +230,5 @@ int64_t attention_floats(const pass *p) {
     int64_t keys = 0;
     for (int r = 0; r < p->rows; r++)
         keys = larger_of(keys, (int64_t)p->prefix[r] + p->extra_start[r + 1] - p->extra_start[r]);
-    return p->model->heads / p->model->kv_heads * (keys + LANES);
+    return p->model->heads / p->model->kv_heads * (keys + LANES + padded_dim(p->model) + 1);
 }

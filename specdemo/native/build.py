@@ -165,17 +165,22 @@ def _digest(path: Path) -> str:
 def _compile(command: tuple[str, ...], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         built = Path(folder) / path.name
-        sources = sorted(SOURCES.glob("*.c"), key=lambda source: -source.stat().st_size)  # the slowest first
-        objects = [str(Path(folder) / f"{source.stem}.o") for source in sources]
-        with ThreadPoolExecutor(_PROCESSES) as executor:
-            commands = ([*command, "-c", str(source), "-o", to] for source, to in zip(sources, objects, strict=True))
-            list(executor.map(lambda compiling: _run(compiling, _COMPILE_S, "the C compiler failed"), commands))
-        _run([*command, "-shared", *objects, "-o", str(built), "-lm"], _COMPILE_S, "the C compiler failed")
+        _link(command, built)
         _run([sys.executable, "-c", _CHECK, str(built)], _CHECK_S, "the compiled engine computes wrong results")
         digest = built.with_suffix(".sha256")
         digest.write_text(_digest(built))
         os.replace(built, path)
         os.replace(digest, path.with_suffix(".sha256"))
+
+
+def _link(command: tuple[str, ...], built: Path) -> None:
+    """Compile all sources next to `built`, and link them."""
+    sources = sorted(SOURCES.glob("*.c"), key=lambda source: -source.stat().st_size)  # the slowest first
+    objects = [str(built.with_name(f"{source.stem}.o")) for source in sources]
+    with ThreadPoolExecutor(_PROCESSES) as executor:
+        commands = ([*command, "-c", str(source), "-o", to] for source, to in zip(sources, objects, strict=True))
+        list(executor.map(lambda compiling: _run(compiling, _COMPILE_S, "the C compiler failed"), commands))
+    _run([*command, "-shared", *objects, "-o", str(built), "-lm"], _COMPILE_S, "the C compiler failed")
 
 
 def _run(command: list[str], timeout: float, failure: str) -> None:

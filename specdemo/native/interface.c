@@ -72,6 +72,7 @@ static const member members[] = {
     FIELD(pass, last),
     FIELD(pass, held),
     FIELD(pass, threads),
+    FIELD(pass, stop),
     STRUCTURE(chain),
     FIELD(chain, top_p),
     FIELD(chain, uniforms),

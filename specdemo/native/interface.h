@@ -58,6 +58,7 @@ typedef struct {
     float *scratch;      /* scratch_floats() */
     int64_t capacity;
     int32_t rows, last, held, threads;
+    const int32_t *stop; /* the pass ends early when this is not 0; or null */
 } pass;
 
 typedef struct {
@@ -89,12 +90,16 @@ typedef struct {
     int32_t offset;          /* subtracted from each stored integer */
 } format;
 
+enum result { DONE, NO_MEMORY, STOPPED, INVALID };
+
 const member *interface_members(void);
 const format *format_table(void);
 int block_outputs(void);
 int vector_outputs(void);
 const char *vector_extensions(void);
 void set_code_bytes(const float *codes, uint8_t *bytes);
+const char *check_model(const model *m);
+const char *check_pass(const pass *p);
 int64_t scratch_floats(const model *m, int32_t rows);
 int run_pass(const pass *requested);
 int draft_chain(const pass *first, const chain *c);

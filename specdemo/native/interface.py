@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from enum import IntEnum
 
 _FLOAT, _DOUBLE, _INT, _INT32, _INT64 = ctypes.c_float, ctypes.c_double, ctypes.c_int, ctypes.c_int32, ctypes.c_int64
 _ADDRESS = ctypes.c_void_p
@@ -49,6 +50,7 @@ class PassStruct(ctypes.Structure):
         *((name, _ADDRESS) for name in ("extra", "extra_start", "taps", "hidden", "logits", "scratch")),
         ("capacity", _INT64),
         *((name, _INT32) for name in ("rows", "last", "held", "threads")),
+        ("stop", _ADDRESS),
     ]
 
 
@@ -62,6 +64,37 @@ class ChainStruct(ctypes.Structure):
         ("temperature", _FLOAT),
         ("count", _INT32),
     ]
+
+
+class Result(IntEnum):
+    """Results of a pass; only `DONE` means that its logits are complete."""
+
+    DONE = 0
+    NO_MEMORY = 1
+    STOPPED = 2
+    INVALID = 3
+
+
+class PassStopped(Exception):
+    """A pass ended early, because its stop flag was set."""
+
+
+class StopFlag:
+    """Flag that ends passes early; any thread and signal handlers may set it during a pass."""
+
+    def __init__(self) -> None:
+        self._value = _INT32()
+        self.address: int = ctypes.addressof(self._value)
+
+    def set(self) -> None:
+        """End the current pass and all later ones until `clear`."""
+        self._value.value = 1
+
+    def clear(self) -> None:
+        self._value.value = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._value.value)
 
 
 class _Member(ctypes.Structure):
@@ -91,6 +124,8 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "vector_outputs": (_INT, ()),
     "vector_extensions": (ctypes.c_char_p, ()),
     "set_code_bytes": (None, (_ADDRESS, _ADDRESS)),
+    "check_model": (ctypes.c_char_p, (ctypes.POINTER(ModelStruct),)),
+    "check_pass": (ctypes.c_char_p, (ctypes.POINTER(PassStruct),)),
     "scratch_floats": (_INT64, (ctypes.POINTER(ModelStruct), _INT32)),
     "run_pass": (_INT, (ctypes.POINTER(PassStruct),)),
     "draft_chain": (_INT, (ctypes.POINTER(PassStruct), ctypes.POINTER(ChainStruct))),
@@ -101,7 +136,7 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
         (_ADDRESS, _INT64, _INT64, _INT64, _FLOAT, _INT64, _DOUBLE, _ADDRESS, _ADDRESS),
     ),
     "invert": (_INT64, (_ADDRESS, _INT64, _DOUBLE)),
-    "compare_drafts": (None, (_ADDRESS, _ADDRESS, _INT64, _INT64, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS)),
+    "compare_drafts": (_INT, (_ADDRESS, _ADDRESS, _INT64, _INT64, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS)),
     "residual": (_DOUBLE, (_ADDRESS, _ADDRESS, _INT64, _ADDRESS)),
 }
 
@@ -111,6 +146,23 @@ def declare(library: ctypes.CDLL) -> None:
     for name, (result, arguments) in FUNCTIONS.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
+
+
+def check_result(library: ctypes.CDLL, result: int, requested: PassStruct) -> None:
+    """Raise MemoryError, PassStopped or ValueError unless the pass is done."""
+    if result == Result.NO_MEMORY:
+        raise MemoryError("the native engine has no memory for its buffers")
+    if result == Result.STOPPED:
+        raise PassStopped
+    if result == Result.INVALID:
+        fault = library.check_pass(ctypes.byref(requested))
+        raise ValueError(f"invalid pass: {fault.decode() if fault else 'its chain has no buffers'}")
+
+
+def check_model(library: ctypes.CDLL, model: ModelStruct) -> None:
+    """Raise ValueError for sizes that contradict each other or are not supported."""
+    if fault := library.check_model(ctypes.byref(model)):
+        raise ValueError(fault.decode())
 
 
 def layout_differences(library: ctypes.CDLL) -> list[str]:

@@ -109,7 +109,7 @@ void run_chunk(state *s, int phase, int64_t chunk, float *buffer) {
     const matrix *product = product_of(m, phase);
     int64_t size = chunk_units(s, phase), count = unit_count(s, phase), end = (chunk + 1) * size;
     int64_t stride = input_width(m);
-    for (int64_t u = chunk * size; u < (end < count ? end : count); u++) {
+    for (int64_t u = chunk * size; u < (end < count ? end : count) && !is_stopped(s); u++) {
         if (product == &m->head) {
             int blocks = unit_rows(s, product, u, s->input, stride, s->first, buffer);
             for (int r = 0; m->logit_cap && r < p->last; r++) cap(buffer + r * UNIT, blocks * BLOCK, m->logit_cap);
@@ -123,7 +123,8 @@ void run_chunk(state *s, int phase, int64_t chunk, float *buffer) {
             break;
         case VALUE:
             unit_rows(s, product, u, s->input, stride, 0, buffer);
-            write_unit(product, u, buffer, p->rows, qkv_width(m), s->qkv + (m->heads + m->kv_heads) * m->head_dim);
+            write_unit(product, u, buffer, p->rows, qkv_width(m),
+                       s->qkv + ((int64_t)m->heads + m->kv_heads) * m->head_dim);
             break;
         case ATTEND: attend(s, phase / STAGES, (int)(u / m->kv_heads), (int)(u % m->kv_heads), buffer); break;
         case OUT:
@@ -149,7 +150,7 @@ int finish_phase(state *s, int phase) {
     const pass *p = s->p;
     const model *m = p->model;
     int l = phase / STAGES;
-    if (l == m->layer_count) return -1;
+    if (is_stopped(s) || l == m->layer_count) return -1;
     const layer *now = m->layers[l];
     switch (phase % STAGES) {
     case QKV:

@@ -7,21 +7,31 @@
 #include "sampling.h"
 #include "thread_pool.h"
 
-/* Compute the logits of the last `last` rows. Returns 0, or 1 without memory. */
+/* Compute the logits of the last `last` rows. Returns a `result`; only DONE means that the logits are complete. */
 int run_pass(const pass *requested) {
+    if (check_pass(requested)) return INVALID;
     pass limited = *requested, *p = &limited;
     p->threads = p->threads < MAX_THREADS ? p->threads : MAX_THREADS;
     state s = lay_out(p);
     embed(&s);
-    return !run_phases(&s, p->threads, larger_of(attention_floats(p), (int64_t)p->rows * UNIT));
+    if (!run_phases(&s, p->threads, larger_of(attention_floats(p), (int64_t)p->rows * UNIT))) return NO_MEMORY;
+    return s.stopped ? STOPPED : DONE;
 }
 
-/* Sample a chain; `first` has one row of logits. Returns 0, or 1 without memory. */
+static int is_valid(const pass *first, const chain *c) {
+    if (check_pass(first) || first->last != 1 || !c->tokens || !c->peaks || !c->chosen) return 0;
+    if (c->count < 1 || c->vocab < 1 || c->vocab > first->model->head.outputs) return 0;
+    return !(c->temperature > 0) || (c->uniforms && c->probs && c->scratch);
+}
+
+/* Sample a chain; `first` has one row of logits. Returns a `result`. */
 int draft_chain(const pass *first, const chain *c) {
+    if (!is_valid(first, c)) return INVALID;
     pass p = *first;
     int32_t position, prefix, starts[2] = {0, 0};
     for (int i = 0; i < c->count; i++) {
-        if (run_pass(&p)) return 1;
+        int result = run_pass(&p);
+        if (result != DONE) return result;
         largest_logits(p.logits, 1, c->vocab, c->vocab, c->tokens + i, c->peaks + i);
         if (c->temperature > 0) {
             float *probs = c->probs + i * c->vocab;
@@ -32,7 +42,7 @@ int draft_chain(const pass *first, const chain *c) {
         position = p.held += p.rows, prefix = position + 1;
         p.rows = 1, p.ids = c->tokens + i, p.positions = &position, p.prefix = &prefix, p.extra_start = starts;
     }
-    return 0;
+    return DONE;
 }
 
 /* Layout for the caller: outputs per block and vector */

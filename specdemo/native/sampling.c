@@ -1,5 +1,6 @@
 /* Distributions of the next token, and samples from them. */
 #include "sampling.h"
+#include "interface.h"
 #include "vectors.h"
 
 typedef float vn __attribute__((vector_size(2 * LANES))); /* half of a vector */
@@ -184,14 +185,18 @@ static double overlap(const float *p, const float *q, int64_t count) {
     return sum;
 }
 
-/* Per node of a draft: p of its token, and sum min(p, q) at its position; p[n + 1][count], q[n][count] */
-void compare_drafts(const float *p, const float *q, int64_t count, int64_t n, const int32_t *parents,
-                    const int32_t *tokens, float *token_probs, float *overlaps) {
+/* Per node of a draft: p of its token, and sum min(p, q) at its position; p[n + 1][count], q[n][count].
+ * Returns a `result`. */
+int compare_drafts(const float *p, const float *q, int64_t count, int64_t n, const int32_t *parents,
+                   const int32_t *tokens, float *token_probs, float *overlaps) {
+    for (int64_t i = 0; i < n; i++)
+        if (parents[i] < -1 || parents[i] >= i || tokens[i] < 0 || tokens[i] >= count) return INVALID;
     for (int64_t i = 0; i < n; i++) {
         const float *row = p + (parents[i] + 1) * count;
         token_probs[i] = row[tokens[i]];
         overlaps[i] = (float)overlap(row, q + i * count, count);
     }
+    return DONE;
 }
 
 /* o = max(p - q, 0), normalised; returns its sum before. */

@@ -58,9 +58,10 @@ def compare_drafts(
     count = len(tokens)
     nodes, found = (ctypes.c_int32 * (2 * count))(*parents, *tokens), (ctypes.c_float * (2 * count))()
     start, end = ctypes.addressof(nodes), ctypes.addressof(found)
-    _functions().compare_drafts(
+    if _functions().compare_drafts(
         *(p.data_ptr(), q.data_ptr(), p.shape[1], count, start, start + 4 * count, end, end + 4 * count)
-    )
+    ):
+        raise ValueError("a draft contains a token outside the vocabulary or a parent after its child")
     return found[:count], found[count:]
 
 

@@ -12,6 +12,8 @@ typedef struct {
     void *quantised; /* words [rows][inputs]; INT8: inputs rounded up to 4, bytes with INT8_BYTES */
     float *x_scales; /* of quantised activations: [rows], or [rows][groups] */
     int32_t *x_sums; /* [rows][groups] */
+    float *head;     /* [2][padded head_dim] of rotate */
+    int stopped;     /* 1 if the flag of the pass was seen; then results are incomplete */
     int first;       /* first row with logits */
 } state;
 
@@ -22,6 +24,7 @@ INLINE int64_t qkv_width(const model *m) { return ((int64_t)m->heads + 2 * (int6
 
 /* state.c */
 state lay_out(const pass *p);
+int is_stopped(state *s);
 /* rows.c */
 void add(float *o, const float *x, int64_t count);
 void rms_norm(const float *x, const float *gain, float epsilon, int64_t width, float *o);
@@ -33,7 +36,7 @@ void add_outputs(state *s, const float *gain);
 void copy_hidden(state *s, int l);
 /* attention.c */
 void rotate(state *s, int l);
-void attend(state *s, int l, int r, int kv, float *scores);
+void attend(state *s, int l, int r, int kv, float *buffer);
 int64_t attention_floats(const pass *p);
 /* layers.c */
 int64_t chunk_count(const state *s, int phase);

@@ -153,7 +153,7 @@ class Cache:
         padded = shape.head_dim + -shape.head_dim % 16
         dtype = np.uint16 if shape.bfloat16_cache else np.float32
         self.kv = np.zeros((shape.layers, 2 * shape.kv_heads, self.capacity, padded), dtype)
-        angles = np.arange(self.capacity)[:, None] * 10000.0 ** -np.linspace(0, 1, max(0, shape.rotated // 2))
+        angles = np.arange(self.capacity)[:, None] * 10000.0 ** -np.linspace(0, 1, shape.head_dim // 2)
         self.cosines, self.sines = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
@@ -176,29 +176,27 @@ class Rows:
         extra = extra or [()] * count
         starts = np.cumsum([0, *map(len, extra)])
         last = count if last is None else last
-        self._numbers = [
-            np.array(values, np.int32)
-            for values in (
-                ids,
-                positions or range(held, held + count),
-                prefix or range(held + 1, held + count + 1),
-                [slot for slots in extra for slot in slots],
-                starts,
-            )
-        ]
-        self._taps = None if taps is None else np.array(taps, np.int32)
+        lists = {
+            "ids": ids,
+            "positions": positions or range(held, held + count),
+            "prefix": prefix or range(held + 1, held + count + 1),
+            "extra": [slot for slots in extra for slot in slots],
+            "starts": starts,
+        }
+        self.numbers = {name: np.array(values, np.int32) for name, values in lists.items()}
+        self.taps = None if taps is None else np.array(taps, np.int32)
         tapped = 0 if taps is None else sum(tap >= 0 for tap in taps)
-        self.hidden = np.zeros((tapped, count, max(model.shape.width, 0)), np.float32)
-        self.logits = np.full((max(last, 0), model.shape.vocab), np.nan, np.float32)
-        self._scratch = np.zeros(max(0, model.library.scratch_floats(ctypes.byref(model.struct), count)), np.float32)
-        self._model, self._cache = model, cache
+        self.hidden = np.zeros((tapped, count, model.shape.width), np.float32)
+        self.logits = np.full((last, model.shape.vocab), np.nan, np.float32)
+        self._scratch = np.zeros(model.library.scratch_floats(ctypes.byref(model.struct), count), np.float32)
+        self.model, self.cache = model, cache
         self.struct = PassStruct(
             ctypes.addressof(model.struct),
             cache.kv.ctypes.data,
             cache.cosines.ctypes.data,
             cache.sines.ctypes.data,
-            *(numbers.ctypes.data for numbers in self._numbers),
-            None if self._taps is None else self._taps.ctypes.data,
+            *(numbers.ctypes.data for numbers in self.numbers.values()),
+            None if self.taps is None else self.taps.ctypes.data,
             self.hidden.ctypes.data,
             self.logits.ctypes.data,
             self._scratch.ctypes.data,
@@ -211,7 +209,12 @@ class Rows:
 
     def run(self) -> int:
         """Return the result code."""
-        return self._model.library.run_pass(ctypes.byref(self.struct))
+        return self.model.library.run_pass(ctypes.byref(self.struct))
+
+    def fault(self) -> str | None:
+        """Return the reason why the pass is invalid."""
+        fault = self.model.library.check_pass(ctypes.byref(self.struct))
+        return fault and fault.decode()
 
 
 def random_shape(rng: random.Random, form: str) -> Shape:

@@ -24,7 +24,15 @@ from specdemo.models.engines.gguf_linear import GgufLinear, separated
 from specdemo.models.engines.native_families import ACTIVATIONS, LayerParts, model_parts
 from specdemo.models.memory import LargePageBuffer
 from specdemo.native.build import native_library, required_library
-from specdemo.native.interface import ChainStruct, LayerStruct, MatrixStruct, ModelStruct, PassStruct
+from specdemo.native.interface import (
+    ChainStruct,
+    LayerStruct,
+    MatrixStruct,
+    ModelStruct,
+    PassStruct,
+    check_model,
+    check_result,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -329,6 +337,7 @@ class NativeEngine:
         self._length = 0
         self._cache = owner._cache if owner else _KvCache(model)
         self._struct.cache_form = FORMS[self._cache.kv.dtype]
+        check_model(self._library, self._struct)
         self._address = ctypes.addressof(self._struct)
         self._vocab_size = model.config.vocab_size
         self.hidden: Tensor | None = None  # [layers, rows, width] of the last pass
@@ -442,8 +451,7 @@ class NativeEngine:
             held,
             self.threads,
         )
-        if function(ctypes.byref(described), *map(ctypes.byref, options)):
-            raise MemoryError("the native engine has no memory for its buffers")
+        check_result(self._library, function(ctypes.byref(described), *map(ctypes.byref, options)), described)
 
     def _buffer(self, rows: int) -> Tensor:
         return torch.empty(self._library.scratch_floats(ctypes.byref(self._struct), rows))

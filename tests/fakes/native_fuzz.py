@@ -1,0 +1,137 @@
+"""Program that runs random and hostile passes through a library: `python -m fakes.native_fuzz LIBRARY SEED ROUNDS`.
+
+Arrays have exactly the size that the C sources require, so that sanitizers report every access outside of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import sys
+from collections import Counter
+
+import numpy as np
+
+from fakes.native_structures import Cache, RandomModel, Rows, Shape, random_shape
+from specdemo.native.formats import FORMATS
+from specdemo.native.interface import ChainStruct, Result, declare
+
+CAPACITY = 40
+HOSTILE = (-(1 << 31), -1, 0, 1, 3, 15, 17, 1 << 15, 1 << 30, (1 << 31) - 1)
+# Sizes that contradict others if they change; the sizes of arrays themselves are not in the structures.
+MODEL_FIELDS = ("width", "inner", "heads", "kv_heads", "head_dim", "rotated", "activation", "gated", "cache_form")
+PASS_FIELDS = ("held", "last", "threads")
+MATRIX_FIELDS = ("form", "outputs", "inputs", "weights", "scales", "sums", "codes")
+
+
+def tree(rng: random.Random, cache: Cache, held: int) -> Rows:
+    """Return a pass of a random forest after `held` positions."""
+    count = rng.randrange(1, 14)
+    parents = [rng.randrange(-1, i) for i in range(count)]
+    paths: list[list[int]] = []
+    for i, parent in enumerate(parents):
+        paths.append([*(paths[parent] if parent >= 0 else []), i])
+    ids = [rng.randrange(cache.model.shape.vocab) for _ in range(count + 1)]
+    extra = [(), *([held + 1 + node for node in path] for path in paths)]
+    depths = [held, *(held + len(path) for path in paths)]
+    return Rows(cache, ids, held, depths, [held + 1] * (count + 1), extra, threads=rng.randrange(1, 4))
+
+
+def run_valid(library: ctypes.CDLL, shape: Shape, seed: int) -> None:
+    """Run a prompt, a forest and a sampled chain."""
+    rng = random.Random(seed)
+    cache = Cache(RandomModel(library, shape, seed), CAPACITY)
+    count = rng.randrange(1, 18)
+    ids = [rng.randrange(shape.vocab) for _ in range(count)]
+    taps = [0, *[-1] * (shape.layers - 1)]
+    for rows in (Rows(cache, ids, 0, last=rng.randrange(count + 1), taps=taps), tree(rng, cache, count)):
+        assert rows.run() == Result.DONE, rows.fault()
+        assert not np.isnan(rows.logits).any(), shape
+    drafted, vocab = rng.randrange(1, 5), rng.randrange(1, shape.vocab + 1)
+    uniforms, scratch = np.array([rng.random() for _ in range(drafted)]), np.zeros(vocab, np.float32)
+    probs, numbers = np.zeros((drafted, vocab), np.float32), np.zeros((2, drafted), np.float32)
+    tokens, first = np.zeros(drafted, np.int32), Rows(cache, ids[:2], count, last=1)
+    chain = ChainStruct(
+        rng.choice((0.5, 1.0)),
+        *(values.ctypes.data for values in (uniforms, probs, scratch, numbers[0], numbers[1], tokens)),
+        rng.choice((0, 1, 5)),
+        vocab,
+        rng.choice((0.0, 0.7)),
+        drafted,
+    )
+    assert library.draft_chain(ctypes.byref(first.struct), ctypes.byref(chain)) == Result.DONE
+    assert (tokens >= 0).all() and (tokens < vocab).all()
+
+
+def hostile_pass(library: ctypes.CDLL, rng: random.Random, form: str) -> Rows:
+    """Return a pass that is valid except for one random number."""
+    cache = Cache(RandomModel(library, random_shape(rng, form), 1), CAPACITY)
+    rows, model, value = tree(rng, cache, rng.randrange(20)), cache.model, rng.choice(HOSTILE)
+    kind = rng.randrange(5)
+    if kind == 0:
+        setattr(model.struct, rng.choice(MODEL_FIELDS), value)
+        if model.struct.cache_form in (0, 1):  # valid, but of another array
+            model.struct.cache_form = int(model.shape.bfloat16_cache)
+    elif kind == 1:
+        setattr(rows.struct, rng.choice(PASS_FIELDS), value)
+    elif kind == 2:
+        layer = rng.choice(model.layers)
+        field = rng.choice(MATRIX_FIELDS)
+        matrix = getattr(layer, rng.choice(("qkv", "value", "out", "gate_up", "down")))
+        pointer = field in MATRIX_FIELDS[3:]
+        if not (field == "form" and 0 <= value < len(FORMATS)):  # valid, but of other arrays
+            setattr(matrix, field, None if pointer else value)
+    elif kind == 3:
+        rng.choice(model.layers).window = value
+    else:
+        numbers = rows.numbers[rng.choice(("ids", "positions", "prefix", "extra", "starts"))]
+        if len(numbers) and not (numbers is rows.numbers["starts"] and value > 0):
+            numbers[rng.randrange(len(numbers))] = value
+    return rows
+
+
+def sample(library: ctypes.CDLL, rng: random.Random) -> None:
+    """Sample from logits with infinite and undefined values, and compare hostile drafts."""
+    count, nodes = rng.randrange(1, 80), rng.randrange(1, 5)
+    logits = np.random.default_rng(rng.randrange(1 << 30)).normal(0, 4, (nodes + 1, count)).astype(np.float32)
+    for _ in range(rng.randrange(4)):
+        logits[rng.randrange(nodes + 1), rng.randrange(count)] = rng.choice((np.nan, np.inf, -np.inf, 3e38, -3e38))
+    probs, scratch = np.zeros_like(logits), np.zeros(count, np.float32)
+    options = rng.choice((1e-3, 0.7, 5.0)), rng.choice((0, 1, 5, 1 << 40)), rng.choice((0.0, 0.3, 1.0))
+    tokens, values = np.zeros(nodes + 1, np.int32), np.zeros(nodes + 1, np.float32)
+    library.largest_logits(logits.ctypes.data, nodes + 1, count, count, tokens.ctypes.data, values.ctypes.data)
+    library.distributions(
+        *(logits.ctypes.data, nodes + 1, count, count, *options), probs.ctypes.data, scratch.ctypes.data
+    )
+    assert 0 <= library.invert(probs.ctypes.data, count, rng.random()) < count
+    drafted, parents = (np.array([rng.choice((*HOSTILE, 0, 0)) for _ in range(nodes)], np.int32) for _ in range(2))
+    o = np.zeros((2, nodes), np.float32)
+    library.compare_drafts(
+        *(probs.ctypes.data, probs.ctypes.data, count, nodes, parents.ctypes.data, drafted.ctypes.data),
+        *(o[0].ctypes.data, o[1].ctypes.data),
+    )
+    library.residual(probs.ctypes.data, probs[1].ctypes.data, count, scratch.ctypes.data)
+
+
+def main(path: str, seed: int, rounds: int) -> None:
+    library = ctypes.CDLL(path)
+    declare(library)
+    assert library.self_check() == 0
+    rng = random.Random(seed)
+    results: Counter[str] = Counter()
+    for turn in range(rounds):
+        for form in FORMATS:
+            run_valid(library, random_shape(rng, form), seed + turn)
+            for _ in range(4):
+                rows = hostile_pass(library, rng, form)
+                result = Result(rows.run())
+                results[result.name] += 1
+                assert (rows.fault() is not None) == (result == Result.INVALID)
+        for _ in range(20):
+            sample(library, rng)
+    assert not results.keys() - {"DONE", "INVALID"} and results["INVALID"] > results["DONE"], results
+    print(dict(results))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(int, sys.argv[2:]))
