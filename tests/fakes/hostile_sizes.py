@@ -25,6 +25,15 @@ SECONDS = 20  # of one case
 INFINITE = float("inf")
 NAN = float("nan")
 VALUES = (0, -1, 1, 3, 1 << 31, NAN, INFINITE)
+LARGEST = {  # permitted, with heads of 1,024 values; the weights of such a model do not exist
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers"), 1000),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 65_536),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "num_key_value_heads"), 64),
+    **dict.fromkeys(("head_dim", "d_kv"), 1024),
+    **dict.fromkeys(("intermediate_size", "n_inner", "d_ff"), 1 << 20),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "relative_attention_num_buckets"), 1 << 24),
+    "vocab_size": 4_000_000,
+}
 _MOST_WEIGHTS = 40_000_000
 
 Settings = dict[str, Any]
@@ -139,6 +148,9 @@ def all_cases() -> Iterator[Case]:
                 yield Case(family, ((key, value),))
                 if value in (1, 3):
                     yield Case(family, ((key, value),), matching=True)
+        large = [(key, LARGEST[key]) for key in number_keys(settings) if key in LARGEST]
+        yield from (Case(family, (change,)) for change in large)
+        yield Case(family, tuple(large))
     for family in GGUF:
         for name, prefix in GGUF_NUMBERS.items():
             for value in VALUES if name in _GGUF_FLOATS else VALUES[:5]:
