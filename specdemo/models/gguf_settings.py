@@ -95,16 +95,16 @@ def _sizes(file: GgufFile, kind: str, rows: int) -> ModelSizes:
     if (values := number("attention.value_length", head_dim)) != head_dim:
         raise file.refusal(f"attention.value_length is {values:,}, and its heads have {head_dim:,} values")
     sizes = ModelSizes(
-        width,
-        heads,
-        number("attention.head_count_kv", heads),
-        head_dim,
-        number("rope.dimension_count", head_dim),
-        True,
-        number("feed_forward_length"),
-        number("block_count"),
-        rows,
-        number("context_length"),
+        width=width,
+        heads=heads,
+        kv_heads=number("attention.head_count_kv", heads),
+        head_dim=head_dim,
+        rotated=number("rope.dimension_count", head_dim),
+        rotates_whole_heads=True,
+        inner=number("feed_forward_length"),
+        layers=number("block_count"),
+        vocab_size=rows,
+        positions=number("context_length"),
     )
     sizes.check(file.name)
     return sizes

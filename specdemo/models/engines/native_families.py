@@ -189,17 +189,17 @@ def _check(name: str, model: PreTrainedModel, parts: ModelParts) -> None:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     windows = [layer.window for layer in parts.layers if layer.window is not None]
     sizes = ModelSizes(
-        config.hidden_size,
-        heads,
-        kv_heads,
-        head_dim,
-        parts.angles and parts.angles(torch.empty(0), torch.zeros(1, 1, dtype=torch.int64))[0].shape[-1],
-        config.model_type in ROTATES_WHOLE_HEADS,
-        parts.inner,
-        len(parts.layers),
-        config.vocab_size,
-        _shape(parts.positions)[0] if parts.positions else None,
-        min(windows, default=None),
+        width=config.hidden_size,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        rotated=parts.angles and parts.angles(torch.empty(0), torch.zeros(1, 1, dtype=torch.int64))[0].shape[-1],
+        rotates_whole_heads=config.model_type in ROTATES_WHOLE_HEADS,
+        inner=parts.inner,
+        layers=len(parts.layers),
+        vocab_size=config.vocab_size,
+        positions=_shape(parts.positions)[0] if parts.positions else None,
+        window=min(windows, default=None),
     )
     sizes.check(name)
     factors = [parts.epsilon, parts.embedding_scale, parts.attention_cap or 0, parts.logit_cap or 0]
