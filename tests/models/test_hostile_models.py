@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fakes.hostile_models import EMBEDDING, HEAD, HOSTILE, MARKER, tensors
+from fakes.hostile_models import EMBEDDING, HEAD, HOSTILE, MARKER, config, tensors
 from fakes.hub_server import serving
 from fakes.tiny_models import ENCODERS, byte_level_tokenizer, from_config, save_model
 from fakes.trace_lines import trace_lines
@@ -132,6 +132,15 @@ def test_huge_settings_are_not_downloaded(valid: Path, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"tokenizer.json of evil/model has 65.0 MB, more than 64.0 MB"):
             load(ModelSpec("evil/model", device="cpu"), hub)
         assert not server.gets("tokenizer.json")
+
+
+def test_weights_of_contradictory_sizes_are_not_downloaded(valid: Path, tmp_path: Path) -> None:
+    served = shutil.copytree(valid, tmp_path / "served/evil/model")
+    config(head_dim=15)(served)
+    with serving(tmp_path / "served") as server:
+        with pytest.raises(UserError, match="rotates 15 values of a head"):
+            load(ModelSpec("evil/model", device="cpu"), Hub(server.endpoint, tmp_path / "cache"))
+        assert server.gets("config.json") and not server.gets("model.safetensors")
 
 
 @pytest.mark.parametrize("name", MODELS)
