@@ -261,7 +261,7 @@ class Worker:
             thread.join(timeout)
 
     def release(self, stream: Stream[Any], waiting: bool) -> None:
-        """Give the device to other jobs within a step."""
+        """Give the device to other jobs, within a step of `stream`."""
         with self._changed:
             job = self._opened(stream)
             job.waiting = waiting
@@ -272,7 +272,7 @@ class Worker:
                 self._changed.notify_all()
 
     def acquire(self, stream: Stream[Any]) -> None:
-        """Block until the device is free again."""
+        """Block until `stream` has the device again."""
         with self._changed:
             job = self._opened(stream)
             if job.waiting:

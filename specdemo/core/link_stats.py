@@ -33,16 +33,19 @@ _FLAGS: Mapping[Source, Mapping[str, float]] = {
 
 @dataclass(frozen=True, slots=True)
 class LinkStats:
-    """Measures of a step; None: not measured. `confirmed` and `overruled`: tokens that a late response decided."""
+    """Measures of a step over a link; None: not measured. Times in seconds.
+
+    `confirmed` counts the provisional tokens that a late response contains; `overruled` is 1 if it contradicts them.
+    """
 
     hard_ratio: float | None = None
     cloud_s: float | None = None
     rtt_s: float | None = None  # excludes `cloud_s`
-    sent: int | None = None  # messages
-    rows: int | None = None  # of q
+    sent: int | None = None  # messages, with repetitions
+    rows: int | None = None  # draft distributions on demand
     confirmed: int | None = None
     overruled: int | None = None
-    lost: int | None = None  # connections
+    lost: int | None = None  # 1: the connection was lost in this step
     bytes_up: int | None = None
     bytes_down: int | None = None
     up_s: float | None = None
@@ -55,7 +58,7 @@ class LinkStats:
         return cls(**values)
 
     def as_dict(self, source: Source, request_sent: bool) -> dict[str, float]:
-        """Return the frozen keys; None has no key."""
+        """Return the frozen keys of a step, as floats; a measure that is None has no key."""
         waiting = {"pending": 1.0} if source is Source.PROVISIONAL and not request_sent else {}
         measures = {name: float(value) for name in _NAMES if (value := getattr(self, name)) is not None}
         return {**_FLAGS[source], **waiting, **measures}

@@ -25,7 +25,7 @@ Id = Annotated[int, Field(ge=0, lt=1 << 31)]
 Number = Annotated[float, Field(ge=-1e12, le=1e12)]
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
 Bytes = Annotated[float, Field(ge=0, le=1e18)]
-_Probability = Annotated[float, Field(ge=0, le=1.0001)]  # rounded
+_Probability = Annotated[float, Field(ge=0, le=1.0001)]  # float32 sums may slightly exceed 1
 Text = Annotated[str, Field(max_length=10_000)]
 Name = Annotated[str, Field(max_length=40)]
 Kind: TypeAlias = Literal["correction", "bonus", "plain"]
@@ -83,6 +83,7 @@ class StepRecord(TypedDict):
 
 
 def of(event: StepEvent) -> StepRecord:
+    """Return the record of an event, without validation."""
     step, draft, verdict = event.step, event.step.draft, event.step.verdict
     record: StepRecord = {
         "i": step.i,

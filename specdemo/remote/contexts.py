@@ -195,9 +195,9 @@ class EdgeContext:
 class Contexts:
     """Contexts, evicted by count, total bytes and idle time.
 
-    No lock: all methods run in the worker's thread. It changes jobs within a step only where the step waits or gives
-    way, which no pass does, so `verify` runs to completion. A context in use is neither evicted nor deleted, and cannot
-    be used again.
+    There is no lock: all methods run in the worker's thread, one at a time. The worker changes jobs within a step only
+    where the step waits or gives way, which no pass does, so `verify` runs to completion. A context in use is neither
+    evicted nor deleted, and a second request for it raises `RuntimeError`.
     """
 
     def __init__(

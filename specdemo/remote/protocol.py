@@ -63,7 +63,7 @@ MessageT = TypeVar("MessageT", bound=NetworkMessage)
 
 
 class ResponseMessage(NetworkMessage):
-    """Ignores unknown fields."""
+    """Response: unknown fields are ignored, so that services can be extended."""
 
     model_config = ConfigDict(extra="ignore")
 
