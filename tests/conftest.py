@@ -6,7 +6,7 @@ Files and tests choose their marks; a file marks all of its tests with `pytestma
 - `browser`, `long`: these files run first, so that both workers end together. Other slow files follow.
 - `exhaustive`: too slow for `make test`, which runs a representative of every theorem; part of `make test-exhaustive`.
 
-Also, measurements of models and costs are shortened, and the workers share one compiled engine.
+Also, measurements of models and costs are shortened, and the processes share one compiled engine.
 """
 
 from __future__ import annotations
@@ -14,16 +14,28 @@ from __future__ import annotations
 import gc
 import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fakes.compiled_engine import compile_once
 
+ROOT = Path(__file__).parents[1]
 MEASUREMENT_S = 0.04  # of batch invariance after each load, instead of 0.5 s
 REPEATS = 4  # of each draft length in a preflight, instead of 20
 SLOW_FILE = re.compile(r"^pytestmark = (\[[^]]*|.*)\bmark\.slow\b", re.MULTILINE)
 FIRST = ("browser", "long", "slow")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Compile the engine while the workers import modules."""
+    if session.config.getoption("numprocesses", None):
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))}
+        process = subprocess.Popen([sys.executable, "-m", "fakes.compiled_engine"], env=environment)
+        session.config.add_cleanup(process.wait)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -61,17 +73,9 @@ def short_measurements() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def compiled_engine(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Compile the engine once: of the workers, which start at the same time, the first compiles and the others wait."""
-    if "PYTEST_XDIST_WORKER" not in os.environ or os.name != "posix":
-        return
-    import fcntl
-
-    from specdemo.native.build import native_library
-
-    with (tmp_path_factory.getbasetemp().parent / "engine.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        native_library()
+def compiled_engine() -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        compile_once()
 
 
 @pytest.fixture

@@ -300,6 +300,12 @@ def tiny_model(kind: str, seed: int = 0) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
+def most_probable(model: PreTrainedModel, prompt: list[int], tokens: list[int]) -> list[int]:
+    """Return the most probable token at each position of `tokens`: equal to `tokens` if the text is greedy."""
+    logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+    return logits.argmax(-1).tolist()
+
+
 def blurred(model: PreTrainedModel, kind: str, noise: float = 0.03, seed: int = 1) -> PreTrainedModel:
     """Drafter that agrees with `model` often but not always."""
     copy = from_config({**CONFIGS, **ENCODERS}[kind])

@@ -79,7 +79,16 @@ def test_rows_of_chains_have_the_bits_of_single_rows(name: str, form: str, threa
             assert torch.equal(engine.run(chain, start, Draft.chain(tuple(chain[1:]))), expected[:rows]), (start, rows)
 
 
-@pytest.mark.parametrize("form", [*DTYPES, *QUANTIZED, *STORED_FORMS])
+LONG_FORMS = ("float32", "bfloat16", "int8", "nf4", "Q4_K")  # one of each kind; the others are exhaustive
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(form, marks=() if form in LONG_FORMS else pytest.mark.exhaustive)
+        for form in (*DTYPES, *QUANTIZED, *STORED_FORMS)
+    ],
+)
 def test_long_contexts_and_prompt_chunks_keep_the_bits(form: str) -> None:
     model, tokens = weights("llama", form), text(2050)
     expected = single_rows(model, tokens, 2040)
