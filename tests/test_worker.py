@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextvars
 import inspect
 import threading
 import weakref
@@ -191,7 +192,7 @@ def test_number_of_open_jobs_is_bounded() -> None:
     worker = Worker(at_once=2)
     gates = [Gate() for _ in range(3)]
     streams = [worker.submit(gate) for gate in gates]
-    gates[0].open()
+    gates[0].open(1000)
     assert gates[1].inside.wait(PATIENCE)  # all open jobs have advanced
     assert not streams[2].started and worker.ahead(streams[2]) == 1
     streams[0].stop(), streams[1].stop()
@@ -545,3 +546,48 @@ def test_other_jobs_run_next_to_a_task_without_progress(worker: Worker, parked: 
     assert other.items == list(range(100)) and not stream.done
     gate.set()
     assert finished(stream).items == [TaskProgress("working")] and task.result
+
+
+asker: contextvars.ContextVar[str] = contextvars.ContextVar("asker", default="nobody")
+
+
+def test_jobs_run_in_the_context_of_the_submitter() -> None:
+    def job() -> Iterator[str]:
+        try:
+            for _ in range(3):
+                yield asker.get()
+        finally:
+            ended.append(asker.get())
+
+    worker, ended = Worker(), []
+    streams = {}
+    for name in ("first", "second"):
+        context = contextvars.copy_context()
+        context.run(asker.set, name)
+        streams[name] = context.run(worker.submit, job)
+    assert all(stream.wait(PATIENCE) for stream in streams.values())
+    worker.close()
+    assert {name: set(stream.items) for name, stream in streams.items()} == {"first": {"first"}, "second": {"second"}}
+    assert sorted(ended) == ["first", "second"] and asker.get() == "nobody"
+
+
+def test_jobs_of_a_worker_group_are_independent() -> None:
+    crew, gate, inside = WorkerGroup(2, waiting=2), threading.Event(), threading.Semaphore(0)
+
+    def slow() -> Iterator[int]:
+        inside.release()
+        assert gate.wait(PATIENCE)
+        yield 1
+
+    first = crew.submit(slow)
+    second = crew.submit(lambda: iter([2]))
+    assert second.wait(PATIENCE) and second.items == [2] and not first.done  # while the first run is still blocked
+    busy = [crew.submit(slow)]
+    assert inside.acquire(timeout=PATIENCE) and inside.acquire(timeout=PATIENCE)  # both workers are busy
+    busy += [crew.submit(slow), crew.submit(slow)]  # one more run per queue
+    assert crew.active == 4 and max(map(crew.ahead, busy)) == 1
+    with pytest.raises(WorkerBusy, match="1 runs are waiting already"):
+        crew.submit(slow)
+    gate.set()
+    assert all(stream.wait(PATIENCE) and stream.items == [1] for stream in (first, *busy))
+    crew.close()

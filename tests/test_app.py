@@ -9,8 +9,6 @@ import pytest
 
 import app
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def busy() -> Iterator[int]:
@@ -63,3 +61,26 @@ def test_a_browser_is_opened_if_there_is_a_display(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("sys.platform", system)
     assert app.has_display() is expected
+
+
+def test_address_of_a_space_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADIO_SERVER_NAME", "0.0.0.0")
+    monkeypatch.setenv("GRADIO_SERVER_PORT", "7860")
+    monkeypatch.setenv("SPACES_ZERO_GPU", "true")
+    args = app.options().parse_args([])
+    assert (args.host, args.port, args.zero_gpu) == ("0.0.0.0", 7860, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("SPECDEMO_MAX_TOKENS", "lots", "SPECDEMO_MAX_TOKENS must be a whole number"),
+        ("SPECDEMO_PAIR", "bundled", "unknown variable 'SPECDEMO_PAIR'"),
+    ],
+)
+def test_invalid_host_settings_end_the_program(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, value: str, said: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert app.main(["--no-browser"]) == 2
+    assert capsys.readouterr().err.startswith(said)

@@ -1,0 +1,211 @@
+"""ZeroGPU: each run in a forked process, with the text, errors and context of a run in the page."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from importlib.util import find_spec
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.trace_lines import events_of
+from fakes.trace_records import step
+from fakes.zero_gpu import Forking, untouched
+
+from specdemo.core.errors import UserError
+from specdemo.core.events import Event, Header, Loading, StepEvent
+from specdemo.generate import generate
+from specdemo.models.model_pool import ModelPool
+from specdemo.recipe import Recipe
+from specdemo.ui import zero_gpu as zero
+from specdemo.ui.limits import HostLimits
+from specdemo.ui.page import build
+from specdemo.ui.service import Service
+from specdemo.ui.streams import drain, reason
+from specdemo.worker import WorkerGroup
+
+pytestmark = pytest.mark.slow
+
+PATIENCE = 30.0
+
+
+asker: contextvars.ContextVar[str] = contextvars.ContextVar("asker", default="nobody")
+
+
+forks = pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork on this system")
+
+
+RECIPE = Recipe(pair="bundled", temperature=0.0, max_tokens=24)
+
+
+CODE = "def fibonacci(n):"
+
+
+@pytest.fixture(scope="module")
+def pool() -> ModelPool:
+    return zero.loaded([RECIPE])
+
+
+def tokens_of(events: Iterable[Event]) -> list[int]:
+    return [token for event in events if isinstance(event, StepEvent) for token in event.step.tokens]
+
+
+@pytest.mark.parametrize("package", [False, True][: 1 + (find_spec("spaces") is not None)])
+def test_decorator_has_no_effect_without_zerogpu(package: bool, pool: ModelPool) -> None:
+    """Neither with the fake nor, if the package is installed, with the real decorator."""
+    events = list(zero.on(zero.decorator() if package else untouched, pool)(RECIPE, CODE, ModelPool(), {}))
+    assert events[0] == Loading("waiting for a GPU") and isinstance(events[1], Header)
+    assert tokens_of(events) == tokens_of(generate(RECIPE, CODE, pool)) and events[-1].reason == "length"
+
+
+def test_the_page_of_a_zerogpu_space_can_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zero, "decorator", lambda: untouched)
+    limits = HostLimits(pairs=("bundled",))
+    page = build(limits=limits, **zero.hosted(limits, "cpu"))
+    assert isinstance(page.worker, WorkerGroup)
+    page.worker.close()
+
+
+@forks
+def test_a_run_in_its_own_process_gives_the_same_text(pool: ModelPool) -> None:
+    def telling(*asked: Any) -> Iterator[Event]:
+        yield Loading("process", os.getpid())
+        yield from generate(*asked)
+
+    gpu = Forking()
+    events = list(zero.on(gpu, pool, telling)(RECIPE, CODE, ModelPool(), {}))
+    assert tokens_of(events) == tokens_of(generate(RECIPE, CODE, pool)) != []
+    assert events[1] == Loading("process", gpu.processes[0].pid) != Loading("process", os.getpid())
+    assert gpu.processes[0].exitcode == 0
+    assert gpu.durations == [zero.seconds_of(RECIPE, pool.take(RECIPE.target_spec).weight_bytes)]
+
+
+@forks
+def test_runs_share_no_state_with_the_page(pool: ModelPool) -> None:
+    """The fake pickles all values and forks: unpicklable values stop the run, and changes in the child stay there."""
+
+    def forgetful(recipe: Recipe, prompt: str, pool: ModelPool, stores: dict) -> Iterator[Event]:
+        seen = dict(stores)
+        stores["learnt"] = changed["there"] = prompt
+        yield Header(seen, "", ())
+
+    changed: dict[str, str] = {}
+    run = zero.on(Forking(), pool, forgetful)
+    for _ in range(2):
+        stores: dict[str, str] = {"mine": "secret"}
+        assert list(run(RECIPE, CODE, ModelPool(), stores))[1:] == [Header({}, "", ())]
+        assert stores == {"mine": "secret"} and not changed
+    with pytest.raises(UserError, match="pickle"):  # a driver that handed a stop flag over would fail like this
+        list(run(RECIPE, threading.Event(), ModelPool(), {}))
+    with pytest.raises(UserError, match="n-grams are not kept on this host"):
+        list(run(Recipe(pair="bundled", method="nasd", ngram_keep=True), CODE, ModelPool(), {}))
+    with pytest.raises(UserError, match="only preloaded models run on this host"):
+        list(run(Recipe(pair="bundled", quantization="nf4"), CODE, ModelPool(), {}))
+
+
+@forks
+def test_stop_ends_the_process(pool: ModelPool, tmp_path: Path) -> None:
+    def endless(*_: Any) -> Iterator[Event]:
+        try:
+            yield Header(vars(RECIPE), "", ())
+            for i in count():
+                time.sleep(0.01)
+                yield from events_of([step(i, pieces=["a"], tokens=[i])])
+        finally:
+            (tmp_path / "closed").write_text(str(os.getpid()))
+
+    gpu = Forking()
+    service = Service(pool, zero.on(gpu, pool, endless), worker=WorkerGroup(2))
+    stream = service.start([("spec", RECIPE)], CODE)
+    items = follow(stream, until=lambda events: len(tokens_of(events)) > 20)
+    stream.stop()
+    assert stream.wait(PATIENCE) and stream.error is None
+    process = gpu.processes[0]
+    assert not process.is_alive() and process.exitcode == 0
+    assert (tmp_path / "closed").read_text() == str(process.pid)  # the `finally` of the child process
+    assert tokens_of(items) == list(range(len(tokens_of(items))))
+    service.worker.close()
+
+
+def follow(stream: Any, until: Callable[[list], bool]) -> list[Event]:
+    """Output of a stream up to the first time the condition is true."""
+
+    async def read() -> list[Event]:
+        events: list[Event] = []
+        async for batch in drain(stream):
+            events += [event for _, event in batch]
+            if until(events):
+                break
+        return events
+
+    return asyncio.run(asyncio.wait_for(read(), PATIENCE))
+
+
+@forks
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (UserError("the prompt is too long"), "the prompt is too long"),
+        (RuntimeError("the device ran out of memory"), "RuntimeError: the device ran out of memory"),
+        (None, "GPU task aborted"),
+    ],
+)
+def test_errors_in_the_process_are_reported(pool: ModelPool, fault: Exception | None, said: str) -> None:
+    def broken(*_: Any) -> Iterator[Event]:
+        yield Header(vars(RECIPE), "", ())
+        if fault is None:
+            os._exit(1)  # as the lender does when the time is up
+        raise fault
+
+    events = zero.on(Forking(), pool, broken)(RECIPE, CODE, ModelPool(), {})
+    with pytest.raises((UserError, RuntimeError)) as raised:
+        list(events)
+    assert said in reason(raised.value)
+
+
+@forks
+def test_context_of_the_visitor_is_passed_on(pool: ModelPool) -> None:
+    """There the quota is looked up: by the request, which is in the context of the handler that started the run."""
+    seen = []
+
+    def lender(*, duration: Callable) -> Callable:
+        def decorate(task: Callable) -> Callable:
+            def call(*asked: Any) -> Iterator[Any]:
+                seen.append(asker.get())
+                yield from task(*asked)
+
+            return call
+
+        return decorate
+
+    service = Service(pool, zero.on(lender, pool), worker=WorkerGroup(1))
+    context = contextvars.copy_context()
+    context.run(asker.set, "visitor 7")
+    stream = context.run(service.start, [("spec", RECIPE)], CODE)
+    assert stream.wait(PATIENCE) and stream.error is None
+    assert seen == ["visitor 7"]
+    service.worker.close()
+
+
+def test_requested_gpu_time_grows_with_the_run() -> None:
+    small, large = 4 * 10**7, 15 * 10**9
+    lengths = [zero.seconds_of(Recipe(max_tokens=n), large) for n in (1, 128, 512, 10**6)]
+    assert lengths == sorted(lengths) and lengths[0] < lengths[1] < lengths[2] and lengths[3] == zero.LONGEST_S
+    assert zero.seconds_of(Recipe(max_tokens=256), small) < zero.seconds_of(Recipe(max_tokens=256), large)
+    assert (
+        zero.seconds_of(Recipe(max_tokens=256), large) > 256 * large / 1.6e12
+    )  # at least the time of reading the weights
+
+
+def test_preflight_raises_without_a_permanent_device(pool: ModelPool) -> None:
+    service = Service(pool, generate, worker=WorkerGroup(1))
+    with pytest.raises(UserError, match="this host does not have"):
+        asyncio.run(service.preflight(RECIPE))
+    service.worker.close()
