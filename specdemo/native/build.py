@@ -99,7 +99,7 @@ def unsupported_vectors() -> str | None:
     if not value or value in names:
         return None
     reason = "is not supported by this CPU" if value in _BUILDS else "is unknown"
-    return f"{VECTORS}={value} {reason}: choose {' or '.join(names)}"
+    return f"{VECTORS}={value} {reason}: choose {' or '.join(filter(None, (', '.join(names[:-1]), names[-1])))}"
 
 
 def _command() -> tuple[str, ...]:
