@@ -29,7 +29,8 @@ from specdemo.cli.commands import at_least_one
 from specdemo.core.errors import UserError
 from specdemo.core.metrics import interval
 from specdemo.core.step import Draft
-from specdemo.models.kv_cache import new_engine
+from specdemo.models.engines.engine import Cache, Engine, Entry
+from specdemo.models.engines.select import engine_of
 from specdemo.models.load import load, reference
 from specdemo.models.memory import release_memory
 from specdemo.models.model_pool import ModelPool
@@ -128,18 +129,18 @@ def their_speed(program: Path, file: Path, tokens: int, context: int | str) -> f
     return float(json.loads(done.stdout)[0]["avg_ts"])
 
 
-def our_speed(engine: Any, vocab: int, tokens: int, context: int | str) -> float:
+def our_speed(engine: Engine[Any], cache: Cache, vocab: int, tokens: int, context: int | str) -> float:
     """Return passes/s of single rows with greedy choice of the next token, or tokens/s of reading a prompt."""
-    engine.keep(0, [])
+    cache.keep(0)
     token, held = 1, PROMPT_TOKENS if context == PROMPT else int(context)
     start = time.perf_counter()
     if held:
-        engine.run([i % vocab for i in range(held)], 0, Draft())
+        engine.run([Entry(cache, [i % vocab for i in range(held)], 0, Draft())])
     if context == PROMPT:
         return held / (time.perf_counter() - start)
     start = time.perf_counter()
     for i in range(tokens):
-        token = int(engine.run([token], held + i, Draft())[0].argmax())
+        token = int(engine.run([Entry(cache, [token], held + i, Draft())])[0][0].argmax())
     return tokens / (time.perf_counter() - start)
 
 
@@ -171,12 +172,13 @@ def compare_form(
     """Measure `spec` and `file`, which contain the same weights, at all contexts in alternation."""
     release_memory()
     loaded, records = load(spec), []
-    engine = new_engine(loaded.model)
+    engine = engine_of(loaded.model)
+    cache = engine.open()
     for context in (*options.context, PROMPT):
         pairs = []
         for _ in range(options.rounds):
             theirs = their_speed(options.llama_bench, file, options.tokens, context)
-            pairs.append((our_speed(engine, loaded.vocab_size, options.tokens, context), theirs))
+            pairs.append((our_speed(engine, cache, loaded.vocab_size, options.tokens, context), theirs))
         records.append({"model": name, "form": form, "kind": kind, "context": context, **_figures(pairs)})
         print(COLUMNS["ratio"].format(**records[-1]), form, context, file=sys.stderr, flush=True)
     return records

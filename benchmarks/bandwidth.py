@@ -22,7 +22,8 @@ from benchmarks.memory import SHAPES, save_random
 from benchmarks.tables import publish, run_study, study_parser
 from specdemo.cli.commands import at_least_one
 from specdemo.core.step import Draft
-from specdemo.models.kv_cache import new_engine
+from specdemo.models.engines.engine import Entry
+from specdemo.models.engines.select import engine_of
 from specdemo.models.load import load
 from specdemo.models.memory import release_memory
 from specdemo.models.spec import ModelSpec
@@ -44,13 +45,14 @@ def measure(form: str, folder: Path, options: argparse.Namespace) -> dict[str, A
     release_memory()
     dtype, quantization, _ = FORMS[form]
     model = load(ModelSpec(str(folder), dtype=dtype, quantization=quantization, device="cpu")).model
-    engine, size = new_engine(model), model.weight_bytes
-    engine.run(list(range(CONTEXT)), 0, Draft())
+    engine, size = engine_of(model), model.weight_bytes
+    cache = engine.open()
+    engine.run([Entry(cache, list(range(CONTEXT)), 0, Draft())])
     memory = torch.ones(size // 4)
 
     def single_pass(rows: int) -> Callable[[], Any]:
         ids = list(range(rows))
-        return lambda: engine.run(ids, CONTEXT, Draft.chain(tuple(ids[1:])))
+        return lambda: engine.run([Entry(cache, ids, CONTEXT, Draft.chain(tuple(ids[1:])))])
 
     actions = {"read": memory.sum, **{str(rows): single_pass(rows) for rows in options.rows}}
     found = {name: [seconds(action)] for name, action in actions.items()}

@@ -25,8 +25,10 @@ from specdemo.core.errors import UserError
 from specdemo.core.events import End, StepEvent
 from specdemo.core.sampling import Noise
 from specdemo.core.step import Draft
+from specdemo.models.batch_invariance import Measurement, check_invariance
 from specdemo.models.engines.cuda_graphs import MAX_ROWS
-from specdemo.models.kv_cache import CachedModel, check_invariance
+from specdemo.models.engines.select import engine_of
+from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel, load
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
@@ -69,13 +71,10 @@ def target(recipe: Recipe, **changed: object) -> LoadedModel:
 
 @contextmanager
 def eager(loaded: LoadedModel) -> Iterator[CachedModel]:
-    loaded.model.idle.clear()
-    loaded.model.graphs = False
-    try:
+    loaded.release()
+    with engine_of(loaded.model).recording_disabled():
         yield CachedModel(loaded.model)
-    finally:
-        loaded.model.graphs = True
-        loaded.model.idle.clear()
+    loaded.release()
 
 
 def passes(vocab_size: int, context: int) -> Iterator[tuple[list[int], Draft]]:
@@ -178,7 +177,7 @@ def sampler(recipe: Recipe) -> str:
 def verification(recipe: Recipe) -> str:
     """Cost of passes with several rows."""
     loaded = target(recipe, quantization="nf4")
-    result = check_invariance(loaded.model, 4.0)
+    result = check_invariance(loaded.model, Measurement(seconds=4.0))
     costs = ", ".join(f"{rows} rows {cost:.2f}" for rows, cost in result.cost.items())
     return f"nf4, in AR passes: {costs}; equal bits: {result.equal}"
 

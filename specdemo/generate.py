@@ -19,7 +19,7 @@ from specdemo.core.errors import UserError
 from specdemo.core.events import End, Event, Header, Loading, MemoryUse, StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.models import memory
-from specdemo.models.kv_cache import COMPARED_ROWS, compared_context
+from specdemo.models.batch_invariance import COMPARED_ROWS, compared_context
 from specdemo.models.load import LoadedModel
 from specdemo.models.loaded_pair import LoadedPair
 from specdemo.models.memory import format_bytes

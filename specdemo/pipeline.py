@@ -6,10 +6,11 @@ import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from specdemo.models.chat_caches import ChatCaches, Conversation
 from specdemo.models.engines.cuda_graphs import MAX_ROWS
 from specdemo.models.engines.llama import PROMPT_CHUNK
 from specdemo.models.engines.llama_weights import layer_count, with_dropout, with_layers
-from specdemo.models.engines.native import NativeWeights
+from specdemo.models.engines.select import engine_of
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.tokenizer import Bridge, check_vocabulary, token_bytes
@@ -43,6 +44,11 @@ from specdemo.remote.gates import (
     mc_dropout,
 )
 from specdemo.remote.protocol import VerifyConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from specdemo.models.engines.fused_weights import FusedWeights
 
 PASSES = 4  # of the drafter with dropout, for gate `variance`
 _CONTEXT_TOKENS = 8  # decoded before a draft, for rules about words
@@ -62,6 +68,12 @@ class Pipeline:
     draft_caches: tuple[CachedModel, ...]
     context: int  # longest text, in tokens, that every model supports
     close: Callable[[], None] = lambda: None
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()
 
     @property
     def caches(self) -> tuple[CachedModel, ...]:
@@ -104,6 +116,7 @@ class ModelContext:
         self.target, self.drafter = target, drafter
         self._stores, self._prompt, self._chats = stores, prompt, chats
         self._kept: dict[Any, CachedModel] = {}  # for the next turn
+        self._resources = ExitStack()  # caches of this run
         self.seed = recipe.seed
         self.sampling = sampling_params(recipe, target)
         self.bridge = _bridge(recipe, target, drafter)
@@ -131,19 +144,19 @@ class ModelContext:
         model = self.target if role == "target" else self.drafter
         assert model is not None and not isinstance(model, RemoteModel)
         if layers is None and role == "drafter" and self._is_copy:
-            cache = CachedModel(model.model, owner=self.target_cache)
+            cache = self.open(model.model, owner=self.target_cache)
         elif layers is None:
             cache = self._cached(model, role)
         else:
-            cache = CachedModel(with_layers(model.model, list(layers(layer_count(model.model)))))
+            cache = self.open(with_layers(model.model, list(layers(layer_count(model.model)))))
         self.draft_caches.append(cache)
         return cache
 
     @property
     def _is_copy(self) -> bool:
-        target, drafter = self.target, self.drafter
-        native = [isinstance(one, LoadedModel) and isinstance(one.model, NativeWeights) for one in (target, drafter)]
-        return all(native) and target.spec.name == drafter.spec.name
+        if self.target_cache is None or self.drafter is None or self.target.spec.name != self.drafter.spec.name:
+            return False
+        return engine_of(self.drafter.model).shares_cache(self.target_cache.engine)
 
     def noise(self, name: str, *, shared: bool = True) -> Noise | SharedNoise:
         return self._shared if shared and self._shared is not None else Noise(self.seed, name)
@@ -159,16 +172,28 @@ class ModelContext:
     def _cached(self, loaded: LoadedModel, role: str, pad: int = 1) -> CachedModel:
         """In a conversation the KV cache of earlier turns is reused."""
         if not self.recipe.chat or self._stores is None or self._chats is None or loaded.encoder:
-            return CachedModel(loaded.model, pad, _source(loaded, self._prompt))
+            return self.open(loaded.model, pad, _source(loaded, self._prompt))
         conversation, key = self._stores.setdefault(CONVERSATION, Conversation()), (role, self.recipe.method)
         cache = self._kept.get(key) or self._chats.take(conversation, key, loaded.model)
         self._kept[key] = cache or CachedModel(loaded.model, pad)
         return self._kept[key]
 
-    def keep_caches(self) -> None:
+    def open(
+        self,
+        model: PreTrainedModel | FusedWeights,
+        pad: int = 1,
+        source: Sequence[int] = (),
+        owner: CachedModel | None = None,
+    ) -> CachedModel:
+        """Return a cached model, closed with this context."""
+        return self._resources.enter_context(closing(CachedModel(model, pad, source, owner)))
+
+    def close(self) -> None:
+        """Keep the caches of a conversation for its next turn; close the others."""
         for key, cached in self._kept.items():
             self._chats.put(self._stores[CONVERSATION], key, cached)
         self._kept = {}
+        self._resources.close()
 
 
 def build_pipeline(
@@ -188,7 +213,17 @@ def build_pipeline(
         raise UserError(f"the {role} has an encoder and the other model is a decoder: choose two of the same kind")
     if target.encoder:
         refuse_with_encoder(recipe.method)
-    method, context = METHODS[recipe.method], ModelContext(recipe, target, drafter, stores, prompt, chats)
+    context = ModelContext(recipe, target, drafter, stores, prompt, chats)
+    try:
+        return _assemble(context)
+    except BaseException:
+        context.close()
+        raise
+
+
+def _assemble(context: ModelContext) -> Pipeline:
+    recipe, target = context.recipe, context.target
+    method = METHODS[recipe.method]
     proposer, caches = method.build(context), tuple(context.draft_caches)
     local = (context.target_cache,) if context.target_cache else ()
     if method.shape == "forest":
@@ -204,16 +239,16 @@ def build_pipeline(
     same_tokens = (*local, *(() if context.bridge else caches))  # a drafter of another vocabulary has other counts
     context_length = min([cache.context for cache in same_tokens] + [sys.maxsize])
     if isinstance(target, RemoteModel):
-        remote, policy = build_remote_verifier(recipe, target, context.sampling, policy, caches)
+        remote, policy = build_remote_verifier(context, target, policy, caches)
         context_length = min(context_length, target.info.context)
 
         def close() -> None:
-            context.keep_caches()
+            context.close()
             remote.close()
 
         return Pipeline(remote, proposer, policy, None, caches, context_length, close)
     verifier = method.verifier(context) if method.verifier else _verifier(context)
-    return Pipeline(verifier, proposer, policy, context.target_cache, caches, context_length, context.keep_caches)
+    return Pipeline(verifier, proposer, policy, context.target_cache, caches, context_length, context.close)
 
 
 def _refuse_forests(method: str, models: Sequence[tuple[str, str]]) -> None:
@@ -262,13 +297,10 @@ def _verifier(context: ModelContext) -> ModelVerifier:
 
 
 def build_remote_verifier(
-    recipe: Recipe,
-    target: RemoteModel,
-    sampling: SamplingParams,
-    policy: DraftLengthPolicy,
-    caches: Sequence[CachedModel],
+    context: ModelContext, target: RemoteModel, policy: DraftLengthPolicy, caches: Sequence[CachedModel]
 ) -> tuple[ClosableVerifier, DraftLengthPolicy]:
     """Return the remote verifier, gated if the recipe has gates, and the policy that records for the gate."""
+    recipe, sampling = context.recipe, context.sampling
     cloud, candidates = target.cloud, METHODS[recipe.method].candidates(recipe)
     settings = VerifyConfig(
         temp=float(sampling.temperature),
@@ -298,15 +330,19 @@ def build_remote_verifier(
         candidates=candidates,
         top=recipe.top,
     )
-    return _gated(verifier, target, policy, caches) if cloud.gates else (verifier, policy)
+    return _gated(verifier, context, target, policy, caches) if cloud.gates else (verifier, policy)
 
 
 def _gated(
-    verifier: ClosableVerifier, target: RemoteModel, policy: DraftLengthPolicy, caches: Sequence[CachedModel]
+    verifier: ClosableVerifier,
+    context: ModelContext,
+    target: RemoteModel,
+    policy: DraftLengthPolicy,
+    caches: Sequence[CachedModel],
 ) -> tuple[ClosableVerifier, DraftLengthPolicy]:
     cloud, recorder, variance = target.cloud, RecordingPolicy(policy), None
     if "variance" in cloud.gates:
-        variance = mc_dropout([CachedModel(with_dropout(caches[0].model, seed)).score for seed in range(PASSES)])
+        variance = mc_dropout([context.open(with_dropout(caches[0].model, seed)).score for seed in range(PASSES)])
     always = word_rules(target, cloud.always) if cloud.always else None
     gate = GatedVerifier(verifier, recorder, cloud.thresholds, cloud.gate_ratio, always=always, variance=variance)
     return gate, recorder

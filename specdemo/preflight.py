@@ -112,6 +112,13 @@ def preflight(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool) -> Pre
         names = ", ".join(name for name, method in METHODS.items() if method.preflight)
         raise UserError(f"preflight supports the methods {names}, not {recipe.method}: run or bench it")
     target, drafter, pipeline = load_comparable(recipe, pool)
+    with pipeline:
+        return _preflight(recipe, prompts, target, drafter, pipeline)
+
+
+def _preflight(
+    recipe: Recipe, prompts: Sequence[Prompt], target: LoadedModel, drafter: LoadedModel | None, pipeline: Pipeline
+) -> Preflight:
     weights = target.weight_bytes + (drafter.weight_bytes if drafter else 0)
     if not is_replayed(recipe):
         runs = list(decoded_runs(recipe, target, drafter, prompts, pipeline.context))
@@ -122,7 +129,8 @@ def preflight(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool) -> Pre
     replayed: list[tuple[Chances, float]] = []  # with the cost of its prompt
     for tokens, start in texts:
         give_way()
-        opening = prompt_cost(build_pipeline(recipe, target, drafter), (tokens, start), costs)
+        with build_pipeline(recipe, target, drafter) as empty:
+            opening = prompt_cost(empty, (tokens, start), costs)
         replayed.append((replay(recipe, target, drafter, (tokens, start)), opening))
     first = [draft[0] for chances, _ in replayed for draft in chances if draft]
     estimates = tuple(
@@ -232,15 +240,15 @@ def decoded_runs(
         tokens = encode_prompt(target.tokenizer, text, recipe.chat, target.vocab_size)
         tokens = tokens[: min(MAX_TEXT_TOKENS, context - 2 * MAX_GAMMA)]
         most_tokens = min(recipe.max_tokens, MAX_TEXT_TOKENS, context - len(tokens) - MAX_GAMMA)
-        pipeline = build_pipeline(replace(recipe, seed=seed), target, drafter)
-        steps = _decoded(pipeline, target, tokens, most_tokens, clock)
+        with build_pipeline(replace(recipe, seed=seed), target, drafter) as pipeline:
+            steps = _decoded(pipeline, target, tokens, most_tokens, clock)
+            length = len(tokens) + sum(len(step.tokens) for step in steps)
+            kv_bytes = round(1000 * pipeline.kv_bytes / length)
         plain = steps
         if recipe.method != "ar":
-            count = 1 + WARMUP_RUNS + BASELINE_RUNS
-            plain = _decoded(build_pipeline(ar, target, None), target, tokens, count, clock)
+            with build_pipeline(ar, target, None) as baseline:
+                plain = _decoded(baseline, target, tokens, 1 + WARMUP_RUNS + BASELINE_RUNS, clock)
         ar_s = [step.verify_s + step.host_s for step in plain[1 + WARMUP_RUNS :]]
-        held = len(tokens) + sum(len(step.tokens) for step in steps)
-        kv_bytes = round(1000 * pipeline.kv_bytes / held)
         yield DecodedRun(tokens, steps, statistics.median(ar_s) if ar_s else 0.0, kv_bytes)
 
 
@@ -285,8 +293,13 @@ def distributions(cached: CachedModel, tokens: Sequence[int], sampling: Sampling
 
 def replay(recipe: Recipe, target: LoadedModel, drafter: LoadedModel | None, text: TimedText) -> Chances:
     """Return acceptance probabilities after the first token of the continuation."""
-    (tokens, start), pipeline = text, build_pipeline(recipe, target, drafter)
-    method, sampling, cached = METHODS[recipe.method], sampling_params(recipe, target), _local(pipeline.target_cache)
+    with build_pipeline(recipe, target, drafter) as pipeline:
+        return _replay(recipe, target, pipeline, text)
+
+
+def _replay(recipe: Recipe, target: LoadedModel, pipeline: Pipeline, text: TimedText) -> Chances:
+    (tokens, start), cached = text, _local(pipeline.target_cache)
+    method, sampling = METHODS[recipe.method], sampling_params(recipe, target)
     p = distributions(cached, tokens, sampling, cached.vocab_size)
     candidates = method.candidates(recipe)
     choices = cached.read(tokens).topk(candidates).indices.tolist() if candidates > 1 else []
@@ -357,16 +370,17 @@ def measure_costs(
     lengths = cycle([*[0] * BASELINE_RUNS, *range(1, longest + 1)])
     for tokens, start in cycle(texts):
         consecutive = 0
-        for gamma, draft_s, pass_s, drafted in _timed_steps(pipeline(), tokens, start, lengths, clock):
-            consecutive = 0 if gamma else consecutive + 1
-            if gamma or consecutive > WARMUP_RUNS:
-                verify_s[gamma].append(pass_s)
-            if drafted:
-                token_s.append(draft_s / drafted)
-            if len(verify_s[longest]) == repeats:
-                ar_s = statistics.median(verify_s[0])
-                c = statistics.median(token_s) / ar_s if token_s else 0.0
-                return StepCosts(ar_s, c, tuple(statistics.median(seconds) / ar_s for seconds in verify_s))
+        with pipeline() as measured:
+            for gamma, draft_s, pass_s, drafted in _timed_steps(measured, tokens, start, lengths, clock):
+                consecutive = 0 if gamma else consecutive + 1
+                if gamma or consecutive > WARMUP_RUNS:
+                    verify_s[gamma].append(pass_s)
+                if drafted:
+                    token_s.append(draft_s / drafted)
+                if len(verify_s[longest]) == repeats:
+                    ar_s = statistics.median(verify_s[0])
+                    c = statistics.median(token_s) / ar_s if token_s else 0.0
+                    return StepCosts(ar_s, c, tuple(statistics.median(seconds) / ar_s for seconds in verify_s))
     raise ValueError("there are no texts")
 
 

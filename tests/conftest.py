@@ -61,13 +61,13 @@ def start_order(item: pytest.Item) -> list[bool]:
 def short_measurements() -> Iterator[None]:
     import torch  # not in the process that distributes the tests
 
-    from specdemo.models.kv_cache import check_invariance
+    from specdemo.models import batch_invariance
     from specdemo.preflight import measure_costs
 
     torch.set_num_threads(1)  # the models are tiny, and the tests share the cores
     gc.freeze()  # imported modules: otherwise each unloading of a model, which collects garbage, takes a second
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(check_invariance, "__defaults__", (MEASUREMENT_S,))
+        patch.setattr(batch_invariance, "MEASUREMENT", batch_invariance.Measurement(seconds=MEASUREMENT_S))
         patch.setattr(measure_costs, "__defaults__", (REPEATS, time.perf_counter))
         yield
 

@@ -18,9 +18,11 @@ from transformers.utils import logging
 
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
+from specdemo.models.engines.engine import Entry
 from specdemo.models.engines.generic import (
     EncoderDecoderEngine,
     FullPass,
+    TransformersCache,
     TransformersEngine,
     full_pass,
     has_encoder,
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 _TEXT, _PREFIX, _CACHED = 26, 18, 12  # tokens
+_NO_DRAFT = Draft()
 _BRANCHES = Draft((1, 2, 3, 4), (-1, -1, 0, 1))
 _OWN_POSITIONS = "computes positions from the number of cached tokens"
 
@@ -179,30 +182,30 @@ class _Comparison:
 
     def chains(self) -> bool:
         """Prefill, draft, roll back, draft, add a token."""
-        engine, text, start = self._engine(), self._text, _CACHED
+        text, start, cache = self._text, _CACHED, self._engine.open(_source(self._model))
         rejected = self._others[:2]
         drafted = [*text[: start + 2], *rejected]
         expected, other = self._rows(text), self._rows(drafted)
-        compared = [(engine.run(text[:start], 0, Draft()), expected[start - 1 : start])]
-        rows = engine.run(drafted[start:], start, Draft.chain(tuple(drafted[start + 1 :])))
+        compared = [(self._run(cache, text[:start], 0), expected[start - 1 : start])]
+        rows = self._run(cache, drafted[start:], start, Draft.chain(tuple(drafted[start + 1 :])))
         compared.append((rows, other[start:]))
-        engine.keep(start + 2, [])
-        rows = engine.run(text[start + 2 : -1], start + 2, Draft.chain(tuple(text[start + 3 : -1])))
+        cache.keep(start + 2)
+        rows = self._run(cache, text[start + 2 : -1], start + 2, Draft.chain(tuple(text[start + 3 : -1])))
         compared.append((rows, expected[start + 2 : -1]))
-        compared.append((engine.run(text[-1:], _TEXT - 1, Draft()), expected[-1:]))
+        compared.append((self._run(cache, text[-1:], _TEXT - 1), expected[-1:]))
         return all(self._equal(rows, full) for rows, full in compared)
 
     def forests(self) -> bool:
         """Draft two branches; continue the second."""
-        engine, text, start = self._engine(), self._text[:_CACHED], _CACHED
+        text, start, cache = self._text[:_CACHED], _CACHED, self._engine.open(_source(self._model))
         draft = Draft(tuple(self._others[:4]), _BRANCHES.parents)
         a, b, c, d = draft.tokens
         first, second = self._rows([*text, a, c]), self._rows([*text, b, d, *self._others[4:6]])
-        engine.run(text[:-1], 0, Draft())
-        rows = engine.run([text[-1], *draft.tokens], start - 1, draft)
+        self._run(cache, text[:-1], 0)
+        rows = self._run(cache, [text[-1], *draft.tokens], start - 1, draft)
         expected = torch.stack([first[start - 1], first[start], second[start], first[start + 1], second[start + 1]])
-        engine.keep(start, [start + 1, start + 3])
-        after = engine.run(self._others[4:6], start + 2, Draft.chain((self._others[5],)))
+        cache.keep(start, [start + 1, start + 3])
+        after = self._run(cache, self._others[4:6], start + 2, Draft.chain((self._others[5],)))
         return self._equal(rows, expected) and self._equal(after, second[-2:])
 
     def packed(self) -> bool:
@@ -211,9 +214,13 @@ class _Comparison:
         self._full = full_pass(self._model, _source(self._model))
         return self._equal(self._rows(self._text), expected)
 
+    @property
     def _engine(self) -> TransformersEngine:
         encoder = has_encoder(self._model.config)
-        return EncoderDecoderEngine(self._model, _source(self._model)) if encoder else TransformersEngine(self._model)
+        return EncoderDecoderEngine(self._model) if encoder else TransformersEngine(self._model)
+
+    def _run(self, cache: TransformersCache, new: list[int], held: int, draft: Draft = _NO_DRAFT) -> Tensor:
+        return self._engine.run([Entry(cache, new, held, draft)])[0]
 
     def _rows(self, tokens: list[int]) -> Tensor:
         return self._full(torch.tensor([tokens], device=self._model.device))

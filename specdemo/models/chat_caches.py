@@ -2,52 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 from specdemo.models.kv_cache import CachedModel
 
 
 class Conversation:
-    """Owner of caches."""
+    """Owner of caches, which are closed with it."""
 
 
 class ChatCaches:
-    """Caches by conversation, least recently used first."""
+    """Caches by conversation, least recently used first. Models that are not loaded any more have none."""
 
     def __init__(self, is_loaded: Callable[[Any], bool], budget_bytes: int = 1 << 30) -> None:
         self._is_loaded, self._budget_bytes = is_loaded, budget_bytes
-        self._caches: WeakKeyDictionary[Conversation, dict[Hashable, CachedModel]] = WeakKeyDictionary()
+        self._caches: dict[ref[Conversation], dict[Hashable, CachedModel]] = {}
 
     @property
     def reserved_bytes(self) -> int:
         return sum(cache.reserved_bytes for caches in self._caches.values() for cache in caches.values())
 
     def take(self, conversation: Conversation, key: Hashable, model: Any) -> CachedModel | None:
-        """Remove a cache of `model` for exclusive use."""
-        cache = self._caches.get(conversation, {}).pop(key, None)
-        return cache if cache is not None and cache.model is model else None
+        """Remove a cache of `model` for exclusive use; close a cache of another model."""
+        cache = self._caches.get(ref(conversation), {}).pop(key, None)
+        if cache is None or cache.model is model:
+            return cache
+        cache.close()
+        return None
 
     def put(self, conversation: Conversation, key: Hashable, cache: CachedModel) -> None:
-        """Retain a cache unless its model was unloaded."""
-        if self._is_loaded(cache.model):
-            self._caches[conversation] = {**self._caches.pop(conversation, {}), key: cache}
-            while self.reserved_bytes > self._budget_bytes:
-                self.evict()
+        """Retain a cache, or close it if its model was unloaded."""
+        if not self._is_loaded(cache.model):
+            cache.close()
+            return
+        caches = self._caches.pop(ref(conversation), {})
+        if key in caches:
+            caches[key].close()
+        self._caches[ref(conversation, self._drop)] = {**caches, key: cache}
+        while self.reserved_bytes > self._budget_bytes:
+            self.evict()
 
     def evict(self) -> bool:
-        """Free the oldest caches; return False without any."""
-        oldest = next(self._caches.keys(), None)
-        return oldest is not None and self._caches.pop(oldest, None) is not None
+        """Close the oldest caches; return False without any."""
+        oldest = next(iter(self._caches), None)
+        if oldest is not None:
+            self._drop(oldest)
+        return oldest is not None
 
     def drop_unloaded(self) -> None:
         for conversation, caches in list(self._caches.items()):
-            kept = {key: cache for key, cache in caches.items() if self._is_loaded(cache.model)}
-            if kept:
-                self._caches[conversation] = kept
+            loaded = {key: cache for key, cache in caches.items() if self._is_loaded(cache.model)}
+            _close(cache for key, cache in caches.items() if key not in loaded)
+            if loaded:
+                self._caches[conversation] = loaded
             else:
                 del self._caches[conversation]
 
     def clear(self) -> None:
-        self._caches.clear()
+        while self.evict():
+            pass
+
+    def _drop(self, conversation: ref[Conversation]) -> None:
+        _close(self._caches.pop(conversation, {}).values())
+
+
+def _close(caches: Iterable[CachedModel]) -> None:
+    for cache in caches:
+        cache.close()

@@ -11,7 +11,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerFast
 
-from specdemo.models.engines.native import FORMS, uses_native_engine
+from specdemo.models.engines.native import uses_native_engine
+from specdemo.models.engines.native_matrix import FORMS
 from specdemo.models.hub import Hub, local_shapes
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device
 from specdemo.models.tokenizer_check import open_tokenizer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from logging import ERROR, getLogger
 from pathlib import Path
@@ -17,15 +17,17 @@ from transformers.utils import logging
 from specdemo.core.errors import UserError
 from specdemo.core.sampling import largest
 from specdemo.core.step import Draft
+from specdemo.models.batch_invariance import NO_COSTS, BatchInvariance, check_invariance
 from specdemo.models.cache_check import cache_support, quiet
 from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.engines.generic import auto_class, has_encoder, opening, refuse_recurrent
 from specdemo.models.engines.llama_weights import LlamaWeights, pack
-from specdemo.models.engines.native import NativeWeights
 from specdemo.models.engines.native_families import transformers_reason
+from specdemo.models.engines.native_weights import NativeWeights
+from specdemo.models.engines.select import engine_of
 from specdemo.models.gguf_checkpoint import gguf_config, read_gguf
 from specdemo.models.hub import Hub, local_shapes
-from specdemo.models.kv_cache import NO_COSTS, BatchInvariance, CachedModel, check_invariance
+from specdemo.models.kv_cache import CachedModel
 from specdemo.models.llama_checkpoint import read_checkpoint
 from specdemo.models.memory import drop_mapped_files, free_bytes, given_back_at_once
 from specdemo.models.quantization import check_quantization, load_options, skeleton
@@ -75,6 +77,10 @@ class LoadedModel:
     def vocab_size(self) -> int:
         return self.model.config.get_text_config().vocab_size
 
+    def release(self) -> None:
+        """Free memory that is retained for later texts."""
+        engine_of(self.model).release()
+
     @property
     def environment(self) -> dict[str, Any]:
         failure = getattr(self.model, "graph_failure", "")
@@ -117,10 +123,10 @@ def load(
         note = getattr(model, "note", "")
         model, engine = fuse(model)
         engine += f": {note}" if note else ""
-    cached = CachedModel(model)
-    if warm:
-        _warm_up(cached)
-    return LoadedModel(spec, model, tokenizer, cached.weight_bytes, engine, warm)
+    with closing(CachedModel(model)) as cached:
+        if warm:
+            _warm_up(cached)
+        return LoadedModel(spec, model, tokenizer, cached.weight_bytes, engine, warm)
 
 
 def fuse(model: PreTrainedModel, consume: bool = True) -> tuple[FusedWeights, str]:
@@ -135,12 +141,8 @@ def fuse(model: PreTrainedModel, consume: bool = True) -> tuple[FusedWeights, st
 
 def _warm_up(cached: CachedModel) -> None:
     """Run a pass and read its result; CUDA graphs are recorded only in the device thread."""
-    lean = isinstance(cached.model, LlamaWeights)
-    if lean:
-        cached.model.graphs = False
-    largest(cached.score([0], Draft.chain((0,))))
-    if lean:
-        cached.model.graphs = True
+    with cached.engine.recording_disabled():
+        largest(cached.score([0], Draft.chain((0,))))
 
 
 @converts_errors

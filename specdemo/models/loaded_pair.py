@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -135,7 +136,8 @@ def _in_memory_pair(
         origin = f" ({model.name_or_path})" if model.name_or_path else ""
         spec = ModelSpec(f"in-memory {role} {type(model).__name__}{origin}")
         shared = share_weights(model)
-        CachedModel(shared).score([0], Draft.chain((0,)))  # rejects unsupported models
+        with closing(CachedModel(shared)) as cached:
+            cached.score([0], Draft.chain((0,)))  # rejects unsupported models
         engine = f"transformers: in-memory model, weights shared{cache_support(shared).note}"
         pool.add(LoadedModel(spec, shared, own, weight_bytes(shared), engine))
         settings[role] = spec.name

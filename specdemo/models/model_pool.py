@@ -13,7 +13,6 @@ from functools import partial
 from specdemo.background import BackgroundTask
 from specdemo.core.errors import UserError
 from specdemo.models.chat_caches import ChatCaches
-from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.hub import Hub
 from specdemo.models.load import LoadedModel, load
 from specdemo.models.memory import format_bytes, free_bytes, is_out_of_memory, release_memory, share_one_heap
@@ -126,8 +125,7 @@ class ModelPool:
     def recover(self) -> None:
         self.chats.clear()
         for loaded in self._models.values():
-            if isinstance(loaded.model, FusedWeights):
-                loaded.model.release()
+            loaded.release()
         release_memory()
 
     @property

@@ -10,6 +10,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -231,8 +232,15 @@ class Contexts:
         return sum(context.reserved_bytes for context in self._contexts.values())
 
     def delete(self, context_id: str, owner: str = "") -> bool:
+<<<<<<< HEAD
         key = (owner, context_id)
         return key not in self._in_use and self._contexts.pop(key, None) is not None
+=======
+        context = self._contexts.pop((owner, context_id), None)
+        if context is not None:
+            context.cache.close()
+        return context is not None
+>>>>>>> dd49fee (Separate caches from engines; query capabilities instead of types)
 
     def verify(self, request: VerifyRequest, owner: str = "") -> VerifyResponse:
         """Verify a draft for the client `owner`; a repeated request gets the same response.
@@ -271,23 +279,29 @@ class Contexts:
             context.tokens = [*tokens, *(draft.tokens[node] for node in response.accepted_nodes), response.token]
         self._contexts[key] = context
         self._contexts.move_to_end(key)
+<<<<<<< HEAD
+=======
+        while len(self) > self._max_contexts or (self._contexts and self.reserved_bytes > self._budget_bytes):
+            self._evict()
+>>>>>>> dd49fee (Separate caches from engines; query capabilities instead of types)
         return response
 
     def stream(self, request: StreamRequest) -> Iterator[int]:
         """Decode autoregressively up to a stop token or the context length."""
         self._check_config(request.config)
-        tokens, cache = list(request.tokens), self._make_cache()
+        tokens = list(request.tokens)
         check_token_ids(tokens, self._vocab_size)
         self._check_length(len(tokens))
-        for _ in range(min(request.max_tokens, self._max_tokens - len(tokens) + 1)):
-            verifier = build_verifier(request.config, cache.score, len(tokens), self._sources, self._ban)
-            with torch_threads(1):
-                token = verifier.verify(tokens, Draft()).token
-            assert token is not None
-            tokens.append(token)
-            yield token
-            if token in self._stop:
-                return
+        with closing(self._make_cache()) as cache:
+            for _ in range(min(request.max_tokens, self._max_tokens - len(tokens) + 1)):
+                verifier = build_verifier(request.config, cache.score, len(tokens), self._sources, self._ban)
+                with torch_threads(1):
+                    token = verifier.verify(tokens, Draft()).token
+                assert token is not None
+                tokens.append(token)
+                yield token
+                if token in self._stop:
+                    return
 
     def _is_repeat(self, context: EdgeContext, request: VerifyRequest) -> bool:
         if request.epoch < context.epoch:
@@ -331,6 +345,7 @@ class Contexts:
         if count > self._max_tokens:
             raise UserError(f"{count:,} tokens do not fit the model's {self._max_tokens:,}: shorten the text")
 
+<<<<<<< HEAD
     def _evict(self, oldest: float = -math.inf) -> None:
         """Drop contexts last used before `oldest`, then the least recently used above the limits."""
         for key in [key for key in self._contexts if key not in self._in_use]:
@@ -338,6 +353,16 @@ class Contexts:
             if not excess and self._contexts[key].last_used >= oldest:
                 return
             del self._contexts[key]
+=======
+    def _drop_expired(self) -> None:
+        oldest = self._clock() - self._expiry_s
+        while self._contexts and next(iter(self._contexts.values())).last_used < oldest:
+            self._evict()
+
+    def _evict(self) -> None:
+        _, context = self._contexts.popitem(last=False)
+        context.cache.close()
+>>>>>>> dd49fee (Separate caches from engines; query capabilities instead of types)
 
 
 def _no_score(tokens: Sequence[int], draft: Draft) -> Tensor:

@@ -41,13 +41,13 @@ def recipe(talker: str) -> Recipe:
 def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Number of tokens in each pass over more than ten rows."""
     counts: list[int] = []
-    run = CachedModel._run
+    check_ids = CachedModel._check_ids
 
-    def counting(self: CachedModel, new: Any, *rest: Any) -> Any:
+    def counting(self: CachedModel, new: list[int]) -> None:
         counts.append(len(new)) if len(new) > 10 else None
-        return run(self, new, *rest)
+        check_ids(self, new)
 
-    monkeypatch.setattr(CachedModel, "_run", counting)
+    monkeypatch.setattr(CachedModel, "_check_ids", counting)
     return counts
 
 

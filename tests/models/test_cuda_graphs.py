@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,9 @@ from specdemo.core.events import End, Header, StepEvent
 from specdemo.core.step import Draft
 from specdemo.models.engines.cuda_graphs import GRAPH_LIMIT, GRAPH_ROWS, GraphRecorder, graph_keys, graph_rows
 from specdemo.models.engines.llama_weights import LlamaWeights
-from specdemo.models.kv_cache import BatchInvariance, CachedModel, check_invariance
+from specdemo.models import batch_invariance
+from specdemo.models.batch_invariance import BatchInvariance, Measurement, check_invariance
+from specdemo.models.kv_cache import CachedModel
 from specdemo.models.memory_plan import plan_config
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
@@ -30,11 +33,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("torch_engine")]
 VOCAB = LLAMA["vocab_size"]
 
 
+def compare_at(monkeypatch: pytest.MonkeyPatch, *starts: int) -> None:
+    """Compare rows on a CPU, as on a GPU."""
+    monkeypatch.setattr(batch_invariance, "MEASUREMENT", Measurement(seconds=0.01, starts={"cpu": starts}))
+
+
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     cuda = FakeCuda()
     cuda.install(monkeypatch)
-    monkeypatch.setattr("specdemo.models.kv_cache._starts", lambda model: (50,))
+    compare_at(monkeypatch, 50)
     return cuda
 
 
@@ -71,7 +79,7 @@ def test_replay_equals_eager(kind: type, dtype: torch.dtype, monkeypatch: pytest
     expected = [eager.score(*item) for item in script]
     cuda = FakeCuda()
     cuda.install(monkeypatch)
-    model.idle.clear()
+    model.engine.release()
     replayed = CachedModel(model)
     for item, logits in zip(script, expected, strict=True):
         found = replayed.score(*item)
@@ -107,7 +115,8 @@ def test_engines_in_use_share_no_stream_although_torch_repeats_them(cuda: FakeCu
     for cached in held:
         cached.score([1, 2, 3], Draft())
     for i in range(STREAMS + 2):  # other engines come and go
-        CachedModel(models[0].with_layers([0])).score([1, 2, i % VOCAB], Draft())
+        with closing(CachedModel(models[0].with_layers([0]))) as other:
+            other.score([1, 2, i % VOCAB], Draft())
         for cached in held:
             cached.score([1, 2, 3, i % VOCAB], Draft())  # raises if a workspace was freed
     assert len({graph.stream for graph in cuda.graphs}) >= 3
@@ -119,14 +128,14 @@ def test_no_workspace_is_used_after_its_release(cuda: FakeCuda, pair: dict[str, 
     for recipe in (Recipe(**pair), Recipe(**pair, method="self"), Recipe(**pair)):
         assert [event.reason for event in run_recipe(recipe, "abcd", pool) if isinstance(event, End)] == ["length"]
     model = weights(num_hidden_layers=1)
-    assert check_invariance(model, budget_s=0.01).compared
+    assert check_invariance(model).compared
     first, second = CachedModel(model), CachedModel(model)
     for length in (5, 300, 600, 1100):
         for rows in GRAPH_ROWS:
             for cached in (first, second):
                 cached.score([rows] * length, Draft.chain((1,) * (rows - 1)))
                 cached.score([rows] * length + [2], Draft.chain((1,) * (rows - 1)))
-                assert len(cached._engine._recordings) <= GRAPH_LIMIT
+                assert len(cached._cache.recordings) <= GRAPH_LIMIT
     pool.clear()
     first.score([1, 2, 3], Draft())
     assert cuda.current is cuda.default
@@ -208,7 +217,7 @@ def test_equal_bits_are_claimed_for_compared_rows_and_contexts_only(
     pool, recipe = ModelPool(), Recipe(target=folder, drafter=folder, device="cpu", temperature=0.0, **changed)
     loaded = pool.take(recipe.target_spec)
     loaded.__dict__["_invariance"] = BatchInvariance(True, 1, 10, {1: 1.0})
-    monkeypatch.setattr("specdemo.models.kv_cache._starts", lambda model: (50, 600, 2000) if device == "cuda" else ())
+    compare_at(monkeypatch, *((50, 600, 2000) if device == "cuda" else ()))
     header = next(event for event in run_recipe(recipe, "abcd", pool) if isinstance(event, Header))
     assert header.bit_equal == claimed
 
@@ -221,8 +230,8 @@ def test_cuda_compares_long_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
         lengths.append(len(tokens))
         return score(cached, tokens, draft)
 
-    monkeypatch.setattr("specdemo.models.kv_cache._starts", lambda model: (50, 600, 2000))
+    compare_at(monkeypatch, 50, 600, 2000)
     monkeypatch.setattr(CachedModel, "score", recorded)
     model = weights(num_hidden_layers=1)
-    result = check_invariance(model, 0.01)
+    result = check_invariance(model)
     assert max(lengths) > 2000 or not result.equal

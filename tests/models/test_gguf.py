@@ -22,7 +22,7 @@ from specdemo.core.errors import UserError
 from specdemo.core.explain import explain_engine
 from specdemo.core.step import Draft
 from specdemo.models.engines.gguf_linear import FLOATS, GgufLinear, dequantised
-from specdemo.models.engines.native import STORED_FORMS
+from specdemo.models.engines.native_matrix import STORED_FORMS
 from specdemo.models.gguf_checkpoint import read_gguf
 from specdemo.models.gguf_settings import settings_folder
 from specdemo.models.hub import Hub

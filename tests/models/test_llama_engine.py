@@ -17,6 +17,7 @@ from unittest.mock import Mock
 import psutil
 import pytest
 import torch
+from fakes.passes import Passes
 from fakes.tiny_models import CONTEXT, LLAMA, byte_level_tokenizer, save_model
 from torch.profiler import ProfilerActivity, profile
 from transformers import (
@@ -122,8 +123,9 @@ def test_a_recorded_pass_reads_nothing_but_its_buffers(name: str) -> None:
         return forward
 
     lean = LlamaWeights(model)
-    plain, replayed = CachedModel(lean), CachedModel(lean)
-    replayed._engine = LlamaEngine(lean, record)
+    plain = CachedModel(lean)
+    lean._engine = LlamaEngine(lean, lambda: record)
+    replayed = CachedModel(lean)
     script = rounds(3) + rounds(4)
     if name == "grouped":
         script += [([i % VOCAB for i in range(length)], Draft.chain((1, 2, 3))) for length in (600, 604, 1100)]
@@ -132,22 +134,23 @@ def test_a_recorded_pass_reads_nothing_but_its_buffers(name: str) -> None:
     assert 2 < len(recorded) < len(script)
 
 
-def test_an_engine_serves_the_next_request_but_never_two_at_once() -> None:
+def test_a_closed_cache_serves_the_next_text_but_never_two_at_once() -> None:
     lean = LlamaWeights(random_model(VARIANTS["grouped"]))
     first, second = CachedModel(lean), CachedModel(lean)
-    assert first._engine is not second._engine
-    engine = first._engine
+    assert first._cache is not second._cache
+    cache = first._cache
     expected = first.score([1, 2, 3], Draft())
-    del first
+    first.close()
+    assert cache.kv_bytes == 0 and not cache.kv.any()
     third = CachedModel(lean)
-    assert third._engine is engine and third.kv_bytes == 0
+    assert third._cache is cache and third.kv_bytes == 0
     assert torch.equal(third.score([1, 2, 3], Draft()), expected)
 
 
 def test_stored_logits_are_counted() -> None:
     cached = CachedModel(LlamaWeights(random_model(VARIANTS["grouped"])))
     cached.score([1, 2, 3], Draft.chain((1, 2, 3, 4)))
-    assert cached.reserved_bytes >= cached._engine.reserved_bytes + 5 * VOCAB * 4
+    assert cached.reserved_bytes >= cached._cache.reserved_bytes + 5 * VOCAB * 4
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -250,14 +253,14 @@ def test_quantised_models_give_the_logits_of_transformers(quantization: str, tmp
 def test_engines_keep_the_requested_rows() -> None:
     """Both engines behave identically when driven directly."""
     model = random_model(VARIANTS["grouped"])
-    for engine in (TransformersEngine(model), LlamaEngine(LlamaWeights(model))):
+    for engine in map(Passes, (TransformersEngine(model), LlamaEngine(LlamaWeights(model)))):
         with torch.inference_mode():
             engine.run([1, 2, 3, 4], 0, Draft())
-            full = engine.kv_bytes
+            full = engine.cache.kv_bytes
             engine.keep(2, [3])
-            assert engine.kv_bytes == full * 3 / 4
+            assert engine.cache.kv_bytes == full * 3 / 4
             engine.keep(0, [])
-            assert engine.kv_bytes == 0
+            assert engine.cache.kv_bytes == 0
 
 
 def allocated(step: Callable[[], object]) -> int:

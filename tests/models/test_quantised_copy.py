@@ -15,7 +15,7 @@ from fakes.trace_lines import trace_lines
 from specdemo.cli import main
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
-from specdemo.models.engines.native import NativeEngine
+from specdemo.models.engines.native import NativeCache, NativeEngine
 from specdemo.models.hub import Hub
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import load
@@ -91,14 +91,14 @@ def test_target_and_copy_do_not_disturb_each_other(form: str) -> None:
 @pytest.mark.slow
 def test_the_prompt_is_processed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
-    original = NativeEngine._run
+    original = NativeEngine._call
 
-    def counted(self: NativeEngine, function: Any, new: list[int], *arguments: Any) -> None:
+    def counted(self: NativeEngine, function: Any, cache: NativeCache, new: list[int], *arguments: Any) -> None:
         rows.append(len(new))
-        original(self, function, new, *arguments)
+        original(self, function, cache, new, *arguments)
 
     tokens(pair="bundled", drafter=SAME)  # loads and measures
-    monkeypatch.setattr(NativeEngine, "_run", counted)
+    monkeypatch.setattr(NativeEngine, "_call", counted)
     tokens(pair="bundled", drafter=SAME, gamma=3)
     prompt = load(Recipe(device="cpu").target_spec).tokenizer.encode(PROMPT)
     assert rows[0] == len(prompt) and max(rows[1:]) == 4 and rows[1] == 1

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from specdemo.models.engines.engine import Engine
+
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
@@ -17,7 +19,7 @@ Weights = TypeVar("Weights", bound="FusedWeights")
 
 
 class FusedWeights(ABC):
-    batch_invariant = False  # True: for any number of rows, by construction
+    """Weights of a decoder in the layout of one engine. Variants with fewer layers share the tensors."""
 
     def __init__(self, model: PreTrainedModel, angles: Any) -> None:
         self.config: PretrainedConfig = model.config
@@ -29,24 +31,31 @@ class FusedWeights(ABC):
         self.width: int = self.config.hidden_size
         self.head_dim: int = getattr(self.config, "head_dim", None) or self.width // self.heads
         self.layers: list[Any] = []
-        self.idle: list[Any] = []  # engines
         self.channel_scale: Tensor | None = None
         self._angles = angles
+        self._engine: Engine[Any] | None = None
 
     @property
     @abstractmethod
     def weight_bytes(self) -> int: ...
 
-    def release(self) -> None:
-        self.idle.clear()
+    @abstractmethod
+    def new_engine(self) -> Engine[Any]: ...
+
+    @property
+    def engine(self) -> Engine[Any]:
+        """The engine of these weights, shared by all texts."""
+        if self._engine is None:
+            self._engine = self.new_engine()
+        return self._engine
 
     def with_layers(self: Weights, kept: Sequence[int]) -> Weights:
         thin = copy.copy(self)
-        thin.layers, thin.idle = [self.layers[i] for i in kept], []
+        thin.layers, thin._engine = [self.layers[i] for i in kept], None
         return thin
 
     def with_channel_scale(self: Weights, scale: Tensor) -> Weights:
         """Return the model with embedding channels multiplied by `scale` `[width]`."""
         thin = copy.copy(self)
-        thin.channel_scale, thin.idle = scale.to(self.device, self.dtype).contiguous(), []
+        thin.channel_scale, thin._engine = scale.to(self.device, self.dtype).contiguous(), None
         return thin

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import inspect
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
+from transformers.cache_utils import Cache as LayerCache
+from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
 
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
+from specdemo.models.engines.engine import Cache, CacheT, Engine, Entry
+from specdemo.models.memory import weight_bytes
+from specdemo.models.threads import torch_threads
 
 if TYPE_CHECKING:
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PretrainedConfig, PreTrainedModel
@@ -116,29 +121,76 @@ def refuse_recurrent(kind: type[PreTrainedModel], config: PretrainedConfig) -> N
         )
 
 
-class TransformersEngine:
-    """Engine for decoders."""
+class TransformersCache(Cache):
+    """KV cache of `transformers`; an encoder-decoder also has the encoder output and cross-attention states."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        refuse_recurrent(type(model), model.config)
-        self._model = model
-        self._cache = Cache(layer_class_to_replicate=InPlaceCacheLayer)
-        self._selects_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+    def __init__(self, source: Sequence[int]) -> None:
+        super().__init__()
+        self.source = list(source)
+        self._reset()
 
-    def keep(self, length: int, slots: list[int]) -> None:
-        for layer in self._cache.layers:
+    def clear(self) -> None:
+        for layer in self.decoder.layers:
+            for states in layer.buffers:
+                states.zero_()
+        self._reset()
+
+    def _reset(self) -> None:
+        self.decoder = LayerCache(layer_class_to_replicate=InPlaceCacheLayer)
+        self.crossed = DynamicCache()
+        self.both = EncoderDecoderCache(self.decoder, self.crossed)
+        self.encoded: Any = None
+
+    def keep(self, length: int, slots: Sequence[int] = ()) -> None:
+        for layer in self.decoder.layers:
             layer.keep(length, slots)
 
     @property
     def kv_bytes(self) -> int:
-        return sum(layer.nbytes for layer in self._cache.layers)
+        crossed = sum(x.nbytes for layer in self.crossed.layers for x in (layer.keys, layer.values))
+        return crossed + sum(layer.nbytes for layer in self.decoder.layers)
 
     @property
     def reserved_bytes(self) -> int:
-        return sum(x.nbytes for layer in self._cache.layers for x in layer.buffers)
+        return sum(x.nbytes for layer in self.decoder.layers for x in layer.buffers)
 
-    def run(self, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
-        """See `CacheEngine.run`; `cache_support` reports limits."""
+
+class _ModelEngine(Engine[CacheT]):
+    """Passes of a `transformers` model; `chains_only`: see `cache_support`."""
+
+    def __init__(self, model: PreTrainedModel, chains_only: str = "") -> None:
+        super().__init__()
+        refuse_recurrent(type(model), model.config)
+        self._model, self.chains_only = model, chains_only
+
+    @property
+    def weight_bytes(self) -> int:
+        return weight_bytes(self._model)
+
+    def run(self, entries: Sequence[Entry]) -> list[Tensor]:
+        """See `Engine.run`."""
+        logits = []
+        for cache, new, held, draft in entries:
+            with torch_threads(cache.threads):
+                logits.append(self._forward(cache, new, held, draft)[-len(draft) - 1 :])
+        return logits
+
+    @abstractmethod
+    def _forward(self, cache: CacheT, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
+        """Return logits of the last rows, at least of those that `run` returns."""
+
+
+class TransformersEngine(_ModelEngine[TransformersCache]):
+    """Engine for decoders."""
+
+    def __init__(self, model: PreTrainedModel, chains_only: str = "") -> None:
+        super().__init__(model, chains_only)
+        self._selects_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def new_cache(self, source: Sequence[int] = ()) -> TransformersCache:
+        return TransformersCache(source)
+
+    def _forward(self, cache: TransformersCache, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
         device, dtype = self._model.device, self._model.dtype
         extra: dict[str, Any] = {"logits_to_keep": len(draft) + 1} if self._selects_rows else {}
         if not draft.is_chain:
@@ -146,10 +198,9 @@ class TransformersEngine:
             mask.masked_fill_(~visible(len(new), held, draft), torch.finfo(dtype).min)
             position_ids = torch.tensor([positions(len(new), held, draft)], device=device)
             extra |= {"attention_mask": mask[None, None].to(device), "position_ids": position_ids}
-        logits = self._model(
-            input_ids=torch.as_tensor(new, device=device)[None], past_key_values=self._cache, use_cache=True, **extra
+        return self._model(
+            input_ids=torch.as_tensor(new, device=device)[None], past_key_values=cache.decoder, use_cache=True, **extra
         ).logits[0]
-        return logits[-len(draft) - 1 :]
 
 
 def has_encoder(config: PretrainedConfig) -> bool:
@@ -174,33 +225,25 @@ def opening(model: PreTrainedModel) -> list[int]:
 
 
 class EncoderDecoderEngine(TransformersEngine):
-    """Engine for models such as T5 and BART (2211.17192).
+    """Engine for models such as T5 and BART (2211.17192); drafts are chains.
 
-    Encoder output and cross-attention states are computed once; rollback affects only self-attention.
+    Encoder output and cross-attention states are computed once; rollback affects only self-attention. Without a source
+    the encoder reads the opening of the decoder.
     """
 
-    def __init__(self, model: PreTrainedModel, source: Sequence[int]) -> None:
-        super().__init__(model)
-        self._source, self._encoded = list(source), None
-        self._crossed = DynamicCache()
-        self._both = EncoderDecoderCache(self._cache, self._crossed)
+    def new_cache(self, source: Sequence[int] = ()) -> TransformersCache:
+        return TransformersCache(source or opening(self._model))
 
-    def run(self, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
-        """See `CacheEngine.run`; `draft` is a chain."""
+    def _forward(self, cache: TransformersCache, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
         device = self._model.device
-        if self._encoded is None:
-            self._encoded = self._model.get_encoder()(input_ids=torch.tensor([self._source], device=device))
-        logits = self._model(
-            encoder_outputs=self._encoded,
+        if cache.encoded is None:
+            cache.encoded = self._model.get_encoder()(input_ids=torch.tensor([cache.source], device=device))
+        return self._model(
+            encoder_outputs=cache.encoded,
             decoder_input_ids=torch.as_tensor(new, device=device)[None],
-            past_key_values=self._both,
+            past_key_values=cache.both,
             use_cache=True,
         ).logits[0]
-        return logits[-len(draft) - 1 :]
-
-    @property
-    def kv_bytes(self) -> int:
-        return super().kv_bytes + sum(x.nbytes for layer in self._crossed.layers for x in (layer.keys, layer.values))
 
 
 def full_pass(model: PreTrainedModel, source: Sequence[int]) -> FullPass:
@@ -217,18 +260,30 @@ def full_pass(model: PreTrainedModel, source: Sequence[int]) -> FullPass:
     return run
 
 
-class UncachedEngine:
+class TokenCache(Cache):
+    """Tokens of a text without keys and values; `full` computes the logits of all tokens."""
+
     kv_bytes = reserved_bytes = 0
 
-    def __init__(self, model: PreTrainedModel, source: Sequence[int]) -> None:
-        self._pass = full_pass(model, source)
-        self._tokens = torch.empty(0, dtype=torch.long, device=model.device)
+    def __init__(self, full: FullPass, device: torch.device) -> None:
+        super().__init__()
+        self.full = full
+        self.tokens = torch.empty(0, dtype=torch.long, device=device)
 
-    def run(self, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
-        """See `CacheEngine.run`; `draft` is a chain."""
-        added = torch.as_tensor(new, device=self._tokens.device)
-        self._tokens = torch.cat([self._tokens[:held], added])
-        return self._pass(self._tokens[None])[held:][-len(draft) - 1 :]
+    def keep(self, length: int, slots: Sequence[int] = ()) -> None:
+        self.tokens = torch.cat([self.tokens[:length], self.tokens[list(slots)]])
 
-    def keep(self, length: int, slots: list[int]) -> None:
-        self._tokens = torch.cat([self._tokens[:length], self._tokens[slots]])
+    def clear(self) -> None:
+        self.tokens = self.tokens.new_empty(0)
+
+
+class UncachedEngine(_ModelEngine[TokenCache]):
+    """Engine for models whose passes with a KV cache differ from full passes; drafts are chains."""
+
+    def new_cache(self, source: Sequence[int] = ()) -> TokenCache:
+        source = source or (opening(self._model) if has_encoder(self._model.config) else ())
+        return TokenCache(full_pass(self._model, source), self._model.device)
+
+    def _forward(self, cache: TokenCache, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
+        cache.tokens = torch.cat([cache.tokens[:held], torch.as_tensor(new, device=cache.tokens.device)])
+        return cache.full(cache.tokens[None])[held:]

@@ -1,10 +1,12 @@
-"""Engine for `LlamaWeights`: KV cache of one request, batch-invariant attention, CUDA graphs."""
+"""Engine for `LlamaWeights`: batch-invariant attention, CUDA graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +14,12 @@ from torch import Tensor
 
 from specdemo.core.step import Draft
 from specdemo.models.engines.cuda_graphs import GRAPH_LIMIT, MAX_ROWS, GraphRecorder, graph_keys, graph_rows
+from specdemo.models.engines.engine import Cache, Engine, Entry
 from specdemo.models.engines.generic import positions, visible
-from specdemo.models.engines.llama_weights import LlamaWeights
+from specdemo.models.threads import torch_threads
+
+if TYPE_CHECKING:
+    from specdemo.models.engines.llama_weights import LlamaWeights
 
 PROMPT_CHUNK = 512  # prompt rows per pass: masks grow with rows times keys
 KEY_BLOCK = 512  # initial capacity of a cache
@@ -38,99 +44,181 @@ class PassShape:
     rotated: Tensor  # view of the position-dependent ones
 
 
-class LlamaEngine:
-    def __init__(self, model: LlamaWeights, record: Recorder | None = None) -> None:
-        self._model = model
-        self._record = record or (GraphRecorder(model.device) if model.recordable else None)
-        self._recordings: dict[tuple[int, int], Recording] = {}
-        self._length = self._written = self._capacity = 0
-        self._kv = torch.empty(0, 0, 0, 0)  # [layers, key heads + value heads, positions, dim]
-        self._angles = torch.empty(0)
+class LlamaCache(Cache):
+    """KV cache of a text, with the buffers and recorded passes that refer to its memory."""
+
+    def __init__(self, model: LlamaWeights, record: Recorder | None) -> None:
+        super().__init__()
+        self._model, self.record = model, record
+        self.recordings: dict[tuple[int, int], Recording] = {}
+        self.length = self.written = self.capacity = 0
+        self.kv = torch.empty(0, 0, 0, 0)  # [layers, key heads + value heads, positions, dim]
+        self.angles = torch.empty(0)
+        self.masks: dict[int, tuple[Tensor, Tensor]] = {}  # causal mask of twice the capacity, aligned buffer
         self._shapes: dict[int, PassShape] = {}
-        self._masks: dict[int, tuple[Tensor, Tensor]] = {}  # causal mask of twice the capacity, aligned buffer
         self._states: tuple[int, tuple[Tensor, ...], tuple[Tensor, ...]] = (0, (), ())
 
-    def keep(self, length: int, slots: list[int]) -> None:
+    def keep(self, length: int, slots: Sequence[int] = ()) -> None:
         end = length + len(slots)
-        if slots and slots != list(range(length, end)):
-            index = torch.tensor(slots, device=self._kv.device)
-            self._kv[:, :, length:end] = self._kv[:, :, index]
-        self._length = end
+        if slots and list(slots) != list(range(length, end)):
+            index = torch.tensor(slots, device=self.kv.device)
+            self.kv[:, :, length:end] = self.kv[:, :, index]
+        self.length = end
 
     @torch.inference_mode()
     def clear(self) -> None:
-        """Zero the cache: masked values must be finite, and texts must not outlive their request."""
-        self._kv[:, :, : self._written].zero_()
-        self._length = self._written = 0
+        """Zero the cache: masked values must also be finite."""
+        self.kv[:, :, : self.written].zero_()
+        self.length = self.written = 0
 
     @property
     def kv_bytes(self) -> int:
-        return self._kv[:, :, : self._length].numel() * self._kv.element_size() if self._capacity else 0
+        return self.kv[:, :, : self.length].numel() * self.kv.element_size() if self.capacity else 0
 
     @property
     def reserved_bytes(self) -> int:
-        return self._kv.numel() * self._kv.element_size()
+        return self.kv.numel() * self.kv.element_size()
 
-    def run(self, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
+    @property
+    def records(self) -> bool:
+        return self.record is not None and self._model.graphs
+
+    def reserve(self, end: int) -> None:
+        if end <= self.capacity:
+            return
+        model, old = self._model, self.kv
+        capacity = max(KEY_BLOCK, 2 * self.capacity, end + -end % KEY_BLOCK)
+        # Masked values are multiplied by 0 and must not be NaN.
+        self.kv = torch.zeros(
+            (len(model.layers), 2 * model.kv_heads, capacity, model.head_dim), dtype=model.dtype, device=model.device
+        )
+        if self.capacity:
+            self.kv[:, :, : self.capacity] = old
+        self.capacity = capacity
+        self.angles = model.rotation(torch.arange(capacity, device=model.device))
+        self.masks.clear()
+        self.recordings.clear()
+        self._states = (0, (), ())
+
+    def states(self, width: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Return keys and values of the first `width` positions, by layer."""
+        if width != self._states[0]:
+            keys_and_values = self.kv[:, None, :, :width].chunk(2, 2)
+            self._states = (width, *(states.unbind() for states in keys_and_values))
+        return self._states[1:]
+
+    def shape(self, n: int, angles: Tensor) -> PassShape:
+        """Return the buffers for n rows. Values are rotated by 0, so that one copy writes keys and values."""
+        model = self._model
+        if n not in self._shapes:
+            heads, rotated = model.heads + 2 * model.kv_heads, model.heads + model.kv_heads
+            padded = angles.new_zeros(len(angles), n, heads, angles.shape[-1])
+            padded[0, :, rotated:] = 1
+            cached = {rows: shape for rows, shape in self._shapes.items() if rows <= MAX_ROWS}
+            self._shapes = cached | {n: PassShape(padded.unbind(), padded[:, :, :rotated])}
+        shape = self._shapes[n]
+        shape.rotated.copy_(angles)
+        return shape
+
+
+class LlamaEngine(Engine[LlamaCache]):
+    """Passes of `LlamaWeights`; `new_recorder` makes the recorder of a cache (default: CUDA graphs on a GPU)."""
+
+    reusable = True
+
+    def __init__(self, model: LlamaWeights, new_recorder: Callable[[], Recorder | None] | None = None) -> None:
+        super().__init__()
+        self._model = model
+        self._new_recorder = new_recorder or (lambda: GraphRecorder(model.device) if model.recordable else None)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._model.weight_bytes
+
+    def new_cache(self, source: Sequence[int] = ()) -> LlamaCache:
+        return LlamaCache(self._model, self._new_recorder())
+
+    def release(self) -> None:
+        super().release()
+        self._model.drop_variants()
+
+    @contextmanager
+    def recording_disabled(self) -> Iterator[None]:
+        before = self._model.graphs
+        self._model.graphs = False
+        try:
+            yield
+        finally:
+            self._model.graphs = before
+
+    def run(self, entries: Sequence[Entry]) -> list[Tensor]:
+        """See `Engine.run`."""
+        logits = []
+        for cache, new, held, draft in entries:
+            with torch_threads(cache.threads):
+                logits.append(self._pass(cache, new, held, draft))
+        return logits
+
+    def _pass(self, cache: LlamaCache, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
         while len(new) > PROMPT_CHUNK + len(draft):
-            self.run(new[:PROMPT_CHUNK], held, Draft())
+            self._pass(cache, new[:PROMPT_CHUNK], held, Draft())
             new, held = new[PROMPT_CHUNK:], held + PROMPT_CHUNK
         n, last = len(new), len(draft) + 1
-        if self._records and n <= MAX_ROWS and (logits := self._replay(new, held, draft)) is not None:
+        if cache.records and n <= MAX_ROWS and (logits := self._replay(cache, new, held, draft)) is not None:
             logits = logits[:n][-last:]
         else:
-            inputs, shape = self._inputs(new, held, draft, held + n + -(held + n) % _MASK_MULTIPLE)
-            slots = self._kv[:, :, held : held + n].transpose(1, 2).unbind()
-            logits = self._forward(*inputs[:2], shape, lambda i, states: slots[i].copy_(states), last)
-        self._length = held + n
+            inputs, shape = self._inputs(cache, new, held, draft, held + n + -(held + n) % _MASK_MULTIPLE)
+            slots = cache.kv[:, :, held : held + n].transpose(1, 2).unbind()
+            states = cache.states(inputs[1].shape[-1])
+            logits = self._forward(*inputs[:2], shape, states, lambda i, rows: slots[i].copy_(rows), last)
+        cache.length = held + n
         return logits
 
     @torch.inference_mode()
-    def prepare(self, rows: Iterable[int], start: int, end: int) -> None:
-        if not self._records or max(start, self._length) + MAX_ROWS > end:
+    def prepare(self, cache: LlamaCache, rows: Iterable[int], start: int, end: int) -> None:
+        if not cache.records or max(start, cache.length) + MAX_ROWS > end:
             return
         try:
-            self._reserve(graph_keys(end))
+            cache.reserve(graph_keys(end))
         except RuntimeError:  # memory: reported by the run
             return
         counts = sorted({graph_rows(n) for n in rows if n <= MAX_ROWS})
         width = graph_keys(start + 1)
-        while width <= graph_keys(end) and self._records:
+        while width <= graph_keys(end) and cache.records:
             for n in counts:
-                if (n, width) not in self._recordings:  # writes behind the text
-                    self._record_pass(*self._inputs([0] * n, end - n, Draft(), width), width)
+                if (n, width) not in cache.recordings:  # writes behind the text
+                    self._record_pass(cache, *self._inputs(cache, [0] * n, end - n, Draft(), width), width)
             width *= 2
 
-    @property
-    def _records(self) -> bool:
-        return self._record is not None and self._model.graphs
-
     def _inputs(
-        self, new: list[int] | Tensor, held: int, draft: Draft, width: int
+        self, cache: LlamaCache, new: list[int] | Tensor, held: int, draft: Draft, width: int
     ) -> tuple[tuple[Tensor, Tensor, Tensor], PassShape]:
         n, end, device = len(new), held + len(new), self._model.device
-        self._reserve(max(end, width))
+        cache.reserve(max(end, width))
         if draft.is_chain:
-            angles = self._angles[:, held:end]
-            mask = self._chain_mask(n, held, width)
+            angles = cache.angles[:, held:end]
+            mask = self._chain_mask(cache, n, held, width)
         else:
-            angles = self._angles[:, torch.tensor(positions(n, held, draft), device=device)]
+            angles = cache.angles[:, torch.tensor(positions(n, held, draft), device=device)]
             mask = self._mask(F.pad(visible(n, held, draft), (0, width - end)))
-        if width != self._states[0]:
-            keys_and_values = self._kv[:, None, :, :width].chunk(2, 2)
-            self._states = (width, *(states.unbind() for states in keys_and_values))
-        self._written = max(end, self._written)
+        cache.written = max(end, cache.written)
         inputs = torch.as_tensor(new, device=device), mask, torch.arange(held, end, device=device)
-        return inputs, self._shape(n, angles)
+        return inputs, cache.shape(n, angles)
 
     def _forward(
-        self, ids: Tensor, mask: Tensor, shape: PassShape, write: Callable[[int, Tensor], object], last: int
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        shape: PassShape,
+        states: tuple[tuple[Tensor, ...], tuple[Tensor, ...]],
+        write: Callable[[int, Tensor], object],
+        last: int,
     ) -> Tensor:
-        """Return logits of the last `last` rows; `write(layer, states)` stores KV states `[n, 2 * kv_heads, dim]`."""
+        """Return logits of the last `last` rows; `write(layer, rows)` stores KV states `[n, 2 * kv_heads, dim]`."""
         model, n = self._model, len(ids)
         heads, kv_heads, dim = model.heads, model.kv_heads, model.head_dim
         shared, group = 2 * kv_heads, heads // kv_heads
-        _, keys, values = self._states
+        keys, values = states
         rows = model.embed(ids)
         for i, layer in enumerate(model.layers):
             qkv = layer.qkv(layer.enter(rows)).view(n, heads + shared, dim)
@@ -148,73 +236,46 @@ class LlamaEngine:
             rows = rows.add_(layer.down(F.silu(gate).mul_(up)))
         return model.head(model.leave(rows[-last:]))
 
-    def _replay(self, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor | None:
+    def _replay(self, cache: LlamaCache, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor | None:
         if padding := graph_rows(len(new)) - len(new):  # overwritten by the next pass
             first = len(draft) - 1 if draft.is_chain else -1
             parents = (*draft.parents, first, *range(len(draft), len(draft) + padding - 1))
             draft = Draft((*draft.tokens, *[0] * padding), parents)
             new = [*(new.tolist() if isinstance(new, Tensor) else new), *[0] * padding]
         width = graph_keys(held + len(new))
-        inputs, shape = self._inputs(new, held, draft, width)
-        recording = self._recordings.get((len(new), width)) or self._record_pass(inputs, shape, width)
+        inputs, shape = self._inputs(cache, new, held, draft, width)
+        recording = cache.recordings.get((len(new), width)) or self._record_pass(cache, inputs, shape, width)
         if recording is None:
             return None
         for buffer, value in zip(recording.inputs, inputs, strict=True):
             buffer.copy_(value)
         return recording.replay().clone()
 
-    def _record_pass(self, inputs: tuple[Tensor, Tensor, Tensor], shape: PassShape, width: int) -> Recording | None:
+    def _record_pass(
+        self, cache: LlamaCache, inputs: tuple[Tensor, Tensor, Tensor], shape: PassShape, width: int
+    ) -> Recording | None:
         ids, mask, slots = buffers = tuple(values.clone() for values in inputs)
-        if len(self._recordings) >= GRAPH_LIMIT:
-            self._recordings.clear()
+        if len(cache.recordings) >= GRAPH_LIMIT:
+            cache.recordings.clear()
+        states = cache.states(width)
 
         def forward() -> Tensor:
-            def write(i: int, states: Tensor) -> object:
-                return self._kv[i].transpose(0, 1).index_copy_(0, slots, states)
+            def write(i: int, rows: Tensor) -> object:
+                return cache.kv[i].transpose(0, 1).index_copy_(0, slots, rows)
 
-            return self._forward(ids, mask, shape, write, len(ids))
+            return self._forward(ids, mask, shape, states, write, len(ids))
 
-        assert self._record is not None
+        assert cache.record is not None
         try:
-            recording = Recording(buffers, self._record(forward))
+            recording = Recording(buffers, cache.record(forward))
         except RuntimeError as error:  # no memory, or a kernel that cannot be captured
-            self._recordings.clear()
+            cache.recordings.clear()
             self._model.stop_recording(error)
             return None
-        self._recordings[len(ids), width] = recording
+        cache.recordings[len(ids), width] = recording
         return recording
 
-    def _reserve(self, end: int) -> None:
-        if end <= self._capacity:
-            return
-        model, old = self._model, self._kv
-        capacity = max(KEY_BLOCK, 2 * self._capacity, end + -end % KEY_BLOCK)
-        # Masked values are multiplied by 0 and must not be NaN.
-        self._kv = torch.zeros(
-            (len(model.layers), 2 * model.kv_heads, capacity, model.head_dim), dtype=model.dtype, device=model.device
-        )
-        if self._capacity:
-            self._kv[:, :, : self._capacity] = old
-        self._capacity = capacity
-        self._angles = model.rotation(torch.arange(capacity, device=model.device))
-        self._masks.clear()
-        self._recordings.clear()
-        self._states = (0, (), ())
-
-    def _shape(self, n: int, angles: Tensor) -> PassShape:
-        """Return the buffers for n rows. Values are rotated by 0, so that one copy writes keys and values."""
-        model = self._model
-        if n not in self._shapes:
-            heads, rotated = model.heads + 2 * model.kv_heads, model.heads + model.kv_heads
-            padded = angles.new_zeros(len(angles), n, heads, angles.shape[-1])
-            padded[0, :, rotated:] = 1
-            cached = {rows: shape for rows, shape in self._shapes.items() if rows <= MAX_ROWS}
-            self._shapes = cached | {n: PassShape(padded.unbind(), padded[:, :, :rotated])}
-        shape = self._shapes[n]
-        shape.rotated.copy_(angles)
-        return shape
-
-    def _chain_mask(self, n: int, held: int, width: int) -> Tensor:
+    def _chain_mask(self, cache: LlamaCache, n: int, held: int, width: int) -> Tensor:
         """Return the mask of a chain; for few rows copied from a cached causal mask.
 
         A view would start at any element, but CUDA's memory-efficient attention requires 16-byte alignment.
@@ -222,11 +283,11 @@ class LlamaEngine:
         ones = partial(torch.ones, dtype=torch.bool)
         if n > MAX_ROWS:
             return self._mask(ones(n, width).tril(held))
-        if n not in self._masks:
-            causal = self._mask(ones(n, 2 * self._capacity).tril(self._capacity))
-            self._masks[n] = causal, causal.new_empty(len(causal) * self._capacity)
-        causal, buffer = self._masks[n]
-        first = self._capacity - held
+        if n not in cache.masks:
+            causal = self._mask(ones(n, 2 * cache.capacity).tril(cache.capacity))
+            cache.masks[n] = causal, causal.new_empty(len(causal) * cache.capacity)
+        causal, buffer = cache.masks[n]
+        first = cache.capacity - held
         return buffer[: len(causal) * width].view(len(causal), width).copy_(causal[:, first : first + width])
 
     def _mask(self, seen: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from specdemo.core.errors import UserError
 from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.engines.generic import has_encoder, has_window
+from specdemo.models.engines.llama import LlamaEngine
 from specdemo.models.memory import is_mapped, weight_bytes
 
 if TYPE_CHECKING:
@@ -156,8 +157,11 @@ class LlamaWeights(FusedWeights):
         thin._thin = None
         return thin
 
-    def release(self) -> None:
-        super().release()
+    def new_engine(self) -> LlamaEngine:
+        return LlamaEngine(self)
+
+    def drop_variants(self) -> None:
+        """Release the retained graphs of `with_layers`."""
         self._thin = None
 
     def embed(self, ids: Tensor) -> Tensor:

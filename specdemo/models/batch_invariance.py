@@ -1,0 +1,155 @@
+"""Batch invariance of passes, and their cost by number of rows, measured after loading.
+
+A pass is batch-invariant if the bits of a row do not depend on the other rows of the pass.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from specdemo.core.step import Draft
+from specdemo.models.kv_cache import CachedModel
+from specdemo.worker import give_way
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from specdemo.models.engines.fused_weights import FusedWeights
+
+MEASURED_ROWS = (1, 2, 5, 8)
+_DRAFT_LENGTHS = (1, 2, 4, 7)
+COMPARED_ROWS = max(_DRAFT_LENGTHS) + 1
+NO_COSTS = dict.fromkeys(MEASURED_ROWS, 1.0)  # of passes, if not measured
+_TIMED_START = 50  # cached tokens
+_COMPARED = 24  # tokens
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Settings of `check_invariance`."""
+
+    seconds: float = 0.5
+    padding_cost: float = 1.05  # largest relative cost of padding that is accepted
+    starts: Mapping[str, Sequence[int]] = field(  # cached tokens at which rows are compared, by type of the device
+        default_factory=lambda: {"cpu": (), "cuda": (50, 600, 2000)}
+    )
+
+    def starts_on(self, device: torch.device) -> Sequence[int]:
+        return self.starts.get(device.type, (50,))
+
+
+MEASUREMENT = Measurement()  # unless given
+
+
+@dataclass(frozen=True)
+class BatchInvariance:
+    """Batch invariance, measured by `check_invariance`.
+
+    Compared for up to `COMPARED_ROWS` rows and `compared_context` tokens, unless it holds `by_construction`. `cost[n]`
+    is v(n), the cost of a pass over n rows in AR steps.
+    """
+
+    equal: bool
+    pad: int  # rows of target passes; 1: no padding
+    compared: int
+    cost: dict[int, float]
+    by_construction: bool = False
+
+
+def check_invariance(model: FusedWeights | PreTrainedModel, measurement: Measurement | None = None) -> BatchInvariance:
+    """Measure costs of passes and, where it does not hold by construction, compare rows of drafts with AR rows."""
+    settings = measurement or MEASUREMENT
+    with closing(CachedModel(model)) as timed:
+        timed.prepare(MEASURED_ROWS, _TIMED_START, 2 * _TIMED_START)
+        cost, by_construction = _cost(timed, settings.seconds / 2), timed.engine.batch_invariant
+    if by_construction:
+        return BatchInvariance(True, 1, 0, cost, by_construction=True)
+    if not settings.starts_on(model.device):
+        return BatchInvariance(False, 1, 0, cost)
+    equal, compared = _compare(model, 1, settings)
+    pad = MEASURED_ROWS[-1]
+    if not equal and cost[pad] <= settings.padding_cost:
+        equal, compared = _compare(model, pad, settings)
+        return BatchInvariance(equal, pad if equal else 1, compared, cost)
+    return BatchInvariance(equal, 1, compared, cost)
+
+
+def _tokens(cached: CachedModel, count: int) -> list[int]:
+    rng = random.Random(0)
+    return [rng.randrange(cached.vocab_size) for _ in range(min(count, cached.context))]
+
+
+def _cost(cached: CachedModel, budget_s: float) -> dict[int, float]:
+    tokens = _tokens(cached, _TIMED_START + MEASURED_ROWS[-1])
+    text = tokens[: -MEASURED_ROWS[-1]]
+    began = time.perf_counter()
+    seconds: dict[int, list[float]] = {n: [] for n in MEASURED_ROWS}
+    while len(seconds[1]) < 2 or (len(seconds[1]) < 15 and time.perf_counter() - began < budget_s):
+        for n in MEASURED_ROWS:
+            give_way()
+            cached.score(text[:-1], Draft())  # leaves the last token to be fed
+            start = time.perf_counter()
+            cached.score(text, Draft.chain(tuple(tokens[len(text) : len(text) + n - 1])))[0, 0].item()  # synchronises
+            seconds[n].append(time.perf_counter() - start)
+    single = min(seconds[1])
+    return {n: round(min(values) / single, 3) for n, values in seconds.items()}
+
+
+def compared_context(model: FusedWeights | PreTrainedModel) -> int:
+    """Return the tokens up to which rows are compared."""
+    starts = MEASUREMENT.starts_on(model.device)
+    return max(starts) + _COMPARED if starts else sys.maxsize
+
+
+def _compare(model: FusedWeights | PreTrainedModel, pad: int, settings: Measurement) -> tuple[bool, int]:
+    """Compare rows of drafts with AR rows; return (all equal, rows compared)."""
+    starts, compared = settings.starts_on(model.device), 0
+    for start in starts:
+        with closing(CachedModel(model, pad)) as sequential, closing(CachedModel(model, pad)) as drafted:
+            equal, rows = _compare_from(start, sequential, drafted, settings.seconds / 2 / len(starts))
+        compared += rows
+        if not equal:
+            return False, compared
+    return True, compared
+
+
+def _compare_from(start: int, sequential: CachedModel, drafted: CachedModel, budget_s: float) -> tuple[bool, int]:
+    tokens = _tokens(sequential, start + _COMPARED)[: sequential.context - MEASURED_ROWS[-1]]  # space for padding
+    start = min(start, max(len(tokens) - _COMPARED, len(tokens) // 2))
+    sequential.prepare(range(1, COMPARED_ROWS + 1), start, len(tokens) + MEASURED_ROWS[-1])
+    sequential.score(tokens[:start], Draft())
+    began, rows = time.perf_counter(), []
+    for end in range(start + 1, len(tokens) + 1):
+        give_way()
+        rows.append(sequential.score(tokens[:end], Draft())[0])
+        if len(rows) >= 4 and time.perf_counter() - began > budget_s / 2:
+            break
+    del tokens[start + len(rows) :]
+    compared = 0
+    for length in _DRAFT_LENGTHS:
+        indexed = _draft_rows(drafted, tokens, start, length)
+        compared += len(indexed)
+        if not all(torch.equal(row, rows[i]) for i, row in indexed):
+            return False, compared
+    return True, compared
+
+
+def _draft_rows(cached: CachedModel, tokens: Sequence[int], start: int, length: int) -> list[tuple[int, torch.Tensor]]:
+    cached.score(tokens[:start], Draft())
+    indexed = []
+    end = start + 1
+    while end <= len(tokens):
+        give_way()
+        draft = tuple(tokens[end : end + length])
+        rows = cached.score(tokens[:end], Draft.chain(draft))
+        indexed += [(end - 1 - start + i, row) for i, row in enumerate(rows)]
+        end += len(draft) + 1
+    return indexed

@@ -1,0 +1,123 @@
+"""Interface of engines: forward passes of one model over the KV caches of its texts.
+
+An engine holds weights and buffers, a cache the keys and values of one text. Callers query capabilities (class
+attributes and properties of `Engine`) and test no types.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from specdemo.core.step import Draft
+
+if TYPE_CHECKING:
+    from specdemo.core.sampling import ChainSampler
+
+
+class Cache(ABC):
+    """Keys and values of one text. `threads`: threads of passes over it."""
+
+    def __init__(self) -> None:
+        self.threads = torch.get_num_threads()
+
+    @abstractmethod
+    def keep(self, length: int, slots: Sequence[int] = ()) -> None:
+        """Keep the first `length` positions followed by the positions `slots`."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Empty the cache and overwrite its memory, so that texts do not outlive their request."""
+
+    @property
+    @abstractmethod
+    def kv_bytes(self) -> int:
+        """Bytes of the cached positions."""
+
+    @property
+    @abstractmethod
+    def reserved_bytes(self) -> int:
+        """Allocated bytes."""
+
+
+CacheT = TypeVar("CacheT", bound=Cache)
+
+
+class Entry(NamedTuple):
+    """One text of a pass: feed `new` after `held` cached positions.
+
+    `held` counts the positions of the cache that precede the new tokens: those of the text and possibly of the first
+    nodes of `draft`, whose nodes are the last of both.
+    """
+
+    cache: Cache
+    new: list[int] | Tensor
+    held: int
+    draft: Draft
+
+
+class Engine(ABC, Generic[CacheT]):
+    """Forward passes of one model."""
+
+    chains_only = ""  # or the reason why passes over forests are not exact
+    batch_invariant = False  # True: for any number of rows, by construction
+    texts_per_pass = 1  # entries that share a pass; others run one after another
+    reusable = False  # closed caches are opened again for later texts
+    samples_chains = False  # supports `sample_chain`
+    hidden_states = False  # can store the hidden states of layers
+
+    def __init__(self) -> None:
+        self._idle: list[CacheT] = []
+
+    @property
+    @abstractmethod
+    def weight_bytes(self) -> int: ...
+
+    @abstractmethod
+    def new_cache(self, source: Sequence[int] = ()) -> CacheT:
+        """Return an empty cache; an encoder-decoder encodes `source`."""
+
+    @abstractmethod
+    def run(self, entries: Sequence[Entry]) -> list[Tensor]:
+        """Run a pass; return the logits `[rows, vocab]` of each entry.
+
+        They are those of the last `len(draft) + 1` rows, or of all rows if `new` is shorter.
+        """
+
+    def open(self, source: Sequence[int] = ()) -> CacheT:
+        cache = self._idle.pop() if self._idle else self.new_cache(source)
+        cache.threads = torch.get_num_threads()
+        return cache
+
+    def close(self, cache: CacheT) -> None:
+        """Clear a cache. One idle cache suffices for sequential requests."""
+        cache.clear()
+        if self.reusable and not self._idle:
+            self._idle.append(cache)
+
+    def release(self) -> None:
+        """Free idle caches."""
+        self._idle.clear()
+
+    def shares_cache(self, other: Engine) -> bool:
+        """Return True if both engines can use one cache: copies of a model in different forms."""
+        return False
+
+    def prepare(self, cache: CacheT, rows: Iterable[int], start: int, end: int) -> None:
+        """Record passes of these row counts over `start` to `end` positions, if the engine records passes."""
+
+    @contextmanager
+    def recording_disabled(self) -> Iterator[None]:
+        """Run passes without recording them."""
+        yield
+
+    def sample_chain(
+        self, cache: CacheT, new: list[int], held: int, count: int, sampler: ChainSampler
+    ) -> list[int] | None:
+        """Feed `new` after `held` positions and sample `count` tokens in one call; None: not possible."""
+        return None

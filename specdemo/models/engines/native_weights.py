@@ -1,0 +1,133 @@
+"""Weights of the native CPU engine."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from specdemo.models.engines.fused_weights import FusedWeights
+from specdemo.models.engines.native import NativeEngine
+from specdemo.models.engines.native_families import ACTIVATIONS, LayerParts, model_parts
+from specdemo.models.engines.native_matrix import FORMS, NativeMatrix, form_of
+from specdemo.models.memory import LargePageBuffer
+from specdemo.native.interface import LayerStruct, MatrixStruct, ModelStruct
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class NativeWeights(FusedWeights):
+    """Weights of a decoder in the layout of `model` in `native/interface.h`."""
+
+    def __init__(self, model: PreTrainedModel, consume: bool = False) -> None:
+        """`consume`: release each matrix of `model` when converted."""
+        parts = model_parts(model)
+        super().__init__(model, parts.angles)
+        if len(parts.layers[0].qkv) == 1:
+            self.kv_heads = self.heads
+        self.layers = list(range(len(parts.layers)))
+        self._kept: list[Any] = []
+        self._buffer = LargePageBuffer()
+        self._consume, self._gain_offset = consume, parts.gain_offset
+        tied = model.lm_head.weight is parts.embedding.weight
+        self._embedding = None if tied else self._matrix([parts.embedding])
+        self.embedding = self._embedding and self._embedding.tensors["weights"]
+        self._positions = parts.positions and self._matrix([parts.positions])
+        self.position_limit = self._positions.outputs if self._positions else sys.maxsize
+        self._leave = self._gain(parts.leave)
+        self._structs = (LayerStruct * len(parts.layers))(*map(self._layer, parts.layers))
+        self._head = self._matrix([model.lm_head])
+        self._options = {
+            "inner": parts.inner,
+            "rotated": 2 * self.rotation(1)[0].shape[1],
+            "activation": ACTIVATIONS[parts.activation],
+            "gated": len(parts.layers[0].gate_up) > 1,
+            "centred": hasattr(parts.leave, "bias"),
+            "parallel": parts.parallel,
+            "epsilon": parts.epsilon,
+            "embedding_scale": parts.embedding_scale,
+            "attention_cap": parts.attention_cap or 0,
+            "logit_cap": parts.logit_cap or 0,
+        }
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(part.nbytes for part in self._kept)
+
+    def new_engine(self) -> NativeEngine:
+        return NativeEngine(self)
+
+    def with_channel_scale(self, scale: Tensor) -> NativeWeights:
+        thin = super().with_channel_scale(scale)
+        thin.channel_scale = scale.float().contiguous()
+        return thin
+
+    def rotation(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines `[count, rotated / 2]`."""
+        if self._angles is None:
+            return torch.empty(count, 0), torch.empty(count, 0)
+        cosines, sines = self._angles(torch.empty(0), torch.arange(count)[None])
+        half = cosines.shape[-1] // 2
+        return cosines[0, :, :half].contiguous(), sines[0, :, :half].contiguous()
+
+    def struct(self, cache_dtype: torch.dtype) -> tuple[ModelStruct, Any]:
+        """Return the description of the model for caches of this type, and the objects that it points to."""
+        embedding, placed = (
+            matrix and ctypes.pointer(matrix.struct()) for matrix in (self._embedding, self._positions)
+        )
+        size = ctypes.sizeof(LayerStruct)
+        pointers = (ctypes.c_void_p * len(self.layers))(
+            *(ctypes.addressof(self._structs) + size * i for i in self.layers)
+        )
+        return ModelStruct(
+            layers=ctypes.addressof(pointers),
+            embedding=embedding and ctypes.addressof(embedding.contents),
+            positions=placed and ctypes.addressof(placed.contents),
+            channel_scale=None if self.channel_scale is None else self.channel_scale.data_ptr(),
+            leave=self._leave.data_ptr(),
+            head=self._head.struct(),
+            layer_count=len(self.layers),
+            width=self.width,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            cache_form=FORMS[cache_dtype],
+            **self._options,
+        ), (pointers, embedding, placed)
+
+    def _keep(self, part: Any) -> Any:
+        self._kept.append(part)
+        return part
+
+    def _gain(self, norm: nn.Module) -> Tensor:
+        gain = norm.weight.detach().float()
+        gain = gain + self._gain_offset if self._gain_offset else gain.clone()
+        biased = hasattr(norm, "bias")
+        return self._keep(torch.cat((gain, norm.bias.detach().float())) if biased else gain)
+
+    def _matrix(
+        self, linears: Sequence[nn.Module], interleaved: bool = False, order: Tensor | None = None
+    ) -> NativeMatrix:
+        matrix = self._keep(NativeMatrix(linears, self._buffer, interleaved, order))
+        if self._consume:
+            for linear in linears:
+                linear.weight = None
+        return matrix
+
+    def _layer(self, layer: LayerParts) -> LayerStruct:
+        separate_value = len({form_of(linear) for linear in layer.qkv}) > 1
+        return LayerStruct(
+            qkv=self._matrix(layer.qkv[:-1] if separate_value else layer.qkv, order=layer.order).struct(),
+            value=self._matrix(layer.qkv[-1:]).struct() if separate_value else MatrixStruct(),
+            out=self._matrix([layer.out]).struct(),
+            gate_up=self._matrix(layer.gate_up, interleaved=len(layer.gate_up) > 1).struct(),
+            down=self._matrix([layer.down]).struct(),
+            attention_scale=layer.scale,
+            window=layer.window,
+            **{name: self._gain(norm).data_ptr() for name, norm in layer.norms.items()},
+        )
