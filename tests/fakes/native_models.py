@@ -25,7 +25,8 @@ from transformers.pytorch_utils import Conv1D
 
 from fakes.k_quants import quantize
 from specdemo.models.engines.gguf_linear import GgufLinear, dequantised
-from specdemo.models.engines.native import STORED_FORMS, NativeWeights
+from specdemo.models.engines.native_matrix import STORED_FORMS
+from specdemo.models.engines.native_weights import NativeWeights
 
 VOCAB, CONTEXT = 301, 2100
 SMALL = {

@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from specdemo import generate as run_recipe
 from specdemo.core.events import End, Header, StepEvent
 from specdemo.core.step import Draft
-from specdemo.models.engines.cuda_graphs import GRAPH_LIMIT, GRAPH_ROWS, GraphRecorder, graph_keys, graph_rows
-from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models import batch_invariance
 from specdemo.models.batch_invariance import BatchInvariance, Measurement, check_invariance
+from specdemo.models.engines.cuda_graphs import GRAPH_LIMIT, GRAPH_ROWS, GraphRecorder, graph_keys, graph_rows
+from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.memory_plan import plan_config
 from specdemo.models.model_pool import ModelPool

@@ -201,8 +201,8 @@ def test_long_prompts_are_fed_in_pieces() -> None:
     for draft in (Draft(), Draft((1, 2, 3), (-1, -1, 0))):
         lean = LlamaWeights(model)
         ours = CachedModel(lean)
-        mask = Mock(wraps=ours._engine._mask)
-        ours._engine._mask = mask
+        mask = Mock(wraps=ours.engine._mask)
+        ours.engine._mask = mask
         expected = CachedModel(model).score(tokens, draft)
         assert (ours.score(tokens, draft) - expected).abs().max() <= 1e-5 * expected.abs().max()
         rows = [len(call.args[0]) for call in mask.call_args_list]

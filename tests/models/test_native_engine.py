@@ -26,14 +26,15 @@ from fakes.native_models import (
     text,
     weights,
 )
+from fakes.passes import Passes
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from specdemo.core.errors import UserError
 from specdemo.core.sampling import ChainSampler, Noise, SamplingParams
 from specdemo.core.step import Draft
-from specdemo.models.engines.llama_weights import with_dropout, with_layers
 from specdemo.models.batch_invariance import check_invariance
+from specdemo.models.engines.llama_weights import with_dropout, with_layers
 from specdemo.models.engines.native import KEPT_ROWS, NATIVE_CHUNK
 from specdemo.models.engines.native_matrix import STORED_FORMS
 from specdemo.models.engines.native_weights import NativeWeights
@@ -244,7 +245,7 @@ def test_hidden_states_equal_transformers(name: str) -> None:
     states = oracle.base_model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
     engine = Passes(NativeWeights(oracle).engine)
     engine.run(tokens, 0, Draft.chain(tuple(tokens[1:])), layers=[0])
-    assert (engine.hidden[0] - states[1][0]).abs().max() <= 2e-5 * states[1].abs().max()
+    assert (engine.cache.hidden[0] - states[1][0]).abs().max() <= 2e-5 * states[1].abs().max()
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2 odd", "gpt neox odd", "gemma2 odd"])

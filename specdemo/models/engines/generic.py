@@ -129,6 +129,7 @@ class TransformersCache(Cache):
         self.source = list(source)
         self._reset()
 
+    @torch.inference_mode()
     def clear(self) -> None:
         for layer in self.decoder.layers:
             for states in layer.buffers:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft
-from specdemo.models import kv_cache as invariance
+from specdemo.models.batch_invariance import MEASURED_ROWS, Measurement, check_invariance
+from specdemo.models.engines.engine import Entry
 from specdemo.models.engines.llama import LlamaEngine
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.kv_cache import CachedModel
@@ -27,39 +28,39 @@ def disturbed(monkeypatch: pytest.MonkeyPatch, noise: Callable[[int], float]) ->
     """Make logits depend on the number of rows of the pass."""
     original = LlamaEngine.run
 
-    def run(self: LlamaEngine, new: list[int], held: int, draft: Draft) -> Tensor:
-        return original(self, new, held, draft) + noise(len(new))
+    def run(self: LlamaEngine, entries: list[Entry]) -> list[Tensor]:
+        return [logits + noise(len(entry.new)) for logits, entry in zip(original(self, entries), entries, strict=True)]
 
     monkeypatch.setattr(LlamaEngine, "run", run)
-    monkeypatch.setattr(invariance, "_starts", lambda model: (50,))  # as on a GPU
+
+
+def compared(padding_cost: float) -> Measurement:
+    """Settings that compare rows on a CPU, as on a GPU."""
+    return Measurement(seconds=0.04, padding_cost=padding_cost, starts={"cpu": (50,)})
 
 
 def test_dependence_on_the_number_of_rows_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     disturbed(monkeypatch, lambda rows: 1e-4 * rows)
-    monkeypatch.setattr(invariance, "NO_COST", 0.0)
-    found = invariance.check_invariance(LlamaWeights(tiny_model("llama")))
+    found = check_invariance(LlamaWeights(tiny_model("llama")), compared(padding_cost=0.0))
     assert not found.equal and found.pad == 1 and found.compared > 0
 
 
 def test_padding_gives_equal_rows_if_free(monkeypatch: pytest.MonkeyPatch) -> None:
     disturbed(monkeypatch, lambda rows: 1e-4 * rows)
-    monkeypatch.setattr(invariance, "NO_COST", 1e9)
-    model = LlamaWeights(tiny_model("llama"))
-    found = invariance.check_invariance(model)
-    assert found.equal and found.pad == max(invariance.MEASURED_ROWS)
+    found = check_invariance(LlamaWeights(tiny_model("llama")), compared(padding_cost=1e9))
+    assert found.equal and found.pad == max(MEASURED_ROWS)
 
 
 def test_broken_padding_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without padding, logits depend on the number of rows: the check must fail."""
     disturbed(monkeypatch, lambda rows: 1e-4 * rows)
-    monkeypatch.setattr(invariance, "NO_COST", 1e9)
     monkeypatch.setattr(CachedModel, "_padded", lambda self, draft, held, length: draft)
-    assert not invariance.check_invariance(LlamaWeights(tiny_model("llama"))).equal
+    assert not check_invariance(LlamaWeights(tiny_model("llama")), compared(padding_cost=1e9)).equal
 
 
 def test_torch_on_a_cpu_claims_no_equal_bits() -> None:
     """Rows had equal bits at the compared numbers of keys, but not at others."""
-    found = invariance.check_invariance(LlamaWeights(tiny_model("llama")))
+    found = check_invariance(LlamaWeights(tiny_model("llama")))
     assert not found.equal and found.compared == 0 and found.cost[1] == 1.0
 
 
@@ -83,7 +84,7 @@ def test_other_runs_advance_during_the_measurement() -> None:
 
     def measurement() -> Iterator[str]:
         log.append("begin")
-        invariance.check_invariance(model)
+        check_invariance(model)
         log.append("end")
         yield "measured"
 
@@ -99,5 +100,5 @@ def test_other_runs_advance_during_the_measurement() -> None:
 
 
 def test_cost_of_a_pass() -> None:
-    cost = invariance.check_invariance(LlamaWeights(tiny_model("llama"))).cost
-    assert list(cost) == list(invariance.MEASURED_ROWS) and cost[1] == 1.0 and all(value > 0 for value in cost.values())
+    cost = check_invariance(LlamaWeights(tiny_model("llama"))).cost
+    assert list(cost) == list(MEASURED_ROWS) and cost[1] == 1.0 and all(value > 0 for value in cost.values())
