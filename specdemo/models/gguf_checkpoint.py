@@ -18,9 +18,11 @@ from specdemo.models.engines.gguf_linear import (
     common_dtype,
     dequantised,
     keeps_values,
-    stored_bytes,
 )
 from specdemo.models.engines.native import uses_native_engine
+from specdemo.models.engines.native_families import model_parts
+from specdemo.models.engines.native_matrix import FLOAT_FORMATS
+from specdemo.models.engines.native_weights import planned_bytes
 from specdemo.models.gguf_file import GgufTensor
 from specdemo.models.gguf_settings import stored_tensors
 from specdemo.models.hub import Hub
@@ -28,6 +30,7 @@ from specdemo.models.llama_checkpoint import LlamaConfig, LlamaForCausalLM, gene
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device
 from specdemo.models.tokenizer_check import open_tokenizer
 from specdemo.models.untrusted import check_tensors, read_settings
+from specdemo.native.formats import FORMATS, Format
 from specdemo.worker import ReportProgress, TaskProgress, ignore_progress
 
 _NAMES = {
@@ -115,16 +118,19 @@ def _joined_kinds(name: str, tensors: dict[str, GgufTensor]) -> set[str]:
 
 
 def native_bytes(spec: ModelSpec, hub: Hub) -> int:
-    config, total = gguf_config(spec, hub), 0
+    """Return the bytes of the weights of a GGUF file in the native engine."""
+    config = gguf_config(spec, hub)
     tensors = stored_tensors(spec.name, hub.weights(spec.name, spec.revision))
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    for key, weight in model.named_parameters():
-        tensor, dtype = tensors[_stored_name(key)], torch.float32
-        if weight.ndim > 1:
-            dtype = common_dtype(_joined_kinds(key.removesuffix(".weight"), tensors), getattr(torch, spec.dtype))
-        total += stored_bytes(tensor.kind, weight.numel()) if dtype is None else weight.numel() * dtype.itemsize
-    return total
+    names = {id(module): name for name, module in model.named_modules()}
+
+    def form(module: nn.Module) -> Format:
+        kinds = _joined_kinds(names[id(module)], tensors)
+        dtype = common_dtype(kinds, getattr(torch, spec.dtype))
+        return FORMATS[next(iter(kinds))] if dtype is None else FLOAT_FORMATS[dtype]
+
+    return planned_bytes(model_parts(model), model.lm_head, form).total()
 
 
 class _Weights:

@@ -200,6 +200,8 @@ class CachedModel:
 
         Returns the remaining positions and the known logits `[rows, vocab]`.
         """
+        if self._closed:  # another text may use the cache
+            raise ValueError("the cached model is closed")
         shared = common_prefix(self._held, tokens)
         slots: list[int] = []
         node: int | None = -1 if self._held and shared == len(self._held) else None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerFast
 
 from specdemo.models.engines.native import uses_native_engine
-from specdemo.models.engines.native_matrix import FORMS
+from specdemo.models.engines.native_matrix import FLOAT_FORMATS
 from specdemo.models.hub import Hub, local_shapes
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device
 from specdemo.models.tokenizer_check import open_tokenizer
@@ -84,7 +84,7 @@ def _kept_dtype(tensors: Mapping[str, Tensor], spec: ModelSpec, device: torch.de
     stored, dtype = {tensor.dtype for tensor in tensors.values() if tensor.dim() > 1}, getattr(torch, spec.dtype)
     converted = dtype == torch.float32 or QUANTIZATIONS[spec.quantization].bits is not None
     native = uses_native_engine(device) and converted
-    return stored.pop() if native and len(stored) == 1 and stored <= FORMS.keys() else dtype
+    return stored.pop() if native and len(stored) == 1 and stored <= FLOAT_FORMATS.keys() else dtype
 
 
 def generation_config(folder: Path, config: LlamaConfig) -> GenerationConfig:

@@ -17,7 +17,9 @@ from specdemo.models.engines.generic import has_encoder
 from specdemo.models.engines.llama import KEY_BLOCK, PROMPT_CHUNK
 from specdemo.models.engines.llama_weights import can_pack
 from specdemo.models.engines.native import FIRST_CAPACITY, NATIVE_CHUNK, kv_dtype, uses_native_engine
-from specdemo.models.engines.native_families import transformers_reason
+from specdemo.models.engines.native_families import model_parts, transformers_reason
+from specdemo.models.engines.native_matrix import FLOAT_FORMATS
+from specdemo.models.engines.native_weights import planned_bytes
 from specdemo.models.gguf_checkpoint import native_bytes
 from specdemo.models.hub import Hub, TensorShapes
 from specdemo.models.llama_checkpoint import read_config
@@ -34,6 +36,7 @@ from specdemo.models.quantization import (
 )
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, is_gguf, main_device
 from specdemo.models.untrusted import converts_errors
+from specdemo.native.formats import FORMATS
 from specdemo.worker import ReportProgress, ignore_progress
 
 if TYPE_CHECKING:
@@ -145,20 +148,15 @@ def _stored_bits(spec: ModelSpec, config: PretrainedConfig) -> int | None:
 def _plan_native(
     spec: ModelSpec, config: PretrainedConfig, context: int, model: PreTrainedModel, bits: int | None
 ) -> MemoryPlan:
-    layers = {id(layer.weight) for layer in quantised_layers(model).values()} if bits else set()
-    width = _DTYPE_BYTES[spec.dtype]
+    layers = {id(layer) for layer in quantised_layers(model).values()} if bits else set()
+    stored = spec.dtype
     if str(getattr(config, "dtype", None)).removeprefix("torch.") in ("float16", "bfloat16"):
-        width = 2  # stored without loss
-    weights = largest = quantised = 0
-    for weight in model.parameters():
-        count = weight.numel()
-        if weight.dim() < 2:
-            weights += 4 * count
-        elif id(weight) not in layers:
-            weights += count * width
-        else:
-            quantised += count + 8 * weight.shape[0] if bits == 8 else count // 2 + 4 * count // BLOCK_SIZE
-        largest = max(largest, count)
+        stored = "bfloat16"  # without loss
+    coded, plain = FORMATS["INT8" if bits == 8 else "CODE4"], FLOAT_FORMATS[getattr(torch, stored)]
+    sizes = planned_bytes(
+        model_parts(model), model.get_output_embeddings(), lambda linear: coded if id(linear) in layers else plain
+    )
+    largest = max(weight.numel() for weight in model.parameters())
     capacity, rows = _doubled(context, FIRST_CAPACITY), min(max(context, 1), NATIVE_CHUNK)
     queries, keys_and_values = _query_width(config), _kv_width(config)
     activations = 2 * config.hidden_size + 3 * queries + keys_and_values + _inner_width(config)
@@ -166,12 +164,12 @@ def _plan_native(
         spec,
         context,
         sum(weight.numel() for weight in model.parameters()),
-        weights=weights + quantised,
+        weights=sizes.total(),
         kv=config.num_hidden_layers * keys_and_values * capacity * kv_dtype(getattr(torch, spec.dtype)).itemsize,
         keeps_kv=True,
         settled=_RETAINED,
         passing=4 * rows * activations + _LOGIT_ROWS * config.vocab_size * 4 * _LOGIT_COPIES,
-        loading=3 * largest * width + quantised,  # both forms exist
+        loading=3 * largest * _DTYPE_BYTES[stored] + sizes[coded.name],  # both forms exist
     )
 
 

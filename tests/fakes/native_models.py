@@ -25,8 +25,8 @@ from transformers.pytorch_utils import Conv1D
 
 from fakes.k_quants import quantize
 from specdemo.models.engines.gguf_linear import GgufLinear, dequantised
-from specdemo.models.engines.native_matrix import STORED_FORMS
 from specdemo.models.engines.native_weights import NativeWeights
+from specdemo.native.formats import QUANTISED_GGUF
 
 VOCAB, CONTEXT = 301, 2100
 SMALL = {
@@ -153,7 +153,7 @@ def dequantized(model: Any) -> Any:
 def weights(name: str, form: str) -> NativeWeights:
     if form in DTYPES:
         return NativeWeights(random_model(CONFIGS[name], form))
-    if form in (*STORED_FORMS, MIXED):
+    if form in (*QUANTISED_GGUF, MIXED):
         return NativeWeights(stored(form, random_model(config_of(name, form))))
     return NativeWeights(quantized(form, random_model(CONFIGS[name])))
 

@@ -22,7 +22,6 @@ from specdemo.core.errors import UserError
 from specdemo.core.explain import explain_engine
 from specdemo.core.step import Draft
 from specdemo.models.engines.gguf_linear import FLOATS, GgufLinear, dequantised
-from specdemo.models.engines.native_matrix import STORED_FORMS
 from specdemo.models.gguf_checkpoint import read_gguf
 from specdemo.models.gguf_settings import settings_folder
 from specdemo.models.hub import Hub
@@ -34,6 +33,7 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
 from specdemo.models.tokenizer import prompt_text
 from specdemo.models.zoo import check_pair, fingerprint
+from specdemo.native.formats import QUANTISED_GGUF
 from specdemo.preflight import preflight
 from specdemo.prompts import Prompt
 from specdemo.recipe import Recipe
@@ -62,7 +62,7 @@ def written(
     tokenizer = byte_level_tokenizer()
     model = tiny_for_gguf(architecture, tokenizer, **(config or {}))
     weights = write_gguf(path, model, tokenizer, kind, **options)
-    if native and isinstance(kind, str) and kind not in (*FLOATS, *STORED_FORMS):
+    if native and isinstance(kind, str) and kind not in (*FLOATS, *QUANTISED_GGUF):
         weights = rounded(weights, torch.bfloat16)
     model.load_state_dict(weights)
     return model
@@ -85,12 +85,12 @@ def test_weights_and_logits_equal_the_dequantised_model(architecture: str, kind:
     for name, linear in linears.items():
         exact = dequantised(linear.kind, linear.weight, linear.in_features, torch.float32)
         assert linear.kind == kind and torch.equal(exact, weights[f"{name}.weight"])
-    expanded = kind not in (*FLOATS, *STORED_FORMS)
+    expanded = kind not in (*FLOATS, *QUANTISED_GGUF)
     model.load_state_dict(rounded(weights, torch.bfloat16) if expanded else weights)
     loaded = load(spec_of(path))
-    note = f"{kind} expanded to bfloat16" if expanded else kind if kind in STORED_FORMS else ""
+    note = f"{kind} expanded to bfloat16" if expanded else kind if kind in QUANTISED_GGUF else ""
     assert loaded.engine == (f"native: {note}" if note else "native")
-    tolerance = 1e-3 if kind in STORED_FORMS else 2e-5  # activations are integers of 16 bits
+    tolerance = 1e-3 if kind in QUANTISED_GGUF else 2e-5  # activations are integers of 16 bits
     torch.testing.assert_close(CachedModel(loaded.model).read(IDS), logits_of(model), rtol=0, atol=tolerance)
 
 

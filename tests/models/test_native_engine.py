@@ -36,10 +36,10 @@ from specdemo.core.step import Draft
 from specdemo.models.batch_invariance import check_invariance
 from specdemo.models.engines.llama_weights import with_dropout, with_layers
 from specdemo.models.engines.native import KEPT_ROWS, NATIVE_CHUNK
-from specdemo.models.engines.native_matrix import STORED_FORMS
 from specdemo.models.engines.native_weights import NativeWeights
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.threads import torch_threads
+from specdemo.native.formats import QUANTISED_GGUF
 
 FORMS = [
     *((name, "float32") for name in CONFIGS),
@@ -47,7 +47,7 @@ FORMS = [
     *((name, "bfloat16") for name in ("gpt2 odd", "gemma2 odd")),
     *(("llama", form) for form in QUANTIZED),
     *((name, form) for name in FAMILIES for form in ("int8", "nf4")),
-    *((name, form) for name in ("llama", "tied") for form in STORED_FORMS),
+    *((name, form) for name in ("llama", "tied") for form in QUANTISED_GGUF),
     ("llama", MIXED),
 ]
 
@@ -90,7 +90,7 @@ LONG_FORMS = ("float32", "bfloat16", "int8", "nf4", "Q4_K")  # one of each kind;
     "form",
     [
         pytest.param(form, marks=() if form in LONG_FORMS else pytest.mark.exhaustive)
-        for form in (*DTYPES, *QUANTIZED, *STORED_FORMS)
+        for form in (*DTYPES, *QUANTIZED, *QUANTISED_GGUF)
     ],
 )
 def test_long_contexts_and_prompt_chunks_keep_the_bits(form: str) -> None:
@@ -200,7 +200,7 @@ def test_4_bit_weights_are_those_of_bitsandbytes(name: str, form: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "tied"])
-@pytest.mark.parametrize("kind", [*STORED_FORMS, MIXED])
+@pytest.mark.parametrize("kind", [*QUANTISED_GGUF, MIXED])
 def test_weights_of_gguf_files_are_used_without_rounding(name: str, kind: str) -> None:
     model, tokens = stored(kind, random_model(config_of(name, kind))), text(40)
     found = CachedModel(NativeWeights(model)).read(tokens)

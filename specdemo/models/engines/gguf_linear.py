@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from specdemo.native.formats import QUANTISED_GGUF
+
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CHUNK = 1 << 22
 
@@ -37,7 +39,6 @@ class GgufLinear(nn.Module):
 
 
 _HEADER_BYTES = {"Q8_0": 2, "Q4_0": 2, "Q4_1": 4}  # half-precision scale and minimum
-_BITS_PER_WEIGHT = {"Q8_0": 8.5, "Q4_0": 4.5, "Q4_1": 5, "Q4_K": 6, "Q6_K": 10}
 
 
 def separated(kind: str, stored: Tensor) -> dict[str, Tensor]:
@@ -72,10 +73,6 @@ def _separated_q6_k(blocks: Tensor) -> dict[str, Tensor]:
     return {"weights": ((low | high << 4).to(torch.int8) - 32).flatten(1), "scales": scales.flatten(1)[..., None]}
 
 
-def stored_bytes(kind: str, count: int) -> int:
-    return int(count * _BITS_PER_WEIGHT[kind] / 8)
-
-
 def dequantised(kind: str, stored: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     """Return `[rows, columns]`."""
     if kind in FLOATS:
@@ -94,7 +91,7 @@ def common_dtype(kinds: set[str], dtype: torch.dtype) -> torch.dtype | None:
     """Return the dtype of joined matrices, None for stored integers."""
     if dtype != torch.float32:
         return dtype
-    if len(kinds) == 1 and kinds <= _BITS_PER_WEIGHT.keys():
+    if len(kinds) == 1 and kinds <= {*QUANTISED_GGUF}:
         return None
     if not kinds <= FLOATS.keys():
         return torch.bfloat16

@@ -91,7 +91,7 @@ def _gemma2(model: PreTrainedModel) -> ModelParts:
         config.hidden_activation,
         body.norm.eps,
         body.rotary_emb,
-        embedding_scale=body.embed_tokens.embed_scale.to(model.dtype).item(),
+        embedding_scale=torch.tensor(config.hidden_size**0.5).to(model.dtype).item(),
         gain_offset=1.0,
         attention_cap=config.attn_logit_softcapping,
         logit_cap=config.final_logit_softcapping,

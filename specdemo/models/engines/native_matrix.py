@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,79 +13,86 @@ from transformers.pytorch_utils import Conv1D
 from specdemo.models.engines.gguf_linear import GgufLinear, separated
 from specdemo.models.memory import LargePageBuffer
 from specdemo.native.build import required_library
+from specdemo.native.formats import FORMATS, Format
 from specdemo.native.interface import MatrixStruct
 
-_GROUP = 64  # bitsandbytes: 4-bit weights per scale
-FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_INT8, _CODE4 = 3, 4
-STORED_FORMS = {"Q8_0": 5, "Q4_0": 6, "Q4_1": 7, "Q4_K": 8, "Q6_K": 9}  # of GGUF files
+FLOAT_FORMATS = {torch.float32: FORMATS["F32"], torch.bfloat16: FORMATS["BF16"], torch.float16: FORMATS["F16"]}
+
+
+class Joined(NamedTuple):
+    """Linear layers that are stored as one matrix; `interleaved`: blocks alternate; `order`: of the outputs."""
+
+    linears: Sequence[nn.Module]
+    interleaved: bool = False
+    order: Tensor | None = None
+
+    def nbytes(self, form: Format, block: int) -> int:
+        """Return the bytes of the matrix, computed from the shapes of its layers."""
+        shapes = [_shape(linear) for linear in self.linears]
+        outputs = sum(shape[0] for shape in shapes)
+        if self.interleaved:
+            outputs = len(shapes) * (shapes[0][0] + -shapes[0][0] % block)
+        bias = 4 * (outputs + -outputs % block) if getattr(self.linears[0], "bias", None) is not None else 0
+        return form.matrix_bytes(outputs, shapes[0][1], block) + bias
 
 
 class NativeMatrix:
     """Weights `[outputs, inputs]` in the layout of `matrix` in the C source."""
 
-    def __init__(
-        self,
-        linears: Sequence[nn.Module],
-        buffer: LargePageBuffer,
-        interleaved: bool = False,
-        order: Tensor | None = None,
-    ) -> None:
-        """Join `linears`; `interleaved`: blocks alternate; `order`: of outputs."""
+    def __init__(self, joined: Joined, buffer: LargePageBuffer) -> None:
+        """Raises `ValueError` for layers of different number formats."""
         library = required_library()
         self._block: int = library.block_outputs()
         self._lanes: int = library.vector_outputs()
         self.tensors: dict[str, Tensor] = {}
-        parts = [_stored(linear, order) for linear in linears]
+        formats = [format_of(linear) for linear in joined.linears]
+        if len(set(formats)) > 1:
+            raise ValueError("joined matrices need one number format")
+        self.format = formats[0]
+        parts = [_stored(linear, self.format, joined.order) for linear in joined.linears]
         sizes = [len(part["weights"]) for part in parts]
         self.outputs, self.inputs = sum(sizes), parts[0]["weights"].shape[1]
-        self.form: int = parts[0].pop("form")
-        for part in parts[1:]:
-            if part.pop("form") != self.form:
-                raise ValueError("joined matrices need one number format")
-        if interleaved:
-            self.outputs = len(linears) * self._block * -(-sizes[0] // self._block)
+        if joined.interleaved:
+            self.outputs = len(parts) * self._block * -(-sizes[0] // self._block)
             parts = [{name: self._whole(value) for name, value in part.items()} for part in parts]
-        if self.form == FORMS[torch.float32]:
+        if self.format.name == "F32":
             self._narrow(parts)
         for name in parts[0]:
             values = [part[name] for part in parts]
             if name == "codes":
                 self.tensors[name], self.tensors["code_bytes"] = values[0], torch.empty(32, dtype=torch.uint8)
-                library.set_code_bytes(*(self.tensors[n].data_ptr() for n in ("codes", "code_bytes")))
-                continue
-            if interleaved:
+                library.set_code_bytes(self.tensors["codes"].data_ptr(), self.tensors["code_bytes"].data_ptr())
+            elif joined.interleaved:
                 blocks = [value.unflatten(0, (-1, self._block)) for value in values]
-                joined = torch.stack(blocks, 1).flatten(0, 2)
+                self.tensors[name] = torch.stack(blocks, 1).flatten(0, 2)
             else:
-                joined = self._whole(torch.cat(values) if len(values) > 1 else values[0])
-            self.tensors[name] = joined
+                self.tensors[name] = self._whole(torch.cat(values) if len(values) > 1 else values[0])
         self.tensors["weights"] = buffer.place(self._blocks(self.tensors["weights"]))
-        if self.form >= _CODE4:
+        if self.format.group:
             self.tensors["scales"] = self._transposed(self.tensors["scales"])
 
     def _narrow(self, parts: list[dict[str, Any]]) -> None:
         for dtype in (torch.float16, torch.bfloat16):
             narrow = [part["weights"].to(dtype) for part in parts]
             if all(torch.equal(part["weights"], weights.float()) for part, weights in zip(parts, narrow, strict=True)):
-                self.form = FORMS[dtype]
+                self.format = FLOAT_FORMATS[dtype]
                 for part, weights in zip(parts, narrow, strict=True):
                     part["weights"] = weights
                 return
 
     def _blocks(self, weights: Tensor) -> Tensor:
-        if self.form in (_INT8, STORED_FORMS["Q8_0"], STORED_FORMS["Q6_K"]):  # [blocks, inputs / 4, outputs, input]
-            if self.form == _INT8:
+        if self.format.has_bytes:  # [blocks, inputs / 4, outputs, input]
+            if self.format.name == "INT8":
                 self.tensors["sums"] = weights.sum(1, dtype=torch.int32)
             quads = F.pad(weights, (0, -self.inputs % 4)).unflatten(0, (-1, self._block)).unflatten(2, (-1, 4))
             return quads.transpose(1, 2).contiguous()
-        if self.form > _CODE4:  # [blocks, inputs / 8, outputs, input, upper pairs]
+        if self.format.is_coded and not self.format.has_codes:  # [blocks, inputs / 8, outputs, input, upper pairs]
             words = weights.unflatten(0, (-1, self._block)).unflatten(2, (-1, 2, 2, 2)).permute(0, 2, 1, 5, 3, 4)
             return (words[..., 0] | words[..., 1] << 4).flatten(1).contiguous()
         blocks = self._transposed(weights)  # [blocks, inputs, outputs]
-        if self.form == FORMS[torch.bfloat16]:
+        if self.format.name == "BF16":
             return blocks.unflatten(2, (-1, 2, self._lanes)).transpose(3, 4).flatten(2).contiguous()
-        if self.form != _CODE4:
+        if not self.format.has_codes:
             return blocks
         # [blocks, inputs / 4, pair of inputs, input, two vectors, vector, four outputs, output], see `position`
         parts = blocks.unflatten(1, (-1, 2, 2)).unflatten(4, (-1, 2, self._lanes // 4, 4))
@@ -105,48 +112,56 @@ class NativeMatrix:
 
     def struct(self) -> MatrixStruct:
         pointers = {name: tensor.data_ptr() for name, tensor in self.tensors.items()}
-        return MatrixStruct(form=self.form, outputs=self.outputs, inputs=self.inputs, **pointers)
+        return MatrixStruct(form=self.format.number, outputs=self.outputs, inputs=self.inputs, **pointers)
 
 
-def form_of(linear: nn.Module) -> int:
+def format_of(linear: nn.Module) -> Format:
     """Return the number format of a linear layer."""
     if isinstance(linear, GgufLinear):
-        return FORMS[linear.dtype] if linear.dtype else STORED_FORMS[linear.kind]
-    if getattr(linear.weight, "quant_state", None) is not None:
-        return _CODE4
-    return _INT8 if linear.weight.dtype == torch.int8 else FORMS[linear.weight.dtype]
+        return FLOAT_FORMATS[linear.dtype] if linear.dtype else FORMATS[linear.kind]
+    weight: Any = linear.weight
+    if getattr(weight, "quant_state", None) is not None:
+        return FORMATS["CODE4"]
+    return FORMATS["INT8"] if weight.dtype == torch.int8 else FLOAT_FORMATS[weight.dtype]
 
 
-def _stored(linear: nn.Module, order: Tensor | None) -> dict[str, Any]:
+def _shape(linear: nn.Module) -> tuple[int, int]:
+    """Return outputs and inputs."""
+    weight: Any = linear.weight
+    return tuple(reversed(weight.shape)) if isinstance(linear, Conv1D) else tuple(weight.shape)
+
+
+def _stored(linear: nn.Module, form: Format, order: Tensor | None) -> dict[str, Tensor]:
     """Return the stored values of a linear layer: `weights` `[outputs, inputs]`, `scales`, `codes` and `bias`."""
-    form = form_of(linear)
-    weight = linear.expanded() if isinstance(linear, GgufLinear) else linear.weight
-    if form > _CODE4:
+    weight: Any = linear.expanded() if isinstance(linear, GgufLinear) else linear.weight
+    part: dict[str, Tensor]
+    if isinstance(linear, GgufLinear) and form.is_coded:
         part = separated(linear.kind, weight)
-    elif form == _CODE4:
-        part = _four_bit(weight, weight.quant_state)
-    elif form == _INT8:
+    elif form.has_codes:
+        part = _four_bit(weight, form.group)
+    elif form.name == "INT8":
         part = {"weights": weight.CB.detach(), "scales": weight.SCB.detach().float() / 127}
     else:
         part = {"weights": weight.detach().T if isinstance(linear, Conv1D) else weight.detach()}
-    part["form"] = form
-    if getattr(linear, "bias", None) is not None:
-        part["bias"] = linear.bias.detach().to(torch.float32, copy=True)
+    bias: Any = getattr(linear, "bias", None)
+    if bias is not None:
+        part["bias"] = bias.detach().to(torch.float32, copy=True)
     if order is not None:
         part |= {name: part[name][order] for name in ("weights", "scales", "bias") if name in part}
     return part
 
 
-def _four_bit(weight: Tensor, state: Any) -> dict[str, Tensor]:
+def _four_bit(weight: Any, group: int) -> dict[str, Tensor]:
     """Return codes and scales of bitsandbytes (2305.14314): even inputs are stored in the upper half of a byte."""
     from bitsandbytes.functional import dequantize_blockwise
 
+    state = weight.quant_state
     outputs, inputs = state.shape
     data = weight.detach().flatten()
     codes = torch.stack((data >> 4, data & 15), 1).view(outputs, inputs)
     scales = dequantize_blockwise(state.absmax, state.state2) + state.offset if state.nested else state.absmax
     return {
         "weights": codes,
-        "scales": scales.float().view(outputs, inputs // _GROUP),
+        "scales": scales.float().view(outputs, inputs // group),
         "codes": state.code.to(torch.float32, copy=True),
     }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,10 +13,12 @@ from torch import Tensor, nn
 
 from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.engines.native import NativeEngine
-from specdemo.models.engines.native_families import ACTIVATIONS, LayerParts, model_parts
-from specdemo.models.engines.native_matrix import FORMS, NativeMatrix, form_of
+from specdemo.models.engines.native_families import ACTIVATIONS, LayerParts, ModelParts, model_parts
+from specdemo.models.engines.native_matrix import FLOAT_FORMATS, Joined, NativeMatrix, format_of
 from specdemo.models.memory import LargePageBuffer
-from specdemo.native.interface import LayerStruct, MatrixStruct, ModelStruct
+from specdemo.native.build import required_library
+from specdemo.native.formats import Format
+from specdemo.native.interface import LayerStruct, ModelStruct
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,13 +38,13 @@ class NativeWeights(FusedWeights):
         self._buffer = LargePageBuffer()
         self._consume, self._gain_offset = consume, parts.gain_offset
         tied = model.lm_head.weight is parts.embedding.weight
-        self._embedding = None if tied else self._matrix([parts.embedding])
+        self._embedding = None if tied else self._matrix(Joined([parts.embedding]))
         self.embedding = self._embedding and self._embedding.tensors["weights"]
-        self._positions = parts.positions and self._matrix([parts.positions])
+        self._positions = parts.positions and self._matrix(Joined([parts.positions]))
         self.position_limit = self._positions.outputs if self._positions else sys.maxsize
         self._leave = self._gain(parts.leave)
         self._structs = (LayerStruct * len(parts.layers))(*map(self._layer, parts.layers))
-        self._head = self._matrix([model.lm_head])
+        self._head = self._matrix(Joined([model.lm_head]))
         self._options = {
             "inner": parts.inner,
             "rotated": 2 * self.rotation(1)[0].shape[1],
@@ -96,7 +99,7 @@ class NativeWeights(FusedWeights):
             heads=self.heads,
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
-            cache_form=FORMS[cache_dtype],
+            cache_form=FLOAT_FORMATS[cache_dtype].number,
             **self._options,
         ), (pointers, embedding, placed)
 
@@ -110,24 +113,45 @@ class NativeWeights(FusedWeights):
         biased = hasattr(norm, "bias")
         return self._keep(torch.cat((gain, norm.bias.detach().float())) if biased else gain)
 
-    def _matrix(
-        self, linears: Sequence[nn.Module], interleaved: bool = False, order: Tensor | None = None
-    ) -> NativeMatrix:
-        matrix = self._keep(NativeMatrix(linears, self._buffer, interleaved, order))
+    def _matrix(self, joined: Joined) -> NativeMatrix:
+        matrix = self._keep(NativeMatrix(joined, self._buffer))
         if self._consume:
-            for linear in linears:
+            for linear in joined.linears:
                 linear.weight = None
         return matrix
 
     def _layer(self, layer: LayerParts) -> LayerStruct:
-        separate_value = len({form_of(linear) for linear in layer.qkv}) > 1
         return LayerStruct(
-            qkv=self._matrix(layer.qkv[:-1] if separate_value else layer.qkv, order=layer.order).struct(),
-            value=self._matrix(layer.qkv[-1:]).struct() if separate_value else MatrixStruct(),
-            out=self._matrix([layer.out]).struct(),
-            gate_up=self._matrix(layer.gate_up, interleaved=len(layer.gate_up) > 1).struct(),
-            down=self._matrix([layer.down]).struct(),
+            **{name: self._matrix(joined).struct() for name, joined in _joined(layer, format_of).items()},
+            **{name: self._gain(norm).data_ptr() for name, norm in layer.norms.items()},
             attention_scale=layer.scale,
             window=layer.window,
-            **{name: self._gain(norm).data_ptr() for name, norm in layer.norms.items()},
         )
+
+
+def _joined(layer: LayerParts, form: Callable[[nn.Module], Format]) -> dict[str, Joined]:
+    """Return the matrices of a layer; values of another format than queries and keys have their own."""
+    matrices = {"qkv": Joined(layer.qkv, order=layer.order)}
+    if len({form(linear) for linear in layer.qkv}) > 1:
+        matrices = {"qkv": Joined(layer.qkv[:-1], order=layer.order), "value": Joined(layer.qkv[-1:])}
+    return matrices | {
+        "out": Joined([layer.out]),
+        "gate_up": Joined(layer.gate_up, interleaved=len(layer.gate_up) > 1),
+        "down": Joined([layer.down]),
+    }
+
+
+def planned_bytes(parts: ModelParts, head: nn.Module, form: Callable[[nn.Module], Format]) -> Counter[str]:
+    """Return the bytes of `NativeWeights` by number format, computed from the shapes of its layers."""
+    block, total = required_library().block_outputs(), Counter[str]()
+    tables = [parts.embedding, parts.positions]
+    if getattr(head, "weight", None) is parts.embedding.weight:
+        tables = [parts.positions]
+    matrices = [joined for layer in parts.layers for joined in _joined(layer, form).values()]
+    matrices += [Joined([module]) for module in (*tables, head) if module is not None]
+    for joined in matrices:
+        number_format = form(joined.linears[0])
+        total[number_format.name] += joined.nbytes(number_format, block)
+    norms = [parts.leave, *(norm for layer in parts.layers for norm in layer.norms.values())]
+    total["F32"] += sum(4 * weight.numel() for norm in norms for weight in norm.parameters())
+    return total
