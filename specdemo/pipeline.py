@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from specdemo.models.engines.cuda_graphs import MAX_ROWS
 from specdemo.models.engines.llama import PROMPT_CHUNK
 from specdemo.models.engines.llama_weights import layer_count, with_dropout, with_layers
 from specdemo.models.engines.select import engine_of
-from specdemo.models.kv_cache import CachedModel
+from specdemo.models.kv_cache import CachedModel, Model
 from specdemo.models.load import LoadedModel
 from specdemo.models.tokenizer import Bridge, check_vocabulary, token_bytes
 from specdemo.models.zoo import check_pair
@@ -44,11 +44,6 @@ from specdemo.remote.gates import (
     mc_dropout,
 )
 from specdemo.remote.protocol import VerifyConfig
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from specdemo.models.engines.fused_weights import FusedWeights
 
 PASSES = 4  # of the drafter with dropout, for gate `variance`
 _CONTEXT_TOKENS = 8  # decoded before a draft, for rules about words
@@ -180,7 +175,7 @@ class ModelContext:
 
     def open(
         self,
-        model: PreTrainedModel | FusedWeights,
+        model: Model,
         pad: int = 1,
         source: Sequence[int] = (),
         owner: CachedModel | None = None,

@@ -11,18 +11,12 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
 from specdemo.core.step import Draft
-from specdemo.models.kv_cache import CachedModel
+from specdemo.models.kv_cache import CachedModel, Model
 from specdemo.worker import give_way
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from specdemo.models.engines.fused_weights import FusedWeights
 
 MEASURED_ROWS = (1, 2, 5, 8)
 _DRAFT_LENGTHS = (1, 2, 4, 7)
@@ -64,7 +58,7 @@ class BatchInvariance:
     by_construction: bool = False
 
 
-def check_invariance(model: FusedWeights | PreTrainedModel, measurement: Measurement | None = None) -> BatchInvariance:
+def check_invariance(model: Model, measurement: Measurement | None = None) -> BatchInvariance:
     """Measure costs of passes and, where it does not hold by construction, compare rows of drafts with AR rows."""
     settings = measurement or MEASUREMENT
     with closing(CachedModel(model)) as timed:
@@ -103,13 +97,13 @@ def _cost(cached: CachedModel, budget_s: float) -> dict[int, float]:
     return {n: round(min(values) / single, 3) for n, values in seconds.items()}
 
 
-def compared_context(model: FusedWeights | PreTrainedModel) -> int:
+def compared_context(model: Model) -> int:
     """Return the tokens up to which rows are compared."""
     starts = MEASUREMENT.starts_on(model.device)
     return max(starts) + _COMPARED if starts else sys.maxsize
 
 
-def _compare(model: FusedWeights | PreTrainedModel, pad: int, settings: Measurement) -> tuple[bool, int]:
+def _compare(model: Model, pad: int, settings: Measurement) -> tuple[bool, int]:
     """Compare rows of drafts with AR rows; return (all equal, rows compared)."""
     starts, compared = settings.starts_on(model.device), 0
     for start in starts:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from specdemo.models.engines.fused_weights import FusedWeights
 
+Model: TypeAlias = "PreTrainedModel | FusedWeights"
+
 _NO_LOGITS = torch.empty(0, 0)
 
 
@@ -36,7 +38,7 @@ class CachedModel:
 
     def __init__(
         self,
-        model: PreTrainedModel | FusedWeights,
+        model: Model,
         pad: int = 1,
         source: Sequence[int] = (),
         owner: CachedModel | None = None,

@@ -22,6 +22,7 @@ from specdemo.models import batch_invariance
 from specdemo.models.batch_invariance import BatchInvariance, Measurement, check_invariance
 from specdemo.models.engines.cuda_graphs import GRAPH_LIMIT, GRAPH_ROWS, GraphRecorder, graph_keys, graph_rows
 from specdemo.models.engines.llama_weights import LlamaWeights
+from specdemo.models.engines.select import engine_of
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.memory_plan import plan_config
 from specdemo.models.model_pool import ModelPool
@@ -79,7 +80,7 @@ def test_replay_equals_eager(kind: type, dtype: torch.dtype, monkeypatch: pytest
     expected = [eager.score(*item) for item in script]
     cuda = FakeCuda()
     cuda.install(monkeypatch)
-    model.engine.release()
+    engine_of(model).release()
     replayed = CachedModel(model)
     for item, logits in zip(script, expected, strict=True):
         found = replayed.score(*item)

@@ -124,7 +124,7 @@ def test_a_recorded_pass_reads_nothing_but_its_buffers(name: str) -> None:
 
     lean = LlamaWeights(model)
     plain = CachedModel(lean)
-    lean._engine = LlamaEngine(lean, lambda: record)
+    lean.engine = LlamaEngine(lean, lambda: record)
     replayed = CachedModel(lean)
     script = rounds(3) + rounds(4)
     if name == "grouped":

@@ -37,6 +37,7 @@ from specdemo.models.batch_invariance import check_invariance
 from specdemo.models.engines.llama_weights import with_dropout, with_layers
 from specdemo.models.engines.native import KEPT_ROWS, NATIVE_CHUNK
 from specdemo.models.engines.native_weights import NativeWeights
+from specdemo.models.engines.select import engine_of
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.threads import torch_threads
 from specdemo.native.formats import QUANTISED_GGUF
@@ -54,7 +55,7 @@ FORMS = [
 
 def single_rows(model: NativeWeights, tokens: list[int], start: int) -> Tensor:
     """Return the logits after tokens[start:], fed one by one."""
-    engine = Passes(model.engine)
+    engine = Passes(engine_of(model))
     if start:
         engine.run(tokens[:start], 0, Draft())
     return torch.cat([engine.run([token], start + i, Draft()) for i, token in enumerate(tokens[start:])])
@@ -74,7 +75,7 @@ def test_rows_of_chains_have_the_bits_of_single_rows(name: str, form: str, threa
     for start in (0, 3, 250):  # the cache grows at 256
         tokens = text(start + KEPT_ROWS + 3, seed=start)
         expected = single_rows(model, tokens, start)
-        engine = Passes(model.engine)
+        engine = Passes(engine_of(model))
         if start:
             engine.run(tokens[:start], 0, Draft())
         for rows in (*range(2, KEPT_ROWS + 1), KEPT_ROWS + 3) if start else (2, 7):
@@ -97,7 +98,7 @@ def test_long_contexts_and_prompt_chunks_keep_the_bits(form: str) -> None:
     model, tokens = weights("llama", form), text(2050)
     expected = single_rows(model, tokens, 2040)
     for start in (2040, 1900, 5):
-        engine = Passes(model.engine)
+        engine = Passes(engine_of(model))
         engine.run(tokens[:start], 0, Draft())
         assert 2040 - start < NATIVE_CHUNK or start == 5
         assert torch.equal(engine.run(tokens[start:2041], start, Draft())[-1], expected[0])
@@ -113,7 +114,7 @@ def test_nodes_of_forests_have_the_bits_of_single_rows(name: str, form: str, thr
         for _ in range(2):
             count = rng.randrange(2, 14)
             draft = Draft(tuple(text(count, rng.random())), tuple(rng.randrange(-1, i) for i in range(count)))
-            engine = Passes(model.engine)
+            engine = Passes(engine_of(model))
             if start > 1:
                 engine.run(tokens[:-1], 0, Draft())
             rows = engine.run([tokens[-1], *draft.tokens], start - 1, draft)
@@ -234,7 +235,7 @@ def test_int8_rows_do_not_depend_on_outliers_next_to_them() -> None:
     converted = quantized("int8", random_model(CONFIGS["llama"]))
     converted.model.embed_tokens.weight[5] *= 1000
     model = NativeWeights(converted)
-    engine, other = Passes(model.engine), Passes(model.engine)
+    engine, other = Passes(engine_of(model)), Passes(engine_of(model))
     rows = engine.run([1, 2, 5], 0, Draft.chain((2, 5)))
     assert torch.equal(rows[:2], other.run([1, 2, 3], 0, Draft.chain((2, 3)))[:2])
 
@@ -243,7 +244,7 @@ def test_int8_rows_do_not_depend_on_outliers_next_to_them() -> None:
 def test_hidden_states_equal_transformers(name: str) -> None:
     oracle, tokens = random_model(CONFIGS[name]), text(9)
     states = oracle.base_model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-    engine = Passes(NativeWeights(oracle).engine)
+    engine = Passes(engine_of(NativeWeights(oracle)))
     engine.run(tokens, 0, Draft.chain(tuple(tokens[1:])), layers=[0])
     assert (engine.cache.hidden[0] - states[1][0]).abs().max() <= 2e-5 * states[1].abs().max()
 
@@ -307,7 +308,7 @@ def test_cleared_caches_contain_no_text() -> None:
     cache = cached._cache
     assert cache.kv.any()
     cached.close()
-    assert not cache.kv.any() and cache.kv_bytes == 0 and model.engine.open() is cache
+    assert not cache.kv.any() and cache.kv_bytes == 0 and engine_of(model).open() is cache
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -33,29 +33,19 @@ class FusedWeights(ABC):
         self.layers: list[Any] = []
         self.channel_scale: Tensor | None = None
         self._angles = angles
-        self._engine: Engine[Any] | None = None
+        self.engine: Engine[Any] | None = None  # set by `engine_of`, shared by all texts
 
     @property
     @abstractmethod
     def weight_bytes(self) -> int: ...
 
-    @abstractmethod
-    def new_engine(self) -> Engine[Any]: ...
-
-    @property
-    def engine(self) -> Engine[Any]:
-        """The engine of these weights, shared by all texts."""
-        if self._engine is None:
-            self._engine = self.new_engine()
-        return self._engine
-
     def with_layers(self: Weights, kept: Sequence[int]) -> Weights:
         thin = copy.copy(self)
-        thin.layers, thin._engine = [self.layers[i] for i in kept], None
+        thin.layers, thin.engine = [self.layers[i] for i in kept], None
         return thin
 
     def with_channel_scale(self: Weights, scale: Tensor) -> Weights:
         """Return the model with embedding channels multiplied by `scale` `[width]`."""
         thin = copy.copy(self)
-        thin.channel_scale, thin._engine = scale.to(self.device, self.dtype).contiguous(), None
+        thin.channel_scale, thin.engine = scale.to(self.device, self.dtype).contiguous(), None
         return thin

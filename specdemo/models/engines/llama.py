@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +15,8 @@ from specdemo.core.step import Draft
 from specdemo.models.engines.cuda_graphs import GRAPH_LIMIT, MAX_ROWS, GraphRecorder, graph_keys, graph_rows
 from specdemo.models.engines.engine import Cache, Engine, Entry
 from specdemo.models.engines.generic import positions, visible
+from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.threads import torch_threads
-
-if TYPE_CHECKING:
-    from specdemo.models.engines.llama_weights import LlamaWeights
 
 PROMPT_CHUNK = 512  # prompt rows per pass: masks grow with rows times keys
 KEY_BLOCK = 512  # initial capacity of a cache

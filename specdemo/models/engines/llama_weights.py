@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from specdemo.core.errors import UserError
 from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.engines.generic import has_encoder, has_window
-from specdemo.models.engines.llama import LlamaEngine
 from specdemo.models.memory import is_mapped, weight_bytes
 
 if TYPE_CHECKING:
@@ -156,9 +155,6 @@ class LlamaWeights(FusedWeights):
         thin = super().with_channel_scale(scale)
         thin._thin = None
         return thin
-
-    def new_engine(self) -> LlamaEngine:
-        return LlamaEngine(self)
 
     def drop_variants(self) -> None:
         """Release the retained graphs of `with_layers`."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from specdemo.core.step import Draft
 from specdemo.models.engines.engine import Cache, Engine, Entry
 from specdemo.models.engines.generic import positions
+from specdemo.models.engines.native_weights import NativeWeights
 from specdemo.native.build import native_library, required_library
 <<<<<<< HEAD
 from specdemo.native.interface import (
@@ -34,7 +35,6 @@ from specdemo.native.interface import ChainStruct, ModelStruct, PassStruct
 
 if TYPE_CHECKING:
     from specdemo.core.sampling import ChainSampler
-    from specdemo.models.engines.native_weights import NativeWeights
 
 NATIVE_CHUNK = 256  # prompt rows per pass
 KEPT_ROWS = 16  # rows of the retained scratch buffer

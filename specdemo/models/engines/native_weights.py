@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from specdemo.models.engines.fused_weights import FusedWeights
-from specdemo.models.engines.native import NativeEngine
 from specdemo.models.engines.native_families import ACTIVATIONS, LayerParts, ModelParts, model_parts
 from specdemo.models.engines.native_matrix import FLOAT_FORMATS, Joined, NativeMatrix, format_of
 from specdemo.models.memory import LargePageBuffer
@@ -61,9 +60,6 @@ class NativeWeights(FusedWeights):
     @property
     def weight_bytes(self) -> int:
         return sum(part.nbytes for part in self._kept)
-
-    def new_engine(self) -> NativeEngine:
-        return NativeEngine(self)
 
     def with_channel_scale(self, scale: Tensor) -> NativeWeights:
         thin = super().with_channel_scale(scale)
@@ -125,7 +121,7 @@ class NativeWeights(FusedWeights):
             **{name: self._matrix(joined).struct() for name, joined in _joined(layer, format_of).items()},
             **{name: self._gain(norm).data_ptr() for name, norm in layer.norms.items()},
             attention_scale=layer.scale,
-            window=layer.window,
+            window=layer.window or 0,
         )
 
 
