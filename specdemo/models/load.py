@@ -83,7 +83,7 @@ class LoadedModel:
 
     @property
     def environment(self) -> dict[str, Any]:
-        failure = getattr(self.model, "graph_failure", "")
+        failure, vectors = getattr(self.model, "graph_failure", ""), engine_of(self.model).vectors
         return {
             "device": str(self.model.device),
             "dtype": str(self.model.dtype).removeprefix("torch."),
@@ -91,6 +91,7 @@ class LoadedModel:
             "engine": f"{self.engine}; no CUDA graphs: {failure}" if failure else self.engine,
             "parity": asdict(self.invariance),
             "target_bytes": self.weight_bytes,
+            **({"vectors": vectors} if vectors else {}),
         }
 
     @property

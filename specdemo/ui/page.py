@@ -35,7 +35,7 @@ from specdemo.ui.gateway import gateway
 from specdemo.ui.labels import describe_preflight
 from specdemo.ui.lane import EXTRA, SPEC, alternating, describe_kept_lanes, lanes_of, plan_of
 from specdemo.ui.limits import HostLimits
-from specdemo.ui.service import Engine, Health, Service
+from specdemo.ui.service import Generate, Health, Service
 from specdemo.ui.settings import (
     OFF,
     Settings,
@@ -73,7 +73,7 @@ def build(
     pair: str | None = None,
     device: str = "auto",
     examples: Path | None = EXAMPLES,
-    engine: Engine = generate,
+    engine: Generate = generate,
     limits: HostLimits | None = None,
     worker: Worker | WorkerGroup | None = None,
 ) -> gr.Blocks:

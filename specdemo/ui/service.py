@@ -42,7 +42,7 @@ LATELY_S = 600  # an idle machine decodes two tokens per ten minutes
 PATIENCE_S = 20
 T = TypeVar("T")
 
-Engine = Callable[[Recipe, str, ModelPool, Stores], Generator[Event]]
+Generate = Callable[[Recipe, str, ModelPool, Stores], Generator[Event]]
 
 
 class Service:
@@ -51,7 +51,7 @@ class Service:
     def __init__(
         self,
         models: ModelPool,
-        engine: Engine,
+        engine: Generate,
         limits: HostLimits | None = None,
         worker: Worker | WorkerGroup | None = None,
     ) -> None:

@@ -22,7 +22,7 @@ from specdemo.models.spec import ModelSpec
 from specdemo.pipeline import Stores
 from specdemo.recipe import Recipe
 from specdemo.ui.limits import HostLimits
-from specdemo.ui.service import Engine
+from specdemo.ui.service import Generate
 from specdemo.worker import WorkerGroup
 
 GPU = Callable[..., Any]  # `spaces.GPU` or a fake
@@ -75,7 +75,7 @@ def seconds_of(recipe: Recipe, target_bytes: int) -> int:
     return min(LONGEST_S, round(START_S + recipe.max_tokens * (PASS_S + target_bytes / BYTES_PER_S)))
 
 
-def on(gpu: GPU, pool: ModelPool, engine: Engine = generate) -> Engine:
+def on(gpu: GPU, pool: ModelPool, engine: Generate = generate) -> Generate:
     """Run `engine` in a forked ZeroGPU process that inherits `pool`.
 
     Raises `UserError` for options that require the page's process.

@@ -69,6 +69,7 @@ class Engine(ABC, Generic[CacheT]):
     texts_per_pass = 1  # entries that share a pass; others run one after another
     reusable = False  # closed caches are opened again for later texts
     samples_chains = False  # supports `sample_chain`
+    vectors = ""  # or the vector extensions of the CPU that the engine uses
     hidden_states = False  # can store the hidden states of layers
 
     def __init__(self) -> None:

@@ -163,6 +163,10 @@ class NativeEngine(Engine[NativeCache]):
     def weight_bytes(self) -> int:
         return self._model.weight_bytes
 
+    @property
+    def vectors(self) -> str:  # type: ignore[override]
+        return self._library.vector_extensions().decode()
+
     def new_cache(self, source: Sequence[int] = ()) -> NativeCache:
         return NativeCache(self._model)
 
