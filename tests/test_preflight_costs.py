@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +49,12 @@ class Machine:
         self.cached = scored
 
 
+def pipeline_of(machine: Machine) -> Any:
+    return nullcontext(
+        SimpleNamespace(drafter=machine, verifier=machine, target_cache=SimpleNamespace(vocab_size=1000))
+    )
+
+
 @pytest.mark.parametrize("correct", [0, 2, 9])
 @pytest.mark.parametrize("available", [0, 2, 99])
 def test_known_costs_are_measured(correct: int, available: int) -> None:
@@ -55,7 +62,7 @@ def test_known_costs_are_measured(correct: int, available: int) -> None:
 
     def pipeline() -> Any:
         machine.cached = []
-        return SimpleNamespace(drafter=machine, verifier=machine, target_cache=SimpleNamespace(vocab_size=1000))
+        return pipeline_of(machine)
 
     costs = measure_costs(pipeline, [(TEXT, 5), (TEXT[:8], 5)], 4, repeats=7, clock=lambda: machine.now)
     assert costs.ar_s == 1.0 and costs.c == pytest.approx(0.5 if available else 0.0)
@@ -68,7 +75,7 @@ def test_each_pass_scores_its_draft_and_one_more_token() -> None:
     """Accepted tokens are cached as in decoding; the prefill is not timed."""
     machine = Machine(1)
     measure_costs(
-        lambda: SimpleNamespace(drafter=machine, verifier=machine, target_cache=SimpleNamespace(vocab_size=1000)),
+        lambda: pipeline_of(machine),
         [(TEXT, 5)],
         2,
         repeats=3,

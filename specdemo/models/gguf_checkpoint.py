@@ -20,7 +20,7 @@ from specdemo.models.engines.gguf_linear import (
     keeps_values,
 )
 from specdemo.models.engines.native import uses_native_engine
-from specdemo.models.engines.native_families import model_parts
+from specdemo.models.engines.native_families import unchecked_parts
 from specdemo.models.engines.native_matrix import FLOAT_FORMATS
 from specdemo.models.engines.native_weights import planned_bytes
 from specdemo.models.gguf_file import GgufTensor
@@ -130,7 +130,7 @@ def native_bytes(spec: ModelSpec, hub: Hub) -> int:
         dtype = common_dtype(kinds, getattr(torch, spec.dtype))
         return FORMATS[next(iter(kinds))] if dtype is None else FLOAT_FORMATS[dtype]
 
-    return planned_bytes(model_parts(model), model.lm_head, form).total()
+    return planned_bytes(unchecked_parts(model), model.lm_head, form).total()
 
 
 class _Weights:

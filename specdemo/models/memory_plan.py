@@ -17,7 +17,7 @@ from specdemo.models.engines.generic import has_encoder
 from specdemo.models.engines.llama import KEY_BLOCK, PROMPT_CHUNK
 from specdemo.models.engines.llama_weights import can_pack
 from specdemo.models.engines.native import FIRST_CAPACITY, NATIVE_CHUNK, kv_dtype, uses_native_engine
-from specdemo.models.engines.native_families import model_parts, transformers_reason
+from specdemo.models.engines.native_families import transformers_reason, unchecked_parts
 from specdemo.models.engines.native_matrix import FLOAT_FORMATS
 from specdemo.models.engines.native_weights import planned_bytes
 from specdemo.models.gguf_checkpoint import native_bytes
@@ -154,7 +154,7 @@ def _plan_native(
         stored = "bfloat16"  # without loss
     coded, plain = FORMATS["INT8" if bits == 8 else "CODE4"], FLOAT_FORMATS[getattr(torch, stored)]
     sizes = planned_bytes(
-        model_parts(model), model.get_output_embeddings(), lambda linear: coded if id(linear) in layers else plain
+        unchecked_parts(model), model.get_output_embeddings(), lambda linear: coded if id(linear) in layers else plain
     )
     largest = max(weight.numel() for weight in model.parameters())
     capacity, rows = _doubled(context, FIRST_CAPACITY), min(max(context, 1), NATIVE_CHUNK)

@@ -43,7 +43,10 @@ class TableCache:
     reserved_bytes = 100
 
     def __init__(self) -> None:
-        self.score = TARGET.score
+        self.score, self.closed = TARGET.score, False
+
+    def close(self) -> None:
+        self.closed = True
 
 
 def contexts(**options: Any) -> Contexts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -285,7 +286,7 @@ ENCODERS: dict[str, PretrainedConfig] = {
 
 def from_config(config: PretrainedConfig) -> PreTrainedModel:
     kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    return kind.from_config(config)
+    return kind.from_config(copy.deepcopy(config))  # models may change it
 
 
 def tiny_model(kind: str, seed: int = 0) -> PreTrainedModel:

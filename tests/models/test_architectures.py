@@ -170,7 +170,7 @@ def test_mutant_cache_that_forgets_to_roll_back() -> None:
             kept, known = super()._keep(tokens, draft)
             extra = len(self._held) + len(self._draft) - kept if self._held else 0
             if extra > 1:
-                for layer in self._engine._cache.layers:
+                for layer in self._cache.decoder.layers:
                     layer.length = kept + 1  # one rejected position survives
             return kept, known
 

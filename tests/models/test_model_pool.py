@@ -287,5 +287,5 @@ def test_out_of_memory_ends_only_the_run(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     assert end["end"] == "error" and "memory ran out (keys and values took" in end["error"], end
     assert "shorten the prompt" in end["error"]
-    assert not pool.take(recipe.target_spec).model.idle
+    assert not pool.take(recipe.target_spec).model.engine._idle
     assert [line["tokens"] for line in generate(recipe, "def add(a, b):", pool) if "i" in line] == before
