@@ -54,7 +54,7 @@ class NativeMatrix:
         self.outputs, self.inputs = sum(sizes), parts[0]["weights"].shape[1]
         if joined.interleaved:
             self.outputs = len(parts) * self._block * -(-sizes[0] // self._block)
-            parts = [{name: self._whole(part[name]) if name != "codes" else part[name] for name in part} for part in parts]
+            parts = [{name: x if name == "codes" else self._whole(x) for name, x in part.items()} for part in parts]
         if self.format.name == "F32":
             self._narrow(parts)
         for name in parts[0]:
