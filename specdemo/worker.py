@@ -1,4 +1,4 @@
-"""Device scheduling. Imports no other module of specdemo.
+"""Device scheduling. Imports no other layer of specdemo but `native`.
 
 Jobs are functions that return iterators. They alternate after each step, and release the device to wait. Any thread may
 use a job's `Stream`.
@@ -18,11 +18,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from specdemo.native.interface import StopFlag
+
 T = TypeVar("T")
 
 _LEAD_S = 0.05  # device time of a job in advance of others
 _OPEN_PER_ACTIVE = 4  # including jobs that wait
 
+_process_flag = StopFlag()
 _current: contextvars.ContextVar[Stream[Any]] = contextvars.ContextVar("current job")
 
 
@@ -92,6 +95,12 @@ def give_way() -> None:
     stream.worker.acquire(stream)
 
 
+def stop_flag() -> StopFlag:
+    """Return the flag that ends the passes of the current job; outside jobs, those of the process."""
+    stream = _current.get(None)
+    return _process_flag if stream is None else stream.stop_flag
+
+
 class Stream(Generic[T]):
     """Append-only results of a job. Read `done` before `items` to get the last items."""
 
@@ -112,6 +121,7 @@ class Stream(Generic[T]):
         self._context: contextvars.Context | None = contextvars.copy_context()
         self._context.run(_current.set, self)
         self.stop_request: Future[None] = Future()
+        self.stop_flag = StopFlag()
         self._done = threading.Event()
         self._on_change = on_change
 
@@ -125,7 +135,8 @@ class Stream(Generic[T]):
         return self.stop_request.done()
 
     def stop(self) -> None:
-        """End the job before its next step."""
+        """End the pass under way, and the job before its next step."""
+        self.stop_flag.set()
         with suppress(InvalidStateError):  # already stopped
             self.stop_request.set_result(None)
 

@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[1]
 # A folder or root module may import itself and all lines above, but not others on the same line.
 ORDER = (
     {"native"},
-    {"core", "worker", "signals"},
-    {"background"},
+    {"core", "worker"},
+    {"background", "signals"},
     {"models", "drafters"},
     {"remote"},
     {"recipe", "prompts"},

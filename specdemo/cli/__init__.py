@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 
@@ -9,10 +10,10 @@ from specdemo.cli.arguments import parser
 from specdemo.core.errors import FULL_DISK, UserError, write_error
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Return the exit code: 0, 1 for a failed run, 2 for invalid input, 130 for Ctrl-C."""
-    options = parser().parse_args(arguments)
-    try:  # importing the commands takes seconds
+def _execute(options: argparse.Namespace) -> int:
+    from specdemo.signals import signals_end_passes  # these imports take seconds
+
+    with signals_end_passes():
         if options.command == "run":
             from specdemo.cli.run import run
 
@@ -20,6 +21,13 @@ def main(arguments: list[str] | None = None) -> int:
         from specdemo.cli.commands import COMMANDS
 
         return COMMANDS[options.command](options)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Return the exit code: 0, 1 for a failed run, 2 for invalid input, 130 for Ctrl-C."""
+    options = parser().parse_args(arguments)
+    try:
+        return _execute(options)
     except UserError as error:
         print(f"specdemo: {error}", file=sys.stderr)
         return 2

@@ -232,15 +232,11 @@ class Contexts:
         return sum(context.reserved_bytes for context in self._contexts.values())
 
     def delete(self, context_id: str, owner: str = "") -> bool:
-<<<<<<< HEAD
         key = (owner, context_id)
-        return key not in self._in_use and self._contexts.pop(key, None) is not None
-=======
-        context = self._contexts.pop((owner, context_id), None)
-        if context is not None:
-            context.cache.close()
-        return context is not None
->>>>>>> dd49fee (Separate caches from engines; query capabilities instead of types)
+        if key in self._in_use or key not in self._contexts:
+            return False
+        self._contexts.pop(key).cache.close()
+        return True
 
     def verify(self, request: VerifyRequest, owner: str = "") -> VerifyResponse:
         """Verify a draft for the client `owner`; a repeated request gets the same response.
@@ -271,7 +267,12 @@ class Contexts:
         start = self._clock()
         with torch_threads(1):
             score, config = context.cache.score, context.config
-            response = verify_request(request, tokens, draft, config, score, self._sources, self._ban)
+            try:
+                response = verify_request(request, tokens, draft, config, score, self._sources, self._ban)
+            except BaseException:
+                if key not in self._contexts:
+                    context.cache.close()
+                raise
         response.metrics.cloud_s = self._clock() - start
         context.request, context.response, context.last_used = request, response, self._clock()
         context.tokens = tokens
@@ -279,11 +280,6 @@ class Contexts:
             context.tokens = [*tokens, *(draft.tokens[node] for node in response.accepted_nodes), response.token]
         self._contexts[key] = context
         self._contexts.move_to_end(key)
-<<<<<<< HEAD
-=======
-        while len(self) > self._max_contexts or (self._contexts and self.reserved_bytes > self._budget_bytes):
-            self._evict()
->>>>>>> dd49fee (Separate caches from engines; query capabilities instead of types)
         return response
 
     def stream(self, request: StreamRequest) -> Iterator[int]:
@@ -345,24 +341,13 @@ class Contexts:
         if count > self._max_tokens:
             raise UserError(f"{count:,} tokens do not fit the model's {self._max_tokens:,}: shorten the text")
 
-<<<<<<< HEAD
     def _evict(self, oldest: float = -math.inf) -> None:
         """Drop contexts last used before `oldest`, then the least recently used above the limits."""
         for key in [key for key in self._contexts if key not in self._in_use]:
             excess = len(self) > self._max_contexts or self.reserved_bytes > self._budget_bytes
             if not excess and self._contexts[key].last_used >= oldest:
                 return
-            del self._contexts[key]
-=======
-    def _drop_expired(self) -> None:
-        oldest = self._clock() - self._expiry_s
-        while self._contexts and next(iter(self._contexts.values())).last_used < oldest:
-            self._evict()
-
-    def _evict(self) -> None:
-        _, context = self._contexts.popitem(last=False)
-        context.cache.close()
->>>>>>> dd49fee (Separate caches from engines; query capabilities instead of types)
+            self._contexts.pop(key).cache.close()
 
 
 def _no_score(tokens: Sequence[int], draft: Draft) -> Tensor:

@@ -19,19 +19,8 @@ from specdemo.models.engines.engine import Cache, Engine, Entry
 from specdemo.models.engines.generic import positions
 from specdemo.models.engines.native_weights import NativeWeights
 from specdemo.native.build import native_library, required_library
-<<<<<<< HEAD
-from specdemo.native.interface import (
-    ChainStruct,
-    LayerStruct,
-    MatrixStruct,
-    ModelStruct,
-    PassStruct,
-    check_model,
-    check_result,
-)
-=======
-from specdemo.native.interface import ChainStruct, ModelStruct, PassStruct
->>>>>>> dd49fee (Separate caches from engines; query capabilities instead of types)
+from specdemo.native.interface import ChainStruct, ModelStruct, PassStruct, Result, check_model, check_result
+from specdemo.worker import Stopped, stop_flag
 
 if TYPE_CHECKING:
     from specdemo.core.sampling import ChainSampler
@@ -121,43 +110,9 @@ class NativeEngine(Engine[NativeCache]):
     def __init__(self, model: NativeWeights) -> None:
         super().__init__()
         self._library, self._model = required_library(), model
-<<<<<<< HEAD
-        self._struct, self._pointers = model.struct()
-        self._length = 0
-        self._cache = owner._cache if owner else _KvCache(model)
-        self._struct.cache_form = FORMS[self._cache.kv.dtype]
-        check_model(self._library, self._struct)
-        self._address = ctypes.addressof(self._struct)
-        self._vocab_size = model.config.vocab_size
-        self.hidden: Tensor | None = None  # [layers, rows, width] of the last pass
-        self._scratch = self._buffer(KEPT_ROWS)
-        self.threads = torch.get_num_threads()
-
-    def run(self, new: list[int] | Tensor, held: int, draft: Draft, layers: Sequence[int] = ()) -> Tensor:
-        """See `CacheEngine.run`. `layers`: store their hidden states `[layers, rows, width]` in `hidden`."""
-        new = new.tolist() if isinstance(new, Tensor) else new
-        while len(new) > NATIVE_CHUNK + len(draft):
-            self._pass(new[:NATIVE_CHUNK], held, Draft(), 0, ())
-            new, held = new[NATIVE_CHUNK:], held + NATIVE_CHUNK
-        return self._pass(new, held, draft, min(len(new), len(draft) + 1), layers)
-
-    def keep(self, length: int, slots: list[int]) -> None:
-        end = length + len(slots)
-        if slots and slots != list(range(length, end)):
-            kv = self._cache.kv
-            kv[:, :, length:end] = kv[:, :, torch.tensor(slots)]
-        self._length = end
-
-    @torch.inference_mode()
-    def clear(self) -> None:
-        """Zero the cache, so that texts do not outlive their request."""
-        self._cache.kv[:, :, : self._cache.written].zero_()
-        self._length = self._cache.written = 0
-=======
         self._structs: dict[torch.dtype, tuple[ModelStruct, object]] = {}  # by type of the cache
         self._vocab_size: int = model.config.vocab_size
         self._scratch: list[Tensor] = []  # idle buffers of `KEPT_ROWS` rows
->>>>>>> dd49fee (Separate caches from engines; query capabilities instead of types)
 
     @property
     def weight_bytes(self) -> int:
@@ -260,21 +215,20 @@ class NativeEngine(Engine[NativeCache]):
             len(logits),
             held,
             cache.threads,
+            stop_flag().address,
         )
-<<<<<<< HEAD
-        check_result(self._library, function(ctypes.byref(described), *map(ctypes.byref, options)), described)
-=======
         result = function(ctypes.byref(described), *map(ctypes.byref, options))
         if rows <= KEPT_ROWS:
             self._scratch.append(scratch)  # atomic, so that threads need no lock
-        if result:
-            raise MemoryError("the native engine has no memory for its buffers")
+        if result == Result.STOPPED:
+            raise Stopped
+        check_result(self._library, result, described)
         cache.length = held + rows
->>>>>>> dd49fee (Separate caches from engines; query capabilities instead of types)
 
     def _struct(self, dtype: torch.dtype) -> ModelStruct:
         if dtype not in self._structs:
             self._structs[dtype] = self._model.struct(dtype)
+            check_model(self._library, self._structs[dtype][0])
         return self._structs[dtype][0]
 
     def _buffer(self, struct: ModelStruct, rows: int) -> Tensor:

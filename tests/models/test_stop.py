@@ -1,0 +1,69 @@
+"""Signals and Stop end a pass that is under way; the next pass starts with an empty cache."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from fakes.slow_model import slow_model
+
+from specdemo.core.step import Draft
+from specdemo.models.engines.native import NativeEngine
+from specdemo.models.kv_cache import CachedModel
+from specdemo.worker import Worker
+
+PATIENCE = 60.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_end_a_pass_of_the_main_thread(number: signal.Signals) -> None:
+    script = (
+        "import signal, sys; sys.path[:0] = ['tests', '.']\n"
+        "from fakes.slow_model import slow_model\n"
+        "from specdemo.core.step import Draft\n"
+        "from specdemo.models.engines.native import NativeEngine\n"
+        "from specdemo.models.kv_cache import CachedModel\n"
+        "from specdemo.signals import handle_signals, signals_end_passes\n"
+        "model, call = CachedModel(slow_model()), NativeEngine._call\n"
+        "NativeEngine._call = lambda *arguments: print('begin', flush=True) or call(*arguments)\n"
+        "with handle_signals(signal.default_int_handler, signal.SIGINT, signal.SIGTERM), signals_end_passes():\n"
+        "    model.score([1] * 250, Draft())\n"
+        "print('complete', flush=True)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "begin\n"
+        process.send_signal(number)
+        out, err = process.communicate(timeout=PATIENCE)
+    assert out == "" and "KeyboardInterrupt" in err and process.returncode != 0
+
+
+def test_stop_ends_a_pass_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, began, worker = CachedModel(slow_model()), threading.Event(), Worker()
+    call = NativeEngine._call
+
+    def announced(self: NativeEngine, *arguments: object) -> None:
+        began.set()
+        call(self, *arguments)
+
+    monkeypatch.setattr(NativeEngine, "_call", announced)
+    text = [i % 50 for i in range(250)]
+
+    def job() -> Iterator[str]:
+        model.score(text, Draft())
+        yield "complete"
+
+    stream = worker.submit(job)
+    assert began.wait(PATIENCE)
+    stream.stop()
+    assert stream.wait(PATIENCE) and stream.items == [] and stream.error is None
+    worker.close()
+    assert model.kv_bytes == 0
+    assert torch.equal(model.score(text[:3], Draft()), CachedModel(model.model).score(text[:3], Draft()))
