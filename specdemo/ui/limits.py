@@ -6,8 +6,10 @@ The service applies them to page and API. The defaults, for private use, are wid
 from __future__ import annotations
 
 import ipaddress
+import math
 import os
 import re
+import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -24,7 +26,7 @@ from specdemo.native.build import SWITCH, VECTORS
 from specdemo.recipe import Recipe, methods_with
 from specdemo.remote.access import TOKEN
 from specdemo.remote.config import CloudConfig
-from specdemo.worker import Stream
+from specdemo.worker import Stopped, Stream, stop_flag
 
 PREFIX = "SPECDEMO_"
 MODEL_RULES = ("any", "hub", "listed")  # local files too; Hugging Face ids too; offered pairs
@@ -181,27 +183,45 @@ def read_limits(environment: Mapping[str, str]) -> HostLimits:
 class TimeBudget:
     """Decoding seconds of a request, shared by its lanes, from the first header on."""
 
-    def __init__(self, seconds: int | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds, self._clock = seconds, clock
-        self._deadline: float | None = None
+        self._deadline = math.inf
 
     def spend(self, events: Generator[Event]) -> Iterator[Event]:
-        """Pass the events on; when the time is over, close them and yield an `End`."""
+        """Pass the events on; when the time is over, end the pass under way, close them and yield an `End`."""
         if self._seconds is None:
             yield from events
             return
-        metrics = Metrics()
-        for event in events:
-            yield event
-            if not isinstance(event, (Header, StepEvent)):
-                continue
-            if self._deadline is None:
-                self._deadline = self._clock() + self._seconds
-            if isinstance(event, StepEvent):
-                metrics = event.metrics
-            if self._clock() >= self._deadline:
-                events.close()
-                yield End("cancelled", f"the time limit of {self._seconds} seconds per run is reached", metrics)
+        metrics, timer = Metrics(), None
+        try:
+            for event in events:
+                yield event
+                if not isinstance(event, (Header, StepEvent)):
+                    continue
+                self._deadline = min(self._deadline, self._clock() + self._seconds)
+                if timer is None:
+                    timer = threading.Timer(self._deadline - self._clock(), stop_flag().set)
+                    timer.daemon = True
+                    timer.start()
+                if isinstance(event, StepEvent):
+                    metrics = event.metrics
+                if self._is_over:
+                    events.close()
+                    yield self._end(metrics)
+        except Stopped:
+            if not self._is_over:
+                raise
+            yield self._end(metrics)
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    @property
+    def _is_over(self) -> bool:
+        return self._clock() >= self._deadline
+
+    def _end(self, metrics: Metrics) -> End:
+        return End("cancelled", f"the time limit of {self._seconds} seconds per run is reached", metrics)
 
 
 def _is_active(run: Callable[[], Stream | None]) -> bool:

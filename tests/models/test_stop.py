@@ -1,4 +1,4 @@
-"""Signals and Stop end a pass that is under way; the next pass starts with an empty cache."""
+"""Signals, Stop and time limits end a pass that is under way; the next pass starts with an empty cache."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 from fakes.slow_model import slow_model
+from fakes.trace_records import header
 
+from specdemo.core.events import End, Event, Header
+from specdemo.core.metrics import Metrics
 from specdemo.core.step import Draft
+from specdemo.core.trace import from_json
 from specdemo.models.engines.native import NativeEngine
 from specdemo.models.kv_cache import CachedModel
+from specdemo.ui.limits import TimeBudget
 from specdemo.worker import Worker
 
 PATIENCE = 60.0
@@ -67,3 +72,17 @@ def test_stop_ends_a_pass_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     worker.close()
     assert model.kv_bytes == 0
     assert torch.equal(model.score(text[:3], Draft()), CachedModel(model.model).score(text[:3], Draft()))
+
+
+def test_a_time_limit_ends_a_pass() -> None:
+    model, worker, completed = CachedModel(slow_model()), Worker(), []
+
+    def events() -> Iterator[Event]:
+        yield from_json(header(), Metrics())
+        model.score([1] * 250, Draft())
+        completed.append(True)
+
+    stream = worker.submit(lambda: TimeBudget(0.2).spend(events()))
+    assert stream.wait(PATIENCE) and stream.error is None and not completed
+    assert [type(event) for event in stream.items] == [Header, End] and stream.items[1].reason == "cancelled"
+    worker.close()
