@@ -108,7 +108,7 @@ def decode(
         step = Step(
             i,
             tuple(new[:keep]),
-            Draft(draft.tokens, draft.parents, draft.token_probs),
+            Draft(draft.tokens, draft.parents, draft.token_probs, origin=draft.origin),
             verdict,
             gamma=limit,
             draft_s=drafted - began,

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from specdemo.core.link_stats import LinkStats, Source
+from specdemo.core.origin import Origin
 
 if TYPE_CHECKING:
     from specdemo.core.distributions import DraftProbs
@@ -41,12 +42,17 @@ class Draft:
     parents: tuple[int, ...] = ()
     token_probs: tuple[float, ...] | None = None  # draft probability of each token
     probs: DraftProbs | None = None
+    origin: tuple[Origin, ...] = ()  # of each token; empty if unknown
 
     @classmethod
     def chain(
-        cls, tokens: tuple[int, ...], token_probs: tuple[float, ...] | None = None, probs: DraftProbs | None = None
+        cls,
+        tokens: tuple[int, ...],
+        token_probs: tuple[float, ...] | None = None,
+        probs: DraftProbs | None = None,
+        origin: tuple[Origin, ...] = (),
     ) -> Draft:
-        return cls(tokens, tuple(range(-1, len(tokens) - 1)), token_probs, probs)
+        return cls(tokens, tuple(range(-1, len(tokens) - 1)), token_probs, probs, origin)
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -15,6 +15,7 @@ from typing_extensions import TypedDict
 from specdemo.core.events import MemoryUse, StepEvent
 from specdemo.core.link_stats import LinkStats, source_of
 from specdemo.core.metrics import Metrics
+from specdemo.core.origin import Origin
 from specdemo.core.step import Draft, Step, TopTokens, Verdict
 
 MAX_STEPS = 20_000
@@ -47,6 +48,16 @@ class MemoryRecord(TypedDict, total=False):
 
 
 @_STRICT
+class OriginRecord(TypedDict, total=False):
+    source: Name
+    position: Id
+    matched: Id
+    order: Id
+    count: Id
+    confidence: _Probability
+
+
+@_STRICT
 class StepRecord(TypedDict):
     i: Annotated[int, Field(ge=0, le=MAX_STEPS)]
     tokens: Annotated[list[Id], Field(max_length=MAX_TOKENS)]
@@ -75,6 +86,7 @@ class StepRecord(TypedDict):
     drafted: NotRequired[list[TopRecord] | None]
     token_top: NotRequired[TopRecord | None]
     rank: NotRequired[Annotated[list[Id], Field(max_length=MAX_NODES)]]
+    origin: NotRequired[list[OriginRecord]]
     texts: NotRequired[dict[Annotated[str, Field(pattern="^[0-9]{1,10}$")], Text] | None]
     text: Annotated[str, Field(max_length=100_000)]
     pieces: Annotated[list[Text], Field(max_length=MAX_TOKENS)]
@@ -127,6 +139,8 @@ def of(event: StepEvent) -> StepRecord:
         record["token_top"] = _record_of_top(verdict.token_top)
     if verdict.rank:
         record["rank"] = list(verdict.rank)
+    if draft.origin:
+        record["origin"] = [cast(OriginRecord, origin.as_dict()) for origin in draft.origin]
     if event.token_texts:
         record["texts"] = {str(token): text for token, text in event.token_texts.items()}
     return record
@@ -153,7 +167,12 @@ def step_of(record: StepRecord) -> Step:
     return Step(
         i=record["i"],
         tokens=tuple(record["tokens"]),
-        draft=Draft(tuple(record["draft"]), tuple(record["parents"]), None if q is None else tuple(q)),
+        draft=Draft(
+            tuple(record["draft"]),
+            tuple(record["parents"]),
+            None if q is None else tuple(q),
+            origin=tuple(Origin(**origin) for origin in record.get("origin", ())),
+        ),
         verdict=Verdict(
             accepted=tuple(record["accepted"]),
             token=record["token"],
@@ -210,7 +229,7 @@ def _agreeing(record: StepRecord) -> StepRecord:
     draft, parents, tokens, token = record["draft"], record["parents"], record["tokens"], record["token"]
     n, choices = len(draft), record["choices"]
     per_node: list[Sequence[Any]] = [record["draft_text"], parents, record["p"], record["draw"], record["beta"]]
-    optional = (record["q"], record.get("drafted"), record.get("bound"), record.get("rank"))
+    optional = (record["q"], record.get("drafted"), record.get("bound"), record.get("rank"), record.get("origin"))
     per_node += [values for values in optional if values]
     if any(len(values) != n for values in per_node):
         raise ValueError("the lists of a draft differ in length")

@@ -12,9 +12,12 @@ from collections.abc import Sequence
 
 from specdemo.core.decode import DraftBudget
 from specdemo.core.options import option, options
+from specdemo.core.origin import Origin
 from specdemo.core.policies import Fixed
 from specdemo.core.step import Draft, Step
 from specdemo.drafters.method import BuildContext, Method
+
+_POOL, _WINDOW = Origin("pool"), Origin("window")
 
 
 class _Forest:
@@ -53,10 +56,11 @@ class LookaheadDrafter:
                 if (parent, token) not in nodes:
                     nodes[parent, token] = forest.add(token, parent)
                 parent = nodes[parent, token]
-        self._comb = []
+        self._comb, pooled = [], len(forest.tokens)
         if depth >= self._window + self._n - 2:
             self._add_comb(forest, tokens)
-        return Draft(tuple(forest.tokens), tuple(forest.parents))
+        origin = (_POOL,) * pooled + (_WINDOW,) * (len(forest.tokens) - pooled)
+        return Draft(tuple(forest.tokens), tuple(forest.parents), origin=origin)
 
     def _add_comb(self, forest: _Forest, tokens: Sequence[int]) -> None:
         if not self._levels:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specdemo.core.decode import DraftBudget
+from specdemo.core.origin import Origin
 from specdemo.core.step import Draft, Step
 from specdemo.drafters.method import Method
 
@@ -28,7 +29,8 @@ class LookupDrafter:
                     count = 0
                     while after + count < len(tokens) and budget.may_extend(count, None):
                         count += 1
-                    return Draft.chain(tuple(tokens[after : after + count]))
+                    origin = tuple(Origin("text", after + i, matched=size) for i in range(count))
+                    return Draft.chain(tuple(tokens[after : after + count]), origin=origin)
         return Draft()
 
     def observe(self, step: Step) -> None:

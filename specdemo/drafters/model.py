@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdemo.core.decode import DraftBudget
 from specdemo.core.distributions import DenseProbs
+from specdemo.core.origin import MODEL
 from specdemo.core.step import Draft, Step
 from specdemo.drafters.method import BuildContext, Method
 from specdemo.drafters.universal import UniversalDrafter
@@ -64,16 +65,18 @@ class ModelDrafter:
             distributions.append(probs)
             q.append(probs[token])
         new = tuple(path[len(tokens) :])
+        origin = (MODEL,) * len(new)
         if not distributions:
-            return Draft.chain(new)
-        return Draft.chain(new, tuple(torch.stack(q).tolist()), DenseProbs(torch.stack(distributions)))
+            return Draft.chain(new, origin=origin)
+        return Draft.chain(new, tuple(torch.stack(q).tolist()), DenseProbs(torch.stack(distributions)), origin)
 
     def _propose_fixed(self, tokens: Sequence[int], count: int) -> Draft:
         from specdemo.core.sampling import ChainSampler
 
         assert self._extend is not None
         sampler = ChainSampler(self._sampling, self._noise, len(tokens), self._vocab_size)
-        return sampler.chain(self._extend(tokens, count, sampler))
+        draft = sampler.chain(self._extend(tokens, count, sampler))
+        return replace(draft, origin=(MODEL,) * len(draft))
 
     def observe(self, step: Step) -> None:
         pass

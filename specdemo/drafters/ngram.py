@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from specdemo.core.decode import DraftBudget
 from specdemo.core.errors import UserError
 from specdemo.core.options import option, options
+from specdemo.core.origin import Origin
 from specdemo.core.step import Draft, Step
 from specdemo.drafters.method import BuildContext, Method, StoreOptions
 
 Context = tuple[int, ...]
 Weight = tuple[float, float]  # (count, filler), compared in this order: emitted tokens outrank filler
+_RANDOM = Origin("random")
 
 
 class NGramStore:
@@ -42,13 +44,15 @@ class NGramStore:
     def __len__(self) -> int:
         return sum(map(len, self._weights.values()))
 
-    def predict(self, before: Sequence[int]) -> int | None:
+    def predict(self, before: Sequence[int]) -> tuple[int, Origin] | None:
         """Return the most frequent token after the longest recorded context, or None."""
         for length in self.lengths:
             if length <= len(before):
-                token = self._best.get(tuple(before[len(before) - length :]))
+                context = tuple(before[len(before) - length :])
+                token = self._best.get(context)
                 if token is not None:
-                    return token
+                    count = int(self._weights[context][token][0])
+                    return token, Origin("n-gram" if count else "filler", order=length + 1, count=count or None)
         return None
 
 
@@ -84,15 +88,18 @@ class NGramDrafter:
 
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
         self._count(tokens)
-        context, drafted = list(tokens[-self._longest :]), []
+        context = list(tokens[-self._longest :])
+        drafted: list[int] = []
+        origin: list[Origin] = []
         while budget.may_extend(len(drafted), None):
-            token = self.store.predict(context)
-            if token is None and not self._random_below:
+            predicted = self.store.predict(context)
+            if predicted is None and not self._random_below:
                 break
-            token = self._rng.randrange(self._random_below) if token is None else token
+            token, source = predicted or (self._rng.randrange(self._random_below), _RANDOM)
             drafted.append(token)
+            origin.append(source)
             context = [*context, token][-self._longest :]
-        return Draft.chain(tuple(drafted))
+        return Draft.chain(tuple(drafted), origin=tuple(origin))
 
     def observe(self, step: Step) -> None:
         """Queue the step for filler tokens, added in `propose`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specdemo.core.decode import DraftBudget
+from specdemo.core.origin import Origin
 from specdemo.core.step import Draft, Step
 from specdemo.drafters.method import BuildContext, Method, StoreOptions
 
@@ -56,6 +57,10 @@ class SuffixStore:
             tokens.append(token)
         return tokens
 
+    def position(self, i: int) -> int:
+        """Return the position in `text` of token i of the continuation."""
+        return self._after + i % (len(self.text) - self._after)
+
     def _split(self, before: int, known: int, token: int) -> int:
         short = self._state(dict(self._next[known]), self._link[known], self._length[before] + 1, self._end[known])
         while before >= 0 and self._next[before].get(token) == known:
@@ -87,6 +92,7 @@ class SuffixDrafter:
             for token in source:
                 self.store.add(token)
             self.store.begin()
+        self._start = len(self.store.text)
 
     def match(self, tokens: Sequence[int]) -> int:
         for token in tokens[self._added :]:
@@ -101,7 +107,13 @@ class SuffixDrafter:
             if not budget.may_extend(len(drafted), None):
                 break
             drafted.append(token)
-        return Draft.chain(tuple(drafted))
+        return Draft.chain(tuple(drafted), origin=tuple(map(self._origin, range(len(drafted)))))
+
+    def _origin(self, i: int) -> Origin:
+        position = self.store.position(i) - self._start
+        return (
+            Origin("text", position, self.store.matched) if position >= 0 else Origin("store", None, self.store.matched)
+        )
 
     def observe(self, step: Step) -> None:
         pass

@@ -7,12 +7,14 @@ Siblings are sampled without replacement and their number is fixed in advance, s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from specdemo.core.decode import DraftBudget
 from specdemo.core.distributions import DenseProbs, without
 from specdemo.core.errors import UserError
 from specdemo.core.options import option, options
+from specdemo.core.origin import MODEL
 from specdemo.core.step import Draft, Step
 from specdemo.drafters.method import BuildContext, Method
 from specdemo.drafters.model import readable
@@ -68,7 +70,7 @@ class TreeDrafter:
                     path_probs[child] = path_probs[node] * self._token_prob(draft, child, row)
                     next_level.append(child)
             level, depth = next_level, depth + 1
-        return draft
+        return replace(draft, origin=(MODEL,) * len(draft))
 
     def observe(self, step: Step) -> None:
         pass

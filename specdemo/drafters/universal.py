@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from specdemo.core.decode import DraftBudget, Drafter
+from specdemo.core.origin import MODEL
 from specdemo.core.step import Draft, Step
 
 
@@ -37,7 +38,7 @@ class UniversalDrafter:
         count = 0
         while count < len(new) and budget.may_extend(count, None):
             count += 1
-        return Draft.chain(tuple(new[:count]))
+        return Draft.chain(tuple(new[:count]), origin=(MODEL,) * count)
 
     def observe(self, step: Step) -> None:
         """Ignore the step: its tokens belong to the target's vocabulary."""

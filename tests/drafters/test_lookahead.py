@@ -34,6 +34,7 @@ def test_the_comb_and_its_update() -> None:
     guesses, comb = second.tokens[:-6], second.tokens[-6:]
     assert guesses == (5, 9, 8)  # the n-grams (5, 5, 9) and (5, 5, 8), the latest first, sharing their beginning
     assert second.parents[:3] == (-1, 0, 0)
+    assert [origin.source for origin in second.origin] == ["pool"] * 3 + ["window"] * 6
     assert comb == (5, 5, 5, 7, 8, 9)  # the window moved up by one level
     assert drafter.propose([6], up_to(9)).tokens == comb  # no n-gram begins with 6
 

@@ -9,6 +9,7 @@ import pytest
 from fakes.tiny_models import up_to
 
 from specdemo.core.errors import UserError
+from specdemo.core.origin import Origin
 from specdemo.core.step import Draft, Step, Verdict
 from specdemo.drafters.ngram import NGramDrafter, NGramStore
 
@@ -104,11 +105,19 @@ def test_filler_fills_contexts_that_the_text_never_continued() -> None:
     verdict = Verdict((0,), 6, choices=((3, 4), (6, 7)))
     drafter.observe(Step(1, (3, 6), Draft.chain((3,)), verdict, 1, 0, 0, 0, 0))
     assert drafter.propose([1, 2, 3, 6], up_to(1)).tokens == ()
-    assert drafter.store.predict([2, 3]) == 6
+    assert drafter.store.predict([2, 3]) == (6, Origin("n-gram", order=3, count=1))
     napd = NGramDrafter(3, filler_top_k=1)
     napd.observe(Step(1, (3, 6), Draft.chain((3,)), verdict, 1, 0, 0, 0, 0))
     napd.propose([1, 2, 3, 6], up_to(1))
     assert len(napd.store) < len(drafter.store)
+
+
+def test_origins_distinguish_counted_filled_and_random_tokens() -> None:
+    drafter = NGramDrafter(3, filler_top_k=2, random_below=5)
+    assert drafter.propose([1, 2, 1, 2, 1], up_to(1)).origin == (Origin("n-gram", order=3, count=1),)
+    assert drafter.propose([1, 2, 1, 2, 1, 2], up_to(1)).origin == (Origin("n-gram", order=3, count=2),)
+    drafter.store.add([3], 4, seen=0.0, filler=0.5)
+    assert drafter.propose([1, 2, 1, 2, 1, 2, 3], up_to(2)).origin == (Origin("filler", order=2), Origin("random"))
 
 
 def test_a_reused_store_drafts_immediately() -> None:

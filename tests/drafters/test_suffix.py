@@ -9,6 +9,7 @@ import torch
 from fakes.tiny_models import up_to
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
+from specdemo.core.origin import Origin
 from specdemo.core.step import Draft, Step
 from specdemo.drafters.hybrid import HybridDrafter
 from specdemo.drafters.lookup import LookupDrafter
@@ -76,6 +77,18 @@ def test_tokens_may_be_added_singly_or_together() -> None:
     for end in range(1, len(text) + 1):
         step_by_step = grown.propose(text[:end], up_to(6))
         assert step_by_step == SuffixDrafter().propose(text[:end], up_to(6))
+
+
+def test_origins_point_to_the_copied_tokens() -> None:
+    """A token copied from a periodic continuation originates in the text; positions of former texts are not given."""
+    text = [5, 1, 2, 3, 1, 2]
+    for drafter, matched in ((SuffixDrafter(), 2), (LookupDrafter(2), 2)):
+        draft = drafter.propose(text, up_to(4))
+        assert draft.tokens and [text[one.position] for one in draft.origin] == list(draft.tokens)
+        assert {(one.source, one.matched) for one in draft.origin} == {("text", matched)}
+    later = SuffixDrafter(store=SuffixDrafter().store)
+    later.propose([1, 2, 3, 4], up_to(0))
+    assert SuffixDrafter(store=later.store).propose([9, 2, 3], up_to(1)).origin == (Origin("store", matched=2),)
 
 
 def test_lookup_equals_that_of_transformers() -> None:

@@ -19,6 +19,7 @@ from specdemo.ui.lane import PLAIN, SPEC
 
 pytestmark = pytest.mark.slow
 
+CODE = "a = [1, 2, 3]\nb = [1, 2, 3]\nc = [1, 2, 3]\nd = [1, 2"
 RECIPE = header()["recipe"]
 LINES = (header(), PREFILL, REJECTION, ALL_KEPT, CUT, end())
 
@@ -47,6 +48,23 @@ def test_imported_trace_equals_the_run() -> None:
 def test_export_of_an_import_is_unchanged() -> None:
     once = read_traces(text(*LINES)).trace(SPEC)
     assert read_traces(once).trace(SPEC) == once
+
+
+def test_origins_are_exported_and_imported() -> None:
+    """A hybrid draft names its source; unknown and absent facts have no key, and older traces have no origins."""
+    run = Run((SPEC,))
+    for event in generate(Recipe(pair="bundled", method="hybrid", max_tokens=48, temperature=0), CODE, ModelPool()):
+        run.absorb(SPEC, event)
+    lines = [json.loads(line) for line in run.trace(SPEC).splitlines()]
+    origins = [one for line in lines if line.get("draft") for one in line["origin"]]
+    assert {one["source"] for one in origins} == {"model", "text"}
+    assert all(one.keys() == ({"source", "position", "matched"} if len(one) > 1 else {"source"}) for one in origins)
+    again = [json.loads(line) for line in read_traces(run.trace(SPEC)).trace(SPEC).splitlines()]
+    assert [line.get("origin") for line in again] == [line.get("origin") for line in lines]
+    assert not any("origin" in line for line in lines if not line.get("draft"))
+    for bad in ([{}] * 9, [{"source": 1}], [{"position": -1}], [{"confidence": 2.0}]):
+        with pytest.raises(UserError, match="line 3"):
+            read_traces(text(*LINES[:2], REJECTION | {"origin": bad}))
 
 
 def test_trace_without_end_is_cancelled() -> None:

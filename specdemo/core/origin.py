@@ -1,0 +1,26 @@
+"""Origin of draft tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Origin of a draft token; fields are None where unknown or without meaning."""
+
+    source: str | None = None  # "model", "n-gram", "filler", "random", "text", "store", "pool" or "window"
+    position: int | None = None  # of the copied token in the text
+    matched: int | None = None  # tokens of the repeated ending
+    order: int | None = None  # n of the n-gram
+    count: int | None = None  # occurrences
+    confidence: float | None = None  # probability that the drafter expects
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the known fields."""
+        return {name: value for name in _FIELDS if (value := getattr(self, name)) is not None}
+
+
+_FIELDS = tuple(field.name for field in fields(Origin))
+MODEL = Origin("model")
