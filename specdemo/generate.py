@@ -14,15 +14,16 @@ from typing import Any
 
 import torch
 
+from specdemo import __version__
 from specdemo.core.decode import Drafter, decode
 from specdemo.core.errors import UserError
 from specdemo.core.events import End, Event, Header, Loading, MemoryUse, StepEvent
+from specdemo.core.formats import format_bytes
 from specdemo.core.metrics import Metrics
 from specdemo.models import memory
 from specdemo.models.batch_invariance import COMPARED_ROWS, compared_context
 from specdemo.models.load import LoadedModel
 from specdemo.models.loaded_pair import LoadedPair
-from specdemo.models.memory import format_bytes
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.threads import torch_threads
 from specdemo.models.tokenizer import ChatMessage, TextStream, TokenNames, encode_prompt, prompt_text
@@ -228,7 +229,7 @@ def _environment(target: LoadedModel | RemoteModel, model: LoadedModel | None) -
 @cache
 def _versions() -> dict[str, Any]:
     return {
-        "specdemo": "0.1.0",
+        "specdemo": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": version("transformers"),

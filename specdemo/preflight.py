@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import cycle, takewhile, zip_longest
+from itertools import cycle, zip_longest
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from specdemo.core.rules import RULES
 from specdemo.core.sampling import SamplingParams, fitted
 from specdemo.core.simulate import step_starts
 from specdemo.core.step import Draft, Step, Verdict
+from specdemo.core.theory import STAGES, CostTerms
 from specdemo.drafters.method import Method
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
@@ -277,12 +278,12 @@ def _of_runs(recipe: Recipe, runs: Sequence[DecodedRun], weight_bytes: int, orig
         raise UserError("the target ends these texts at once: provide other prompts")
     ar_s = statistics.median(known)
     totals = [(m.decode_tokens, m.decode_steps, m.decode_s / ar_s) for m in metrics]
+    seconds = (sum(getattr(m, name) for m in metrics) for name in STAGES)
     drafted, tested, steps = (sum(getattr(m, name) for m in metrics) for name in ("drafted", "tested", "decode_steps"))
-    rows, verify_s = round(1 + drafted / steps), sum(m.verify_s for m in metrics) / steps
-    c = sum(m.draft_s for m in metrics) / max(1, drafted) / ar_s
+    terms = CostTerms.of(*seconds, drafted=drafted, steps=steps, pass_s=ar_s)
     alpha = sum(m.beta for m in metrics) / max(1, tested)
-    v, estimate = {1: 1.0, rows: verify_s / ar_s}, Estimate.of(recipe.gamma, totals)
-    return Preflight(recipe, alpha, c, v, (estimate,), weight_bytes, runs[-1].kv_bytes, origin)
+    v, estimate = {1: 1.0, round(1 + terms.drafted): terms.v}, Estimate.of(recipe.gamma, totals)
+    return Preflight(recipe, alpha, terms.c, v, (estimate,), weight_bytes, runs[-1].kv_bytes, origin)
 
 
 def distributions(cached: CachedModel, tokens: Sequence[int], sampling: SamplingParams, vocab_size: int) -> Tensor:
@@ -339,8 +340,8 @@ def _draft_chances(
     stored = method.replayed(drafter, tokens[:i]) if method.preflight == "replay" else None
     if stored is None:
         return list(of_model[i - 1 : i - 1 + MAX_GAMMA])
-    draft = stored.propose(tokens[:i], DraftBudget(MAX_GAMMA, Fixed(MAX_GAMMA))).tokens
-    hits = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(draft, tokens[i:], strict=False))))
+    draft = stored.propose(tokens[:i], DraftBudget(MAX_GAMMA, Fixed(MAX_GAMMA)))
+    hits = len(draft.follow(tokens[i:]))
     return [1.0] * hits + [0.0] * (len(draft) - hits)
 
 
@@ -412,5 +413,4 @@ def _timed_steps(
         began = clock()
         pipeline.verifier.verify(text[:position], draft)
         yield gamma, draft_s, clock() - began, drafted
-        following = zip(draft.tokens, text[position:], strict=False)
-        position += 1 + len(list(takewhile(lambda pair: pair[0] == pair[1], following)))
+        position += 1 + len(draft.follow(text[position:]))

@@ -12,7 +12,7 @@ from specdemo.core.policies import POLICIES, DraftLengths
 from specdemo.core.rules import DEFAULT_RULE, RULES, Rule, check_rule, rule_names
 from specdemo.drafters import METHODS, option_classes
 from specdemo.models.spec import COPY_FORMS, DTYPES, QUANTIZATIONS, SAME, ModelSpec, smaller_copy
-from specdemo.models.zoo import CHAT_PAIR, MODELS, PAIRS, REVISIONS, pair_models
+from specdemo.models.zoo import CHAT_PAIR, MODELS, PAIRS, REVISIONS, named_models
 from specdemo.remote.config import COLDEST, CloudConfig
 
 _SIZES = {"low": 1, "high": 1 << 20}
@@ -338,8 +338,7 @@ class Recipe(*reversed(option_classes()), RunOptions):
 
     @property
     def models(self) -> tuple[str, str | None]:
-        target, drafter = (self.target, self.drafter) if self.target else pair_models(self.pair or "bundled")
-        return target, target if self.drafter == SAME else drafter
+        return named_models(self.pair, self.target or None, self.drafter)
 
     @property
     def encoder(self) -> bool:

@@ -63,7 +63,10 @@ PACKAGES = {
 }
 NO_TORCH = tuple(
     f"specdemo/core/{name}.py"
-    for name in ("decode", "step", "origin", "events", "trace", "step_record", "link_stats", "explain", "metrics", "theory")
+    for name in (
+        *("decode", "step", "origin", "events", "trace", "step_record", "link_stats"),
+        *("explain", "metrics", "theory"),
+    )
 )
 
 Sources = Mapping[str, str]  # path from the root -> source text

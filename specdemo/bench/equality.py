@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from specdemo.bench.table import markdown_table
 from specdemo.core.events import StepEvent
+from specdemo.core.step import common_prefix
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import Prompt
@@ -30,9 +31,7 @@ class EqualityResult:
         self.texts += 1
         self.tokens += len(tokens)
         if tokens != ar_tokens:
-            pairs = enumerate(zip(tokens, ar_tokens, strict=False))
-            first = next((i for i, (token, ar) in pairs if token != ar), min(len(tokens), len(ar_tokens)))
-            self.differences.append((name, first))
+            self.differences.append((name, common_prefix(tokens, ar_tokens)))
 
 
 def prompt_prefixes(prompts: Sequence[Prompt], count: int) -> list[Prompt]:

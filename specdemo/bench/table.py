@@ -8,12 +8,15 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from specdemo.bench.baselines import BASELINES
 from specdemo.bench.measure import recipe_label
+from specdemo.core.formats import number as format_number
+from specdemo.core.formats import percent
 from specdemo.core.metrics import interval
-from specdemo.core.theory import speedup, walltime_improvement
+from specdemo.core.theory import STAGES, CostTerms, speedup, walltime_improvement
 from specdemo.recipe import Recipe
 
 NON_TTY_INTERVAL_S = 30.0
@@ -210,19 +213,25 @@ def _cost_medians(records: Sequence[Record], index: int, base: int | None, recip
 
 def _costs(run: RunFigures, ar: RunFigures, recipe: Recipe) -> dict[str, float | None]:
     """Return cost terms in AR passes, and the speed-up relative to theory and cost model."""
-    steps, ar_steps = run["steps"] - 1, ar["steps"] - 1
-    unit = ar["verify_s"] / ar_steps
-    measured = run_speed(run) / run_speed(ar)
-    c = run["draft_s"] / run["drafted"] / unit if run["drafted"] else None
-    v, o = run["verify_s"] / steps / unit, run["host_s"] / steps / unit
-    drafted = run["drafted"] / steps
-    ar_overhead = ar["host_s"] / ar_steps / unit
-    expected = speedup(run["tokens_per_step"], drafted, c or 0.0, v, o) * (1 + ar_overhead)
+    pass_s = ar["verify_s"] / (ar["steps"] - 1)
+    terms, ar_terms = (
+        CostTerms.of(*map(figures.get, STAGES), drafted=figures["drafted"], steps=figures["steps"] - 1, pass_s=pass_s)
+        for figures in (run, ar)
+    )
+    measured, drafted = run_speed(run) / run_speed(ar), terms.drafted
+    expected = speedup(run["tokens_per_step"], drafted, terms.c, terms.v, terms.o) * (1 + ar_terms.o)
     theory = None
-    if run["drafted"] and run["mean_beta"] is not None and c is not None:
-        theory = walltime_improvement(run["mean_beta"], recipe.gamma if recipe.policy == "fixed" else drafted, c)
-    realised = measured / theory if theory else None
-    return {"c": c, "v": v, "o": o, "theory": theory, "realised": realised, "explained": measured / expected}
+    if drafted and run["mean_beta"] is not None:
+        gamma = recipe.gamma if recipe.policy == "fixed" else drafted
+        theory = walltime_improvement(run["mean_beta"], gamma, terms.c)
+    return {
+        "c": terms.c if drafted else None,
+        "v": terms.v,
+        "o": terms.o,
+        "theory": theory,
+        "realised": measured / theory if theory else None,
+        "explained": measured / expected,
+    }
 
 
 _COLUMNS = (
@@ -232,9 +241,7 @@ _COLUMNS = (
 
 
 def markdown(rows: Sequence[BenchRow]) -> str:
-
-    def number(value: float | None, digits: int = 2) -> str:
-        return "-" if value is None else f"{value:.{digits}f}"
+    number = partial(format_number, missing="-")
 
     def cells(row: BenchRow) -> tuple[str, ...]:
         return (
@@ -248,8 +255,8 @@ def markdown(rows: Sequence[BenchRow]) -> str:
             *map(number, (row.acceptance_rate, row.alpha, row.tokens_per_pass)),
             *map(number, (row.c, row.v, row.o, row.theory, row.realised, row.explained)),
             number(1000 * row.ttft_s, 0),
-            "-" if row.held_bytes is None else number(row.held_bytes / 1e6, 0),
-            "-" if row.bandwidth is None else f"{row.bandwidth:.0%}",
+            number(row.held_bytes and row.held_bytes / 1e6, 0),
+            percent(row.bandwidth, "-", ""),
             "-" if row.speedup is None else f"{len(row.slower)} of {row.prompts}",
         )
 

@@ -15,6 +15,7 @@ from specdemo.bench.baselines import BASELINES
 from specdemo.cli.arguments import given
 from specdemo.cli.output import OutputFile, output_file
 from specdemo.core.errors import UserError
+from specdemo.core.formats import megabytes
 from specdemo.core.rules import reproducing_rule
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import find_device
@@ -120,7 +121,8 @@ def _preflight(options: argparse.Namespace) -> int:
     recipe = Recipe(**{**values, "top_p": 1.0, "chat": values.get("pair") == CHAT_PAIR})
     estimate = preflight(recipe, texts_for(recipe, options.kind), ModelPool())
     print(f"texts of the target: {estimate.texts}")
-    print(f"weights {estimate.weight_bytes / 1e6:,.0f} MB, KV cache {estimate.kv_bytes / 1e6:.2f} MB per 1,000 tokens")
+    weights, kv = megabytes(estimate.weight_bytes, 0), megabytes(estimate.kv_bytes, 2)
+    print(f"weights {weights} MB, KV cache {kv} MB per 1,000 tokens")
     print(
         f"alpha {estimate.alpha:.2f}  c {estimate.c:.2f}  "
         + "  ".join(f"v({n}) {v:.2f}" for n, v in estimate.v.items())

@@ -14,6 +14,7 @@ from specdemo.core import trace
 from specdemo.core.errors import UserError, check_name
 from specdemo.core.events import INTERRUPTED, End, Event, Header, Loading, StepEvent
 from specdemo.core.explain import STYLES, Decision, decision_of, explain, explain_engine, figure
+from specdemo.core.formats import number, percent
 from specdemo.core.metrics import Metrics
 from specdemo.generate import generate
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
@@ -165,13 +166,9 @@ def _ending(end: End) -> str:
 
 def summary(metrics: Metrics) -> str:
     """Figures in a line; a dash where a denominator is 0."""
-
-    def number(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
-
     return (
-        f"{metrics.tokens} tokens  {number(metrics.tokens_per_second, '.1f')} tokens/s  "
-        f"accepted {metrics.accepted}/{metrics.drafted} drafted ({number(metrics.acceptance_rate, '.0%')})  "
-        f"alpha {number(metrics.mean_beta, '.2f')}  {number(metrics.tokens_per_target_pass, '.2f')} tokens/pass  "
-        f"first token {number(metrics.ttft_s, '.3f')} s"
+        f"{metrics.tokens} tokens  {number(metrics.tokens_per_second, 1, '-')} tokens/s  "
+        f"accepted {metrics.accepted}/{metrics.drafted} drafted ({percent(metrics.acceptance_rate, '-', '')})  "
+        f"alpha {number(metrics.mean_beta, 2, '-')}  {number(metrics.tokens_per_target_pass, 2, '-')} tokens/pass  "
+        f"first token {number(metrics.ttft_s, 3, '-')} s"
     )

@@ -67,6 +67,16 @@ class Draft:
             kids.setdefault(parent, []).append(node)
         return kids
 
+    def follow(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Return the longest path of nodes whose tokens begin `tokens`."""
+        children, path, node = self.children(), [], -1
+        for token in tokens:
+            node = next((child for child in children.get(node, ()) if self.tokens[child] == token), -1)
+            if node < 0:
+                break
+            path.append(node)
+        return tuple(path)
+
     def path(self, node: int) -> list[int]:
         """Nodes from the root to `node`, which may be -1."""
         nodes = []

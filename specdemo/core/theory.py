@@ -8,6 +8,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+STAGES = ("draft_s", "verify_s", "host_s")  # times of a step
+
+
+@dataclass(frozen=True, slots=True)
+class CostTerms:
+    """Measured coefficients of `speedup`, per step and in one-row target passes."""
+
+    drafted: float  # tokens
+    draft: float
+    v: float
+    o: float
+
+    @classmethod
+    def of(
+        cls, draft_s: float, verify_s: float, host_s: float, *, drafted: int, steps: int, pass_s: float
+    ) -> CostTerms:
+        """Divide sums over `steps` > 0 by their number, and seconds by those of a one-row pass."""
+        unit = steps * pass_s
+        return cls(drafted / steps, draft_s / unit, verify_s / unit, host_s / unit)
+
+    @property
+    def c(self) -> float:
+        return self.draft / self.drafted if self.drafted else 0.0
 
 
 def expected_tokens(alpha: float, gamma: float) -> float:

@@ -36,8 +36,9 @@ from safetensors import SafetensorError, safe_open
 from tqdm.auto import tqdm
 
 from specdemo.core.errors import UserError
+from specdemo.core.formats import format_bytes
 from specdemo.models.gguf_settings import settings_folder
-from specdemo.models.memory import format_bytes, memory_limit
+from specdemo.models.memory import memory_limit
 from specdemo.models.spec import is_gguf
 from specdemo.models.untrusted import check_files, check_folder, check_sizes, check_weights, weight_files
 from specdemo.worker import ReportProgress, TaskProgress, ignore_progress

@@ -15,7 +15,7 @@ from specdemo.models.load import LoadedModel
 from specdemo.models.memory import weight_bytes
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import COPY_FORMS, DTYPES, QUANTIZATIONS, SAME, ModelSpec, smaller_copy
-from specdemo.models.zoo import PAIRS, REVISIONS, pair_models
+from specdemo.models.zoo import PAIRS, REVISIONS, named_models
 from specdemo.worker import ReportProgress, ignore_progress
 
 if TYPE_CHECKING:
@@ -89,12 +89,12 @@ def load_pair(
     check_name("dtype", dtype, DTYPES)
     for name in (quantization, drafter_quantization):
         check_name("quantization", name, QUANTIZATIONS)
-    ready = target in PAIRS and drafter in (None, SAME)
-    specs = _specs(*(pair_models(target) if ready else (target, drafter)), drafter == SAME, **options)
+    names = {"pair" if target in PAIRS and drafter in (None, SAME) else "target": target, "drafter": drafter}
+    specs = _specs(*named_models(**names), drafter == SAME, **options)
     pool = ModelPool()
     for progress in pool.bring(specs):
         report(progress)
-    return LoadedPair(pool, **{"pair" if ready else "target": target, "drafter": drafter, **options})
+    return LoadedPair(pool, **names, **options)
 
 
 def _specs(

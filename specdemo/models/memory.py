@@ -22,13 +22,6 @@ _OUT_OF_MEMORY = (
 )
 
 
-def format_bytes(count: float) -> str:
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= factor:
-            return f"{count / factor:.1f} {unit}"
-    return f"{count:.0f} bytes"
-
-
 def process_bytes() -> int:
     return psutil.Process().memory_info().rss
 

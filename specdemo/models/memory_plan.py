@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from specdemo.core.errors import UserError
+from specdemo.core.formats import format_bytes
 from specdemo.models.cache_check import refuse_architecture
 from specdemo.models.engines.cuda_graphs import graph_bytes
 from specdemo.models.engines.generic import has_encoder
@@ -24,7 +25,7 @@ from specdemo.models.gguf_checkpoint import native_bytes
 from specdemo.models.hub import Hub, TensorShapes
 from specdemo.models.llama_checkpoint import read_config
 from specdemo.models.load import configuration, head_apart
-from specdemo.models.memory import format_bytes, free_bytes
+from specdemo.models.memory import free_bytes
 from specdemo.models.quantization import (
     BLOCK_SIZE,
     kept_wide,

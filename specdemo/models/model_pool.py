@@ -12,10 +12,11 @@ from functools import partial
 
 from specdemo.background import BackgroundTask
 from specdemo.core.errors import UserError
+from specdemo.core.formats import format_bytes
 from specdemo.models.chat_caches import ChatCaches
 from specdemo.models.hub import Hub
 from specdemo.models.load import LoadedModel, load
-from specdemo.models.memory import format_bytes, free_bytes, is_out_of_memory, release_memory, share_one_heap
+from specdemo.models.memory import free_bytes, is_out_of_memory, release_memory, share_one_heap
 from specdemo.models.memory_plan import MemoryPlan, check_memory, missing_bytes, plan_spec, smaller
 from specdemo.models.spec import ModelSpec
 from specdemo.worker import TaskProgress, interruptible, wait_for

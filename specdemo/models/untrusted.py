@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 
 from specdemo.background import TaskCancelled
 from specdemo.core.errors import UserError, plain_text
-from specdemo.models.memory import format_bytes, is_out_of_memory
+from specdemo.core.formats import format_bytes
+from specdemo.models.memory import is_out_of_memory
 from specdemo.models.model_sizes import (
     MAX_HEAD_DIM,
     MAX_HEADS,

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdemo.core.errors import UserError
+from specdemo.core.formats import format_bytes
 from specdemo.core.theory import best_gamma, walltime_improvement
-from specdemo.models.spec import find_device
+from specdemo.models.spec import SAME, find_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -216,12 +217,19 @@ PAIRS = {
 }
 
 
-def pair_models(name: str) -> tuple[str, str | None]:
-    """Raises `UserError` if the target is not installed."""
-    pair = PAIRS[name]
-    if pair.missing:
-        raise UserError(f"pair {name} is not installed: run {pair.missing}, or choose another pair")
-    return pair.target, pair.drafter
+def named_models(
+    pair: str | None = None, target: str | None = None, drafter: str | None = None
+) -> tuple[str, str | None]:
+    """Return the models of a pair (default: the bundled one) or the given ones; drafter "same" is the target.
+
+    Raises `UserError` if a pair's target is not installed.
+    """
+    if target is None:
+        pair = pair or "bundled"
+        if PAIRS[pair].missing:
+            raise UserError(f"pair {pair} is not installed: run {PAIRS[pair].missing}, or choose another pair")
+        target, drafter = PAIRS[pair].target, drafter or PAIRS[pair].drafter
+    return target, target if drafter == SAME else drafter
 
 
 def first_with_drafter(names: Sequence[str]) -> str:
@@ -253,8 +261,6 @@ class PairOffer:
         if self.pair.missing:
             remarks = [f"not installed: {self.pair.missing}"]
         elif not self.fits:
-            from specdemo.models.memory import format_bytes
-
             remarks = [f"needs {format_bytes(self.needs)}, {format_bytes(self.free)} free"]
         elif self.launch_bound_gain is not None:
             remarks.append(f"no CUDA graphs: up to {self.launch_bound_gain:.1f}× at α {_ALPHA}")

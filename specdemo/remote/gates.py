@@ -181,11 +181,5 @@ def first_path(draft: Draft) -> tuple[int, ...]:
 
 def verdict_from_tokens(draft: Draft, tokens: Sequence[int], link: LinkStats) -> Verdict:
     """Accept the path of `draft` that matches the target's `tokens`, plus a token."""
-    children, path, node = draft.children(), [], -1
-    for token in tokens[:-1]:
-        child = next((child for child in children.get(node, ()) if draft.tokens[child] == token), None)
-        if child is None:
-            break
-        node = child
-        path.append(child)
-    return replace(unverified_verdict(draft, tuple(path), Source.LATE, link), token=tokens[len(path)])
+    path = draft.follow(tokens[:-1])
+    return replace(unverified_verdict(draft, path, Source.LATE, link), token=tokens[len(path)])

@@ -11,15 +11,16 @@ from typing import Any
 from specdemo.bench.table import markdown_table
 from specdemo.core.events import StepEvent
 from specdemo.core.explain import explain_engine
+from specdemo.core.formats import NOTHING, format_bytes, latency, number, percent
 from specdemo.core.metrics import Metrics
 from specdemo.core.rules import rule_traits
-from specdemo.core.theory import better_gamma, can_improve, expected_tokens, walltime_improvement
+from specdemo.core.step import common_prefix
+from specdemo.core.theory import CostTerms, better_gamma, can_improve, expected_tokens, walltime_improvement
 from specdemo.core.theory import speedup as cost_model
 from specdemo.drafters import draft_shape
 from specdemo.preflight import Preflight
 from specdemo.ui.lane import ALONE, PLAIN, SPEC, Lane, mode, title
 
-NOTHING = "–"
 DISABLE = "disable speculation (method ar)"
 SMALLER_DRAFT = {
     "tree": "Each node of the tree costs drafting and verification: lower “Nodes per draft”",
@@ -68,7 +69,7 @@ def tiles(lanes: Mapping[str, Lane]) -> dict[str, tuple[str, str]]:
     lane = next(iter(lanes.values()))
     m = lane.metrics
     ratio = lane_speedup(lanes)
-    device = "" if lane.memory.device is None else f" · device {_size(lane.memory.device)}"
+    device = "" if lane.memory.device is None else f" · device {format_bytes(lane.memory.device)}"
     return {
         "acceptance": (
             percent(m.acceptance_rate),
@@ -76,10 +77,10 @@ def tiles(lanes: Mapping[str, Lane]) -> dict[str, tuple[str, str]]:
         ),
         "tokens_per_pass": _tokens_per_pass(lane),
         "tokens_per_second": (number(m.tokens_per_second, 1), f"{m.tokens} tokens, without prefill"),
-        "ttft": (_milliseconds(m.ttft_s), "from the worker's start"),
+        "ttft": (latency(m.ttft_s), "from the worker's start"),
         "memory": (
-            _size(lane.memory.process),
-            f"weights {_size(lane.weights)} · KV {_size(lane.memory.kv)}{device}",
+            format_bytes(lane.memory.process),
+            f"weights {format_bytes(lane.weights)} · KV {format_bytes(lane.memory.kv)}{device}",
         ),
         "speedup": (
             NOTHING if ratio is None else f"{ratio:.1f}×",
@@ -182,7 +183,8 @@ def describe_preflight(estimate: Preflight) -> str:
     return (
         f"**Preflight of {estimate.recipe.method}:** {estimate.advice}. α is {estimate.alpha:.2f}. "
         f"A draft token costs {estimate.c:.2f} AR steps, a pass over {last} rows {estimate.v[last]:.2f}. "
-        f"Weights take {_size(estimate.weight_bytes)}, keys and values {_size(estimate.kv_bytes)} per 1,000 tokens. "
+        f"Weights take {format_bytes(estimate.weight_bytes)}, "
+        f"keys and values {format_bytes(estimate.kv_bytes)} per 1,000 tokens. "
         f"Texts of the target: {estimate.texts}.\n\n"
         f"{figures_table(('settings', 'tokens per pass', 'expected speed-up', '95 %'), rows)}"
     )
@@ -195,30 +197,6 @@ def figures_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
         return number(value + 1e-9, 2) if isinstance(value, float) else NOTHING if value is None else value
 
     return markdown_table(head, [[cell(value) for value in row] for row in rows])
-
-
-def number(x: float | None, digits: int) -> str:
-    return NOTHING if x is None else f"{x:.{digits}f}"
-
-
-def percent(x: float | None) -> str:
-    return NOTHING if x is None else f"{x:.0%}".replace("%", " %")
-
-
-def _milliseconds(x: float | None) -> str:
-    if x is None:
-        return NOTHING
-    return f"{x * 1000:.0f} ms" if x < 1 else f"{x:.2f} s"
-
-
-def _size(n: float | None) -> str:
-    if n is None:
-        return NOTHING
-    for unit in ("B", "kB", "MB"):
-        if n < 1000:
-            return f"{n:.0f} {unit}"
-        n /= 1000
-    return f"{n:.2f} GB"
 
 
 def verdict(lanes: Mapping[str, Lane]) -> str:
@@ -249,8 +227,8 @@ def verdict(lanes: Mapping[str, Lane]) -> str:
 
 
 def _speculation(lane: Lane, spec: Metrics, baseline: Metrics, ratio: float, speeds: str) -> list[str]:
-    steps, ar_step = spec.decode_steps, baseline.decode_s / max(baseline.decode_steps, 1)
-    draft, verify, host = (seconds / steps / ar_step for seconds in (spec.draft_s, spec.verify_s, spec.host_s))
+    terms = cost_terms(spec, baseline)
+    assert terms is not None
     if ratio >= 1.05:
         outcome = f"Speculation was {ratio:.1f}× as fast"
     elif ratio < 0.95:
@@ -259,45 +237,50 @@ def _speculation(lane: Lane, spec: Metrics, baseline: Metrics, ratio: float, spe
         outcome = "Speculation made no clear difference"
     words = [
         f"{outcome}: {speeds}",
-        f"A step gave {spec.tokens_per_step:.2f} tokens and took {draft + verify + host:.2f} AR steps "
-        f"(drafting {draft:.2f}, verifying {verify:.2f}, host {host:.2f}).",
-        _prediction(lane, draft, verify, host),
+        f"A step gave {spec.tokens_per_step:.2f} tokens and took {terms.draft + terms.v + terms.o:.2f} AR steps "
+        f"(drafting {terms.draft:.2f}, verifying {terms.v:.2f}, host {terms.o:.2f}).",
+        _prediction(lane, terms),
     ]
     if ratio < 0.98:
-        link = spec.remote.get("rtt_s", 0.0) / steps / ar_step
-        words.append(_advice(lane, draft, verify - link, host, link))
+        words.append(_advice(lane, terms, terms.v * spec.remote.get("rtt_s", 0.0) / (spec.verify_s or 1.0)))
     return words
 
 
-def _prediction(lane: Lane, draft: float, verify: float, host: float) -> str:
+def cost_terms(spec: Metrics, baseline: Metrics) -> CostTerms | None:
+    """Return the costs of a step in AR steps, None without a measured step of either."""
+    if not (spec.decode_steps and baseline.decode_steps and baseline.decode_s):
+        return None
+    seconds, ar_step_s = (spec.draft_s, spec.verify_s, spec.host_s), baseline.decode_s / baseline.decode_steps
+    return CostTerms.of(*seconds, drafted=spec.drafted, steps=spec.decode_steps, pass_s=ar_step_s)
+
+
+def _prediction(lane: Lane, terms: CostTerms) -> str:
     """Theorem 3.8 (2211.17192), and the cost model with measured verification and host costs."""
-    spec, alpha = lane.metrics, lane.alpha
+    alpha = lane.alpha
     if alpha is None or draft_shape(lane.recipe["method"]) == "forest":  # the theorem is about chains
         return ""
-    drafted = spec.drafted / spec.decode_steps
-    c = draft / drafted
-    theorem = walltime_improvement(alpha, drafted, c)
-    model = cost_model(expected_tokens(alpha, drafted), drafted, c, verify, host)
+    theorem = walltime_improvement(alpha, terms.drafted, terms.c)
+    model = cost_model(expected_tokens(alpha, terms.drafted), terms.drafted, terms.c, terms.v, terms.o)
     return (
-        f"With {_alpha_label(lane)}, {drafted:.1f} draft tokens per step and c {c:.2f}, Theorem 3.8 predicts "
-        f"{theorem:.2f}×. With the measured costs of verification and host it is {model:.2f}×."
+        f"With {_alpha_label(lane)}, {terms.drafted:.1f} draft tokens per step and c {terms.c:.2f}, "
+        f"Theorem 3.8 predicts {theorem:.2f}×. With the measured costs of verification and host it is {model:.2f}×."
     )
 
 
-def _advice(lane: Lane, draft: float, verify: float, host: float, link: float) -> str:
-    """Return a change that improves the cost model's prediction; costs in AR steps."""
-    spec, recipe, alpha = lane.metrics, lane.recipe, lane.alpha
-    if not spec.drafted:
+def _advice(lane: Lane, terms: CostTerms, link: float) -> str:
+    """Return a change that improves the cost model's prediction; `link` is a part of v."""
+    recipe, alpha, verify = lane.recipe, lane.alpha, terms.v - link
+    if not terms.drafted:
         return "Nothing was drafted: the drafter did not find a matching context."
     if recipe["method"] in SMALLER_DRAFT:
         return f"{SMALLER_DRAFT[recipe['method']]}, or {DISABLE}."
     if alpha is None:
         return "The target tested no draft token: the speed does not depend on acceptance."
-    drafted, gamma = spec.drafted / spec.decode_steps, recipe["gamma"]
+    drafted, gamma = terms.drafted, recipe["gamma"]
     fixed = recipe.get("policy", "fixed") == "fixed" and drafted > gamma - 0.5
     longest = LONGEST_ADVISED if fixed else max(1, round(drafted))
-    c, current = draft / drafted, gamma if fixed else drafted
-    better = better_gamma(alpha, current, c, verify, host + link, longest)
+    c, current = terms.c, gamma if fixed else drafted
+    better = better_gamma(alpha, current, c, verify, terms.o + link, longest)
     cause = "The link takes most of each step. " if link > verify else ""
     if better and better[0]:
         return f"{cause}By the cost model γ {better[0]} reaches {better[1]:.2f}×: try it."
@@ -336,7 +319,7 @@ def _must_agree(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
 
 def _difference(lane: Lane, baseline: Lane) -> dict[str, str]:
     tokens, expected = lane.tokens, baseline.tokens
-    first = _first_difference(tokens, expected)
+    first = common_prefix(tokens, expected)
     where, near_tie = f"The texts differ from token {first + 1} on", True
     top = _top_tokens_at(baseline.steps, first) or _top_tokens_at(lane.steps, first)
     if len(top) > 1:
@@ -352,11 +335,6 @@ def _difference(lane: Lane, baseline: Lane) -> dict[str, str]:
     return {"badge": f"differs at token {first + 1}", "tone": tone, "why": f"{where}: {cause}."}
 
 
-def _first_difference(tokens: Sequence[int], expected: Sequence[int]) -> int:
-    pairs = enumerate(zip(tokens, expected, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(expected)))
-
-
 def _other_text(lane: Lane, baseline: Lane) -> str:
     if not _must_agree(lane.recipe, {**baseline.recipe, "quantization": lane.recipe.get("quantization")}):
         return ""
@@ -364,7 +342,7 @@ def _other_text(lane: Lane, baseline: Lane) -> str:
         return ""
     if lane.tokens == baseline.tokens:
         return "; its text is the same"
-    return f"; its text differs from token {_first_difference(lane.tokens, baseline.tokens) + 1} on"
+    return f"; its text differs from token {common_prefix(lane.tokens, baseline.tokens) + 1} on"
 
 
 def _top_tokens_at(steps: tuple[StepEvent, ...], position: int) -> list[tuple[str, float]]:

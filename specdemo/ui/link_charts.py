@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from specdemo.core.errors import UserError
+from specdemo.core.formats import kilobytes, number, percent
 from specdemo.core.link_stats import LinkStats, Source
 from specdemo.core.step import Step
-from specdemo.core.theory import best_gamma_over, speedup_over
+from specdemo.core.theory import STAGES, CostTerms, best_gamma_over, speedup_over
 from specdemo.ui.frames import Run
-from specdemo.ui.labels import escape_markdown, number, percent
+from specdemo.ui.labels import escape_markdown
 from specdemo.ui.lane import Lane, mode, title
 
 SLACK = 1.02  # tolerated deviation of the two clocks
@@ -145,7 +146,7 @@ def describe_link(lane: Lane) -> str:
         f"**{escape_markdown(title(lane.recipe))}**: {m.tokens} tokens in {m.steps} steps, "
         f"{number(m.tokens_per_second, 1)} tokens per second. {percent(remote.get('escalated', 0.0) / m.steps)} of the "
         "steps queried the cloud. The link carried "
-        f"{remote.get('bytes_up', 0.0) / 1e3:,.1f} kB up and {remote.get('bytes_down', 0.0) / 1e3:,.1f} kB down, "
+        f"{kilobytes(remote.get('bytes_up', 0.0))} kB up and {kilobytes(remote.get('bytes_down', 0.0))} kB down, "
         "including HTTP headers.",
         f"Time: {', '.join(shares)}. The edge waited {percent(waiting / total)} of it.",
     ]
@@ -246,14 +247,15 @@ def link_of(lane: Lane) -> LinkModel:
     cloud = sum(step.verdict.remote["cloud_s"] for step in verified)
     if lane.alpha is None or not drafted or not cloud:
         raise UserError("The cloud verified no draft of this run in time, so there is no best length to compute")
-    n = len(verified)
+    n, seconds = len(verified), (sum(getattr(step, name) for step in verified) for name in STAGES)
+    terms = CostTerms.of(*seconds, drafted=drafted, steps=n, pass_s=1.0)
     return LinkModel(
         alpha=lane.alpha,
-        gamma=drafted / n,
-        token_s=sum(step.draft_s for step in verified) / drafted,
+        gamma=terms.drafted,
+        token_s=terms.c,
         verify_s=cloud / n,
-        way_s=sum(step.verify_s for step in verified) / n - cloud / n,
-        host_s=sum(step.host_s for step in verified) / n,
+        way_s=terms.v - cloud / n,
+        host_s=terms.o,
         measured=lane.metrics.tokens_per_second,
     )
 

@@ -20,7 +20,7 @@ from starlette.routing import Route
 from specdemo.bench import BenchProgress, measure
 from specdemo.core.errors import UserError
 from specdemo.core.events import End, Event, Loading, StepEvent
-from specdemo.models.memory import format_bytes
+from specdemo.core.formats import format_bytes
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.threads import usual_threads
 from specdemo.models.tokenizer import ChatMessage

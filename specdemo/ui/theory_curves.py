@@ -24,7 +24,7 @@ from specdemo.core.theory import (
     walltime_improvement,
 )
 from specdemo.ui.frames import Run
-from specdemo.ui.labels import escape_markdown
+from specdemo.ui.labels import cost_terms, escape_markdown
 from specdemo.ui.labels import lane_speedup as measured_speedup
 from specdemo.ui.lane import PLAIN, SPEC, Lane
 
@@ -92,12 +92,8 @@ def point_of(run: Run | None) -> TheoryPoint:
     if lane.alpha is None or m.acceptance_rate is None or not tokens:
         raise UserError("The last run tested no draft tokens: choose a method or prompt that drafts")
     gamma = m.drafted / m.decode_steps
-    c = v = o = None
     baseline = run.lanes.get(PLAIN)
-    if baseline and baseline.ended and baseline.metrics.decode_steps and baseline.metrics.decode_s:
-        ar_step = baseline.metrics.decode_s / baseline.metrics.decode_steps
-        c = m.draft_s / m.drafted / ar_step
-        v, o = (seconds / m.decode_steps / ar_step for seconds in (m.verify_s, m.host_s))
+    terms = cost_terms(m, baseline.metrics) if baseline and baseline.ended else None
     steps = [event.step for event in lane.steps]
     c_hat = _draft_operations(lane, steps)
     return TheoryPoint(
@@ -109,9 +105,9 @@ def point_of(run: Run | None) -> TheoryPoint:
         gamma=gamma,
         tokens=tokens,
         chains=all(step.draft.is_chain for step in steps),
-        c=c,
-        v=v,
-        o=o,
+        c=terms and terms.c,
+        v=terms and terms.v,
+        o=terms and terms.o,
         speedup=measured_speedup(run.lanes),
         c_hat=c_hat,
         operations=None if c_hat is None else (1 + gamma * (1 + c_hat)) / tokens,

@@ -194,7 +194,7 @@ def test_tiles_are_dashes_without_values() -> None:
     assert shown["tokens_per_pass"] == ("2.50", "2 target passes")
     assert shown["tokens_per_second"][0] == "83.3"  # 5 tokens in 2 x 0.03 s
     assert shown["ttft"][0] == "50 ms"
-    assert shown["memory"] == ("500 MB", "weights 33 MB · KV 1 MB")
+    assert shown["memory"] == ("500 MB", "weights 33.0 MB · KV 1.0 MB")
     assert shown["speedup"][0] == "–"
 
 

@@ -11,11 +11,11 @@ import gradio as gr
 
 from specdemo.bench import BenchRow, grid
 from specdemo.core.errors import UserError
+from specdemo.core.formats import NOTHING, number, percent
 from specdemo.core.policies import POLICIES
 from specdemo.prompts import load_prompts
 from specdemo.recipe import METHODS, Recipe
 from specdemo.ui.frames import Run
-from specdemo.ui.labels import NOTHING, number, percent
 from specdemo.ui.service import Service
 from specdemo.ui.settings import OFF, recipe_of
 from specdemo.ui.tabs.components import UNPROCESSED, MeasurementPanel, Sweep, SweepResult

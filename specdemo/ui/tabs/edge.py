@@ -9,10 +9,10 @@ from typing import Any
 import gradio as gr
 
 from specdemo.core.errors import UserError
+from specdemo.core.formats import kilobytes, megabytes, number, percent
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 from specdemo.remote.config import MODES
-from specdemo.ui.labels import number, percent
 from specdemo.ui.lane import Lane
 from specdemo.ui.link_charts import (
     BEST,
@@ -92,9 +92,9 @@ def _mode_row(recipe: Recipe, runs: Sequence[Mapping[str, Any]], totals: Sequenc
         f"{_quantile(totals, 0.5):.2f} / {_quantile(totals, 0.95):.2f}",
         number(tokens / sum(totals), 1),
         f"{base / _quantile(totals, 0.5):.2f}×",
-        f"{max(run['kv_bytes'] for run in runs) / 1e6:.2f}",
-        f"{up / 1e3:,.1f}",
-        f"{down / 1e3:,.1f}",
+        megabytes(max(run["kv_bytes"] for run in runs), 2),
+        kilobytes(up),
+        kilobytes(down),
         percent(calls / steps),
         "yes" if recipe.exact else "lossy",
     ]

@@ -11,13 +11,13 @@ import torch
 
 from specdemo.core.errors import UserError
 from specdemo.core.events import MemoryUse
+from specdemo.core.formats import NOTHING, megabytes, percent
 from specdemo.models import memory
 from specdemo.models.memory_plan import plan_spec
 from specdemo.models.quantization import unavailable
 from specdemo.models.spec import QUANTIZATIONS, ModelSpec, find_device, is_gguf
 from specdemo.models.zoo import PAIRS, Pair, offers
 from specdemo.ui.frames import Run
-from specdemo.ui.labels import NOTHING, percent
 from specdemo.ui.lane import Lane, title
 from specdemo.ui.service import Service
 from specdemo.ui.tabs.components import UNPROCESSED
@@ -55,15 +55,15 @@ def _lane_rows(lane: Lane) -> dict[str, str]:
         for values in zip(*((use.kv, use.process, use.device) for use in peaks or [MemoryUse()]), strict=True)
     )
     return {
-        "weights of the target": _mb(lane.environment.get("target_bytes")),
-        "weights of the drafter": _mb(lane.environment.get("drafter_bytes")),
-        "keys and values, last step": _mb(lane.memory.kv),
-        "keys and values, peak": _mb(kv),
+        "weights of the target": megabytes(lane.environment.get("target_bytes")),
+        "weights of the drafter": megabytes(lane.environment.get("drafter_bytes")),
+        "keys and values, last step": megabytes(lane.memory.kv),
+        "keys and values, peak": megabytes(kv),
         "share of keys and values": percent(kv / (lane.weights + kv) if lane.weights and kv is not None else None),
-        "process, last step": _mb(lane.memory.process),
-        "process, peak": _mb(process),
-        "tensors on the device, last step": _mb(lane.memory.device),
-        "tensors on the device, peak": _mb(device),
+        "process, last step": megabytes(lane.memory.process),
+        "process, peak": megabytes(process),
+        "tensors on the device, last step": megabytes(lane.memory.device),
+        "tensors on the device, peak": megabytes(device),
     }
 
 
@@ -71,20 +71,20 @@ def of_machine(device: str) -> str:
     target, now = find_device(device), memory.process_bytes()
     free, total = memory.memory_limit(torch.device("cpu"))
     rows = [
-        ["process, now", _mb(now)],
-        ["process, peak since start", _mb(max(now, memory.peak_process_bytes()))],
-        ["system, available", _mb(free)],
-        ["system, total", _mb(total)],
+        ["process, now", megabytes(now)],
+        ["process, peak since start", megabytes(max(now, memory.peak_process_bytes()))],
+        ["system, available", megabytes(free)],
+        ["system, total", megabytes(total)],
     ]
     if target.type == "cuda":
         free, total = memory.memory_limit(target)
         name = torch.cuda.get_device_name(target)
         rows += [
-            [f"{name}, tensors now", _mb(memory.device_bytes(target))],
-            [f"{name}, tensors, peak since start", _mb(memory.peak_device_bytes(target))],
-            [f"{name}, reserved for tensors", _mb(memory.reserved_device_bytes(target))],
-            [f"{name}, available", _mb(free)],
-            [f"{name}, total", _mb(total)],
+            [f"{name}, tensors now", megabytes(memory.device_bytes(target))],
+            [f"{name}, tensors, peak since start", megabytes(memory.peak_device_bytes(target))],
+            [f"{name}, reserved for tensors", megabytes(memory.reserved_device_bytes(target))],
+            [f"{name}, available", megabytes(free)],
+            [f"{name}, total", megabytes(total)],
         ]
     return _table("machine", ["in use and available", "MB"], rows, "")
 
@@ -107,9 +107,9 @@ def of_pairs(device: str, pairs: Mapping[str, Pair] = PAIRS) -> str:
             rows += [_pair(pair, quantization, target, free) for quantization in available]
         elif name in catalogue:
             needs = catalogue[name]
-            rows.append([pair.title, *[NOTHING] * 3, _mb(needs), f"{_fits(needs, free)}; not downloaded"])
+            rows.append([pair.title, *[NOTHING] * 3, megabytes(needs), f"{_fits(needs, free)}; not downloaded"])
     head = ["MB", "target", "drafter", "KV for 1,000 tokens", "sum", "fits"]
-    return _table("pairs", head, rows, f"{NOTES['pairs']} {_mb(free)} MB are free now.")
+    return _table("pairs", head, rows, f"{NOTES['pairs']} {megabytes(free)} MB are free now.")
 
 
 def _pair(pair: Pair, quantization: str, device: torch.device, free: int) -> list[str]:
@@ -120,11 +120,11 @@ def _pair(pair: Pair, quantization: str, device: torch.device, free: int) -> lis
     weights = "" if quantization == "none" else f" {quantization} and"
     total, drafter_weights = sum(plan.total for plan in plans), sum(plan.weights for plan in drafters) or None
     figures = (target.weights, drafter_weights, sum(plan.kv for plan in plans), total)
-    return [f"{pair.title}; target in{weights} {target.spec.dtype}", *map(_mb, figures), _fits(total, free)]
+    return [f"{pair.title}; target in{weights} {target.spec.dtype}", *map(megabytes, figures), _fits(total, free)]
 
 
 def _fits(total: int, free: int) -> str:
-    return "yes" if total <= free else f"no, by {_mb(total - free)}"
+    return "yes" if total <= free else f"no, by {megabytes(total - free)}"
 
 
 def _table(name: str, head: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> str:
@@ -135,10 +135,6 @@ def _table(name: str, head: Sequence[str], rows: Sequence[Sequence[str]], note: 
     body = "".join(f"<tr>{cells(row[:1], 'th', head_of_row)}{cells(row[1:], 'td')}</tr>" for row in rows)
     table = f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
     return f'<div role="region" aria-label="{name}" tabindex="0">{table}</div>' + (f"<p>{note}</p>" if note else "")
-
-
-def _mb(n: float | None) -> str:
-    return NOTHING if n is None else f"{n / 1e6:,.1f}"
 
 
 def memory_tab(service: Service, device: str, tab: gr.Tab) -> None:
