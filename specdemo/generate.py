@@ -20,6 +20,7 @@ from specdemo.core.errors import UserError
 from specdemo.core.events import End, Event, Header, Loading, MemoryUse, StepEvent
 from specdemo.core.formats import format_bytes
 from specdemo.core.metrics import Metrics
+from specdemo.drafters import METHODS
 from specdemo.models import memory
 from specdemo.models.batch_invariance import COMPARED_ROWS, compared_context
 from specdemo.models.load import LoadedModel
@@ -28,7 +29,7 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.models.threads import torch_threads
 from specdemo.models.tokenizer import ChatMessage, TextStream, TokenNames, encode_prompt, prompt_text
 from specdemo.pipeline import PASSES, Pipeline, Stores, build_pipeline, longest_chain
-from specdemo.recipe import METHODS, Recipe
+from specdemo.recipe import Recipe
 from specdemo.remote.client import RemoteModel, connect
 from specdemo.remote.gates import EdgeVerifier
 

@@ -26,6 +26,7 @@ from specdemo.core.sampling import SamplingParams, fitted
 from specdemo.core.simulate import step_starts
 from specdemo.core.step import Draft, Step, Verdict
 from specdemo.core.theory import STAGES, CostTerms
+from specdemo.drafters import METHODS
 from specdemo.drafters.method import Method
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
@@ -34,7 +35,7 @@ from specdemo.models.tokenizer import check_ids, encode_prompt, prompt_text
 from specdemo.models.zoo import PAIRS, check_pair
 from specdemo.pipeline import Pipeline, build_pipeline, sampling_params
 from specdemo.prompts import RECORDED_TEMPERATURES, Prompt, load_prompts, load_written
-from specdemo.recipe import METHODS, Recipe
+from specdemo.recipe import Recipe
 from specdemo.worker import give_way
 
 MAX_GAMMA = 8

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from types import new_class
+from typing import TYPE_CHECKING, Any
 
 from specdemo.core.errors import UserError
-from specdemo.core.options import Option, option, options
+from specdemo.core.options import Option, OptionSet, option, options
 from specdemo.core.policies import POLICIES, DraftLengths
 from specdemo.core.rules import DEFAULT_RULE, RULES, Rule, check_rule, rule_names
 from specdemo.drafters import METHODS, option_classes
@@ -23,7 +24,7 @@ def _has_threshold(rule: Rule) -> bool:
 
 
 @options()
-class RunOptions:
+class RunOptions(OptionSet):
     """Options of every run; methods add further options."""
 
     pair: str | None = option(
@@ -324,8 +325,22 @@ def runs_chat_pair(values: Mapping[str, Any]) -> bool:
 CHECKS = (_models_fit, _gamma_bounds_fit, _rule_fits, _sampling_fits, _cloud_fits_method)
 
 
+if TYPE_CHECKING:  # the same classes, as a test verifies
+    from specdemo.drafters.beam import BeamOptions
+    from specdemo.drafters.lookahead import LookaheadOptions
+    from specdemo.drafters.method import StoreOptions
+    from specdemo.drafters.ngram import NGramOptions
+    from specdemo.drafters.self_speculation import SelfOptions
+    from specdemo.drafters.tree import TreeOptions
+
+    class MethodOptions(BeamOptions, LookaheadOptions, SelfOptions, TreeOptions, StoreOptions, NGramOptions):
+        pass
+else:
+    MethodOptions = new_class("MethodOptions", tuple(reversed(option_classes())))
+
+
 @options(checks=CHECKS)
-class Recipe(*reversed(option_classes()), RunOptions):
+class Recipe(MethodOptions, RunOptions):
     """All options of a run. Raises `UserError` for invalid values."""
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import json
 import math
@@ -17,6 +18,7 @@ from specdemo.cli.arguments import given, parser
 from specdemo.cli.reference import cli_reference
 from specdemo.core.errors import UserError
 from specdemo.core.options import Option
+from specdemo.drafters import option_classes
 from specdemo.recipe import PRESETS, Recipe, methods_with
 from specdemo.remote.config import CloudConfig
 from specdemo.ui.limits import PUBLIC
@@ -211,3 +213,12 @@ def test_options_name_the_methods_that_use_them() -> None:
     assert methods_with(Recipe.OPTIONS["ngram"]) == ["nasd"]
     assert methods_with(Recipe.OPTIONS["drafter"]) == ["draft", "hybrid", "tree"]
     assert "ar" not in methods_with(Recipe.OPTIONS["gamma"]) and "ar" in methods_with(Recipe.OPTIONS["seed"])
+
+
+def test_the_checked_base_classes_of_recipes_are_those_of_the_methods() -> None:
+    """The type checker sees a written list, the program the options of all registered methods."""
+    tree = ast.parse((ROOT / "specdemo/recipe.py").read_text("utf-8"))
+    classes = {node.name: node.bases for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    written = [ast.unparse(base) for base in classes["MethodOptions"]]
+    assert written == [options.__name__ for options in reversed(option_classes())]
+    assert [base.__name__ for base in Recipe.__bases__] == ["MethodOptions", "RunOptions"]

@@ -215,7 +215,9 @@ def _costs(run: RunFigures, ar: RunFigures, recipe: Recipe) -> dict[str, float |
     """Return cost terms in AR passes, and the speed-up relative to theory and cost model."""
     pass_s = ar["verify_s"] / (ar["steps"] - 1)
     terms, ar_terms = (
-        CostTerms.of(*map(figures.get, STAGES), drafted=figures["drafted"], steps=figures["steps"] - 1, pass_s=pass_s)
+        CostTerms.of(
+            *(figures[name] for name in STAGES), drafted=figures["drafted"], steps=figures["steps"] - 1, pass_s=pass_s
+        )
         for figures in (run, ar)
     )
     measured, drafted = run_speed(run) / run_speed(ar), terms.drafted

@@ -17,12 +17,13 @@ from specdemo.cli.output import OutputFile, output_file
 from specdemo.core.errors import UserError
 from specdemo.core.formats import megabytes
 from specdemo.core.rules import reproducing_rule
+from specdemo.drafters import METHODS
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import find_device
 from specdemo.models.zoo import CHAT_PAIR
 from specdemo.preflight import preflight, texts_for
 from specdemo.prompts import Prompt, load_prompts
-from specdemo.recipe import METHODS, Recipe
+from specdemo.recipe import Recipe
 from specdemo.remote.access import TOKEN, is_loopback, read_token
 from specdemo.remote.serve import bind, listen, serve_model
 from specdemo.remote.server import ServiceLimits
@@ -42,7 +43,7 @@ def _bench(options: argparse.Namespace) -> int:
     varying = ("method", "gamma", "policy", "temperature")
     common = {name: value for name, value in given(options).items() if name not in varying}
     common["chat"] = common.get("pair") == CHAT_PAIR
-    varied = bench.grid(options.method, options.gamma, options.policy, options.temperature)
+    varied = list(bench.grid(options.method, options.gamma, options.policy, options.temperature))
     if cloud := common.get("cloud"):  # the fastest AR baseline: no round trip per token
         alone = {"cloud": replace(cloud, mode="cloud_only")}
         varied = [{**values, **(alone if values["method"] == "ar" else {})} for values in varied]

@@ -7,7 +7,7 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any
+from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
@@ -67,27 +67,41 @@ class Option:
         return {name: value if isinstance(value, str) else value.title for name, value in known}
 
 
+class OptionSet:
+    """Base class of options, with a table of its fields by name; see `options`."""
+
+    OPTIONS: ClassVar[dict[str, Option]] = {}
+    CHECKS: ClassVar[tuple[Callable[[Any], None], ...]] = ()
+
+
+OptionSetT = TypeVar("OptionSetT", bound=OptionSet)
+
+
 def option(default: Any, label: str, help: str = "", **properties: Any) -> Any:
     """Declare an option as the default of a field; `properties` are further fields of `Option`."""
     declared = Option(default, label, help or label[0].lower() + label[1:], **properties)
-    bounds = {"ge": declared.low, "gt": declared.above, "le": declared.high}
     return Field(
         default=default,
         title=label,
         description=help,
         json_schema_extra={"option": typing.cast(Any, declared)},
-        **{name: bound for name, bound in bounds.items() if bound is not None},
+        ge=declared.low,
+        gt=declared.above,
+        le=declared.high,
     )
 
 
-def options(group: str = "", checks: tuple[Callable[[Any], None], ...] = ()) -> Callable[[type], type]:
+@dataclass_transform(frozen_default=True)
+def options(
+    group: str = "", checks: tuple[Callable[[Any], None], ...] = ()
+) -> Callable[[type[OptionSetT]], type[OptionSetT]]:
     """Turn a class of options into a frozen, validated dataclass with a table `OPTIONS` of its fields by name.
 
     Invalid values raise `UserError`. `checks` of several fields run in order, after those of base classes.
     """
 
-    def decorate(cls: type) -> type:
-        cls = pydantic_dataclass(frozen=True, config=_CONFIG)(cls)
+    def decorate(plain: type[OptionSetT]) -> type[OptionSetT]:
+        cls: Any = pydantic_dataclass(frozen=True, config=_CONFIG)(plain)
         cls.OPTIONS = _table(cls, group)
         cls.CHECKS = tuple(dict.fromkeys(check for base in cls.__mro__ for check in vars(base).get("CHECKS", ())))
         cls.CHECKS += checks
@@ -106,12 +120,12 @@ def options(group: str = "", checks: tuple[Callable[[Any], None], ...] = ()) -> 
                 check(self)
 
         cls.__init__ = validate
-        return cls
+        return typing.cast(type[OptionSetT], cls)
 
     return decorate
 
 
-def _table(cls: type, group: str) -> dict[str, Option]:
+def _table(cls: Any, group: str) -> dict[str, Option]:
     """Inherited options as declared in the base class."""
     table = {}
     for name, field in cls.__pydantic_fields__.items():

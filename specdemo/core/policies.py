@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from specdemo.core.decode import DraftLengthPolicy
 from specdemo.core.step import Step
 
 
@@ -40,13 +41,12 @@ class PolicyDefaults:
     """Policy without notes that drafts `gamma` tokens."""
 
     needs_logits = False
-    gamma: int
 
     @property
     def notes(self) -> dict[str, float]:
         return {}
 
-    def may_extend(self, n: int, logits: Any) -> bool:
+    def may_extend(self: DraftLengthPolicy, n: int, logits: Any) -> bool:
         return n < self.gamma
 
     def observe(self, step: Step) -> None:
@@ -238,6 +238,7 @@ class StoppingPolicy(PolicyDefaults):
     """Draft `min_gamma` tokens, then up to `gamma` while `is_confident(n, logits)`."""
 
     needs_logits = True
+    gamma: int
     min_gamma: int = 0
 
     def may_extend(self, n: int, logits: Any) -> bool:

@@ -234,7 +234,8 @@ class ChainSampler:
     def __init__(self, sampling: SamplingParams, noise: Noise | SharedNoise, start: int, vocab_size: int) -> None:
         self.sampling, self.vocab_size = sampling, vocab_size
         self._noise, self._start = noise, start
-        self._peaks: list[float] | list[Tensor] = []
+        self._peaks: list[float] = []
+        self._device_peaks: list[Tensor] = []
         self._probs: list[Tensor] = []
         self._token_probs: list[float] = []
 
@@ -245,7 +246,7 @@ class ChainSampler:
             (token,), values = largest(logits)
             self._peaks += values
         else:
-            self._peaks.append(logits.amax(-1))
+            self._device_peaks.append(logits.amax(-1))
         if self.sampling.temperature == 0:
             return token if on_host else logits.argmax(-1)
         probs = self.sampling.logits_to_probs(logits)
@@ -264,8 +265,7 @@ class ChainSampler:
 
     def chain(self, tokens: Sequence[int]) -> Draft:
         """Return the draft of these tokens. Raises `UserError` for broken logits."""
-        peaks = self._peaks
-        self.sampling.refuse_broken(peaks if isinstance(peaks[0], float) else torch.cat(peaks).tolist())
+        self.sampling.refuse_broken(self._peaks or torch.cat(self._device_peaks).tolist())
         if not self._probs:
             return Draft.chain(tuple(tokens))
         probs = self._probs[0] if len(self._probs) == 1 else torch.cat(self._probs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from specdemo.core.options import OptionSet
 from specdemo.drafters import autoregressive, beam, hybrid, lookahead, lookup, model, ngram, self_speculation, suffix
 from specdemo.drafters import tree as trees
 from specdemo.drafters.method import Method
@@ -10,7 +11,7 @@ _MODULES = (model, ngram, suffix, hybrid, trees, self_speculation, lookahead, lo
 METHODS: dict[str, Method] = {module.METHOD.name: module.METHOD for module in _MODULES}
 
 
-def option_classes() -> tuple[type, ...]:
+def option_classes() -> tuple[type[OptionSet], ...]:
     return tuple(dict.fromkeys(group for method in METHODS.values() for group in method.options))
 
 

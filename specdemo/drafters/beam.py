@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from specdemo.core.decode import EmptyDrafter
-from specdemo.core.options import option, options
+from specdemo.core.options import OptionSet, option, options
 from specdemo.drafters.method import BuildContext, Method
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @options("Beam search")
-class BeamOptions:
+class BeamOptions(OptionSet):
     num_beams: int = option(
         4,
         "Beams",

@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 
 from specdemo.core.decode import DraftBudget
-from specdemo.core.options import option, options
+from specdemo.core.options import OptionSet, option, options
 from specdemo.core.origin import Origin
 from specdemo.core.policies import Fixed
 from specdemo.core.step import Draft, Step
@@ -88,7 +88,7 @@ class LookaheadDrafter:
 
 
 @options("Lookahead")
-class LookaheadOptions:
+class LookaheadOptions(OptionSet):
     lookahead_window: int = option(
         5,
         "Window, positions",

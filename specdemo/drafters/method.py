@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from specdemo.core.decode import Drafter, DraftLengthPolicy, Verifier
-from specdemo.core.options import option, options
+from specdemo.core.options import OptionSet, option, options
 from specdemo.core.step import Draft
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from specdemo.core.sampling import SamplingParams
 
 Shape = Literal["chain", "forest"]
+DrafterT = TypeVar("DrafterT", bound=Drafter)
 
 
 class Scorer(Protocol):
@@ -57,7 +58,7 @@ class BuildContext(Protocol):
     def noise(self, name: str, *, shared: bool = True) -> Any:
         """Return the random stream `name`; the stream shared with the target if `shared` and the rule has it."""
 
-    def with_store(self, make: Callable[[Any], Any], *key: Any) -> Any:
+    def with_store(self, make: Callable[[Any], DrafterT], *key: Any) -> DrafterT:
         """Return `make(store)` with the store saved under `key`, or with `None`; save the store of the result."""
 
 
@@ -65,7 +66,7 @@ def _one_candidate(options: Any) -> int:
     return 1
 
 
-def _always_stored(drafter: Any, tokens: Sequence[int]) -> Drafter | None:
+def _always_stored(drafter: Drafter, tokens: Sequence[int]) -> Drafter | None:
     return drafter
 
 
@@ -75,7 +76,7 @@ class Method:
     title: str
     notes: str  # Markdown for the page
     build: Callable[[BuildContext], Drafter]
-    options: tuple[type, ...] = ()  # classes of options, see `core.options`
+    options: tuple[type[OptionSet], ...] = ()  # classes of options, see `core.options`
     shape: Shape = "chain"
     drafts: bool = True
     exact: bool = True  # False if no rule samples from the target's distribution
@@ -103,7 +104,7 @@ class Method:
 
 
 @options("Text stores")
-class StoreOptions:
+class StoreOptions(OptionSet):
     """Options of methods that draft from a store of earlier text."""
 
     ngram_keep: bool = option(False, "Keep n-grams between runs", "reuse text seen in earlier runs of a visit")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from specdemo.core.decode import DraftBudget
 from specdemo.core.errors import UserError
-from specdemo.core.options import option, options
+from specdemo.core.options import OptionSet, option, options
 from specdemo.core.origin import Origin
 from specdemo.core.step import Draft, Step
 from specdemo.drafters.method import BuildContext, Method, StoreOptions
@@ -131,7 +131,7 @@ NGRAM_LEVELS = {"multi": "back off to shorter contexts", "one": "contexts of one
 
 
 @options("NASD")
-class NGramOptions:
+class NGramOptions(OptionSet):
     ngram: int = option(4, "Order n", "order of NASD's n-grams", low=2, high=16, slider=(2, 8, 1), metavar="N")
     filler_top_k: int = option(
         3,

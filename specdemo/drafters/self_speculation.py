@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specdemo.core.errors import UserError
-from specdemo.core.options import option, options
+from specdemo.core.options import OptionSet, option, options
 from specdemo.drafters.method import BuildContext, Method
 from specdemo.drafters.model import ModelDrafter
 
@@ -16,7 +16,7 @@ def _one_selection(chosen: SelfOptions) -> None:
 
 
 @options("Self-speculation", checks=(_one_selection,))
-class SelfOptions:
+class SelfOptions(OptionSet):
     exit_layer: int | None = option(
         None,
         "Number of layers (0: half of them)",

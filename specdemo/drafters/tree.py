@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from specdemo.core.decode import DraftBudget
 from specdemo.core.distributions import DenseProbs, without
 from specdemo.core.errors import UserError
-from specdemo.core.options import option, options
+from specdemo.core.options import OptionSet, option, options
 from specdemo.core.origin import MODEL
 from specdemo.core.step import Draft, Step
 from specdemo.drafters.method import BuildContext, Method
@@ -103,7 +103,7 @@ class TreeDrafter:
 
 
 @options("Trees")
-class TreeOptions:
+class TreeOptions(OptionSet):
     tree_nodes: int = option(
         12,
         "Nodes per draft",

@@ -72,7 +72,7 @@ def load_pair(
     """
     if drafter == SAME and drafter_quantization == "none":
         drafter_quantization = COPY_FORMS[0]
-    options = {
+    options: dict[str, Any] = {
         "dtype": dtype,
         "quantization": quantization,
         "drafter_quantization": drafter_quantization,

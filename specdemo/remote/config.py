@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specdemo.core.errors import UserError
-from specdemo.core.options import option, options
+from specdemo.core.options import OptionSet, option, options
 
 COLDEST = 0.001  # lowest temperature above 0: smaller divisors overflow the logits
 MODES = {
@@ -37,7 +37,7 @@ def _valid_address(chosen: CloudConfig) -> None:
 
 
 @options("Edge and cloud", checks=(_valid_address,))
-class CloudConfig:
+class CloudConfig(OptionSet):
     """Connection to a remote target."""
 
     remote: str = option(

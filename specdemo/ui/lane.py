@@ -109,7 +109,7 @@ def _parsed_steps(lane: Lane, count: int) -> tuple[StepEvent, ...]:
 
 
 def mode(recipe: Mapping[str, Any]) -> str:
-    return (recipe.get("cloud") or {}).get("mode", "")
+    return str((recipe.get("cloud") or {}).get("mode", ""))
 
 
 def title(recipe: Mapping[str, Any]) -> str:

@@ -105,9 +105,9 @@ def point_of(run: Run | None) -> TheoryPoint:
         gamma=gamma,
         tokens=tokens,
         chains=all(step.draft.is_chain for step in steps),
-        c=terms and terms.c,
-        v=terms and terms.v,
-        o=terms and terms.o,
+        c=terms.c if terms else None,
+        v=terms.v if terms else None,
+        o=terms.o if terms else None,
         speedup=measured_speedup(run.lanes),
         c_hat=c_hat,
         operations=None if c_hat is None else (1 + gamma * (1 + c_hat)) / tokens,
@@ -200,7 +200,7 @@ def token_curves(settings: TheorySettings, run: TheoryPoint | None) -> list[Curv
     """Expected tokens per target pass (2211.17192, Figure 2)."""
     highest = max(11.0, settings.gamma + 1, run.tokens if run else 0)
     limit = [(alpha, 1 / (1 - alpha), UNBOUNDED_SERIES) for alpha in _ALPHAS[:-1] if 1 / (1 - alpha) <= highest]
-    dots = _slider_curve(settings, expected_tokens, run, run and run.tokens)
+    dots = _slider_curve(settings, expected_tokens, run, run.tokens if run else None)
     return [*_over_alpha(expected_tokens), *limit, *dots]
 
 
@@ -212,13 +212,13 @@ def speed_curves(settings: TheorySettings, run: TheoryPoint | None) -> list[Curv
 
     baseline = [(0.0, 1.0, BASELINE_SERIES), (1.0, 1.0, BASELINE_SERIES)]
     theorem = _over_alpha(lambda alpha, gamma: walltime_improvement(alpha, gamma, settings.c))
-    return [*baseline, *theorem, *_slider_curve(settings, modelled, run, run and run.speedup)]
+    return [*baseline, *theorem, *_slider_curve(settings, modelled, run, run.speedup if run else None)]
 
 
 def operation_curves(settings: TheorySettings, run: TheoryPoint | None) -> list[CurvePoint]:
     """Operations per token (2211.17192, Figure 4)."""
     factor = partial(operations, c=settings.c_hat)
-    return [*_over_alpha(factor), *_slider_curve(settings, factor, run, run and run.operations)]
+    return [*_over_alpha(factor), *_slider_curve(settings, factor, run, run.operations if run else None)]
 
 
 def best_gamma_curves(settings: TheorySettings, run: TheoryPoint | None, longest: int = 20) -> list[CurvePoint]:
@@ -227,7 +227,7 @@ def best_gamma_curves(settings: TheorySettings, run: TheoryPoint | None, longest
     rows = [(alpha, best_gamma(alpha, c, longest), str(c)) for c in CURVE_COSTS for alpha in _ALPHAS]
     rows += [(alpha, modelled(alpha), SLIDER_SERIES) for alpha in _ALPHAS]
     rows.append((settings.alpha, min(settings.gamma, longest), SLIDER_DOT))
-    return [*rows, _run_dot(run and run.alpha, run and min(run.gamma, longest))]
+    return [*rows, _run_dot(run.alpha if run else None, min(run.gamma, longest) if run else None)]
 
 
 def gamma_curves(settings: TheorySettings, run: TheoryPoint | None) -> list[CurvePoint]:
@@ -236,14 +236,14 @@ def gamma_curves(settings: TheorySettings, run: TheoryPoint | None) -> list[Curv
     rows += [(gamma, walltime_improvement(settings.alpha, gamma, settings.c), THEOREM_SERIES) for gamma in gammas]
     rows += [(gamma, settings.modelled_speedup(gamma), SLIDER_SERIES) for gamma in gammas]
     rows.append((settings.gamma, settings.modelled_speedup(settings.gamma), SLIDER_DOT))
-    return [*rows, _run_dot(run and run.gamma, run and run.speedup)]
+    return [*rows, _run_dot(run.gamma if run else None, run.speedup if run else None)]
 
 
 def share_curves(settings: TheorySettings, run: TheoryPoint | None) -> list[CurvePoint]:
     rows: list[CurvePoint] = [(gamma, settings.alpha, SLIDER_SERIES) for gamma in range(1, 17)]
     rows += [(gamma, accepted_share(settings.alpha, gamma), SHARE_SERIES) for gamma in range(1, 17)]
     rows.append((settings.gamma, accepted_share(settings.alpha, settings.gamma), SLIDER_DOT))
-    return [*rows, _run_dot(run and run.gamma, run and run.share)]
+    return [*rows, _run_dot(run.gamma if run else None, run.share if run else None)]
 
 
 def _over_alpha(value: Callable[[float, float], float]) -> Iterator[CurvePoint]:
@@ -255,7 +255,7 @@ def _slider_curve(
 ) -> list[CurvePoint]:
     rows: list[CurvePoint] = [(alpha, value(alpha, settings.gamma), SLIDER_SERIES) for alpha in _ALPHAS]
     rows.append((settings.alpha, value(settings.alpha, settings.gamma), SLIDER_DOT))
-    return [*rows, _run_dot(run and run.alpha, measured)]
+    return [*rows, _run_dot(run.alpha if run else None, measured)]
 
 
 def _run_dot(x: float | None, y: float | None) -> CurvePoint:
