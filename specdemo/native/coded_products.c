@@ -48,7 +48,7 @@ INLINE void decode_words(int form, const uint8_t *p, const lookup *t, vi out[4 *
         }
         return;
     }
-    for (int pair = 0; pair < FORMATS[form].step / 2; pair++)
+    for (int pair = 0; pair < step_of(form) / 2; pair++)
         for (int v = 0; v < VECTORS; v++) out[pair * VECTORS + v] = stored_words(form, p, v, pair);
 }
 
@@ -66,8 +66,8 @@ typedef struct {
 /* o = o + sums times scales of a group */
 INLINE void add_scaled(int form, int rows, const coded_slice *s, int64_t group, vi sum[TILE_ROWS][VECTORS], float *o) {
     vf scale[VECTORS], minimum[VECTORS];
-    const int numbers = FORMATS[form].scale_form;
-    const int64_t first = group * BLOCK * FORMATS[form].scales;
+    const int numbers = scale_form_of(form);
+    const int64_t first = group * BLOCK * scales_of(form);
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v++) {
         scale[v] = load_as(numbers, s->scales, first + v * LANES);
@@ -76,11 +76,11 @@ INLINE void add_scaled(int form, int rows, const coded_slice *s, int64_t group, 
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++) {
         float x_scale = s->x_scales[r * s->groups + group];
-        int32_t x_sum = FORMATS[form].offset || has_minimum(form) ? s->x_sums[r * s->groups + group] : 0;
+        int32_t x_sum = offset_of(form) || has_minimum(form) ? s->x_sums[r * s->groups + group] : 0;
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++) {
             float *at = o + r * UNIT + v * LANES;
-            vi products = FORMATS[form].offset ? sum[r][v] - FORMATS[form].offset * x_sum : sum[r][v];
+            vi products = offset_of(form) ? sum[r][v] - offset_of(form) * x_sum : sum[r][v];
             vf next = load(at) + __builtin_convertvector(products, vf) * (scale[v] * x_scale);
             if (has_minimum(form)) next += minimum[v] * ((float)x_sum * x_scale);
             store(at, next);
@@ -90,7 +90,7 @@ INLINE void add_scaled(int form, int rows, const coded_slice *s, int64_t group, 
 
 /* o: sums of INT8 are integers */
 INLINE void coded_kernel(int form, int rows, int tiled, const coded_slice *s, const lookup *t, float *o) {
-    const int step = FORMATS[form].step, group = FORMATS[form].group;
+    const int step = step_of(form), group = group_of(form);
     const int64_t length = !group ? s->count : group < EXACT ? group : EXACT;
     const uint8_t *w = s->w;
     const vi *tile = s->tile;
@@ -180,7 +180,7 @@ INLINE void coded_strips(int form, const coded_slice *block, int64_t group, cons
         s.scales = (const char *)block->scales + i / group * scale_bytes(form);
         if (form == CODE4) {
             s.tile = tile;
-            for (int64_t k = 0; k < s.count; k += FORMATS[form].step) {
+            for (int64_t k = 0; k < s.count; k += step_of(form)) {
                 __builtin_prefetch(s.w + (k + STRIP) * input_bytes(form));
                 decode_words(form, s.w + k * input_bytes(form), codes, tile + k / 2 * VECTORS);
             }
