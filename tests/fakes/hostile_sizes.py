@@ -5,8 +5,10 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import resource
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -21,7 +23,7 @@ from fakes.gguf_models import described, tiny_for_gguf, write_gguf
 from fakes.tiny_models import CONTEXT, LLAMA, SIZES, byte_level_tokenizer
 from specdemo.models.llama_checkpoint import LlamaConfig, LlamaForCausalLM
 
-SECONDS = 20  # of one case
+SECONDS = 20  # of CPU time for one case
 INFINITE = float("inf")
 NAN = float("nan")
 VALUES = (0, -1, 1, 3, 1 << 31, NAN, INFINITE)
@@ -274,7 +276,8 @@ def main() -> None:
     root = Path(sys.argv[1])
     for i, listed in enumerate(json.load(sys.stdin)):
         case = Case(**{**listed, "changes": tuple(map(tuple, listed["changes"]))})
-        faulthandler.dump_traceback_later(SECONDS, exit=True)
+        resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + SECONDS, resource.RLIM_INFINITY))
+        faulthandler.dump_traceback_later(10 * SECONDS, exit=True)  # ends a case that waits
         path = save_case(case, root / str(i % 2), root)  # headers are cached by path and time
         outcome = _outcome(path)
         faulthandler.cancel_dump_traceback_later()

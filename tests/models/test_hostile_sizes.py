@@ -78,8 +78,8 @@ def compare(cases: Sequence[Case], folder: Path) -> Iterator[tuple[Case, str]]:
             assert text.isprintable() and len(text) < 450 and ": " in text, (case.name, text)
             yield case, text
             continue
-        if "refused" in expected:  # the check of unknown architectures cannot judge a vocabulary of one token
-            assert dict(case.changes).get("vocab_size") == 1, (case.name, expected)
+        if "refused" in expected:  # too small for the check of architectures in transformers
+            assert case.changes in ((("vocab_size", 1),), (("n_positions", 3),)), (case.name, expected)
             continue
         values, rows = (torch.tensor(each["logits"]) for each in (outcome, expected))
         assert torch.allclose(values, rows, rtol=1e-4, atol=1e-4, equal_nan=True), case.name
