@@ -1,4 +1,4 @@
-# `make run` opens the page, `make test` runs all tests.
+# `make run` opens the page, `make test` runs the tests.
 # ARGS is passed to the program: make run ARGS="--port 8000", make test ARGS="-k greedy -x".
 
 VENV ?= .venv

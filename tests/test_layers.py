@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -236,3 +237,12 @@ def test_no_test_imports_another_test_file():
 def test_an_imported_test_file_is_detected(line):
     files = {"tests/core/test_step.py": "def helper(): ...", "tests/core/test_decode.py": line}
     assert imported_tests(files) == ["tests/core/test_decode.py: imports core.test_step"]
+
+
+def test_files_with_a_page_or_a_program_are_slow():
+    """A module-level mark: `make test-fast` neither runs nor imports these files."""
+    marks = re.compile(r"^pytestmark = .*\bmark\.slow\b", re.MULTILINE)
+    files = {path.name: path.read_text("utf-8") for path in (ROOT / "tests" / "e2e").glob("test_*.py")}
+    assert files and [name for name, source in files.items() if not marks.search(source)] == []
+    using_tabs = [name for name, source in files.items() if "playwright.sync_api" in source]
+    assert using_tabs and all("pytest.mark.browser" in files[name] for name in using_tabs)
