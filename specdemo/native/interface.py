@@ -179,6 +179,6 @@ def layout_differences(library: ctypes.CDLL) -> list[str]:
 def _members() -> Iterator[tuple[str, tuple[int, int]]]:
     for name, structure in STRUCTURES.items():
         yield name, (0, ctypes.sizeof(structure))
-        for field, _ in structure._fields_:
-            place = getattr(structure, field)
-            yield f"{name}.{field}", (place.offset, place.size)
+        for field in structure._fields_:
+            place = getattr(structure, field[0])
+            yield f"{name}.{field[0]}", (place.offset, place.size)

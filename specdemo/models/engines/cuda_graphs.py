@@ -60,8 +60,7 @@ class GraphRecorder:
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):  # not restored by a failed `graph`
                 forward(), forward()
-                options = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
-                with torch.cuda.graph(graph, **options):
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                     out = forward()
             current.wait_stream(self._stream)
         self._graphs.add(graph)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,14 +48,14 @@ class Cache(ABC):
 CacheT = TypeVar("CacheT", bound=Cache)
 
 
-class Entry(NamedTuple):
+class Entry(NamedTuple, Generic[CacheT]):
     """One text of a pass: feed `new` after `held` cached positions.
 
     `held` counts the positions of the cache that precede the new tokens: those of the text and possibly of the first
     nodes of `draft`, whose nodes are the last of both.
     """
 
-    cache: Cache
+    cache: CacheT
     new: list[int] | Tensor
     held: int
     draft: Draft
@@ -84,7 +84,7 @@ class Engine(ABC, Generic[CacheT]):
         """Return an empty cache; an encoder-decoder encodes `source`."""
 
     @abstractmethod
-    def run(self, entries: Sequence[Entry]) -> list[Tensor]:
+    def run(self, entries: Sequence[Entry[CacheT]]) -> list[Tensor]:
         """Run a pass; return the logits `[rows, vocab]` of each entry.
 
         They are those of the last `len(draft) + 1` rows, or of all rows if `new` is shorter.
@@ -105,7 +105,7 @@ class Engine(ABC, Generic[CacheT]):
         """Free idle caches."""
         self._idle.clear()
 
-    def shares_cache(self, other: Engine) -> bool:
+    def shares_cache(self, other: Engine[Any]) -> bool:
         """Return True if both engines can use one cache: copies of a model in different forms."""
         return False
 

@@ -52,11 +52,11 @@ class InPlaceCacheLayer(DynamicLayer):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.length = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys, self.values = (states[:, :, :0].clone() for states in (key_states, value_states))
+        self.keys, self.values = key_states[:, :, :0].clone(), value_states[:, :, :0].clone()
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
@@ -66,28 +66,29 @@ class InPlaceCacheLayer(DynamicLayer):
         """Append `[1, heads, n, dim]` states; return views of all states."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        end = self.length + key_states.shape[2]
-        if end > self.keys.shape[2]:
-            capacity = max(256, 2 * self.keys.shape[2], end)
-            self.keys, self.values = (self._grown(old, capacity) for old in (self.keys, self.values))
-        self.keys[:, :, self.length : end] = key_states
-        self.values[:, :, self.length : end] = value_states
+        keys, values = self.buffers
+        end, capacity = self.length + key_states.shape[2], keys.shape[2]
+        if end > capacity:
+            capacity = max(256, 2 * capacity, end)
+            keys, values = self._grown(keys, capacity), self._grown(values, capacity)
+            self.keys, self.values = keys, values
+        keys[:, :, self.length : end] = key_states
+        values[:, :, self.length : end] = value_states
         self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        return keys[:, :, :end], values[:, :, :end]
 
     def _grown(self, old: Tensor, capacity: int) -> Tensor:
         new = old.new_empty((*old.shape[:2], capacity, old.shape[3]))
         new[:, :, : self.length] = old[:, :, : self.length]
         return new
 
-    def keep(self, length: int, slots: list[int]) -> None:
-        if not self.is_initialized:
+    def keep(self, length: int, slots: Sequence[int]) -> None:
+        if not self.buffers:
             return
         end = length + len(slots)
-        if slots and slots != list(range(length, end)):
-            index = torch.tensor(slots, device=self.keys.device)
-            self.keys[:, :, length:end] = self.keys[:, :, index]
-            self.values[:, :, length:end] = self.values[:, :, index]
+        if slots and list(slots) != list(range(length, end)):
+            for states in self.buffers:
+                states[:, :, length:end] = states[:, :, torch.tensor(slots, device=states.device)]
         self.length = end
 
     def get_seq_length(self) -> int:
@@ -99,7 +100,7 @@ class InPlaceCacheLayer(DynamicLayer):
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:
-        return (self.keys, self.values) if self.is_initialized else ()
+        return () if self.keys is None or self.values is None else (self.keys, self.values)
 
 
 def has_window(model: PreTrainedModel) -> bool:
@@ -131,7 +132,7 @@ class TransformersCache(Cache):
 
     @torch.inference_mode()
     def clear(self) -> None:
-        for layer in self.decoder.layers:
+        for layer in self._layers:
             for states in layer.buffers:
                 states.zero_()
         self._reset()
@@ -143,17 +144,22 @@ class TransformersCache(Cache):
         self.encoded: Any = None
 
     def keep(self, length: int, slots: Sequence[int] = ()) -> None:
-        for layer in self.decoder.layers:
+        for layer in self._layers:
             layer.keep(length, slots)
 
     @property
     def kv_bytes(self) -> int:
-        crossed = sum(x.nbytes for layer in self.crossed.layers for x in (layer.keys, layer.values))
-        return crossed + sum(layer.nbytes for layer in self.decoder.layers)
+        crossed: list[Any] = self.crossed.layers
+        states = sum(x.nbytes for layer in crossed for x in (layer.keys, layer.values))
+        return states + sum(layer.nbytes for layer in self._layers)
 
     @property
     def reserved_bytes(self) -> int:
-        return sum(x.nbytes for layer in self.decoder.layers for x in layer.buffers)
+        return sum(x.nbytes for layer in self._layers for x in layer.buffers)
+
+    @property
+    def _layers(self) -> list[InPlaceCacheLayer]:
+        return self.decoder.layers  # type: ignore[return-value]
 
 
 class _ModelEngine(Engine[CacheT]):
@@ -168,7 +174,7 @@ class _ModelEngine(Engine[CacheT]):
     def weight_bytes(self) -> int:
         return weight_bytes(self._model)
 
-    def run(self, entries: Sequence[Entry]) -> list[Tensor]:
+    def run(self, entries: Sequence[Entry[CacheT]]) -> list[Tensor]:
         """See `Engine.run`."""
         logits = []
         for cache, new, held, draft in entries:

@@ -100,8 +100,8 @@ class LlamaCache(Cache):
     def states(self, width: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Return keys and values of the first `width` positions, by layer."""
         if width != self._states[0]:
-            keys_and_values = self.kv[:, None, :, :width].chunk(2, 2)
-            self._states = (width, *(states.unbind() for states in keys_and_values))
+            keys, values = self.kv[:, None, :, :width].chunk(2, 2)
+            self._states = width, keys.unbind(), values.unbind()
         return self._states[1:]
 
     def shape(self, n: int, angles: Tensor) -> PassShape:
@@ -148,7 +148,7 @@ class LlamaEngine(Engine[LlamaCache]):
         finally:
             self._model.graphs = before
 
-    def run(self, entries: Sequence[Entry]) -> list[Tensor]:
+    def run(self, entries: Sequence[Entry[LlamaCache]]) -> list[Tensor]:
         """See `Engine.run`."""
         logits = []
         for cache, new, held, draft in entries:
@@ -251,7 +251,7 @@ class LlamaEngine(Engine[LlamaCache]):
     def _record_pass(
         self, cache: LlamaCache, inputs: tuple[Tensor, Tensor, Tensor], shape: PassShape, width: int
     ) -> Recording | None:
-        ids, mask, slots = buffers = tuple(values.clone() for values in inputs)
+        ids, mask, slots = buffers = inputs[0].clone(), inputs[1].clone(), inputs[2].clone()
         if len(cache.recordings) >= GRAPH_LIMIT:
             cache.recordings.clear()
         states = cache.states(width)

@@ -6,7 +6,7 @@ import copy
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +41,7 @@ class PackedLinear(nn.Module):
     `nn.Linear` repacks its weight for every product of several rows.
     """
 
-    weight = None  # inspected by T5
+    weight: Tensor | None = None  # inspected by T5
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -58,10 +58,11 @@ def pack(model: nn.Module) -> None:
     """Pack linear layers except quantized layers (subclasses) and layers in another dtype, whose weight T5 inspects."""
     usual = next(model.parameters()).dtype
     for module in list(model.modules()):
-        for name, child in list(module.named_children()):
+        children: list[tuple[str, Any]] = list(module.named_children())
+        for name, child in children:
             if type(child) is nn.Linear and child.weight.dtype == usual and can_pack(child.weight):
                 setattr(module, name, PackedLinear(child.weight, child.bias))
-                child.weight = None
+                child.weight = None  # type: ignore[assignment]
 
 
 LLAMA_FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -178,7 +179,7 @@ class LlamaWeights(FusedWeights):
         self._parts.append(part)
         return part
 
-    def _layer(self, layer: nn.Module) -> LlamaLayer:
+    def _layer(self, layer: Any) -> LlamaLayer:
         attention, gated = layer.self_attn, layer.mlp
         norm_heads = None
         if hasattr(attention, "q_norm"):
@@ -194,10 +195,10 @@ class LlamaWeights(FusedWeights):
             self._linear([gated.down_proj]),
         )
 
-    def _norm(self, norm: nn.Module) -> RowFunction:
+    def _norm(self, norm: Any) -> RowFunction:
         return rms_norm(norm.variance_epsilon, self._count(unmapped(norm.weight)))
 
-    def _linear(self, linears: list[nn.Module]) -> RowFunction:
+    def _linear(self, linears: list[Any]) -> RowFunction:
         if any(type(linear) is not nn.Linear for linear in linears):
             self._parts.extend(linears)
             if len(linears) == 1:
@@ -254,7 +255,7 @@ def with_layers(model: PreTrainedModel | FusedWeights, kept: Sequence[int]) -> P
     return _with_layers(model, kept, count)
 
 
-def _with_layers(model: nn.Module, kept: Sequence[int], count: int) -> nn.Module:
+def _with_layers(model: Any, kept: Sequence[int], count: int) -> Any:
     thin = copy.copy(model)
     thin._modules = dict(model._modules)
     for name, child in model._modules.items():

@@ -9,7 +9,7 @@ import ctypes
 from array import array
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -125,14 +125,14 @@ class NativeEngine(Engine[NativeCache]):
     def new_cache(self, source: Sequence[int] = ()) -> NativeCache:
         return NativeCache(self._model)
 
-    def shares_cache(self, other: Engine) -> bool:
+    def shares_cache(self, other: Engine[Any]) -> bool:
         return isinstance(other, NativeEngine) and self._kv_shape == other._kv_shape
 
     @property
     def _kv_shape(self) -> tuple[int, ...]:
         return len(self._model.layers), self._model.kv_heads, self._model.head_dim
 
-    def run(self, entries: Sequence[Entry], layers: Sequence[int] = ()) -> list[Tensor]:
+    def run(self, entries: Sequence[Entry[NativeCache]], layers: Sequence[int] = ()) -> list[Tensor]:
         """See `Engine.run`. `layers`: store their hidden states `[layers, rows, width]` in `cache.hidden`."""
         outputs, run_pass = [], self._library.run_pass
         for cache, new, held, draft in entries:

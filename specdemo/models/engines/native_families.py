@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from specdemo.core.errors import UserError
 from specdemo.models.engines.llama_weights import LLAMA_FAMILY, ROPE_TYPES, is_spread, unsupported_reason
+from specdemo.models.engines.native_matrix import weight_shape
 from specdemo.models.model_sizes import ROTATES_WHOLE_HEADS, ModelSizes
 from specdemo.native.build import NativeUnavailable, native_library
 
@@ -50,7 +51,7 @@ class ModelParts:
     logit_cap: float | None = None
 
 
-def _llama(model: PreTrainedModel) -> ModelParts:
+def _llama(model: Any) -> ModelParts:
     body, config = model.model, model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     window = config.sliding_window if config.model_type == "mistral" else None
@@ -65,7 +66,7 @@ def _llama(model: PreTrainedModel) -> ModelParts:
     )
 
 
-def _llama_layer(layer: nn.Module, head_dim: int, window: int | None) -> LayerParts:
+def _llama_layer(layer: Any, head_dim: int, window: int | None) -> LayerParts:
     attention, gated = layer.self_attn, layer.mlp
     norms = {"enter": layer.input_layernorm, "between": layer.post_attention_layernorm}
     if hasattr(attention, "q_norm"):
@@ -81,7 +82,7 @@ def _llama_layer(layer: nn.Module, head_dim: int, window: int | None) -> LayerPa
     )
 
 
-def _gemma2(model: PreTrainedModel) -> ModelParts:
+def _gemma2(model: Any) -> ModelParts:
     body, config = model.model, model.config
     return ModelParts(
         body.embed_tokens,
@@ -98,7 +99,7 @@ def _gemma2(model: PreTrainedModel) -> ModelParts:
     )
 
 
-def _gemma2_layer(layer: nn.Module) -> LayerParts:
+def _gemma2_layer(layer: Any) -> LayerParts:
     attention, gated = layer.self_attn, layer.mlp
     norms = {
         "enter": layer.input_layernorm,
@@ -117,7 +118,7 @@ def _gemma2_layer(layer: nn.Module) -> LayerParts:
     )
 
 
-def _gpt2(model: PreTrainedModel) -> ModelParts:
+def _gpt2(model: Any) -> ModelParts:
     body, config = model.transformer, model.config
     return ModelParts(
         body.wte,
@@ -140,7 +141,7 @@ def _gpt2(model: PreTrainedModel) -> ModelParts:
     )
 
 
-def _gpt_neox(model: PreTrainedModel) -> ModelParts:
+def _gpt_neox(model: Any) -> ModelParts:
     body, config = model.gpt_neox, model.config
     outputs = torch.arange(3 * config.hidden_size).unflatten(0, (config.num_attention_heads, 3, -1))
     return ModelParts(
@@ -166,7 +167,7 @@ def _gpt_neox(model: PreTrainedModel) -> ModelParts:
     )
 
 
-_FAMILIES: dict[str, Callable[[PreTrainedModel], ModelParts]] = {
+_FAMILIES: dict[str, Callable[[Any], ModelParts]] = {
     **dict.fromkeys(LLAMA_FAMILY, _llama),
     "GPT2LMHeadModel": _gpt2,
     "GPTNeoXForCausalLM": _gpt_neox,
@@ -186,7 +187,7 @@ def unchecked_parts(model: PreTrainedModel) -> ModelParts:
     return _FAMILIES[type(model).__name__](model)
 
 
-def _check(name: str, model: PreTrainedModel, parts: ModelParts) -> None:
+def _check(name: str, model: Any, parts: ModelParts) -> None:
     config, joined = model.config, len(parts.layers[0].qkv) == 1
     heads = config.num_attention_heads
     kv_heads = heads if joined else getattr(config, "num_key_value_heads", None) or heads
@@ -202,24 +203,25 @@ def _check(name: str, model: PreTrainedModel, parts: ModelParts) -> None:
         inner=parts.inner,
         layers=len(parts.layers),
         vocab_size=config.vocab_size,
-        positions=_shape(parts.positions)[0] if parts.positions else None,
+        positions=weight_shape(parts.positions)[0] if parts.positions else None,
         window=min(windows, default=None),
     )
     sizes.check(name)
     factors = [parts.epsilon, parts.embedding_scale, parts.attention_cap or 0, parts.logit_cap or 0]
     if not all(map(isfinite, [*factors, *(layer.scale for layer in parts.layers)])):
         raise UserError(f"{name} has a factor that is NaN or infinite: choose another model")
-    if any(_shape(module) != shape for module, shape in _shapes(parts, sizes, model.lm_head)):
+    if any(weight_shape(module) != shape for module, shape in _shapes(parts, sizes, model.lm_head)):
         raise UserError(f"{name} has a matrix of another shape than its configuration: choose another model")
 
 
 def _shapes(parts: ModelParts, sizes: ModelSizes, head: nn.Module) -> Iterator[tuple[nn.Module, tuple[int, ...]]]:
     """Yield matrices and vectors with their shapes in the C code."""
+    assert sizes.width and sizes.heads and sizes.kv_heads and sizes.head_dim and sizes.inner and sizes.vocab_size
     width, mixed, keys = sizes.width, sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
     norms = {"query_norm": sizes.head_dim, "key_norm": sizes.head_dim}
     yield from ((module, (sizes.vocab_size, width)) for module in (parts.embedding, head))
     yield parts.leave, (width,)
-    if parts.positions:
+    if parts.positions and sizes.positions:
         yield parts.positions, (sizes.positions, width)
     for layer in parts.layers:
         outputs = (mixed, keys, keys) if len(layer.qkv) > 1 else (mixed + 2 * keys,)
@@ -227,12 +229,6 @@ def _shapes(parts: ModelParts, sizes: ModelSizes, head: nn.Module) -> Iterator[t
         yield from ((module, (sizes.inner, width)) for module in layer.gate_up)
         yield from ((layer.out, (width, mixed)), (layer.down, (width, sizes.inner)))
         yield from ((module, (norms.get(name, width),)) for name, module in layer.norms.items())
-
-
-def _shape(module: nn.Module) -> tuple[int, ...]:
-    if hasattr(module, "in_features"):  # the weights of quantised layers have other shapes
-        return module.out_features, module.in_features
-    return tuple(module.weight.T.shape if hasattr(module, "nx") else module.weight.shape)
 
 
 def transformers_reason(model: PreTrainedModel, device: torch.device) -> str | None:

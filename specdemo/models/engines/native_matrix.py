@@ -28,7 +28,7 @@ class Joined(NamedTuple):
 
     def nbytes(self, form: Format, block: int) -> int:
         """Return the bytes of the matrix, computed from the shapes of its layers."""
-        shapes = [_shape(linear) for linear in self.linears]
+        shapes = [weight_shape(linear) for linear in self.linears]
         outputs = sum(shape[0] for shape in shapes)
         if self.interleaved:
             outputs = len(shapes) * (shapes[0][0] + -shapes[0][0] % block)
@@ -125,10 +125,11 @@ def format_of(linear: nn.Module) -> Format:
     return FORMATS["INT8"] if weight.dtype == torch.int8 else FLOAT_FORMATS[weight.dtype]
 
 
-def _shape(linear: nn.Module) -> tuple[int, int]:
-    """Return outputs and inputs."""
-    weight: Any = linear.weight
-    return tuple(reversed(weight.shape)) if isinstance(linear, Conv1D) else tuple(weight.shape)
+def weight_shape(module: Any) -> tuple[int, ...]:
+    """Return outputs and inputs of a linear layer, or the shape of another weight."""
+    if hasattr(module, "in_features"):  # the weights of quantised layers have other shapes
+        return module.out_features, module.in_features
+    return tuple(module.weight.T.shape if isinstance(module, Conv1D) else module.weight.shape)
 
 
 def _stored(linear: nn.Module, form: Format, order: Tensor | None) -> dict[str, Tensor]:

@@ -103,7 +103,7 @@ class NativeWeights(FusedWeights):
         self._kept.append(part)
         return part
 
-    def _gain(self, norm: nn.Module) -> Tensor:
+    def _gain(self, norm: Any) -> Tensor:
         gain = norm.weight.detach().float()
         gain = gain + self._gain_offset if self._gain_offset else gain.clone()
         biased = hasattr(norm, "bias")
@@ -113,7 +113,7 @@ class NativeWeights(FusedWeights):
         matrix = self._keep(NativeMatrix(joined, self._buffer))
         if self._consume:
             for linear in joined.linears:
-                linear.weight = None
+                linear.weight = None  # type: ignore[assignment]
         return matrix
 
     def _layer(self, layer: LayerParts) -> LayerStruct:
@@ -140,11 +140,9 @@ def _joined(layer: LayerParts, form: Callable[[nn.Module], Format]) -> dict[str,
 def planned_bytes(parts: ModelParts, head: nn.Module, form: Callable[[nn.Module], Format]) -> Counter[str]:
     """Return the bytes of `NativeWeights` by number format, computed from the shapes of its layers."""
     block, total = required_library().block_outputs(), Counter[str]()
-    tables = [parts.embedding, parts.positions]
-    if getattr(head, "weight", None) is parts.embedding.weight:
-        tables = [parts.positions]
+    tables = [parts.embedding, parts.positions, None if head.weight is parts.embedding.weight else head]
     matrices = [joined for layer in parts.layers for joined in _joined(layer, form).values()]
-    matrices += [Joined([module]) for module in (*tables, head) if module is not None]
+    matrices += [Joined([module]) for module in tables if module is not None]
     for joined in matrices:
         number_format = form(joined.linears[0])
         total[number_format.name] += joined.nbytes(number_format, block)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from specdemo.models.cache_check import cache_support
@@ -16,7 +17,10 @@ from specdemo.models.engines.native_weights import NativeWeights
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_ENGINES: dict[type[FusedWeights], type[Engine[Any]]] = {LlamaWeights: LlamaEngine, NativeWeights: NativeEngine}
+_ENGINES: dict[type[FusedWeights], Callable[[Any], Engine[Any]]] = {
+    LlamaWeights: LlamaEngine,
+    NativeWeights: NativeEngine,
+}
 
 
 def engine_of(model: PreTrainedModel | FusedWeights) -> Engine[Any]:
