@@ -41,6 +41,7 @@ test-sanitized: $(READY_DEV) ## run random passes of the native engine with Addr
 lint: $(READY_DEV) ## check style and formatting
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
 	@$(BIN)/clang-format --dry-run --Werror $(C_SOURCES)
 	@if command -v shellcheck >/dev/null; then shellcheck .ci/run; else echo "shellcheck is not installed: .ci/run not checked"; fi
 	@if command -v hadolint >/dev/null; then hadolint Dockerfile; else echo "hadolint is not installed: Dockerfile not checked"; fi

@@ -15,7 +15,7 @@ from torch import Tensor
 from specdemo.core.errors import UserError
 from specdemo.core.sampling import ChainSampler
 from specdemo.core.step import Draft, common_prefix
-from specdemo.models.engines.engine import Entry
+from specdemo.models.engines.engine import Cache, Entry
 from specdemo.models.engines.select import engine_of
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class CachedModel:
         self._owner, self._passes, self._owner_passes = owner, 0, -1
         self.engine = engine_of(model)
         self.chains_only = self.engine.chains_only
-        self._cache = owner._cache if owner else self.engine.open(source)
+        self._cache: Cache = owner._cache if owner else self.engine.open(source)
         self._pad, self._closed = pad, False
         self._held: list[int] = []
         self._draft = Draft()
@@ -89,9 +89,9 @@ class CachedModel:
         if len(known) > len(draft):
             logits = known
         else:
-            self._check_ids(new)
             self._passes += 1
             try:
+                self._check_ids(new)
                 (logits,) = self.engine.run([Entry(self._cache, new, held, padded)])
             except BaseException:
                 self._forget()
@@ -124,9 +124,10 @@ class CachedModel:
         except BaseException:
             self._forget()
             raise
-        drafted = picked if isinstance(picked[0], int) else torch.cat(picked).tolist()
-        self._held, self._logits = [*tokens, *drafted[:-1]], logits
-        return drafted
+        on_device = [token for token in picked if isinstance(token, Tensor)]
+        chain = torch.cat(on_device).tolist() if on_device else [token for token in picked if isinstance(token, int)]
+        self._held, self._logits = [*tokens, *chain[:-1]], logits
+        return chain
 
     def prepare(self, rows: Iterable[int], start: int, end: int) -> None:
         """Record passes of these row counts over `start` to `end` positions on CUDA."""
@@ -140,8 +141,8 @@ class CachedModel:
         if self._logits is not None:
             return None
         new = list(tokens[held:])
-        self._check_ids(new)
         try:
+            self._check_ids(new)
             drafted = self.engine.sample_chain(self._cache, new, held, count, sampler)
         except BaseException:
             self._forget()
@@ -207,10 +208,11 @@ class CachedModel:
         shared = common_prefix(self._held, tokens)
         slots: list[int] = []
         node: int | None = -1 if self._held and shared == len(self._held) else None
-        children: dict[int | None, list[int]] = {**self._draft.children()}
+        children = self._draft.children()
 
         def child(node: int | None, token: int) -> int | None:
-            return next((kid for kid in children.get(node, ()) if self._draft.tokens[kid] == token), None)
+            kids = () if node is None else children.get(node, ())
+            return next((kid for kid in kids if self._draft.tokens[kid] == token), None)
 
         for token in tokens[shared:]:
             node = child(node, token)

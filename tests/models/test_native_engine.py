@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,6 +33,7 @@ from fakes.passes import Passes
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
+import specdemo
 from specdemo.core.errors import UserError
 from specdemo.core.sampling import ChainSampler, Noise, SamplingParams
 from specdemo.core.step import Draft
@@ -321,3 +325,55 @@ def test_float32_weights_from_16_bits_are_stored_in_16_bits(dtype: str) -> None:
     assert half.weight_bytes < 0.6 * sum(parameter.nbytes for parameter in stored.parameters())
     stored.model.layers[0].self_attn.k_proj.weight[0, 0] = 1 / 3  # needs float32
     assert NativeWeights(stored).weight_bytes > half.weight_bytes
+
+
+def test_a_pass_has_three_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From `CachedModel.score` to the call into C."""
+    cached = CachedModel(weights("llama", "float32"))
+    cached.score(text(5), Draft())
+    package, names = str(Path(specdemo.__file__).parent), []
+    run_pass = cached.engine._library.run_pass
+
+    def called(*arguments: object) -> int:
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_code is not CachedModel.score.__wrapped__.__code__:
+            names.append(frame.f_code.co_name) if frame.f_code.co_filename.startswith(package) else None
+            frame = frame.f_back
+        return run_pass(*arguments)
+
+    monkeypatch.setattr(cached.engine, "_library", SimpleNamespace(run_pass=called))
+    cached.score(text(7), Draft())
+    assert names == ["_call", "run"]  # and `score`
+
+
+@pytest.mark.parametrize("wrong", [-1, VOCAB, VOCAB + 1000, 10_000_000, 1 << 40])
+def test_tokens_outside_the_vocabulary_are_refused(wrong: int) -> None:
+    """In texts and drafts; the cache of the text before stays usable."""
+    cached, tokens = CachedModel(weights("llama", "float32")), text(5)
+    expected = cached.score(tokens, Draft())
+    for score in (
+        lambda: cached.score([*tokens, wrong], Draft()),
+        lambda: cached.score(tokens, Draft.chain((1, wrong))),
+        lambda: cached.extend([*tokens, wrong], 2, lambda logits, i: 0),
+    ):
+        with pytest.raises(UserError, match=rf"token id {wrong:,} is outside the vocabulary of {VOCAB:,} tokens"):
+            score()
+    assert torch.equal(cached.score(tokens, Draft()), expected)
+
+
+@pytest.mark.parametrize("slots", [[3, 99], [0, 4]])
+def test_slots_outside_the_written_positions_are_refused(slots: list[int]) -> None:
+    passes = Passes(engine_of(weights("llama", "float32")))
+    passes.run(text(6), 0, Draft())
+    with pytest.raises(ValueError, match="are not in a cache of 6 positions"):
+        passes.keep(2, slots)
+
+
+def test_a_closed_cached_model_is_refused() -> None:
+    """Another text may use its cache."""
+    cached = CachedModel(weights("llama", "float32"))
+    cached.score(text(3), Draft())
+    cached.close()
+    cached.close()
+    with pytest.raises(ValueError, match="is closed"):
+        cached.score(text(3), Draft())
