@@ -24,10 +24,10 @@ from specdemo.models.engines.llama_weights import with_dropout
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
-from specdemo.pipeline import PASSES, build_pipeline
+from specdemo.pipeline import build_pipeline
 from specdemo.prompts import Prompt, load_prompts
 from specdemo.recipe import Recipe
-from specdemo.remote.gates import GatedVerifier, RecordingPolicy, mc_dropout, signals
+from specdemo.remote.gates import PASSES, GatedVerifier, RecordingPolicy, mc_dropout, signals
 
 TABLES = {"gates": "docs/edge-cloud.md"}
 PERCENTILES = (40, 80, 95)

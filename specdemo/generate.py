@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import platform
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -20,25 +19,27 @@ from specdemo.core.errors import UserError
 from specdemo.core.events import End, Event, Header, Loading, MemoryUse, StepEvent
 from specdemo.core.formats import format_bytes
 from specdemo.core.metrics import Metrics
+from specdemo.core.target import Target
 from specdemo.drafters import METHODS
 from specdemo.models import memory
-from specdemo.models.batch_invariance import COMPARED_ROWS, compared_context
 from specdemo.models.load import LoadedModel
 from specdemo.models.loaded_pair import LoadedPair
 from specdemo.models.model_pool import ModelPool
+from specdemo.models.spec import ModelSpec
 from specdemo.models.threads import torch_threads
 from specdemo.models.tokenizer import ChatMessage, TextStream, TokenNames, encode_prompt, prompt_text
-from specdemo.pipeline import PASSES, Pipeline, Stores, build_pipeline, longest_chain
+from specdemo.pipeline import Pipeline, Stores, build_pipeline, longest_chain
 from specdemo.recipe import Recipe
-from specdemo.remote.client import RemoteModel, connect
-from specdemo.remote.gates import EdgeVerifier
+from specdemo.remote.gates import PASSES, EdgeVerifier
+from specdemo.remote.target import connect
 
 CHARACTERS_PER_TOKEN = 3  # rough
+PromptOrChat: TypeAlias = "str | Sequence[ChatMessage]"
 
 
 def generate(
     recipe: Recipe,
-    prompt: str | Sequence[ChatMessage],
+    prompt: PromptOrChat,
     pool: ModelPool | LoadedPair | None = None,
     stores: Stores | None = None,
     drafter: Drafter | None = None,
@@ -53,30 +54,52 @@ def generate(
         raise UserError("the prompt is empty: type something to continue")
     if isinstance(pool, LoadedPair):
         recipe, pool = pool.bind(recipe), pool.pool
-    pool = ModelPool() if pool is None else pool
     running = recipe.running
-    if drafter is not None:
-        if not METHODS[running.method].drafts:
-            raise UserError(f"method {running.method} does not draft: choose another method to use a drafter with it")
-        running = replace(running, method="lookup")  # needs no second model
-    specs = [running.drafter_spec] if running.cloud else [running.target_spec, running.drafter_spec]
-    with closing(pool.bring([spec for spec in specs if spec is not None], _context(running, prompt))) as loading:
-        for progress in loading:
-            yield Loading(progress.text, progress.done, progress.total)
-    loaded = [pool.take(spec) if spec is not None else None for spec in specs]
-    if running.cloud:
-        yield Loading(f"connecting to the cloud at {running.cloud.remote}")
-        hub = getattr(pool, "hub", None)
-        with closing(connect(running.cloud, running.target_spec, running.seed, edge=loaded[0], hub=hub)) as remote:
-            if remote.lost:
-                yield Loading("no response from the cloud: the drafter decodes alone")
-            yield from _run(recipe, running, prompt, pool, remote, loaded[0], stores, drafter)
-    else:
-        assert loaded[0] is not None
-        yield from _run(recipe, running, prompt, pool, *loaded, stores, drafter)
+    if drafter is not None and not METHODS[running.method].drafts:
+        raise UserError(f"method {running.method} does not draft: choose another method to use a drafter with it")
+    run = run_local if running.cloud is None else run_edge_cloud
+    yield from run(recipe, prompt, Resources(ModelPool() if pool is None else pool, stores, drafter))
 
 
-def _context(recipe: Recipe, prompt: str | Sequence[ChatMessage]) -> int:
+@dataclass(frozen=True)
+class Resources:
+    """Objects that a run receives from its caller."""
+
+    pool: ModelPool
+    stores: Stores | None = None  # n-grams of earlier runs
+    drafter: Drafter | None = None  # replaces that of the recipe
+
+    def load(self, specs: Mapping[str, ModelSpec], context: int) -> Generator[Event, None, dict[str, LoadedModel]]:
+        """Load the models by role, except a drafter that is replaced, for `context` tokens; yield the progress."""
+        needed = {role: spec for role, spec in specs.items() if role != "drafter" or self.drafter is None}
+        with closing(self.pool.bring(list(needed.values()), context)) as loading:
+            for progress in loading:
+                yield Loading(progress.text, progress.done, progress.total)
+        return {role: self.pool.take(spec) for role, spec in needed.items()}
+
+
+def run_local(recipe: Recipe, prompt: PromptOrChat, resources: Resources) -> Iterator[Event]:
+    """Run a recipe whose target is in this process."""
+    running = recipe.running
+    models = yield from resources.load(running.specs, _context(running, prompt))
+    yield from _run(recipe, running, prompt, resources, models["target"], models.get("drafter"))
+
+
+def run_edge_cloud(recipe: Recipe, prompt: PromptOrChat, resources: Resources) -> Iterator[Event]:
+    """Run a recipe whose target is a service."""
+    running = recipe.running
+    assert running.cloud is not None
+    edge_specs = {role: spec for role, spec in running.specs.items() if role != "target"}
+    edge = (yield from resources.load(edge_specs, _context(running, prompt))).get("drafter")
+    yield Loading(f"connecting to the cloud at {running.cloud.remote}")
+    hub = resources.pool.hub
+    with closing(connect(running.cloud, running.target_spec, running.seed, edge=edge, hub=hub)) as target:
+        if target.lost:
+            yield Loading("no response from the cloud: the drafter decodes alone")
+        yield from _run(recipe, running, prompt, resources, target, edge)
+
+
+def _context(recipe: Recipe, prompt: PromptOrChat) -> int:
     texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
     copies = 1 + PASSES if recipe.cloud and "variance" in recipe.cloud.gates else 1
     return copies * (sum(map(len, texts)) // CHARACTERS_PER_TOKEN + recipe.max_tokens)
@@ -85,21 +108,21 @@ def _context(recipe: Recipe, prompt: str | Sequence[ChatMessage]) -> int:
 def _run(
     recipe: Recipe,
     running: Recipe,
-    prompt: str | Sequence[ChatMessage],
-    pool: ModelPool,
-    target: LoadedModel | RemoteModel,
+    prompt: PromptOrChat,
+    resources: Resources,
+    target: Target,
     model: LoadedModel | None,
-    stores: Stores | None,
-    drafter: Drafter | None,
 ) -> Iterator[Event]:
     environment = _environment(target, model)  # measured before the clock starts
     text, start = prompt_text(target.tokenizer, prompt, running.chat), time.perf_counter()
     prompt_tokens = encode_prompt(target.tokenizer, text, running.chat, target.vocab_size)
     tokens = target.opening if target.encoder else prompt_tokens  # an encoder's input is not part of the text
-    with ExitStack() as resources:
-        pipeline = build_pipeline(running, target, model, stores, text, pool.chats)
-        resources.callback(pipeline.close)
-        pipeline = _adapted(pipeline, recipe, drafter)
+    with ExitStack() as opened:
+        chats, proposer = resources.pool.chats, resources.drafter
+        pipeline = build_pipeline(running, target, model, resources.stores, text, chats, proposer)
+        opened.callback(pipeline.close)
+        if recipe.cloud is not None and recipe.cloud.alone:
+            pipeline = replace(pipeline, verifier=EdgeVerifier(pipeline.verifier))
         room = _room(pipeline, tokens)
         start += _prepare(pipeline, running, len(tokens), room)
         yield Header(
@@ -108,7 +131,7 @@ def _run(
             prompt_tokens=tuple(prompt_tokens),
             vocab_size=target.vocab_size,
             exact=recipe.exact,
-            bit_equal=target.bit_equal and drafter is None and _is_compared(running, target, len(tokens)),
+            bit_equal=proposer is None and target.bit_equal(longest_chain(running), len(tokens) + running.max_tokens),
             encoder=target.encoder,
             environment={**environment, **target.environment},
         )
@@ -122,9 +145,9 @@ def _run(
             failure, exhausted = memory.describe_failure(error), memory.is_out_of_memory(error)
         kv_bytes = pipeline.kv_bytes
         if exhausted:  # outside the handler: its traceback references tensors
-            resources.close()
+            opened.close()
             del pipeline, steps
-            pool.recover()
+            resources.pool.recover()
             failure = _memory_ran_out(kv_bytes, device)
         if failure is not None:
             yield End("error", failure, metrics)
@@ -133,23 +156,8 @@ def _run(
         yield End("stop" if last in target.stop else "length", None, metrics, _peak(device, kv_bytes), full)
 
 
-def _adapted(pipeline: Pipeline, recipe: Recipe, drafter: Drafter | None) -> Pipeline:
-    if drafter is not None:
-        pipeline = replace(pipeline, drafter=drafter)
-    alone = recipe.cloud is not None and recipe.cloud.alone
-    return replace(pipeline, verifier=EdgeVerifier(pipeline.verifier)) if alone else pipeline
-
-
 def _peak(device: torch.device, kv_bytes: int) -> MemoryUse:
     return MemoryUse(memory.peak_process_bytes(), memory.peak_device_bytes(device), kv_bytes)
-
-
-def _is_compared(recipe: Recipe, target: LoadedModel | RemoteModel, tokens: int) -> bool:
-    if isinstance(target, LoadedModel) and target.invariance.by_construction:
-        return True
-    length = longest_chain(recipe)
-    context = compared_context(target.model) if isinstance(target, LoadedModel) else sys.maxsize
-    return length is not None and length < COMPARED_ROWS and tokens + recipe.max_tokens <= context
 
 
 def _room(pipeline: Pipeline, tokens: Sequence[int]) -> int:
@@ -171,7 +179,7 @@ def _memory_ran_out(kv_bytes: int, device: torch.device) -> str:
 
 def _steps(
     pipeline: Pipeline,
-    target: LoadedModel | RemoteModel,
+    target: Target,
     tokens: Sequence[int],
     max_tokens: int,
     start: float,
@@ -220,9 +228,9 @@ def _prepare(pipeline: Pipeline, recipe: Recipe, tokens: int, room: int) -> floa
     return time.perf_counter() - start
 
 
-def _environment(target: LoadedModel | RemoteModel, model: LoadedModel | None) -> dict[str, Any]:
-    local = [loaded.model.device for loaded in (target, model) if isinstance(loaded, LoadedModel)]
-    gpu = next((device for device in local if device.type == "cuda"), None)
+def _environment(target: Target, model: LoadedModel | None) -> dict[str, Any]:
+    devices = [target.device, model.device if model else None]
+    gpu = next((device for device in devices if device is not None and device.type == "cuda"), None)
     drafter_bytes = model.weight_bytes if model else None
     return {**_versions(), "processor": _processor(gpu), **target.environment, "drafter_bytes": drafter_bytes}
 

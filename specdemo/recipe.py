@@ -370,6 +370,12 @@ class Recipe(MethodOptions, RunOptions):
         return self._second_spec if METHODS[self.method].second_model else None
 
     @property
+    def specs(self) -> dict[str, ModelSpec]:
+        """Specification of each model, by role."""
+        drafter = self.drafter_spec
+        return {"target": self.target_spec, **({} if drafter is None else {"drafter": drafter})}
+
+    @property
     def _second_spec(self) -> ModelSpec | None:
         name, device = self.models[1], self.drafter_device or self.device
         if self.drafter == SAME:

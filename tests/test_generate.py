@@ -24,11 +24,13 @@ from specdemo.core.link_stats import Source
 from specdemo.core.metrics import Metrics
 from specdemo.core.step import Draft, Step
 from specdemo.generate import generate
+from specdemo.models.batch_invariance import COMPARED_ROWS, BatchInvariance
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_pool import ModelPool
-from specdemo.pipeline import PASSES, build_pipeline
+from specdemo.pipeline import build_pipeline
 from specdemo.recipe import Recipe
 from specdemo.remote.config import CloudConfig
+from specdemo.remote.gates import PASSES
 from specdemo.worker import Worker
 
 PROMPT = "for i in range(10):"
@@ -153,6 +155,32 @@ def test_a_drafter_object_replaces_the_drafter_of_the_recipe(target: str) -> Non
     for method in ("ar", "beam"):
         with pytest.raises(UserError, match="does not draft"):
             list(generate(replace(recipe, method=method, drafter=None), PROMPT, drafter=oracle))
+
+
+class Observer(Oracle):
+    """Draft nothing and record the candidates of each verdict."""
+
+    def observe(self, step: Step) -> None:
+        self.candidates = [*getattr(self, "candidates", []), *map(len, step.verdict.choices)]
+
+
+def test_a_drafter_object_receives_the_verdicts_of_the_method(target: str) -> None:
+    recipe = Recipe(target=target, method="nasd", filler_top_k=3, temperature=0, max_tokens=4, device="cpu")
+    observer = Observer(0, ())
+    list(generate(recipe, PROMPT, drafter=observer))
+    assert set(observer.candidates) == {3}
+
+
+def test_the_target_limits_equal_bits_to_compared_sizes(target: str) -> None:
+    loaded = ModelPool().take(Recipe(target=target, method="ar", device="cpu").target_spec)
+    measured = {"equal": True, "pad": 1, "compared": 9, "cost": {1: 1.0}}
+    object.__setattr__(loaded, "_invariance", BatchInvariance(**measured, by_construction=True))
+    assert loaded.bit_equal(None, 1 << 20)
+    object.__setattr__(loaded, "_invariance", BatchInvariance(**measured))
+    assert loaded.bit_equal(COMPARED_ROWS - 1, 100)
+    assert not loaded.bit_equal(COMPARED_ROWS, 100) and not loaded.bit_equal(None, 100)
+    object.__setattr__(loaded, "_invariance", BatchInvariance(**{**measured, "equal": False}))
+    assert not loaded.bit_equal(1, 100)
 
 
 def test_the_context_ends_the_text(target: str) -> None:

@@ -215,6 +215,46 @@ def test_a_cycle_within_a_layer_is_detected():
     assert [line.partition(":")[0] for line in violations(bad)] == ["cycle"]
 
 
+# Modules that may test for a class of targets.
+TARGETS = {
+    "LoadedModel": "specdemo/models/load.py",
+    "RemoteModel": "specdemo/remote/target.py",
+}
+
+
+def target_tests(sources: Sources) -> list[str]:
+    """List code that distinguishes local from remote targets: `isinstance`, comparisons of types, patterns, unions."""
+    problems = set()
+    for path, source in sources.items():
+        for node in ast.walk(ast.parse(source, path)):
+            names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+            called = isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass")
+            if called or isinstance(node, ast.Compare | ast.MatchClass):
+                problems |= {f"{path}: {name}" for name in names & set(TARGETS) if not path.startswith(TARGETS[name])}
+            elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr) and names >= set(TARGETS):
+                problems.add(f"{path}: a union of targets")
+    return sorted(problems)
+
+
+def test_no_code_distinguishes_local_from_remote_targets():
+    assert target_tests(sources()) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("isinstance(target, RemoteModel)", "RemoteModel"),
+        ("isinstance(target, (str, LoadedModel))", "LoadedModel"),
+        ("type(target) is RemoteModel", "RemoteModel"),
+        ("match target:\n    case LoadedModel(): ...", "LoadedModel"),
+        ("def run(target: LoadedModel | RemoteModel): ...", "a union of targets"),
+    ],
+)
+def test_a_test_for_the_class_of_a_target_is_detected(line, complaint):
+    assert target_tests({"specdemo/pipeline.py": line}) == [f"specdemo/pipeline.py: {complaint}"]
+    assert target_tests({"specdemo/pipeline.py": "def run(target: Target, drafter: LoadedModel | None): ..."}) == []
+
+
 def imported_tests(sources: Sources) -> list[str]:
     """List imports of test files, one per line: shared helpers belong in `tests/fakes` or a conftest."""
     modules = {module_name(path.removeprefix("tests/")) for path in sources}

@@ -28,6 +28,11 @@ Model: TypeAlias = "PreTrainedModel | FusedWeights"
 _NO_LOGITS = torch.empty(0, 0)
 
 
+def context_length(model: Model) -> int:
+    """Return the longest text in tokens; T5 has no limit."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+
+
 class CachedModel:
     """Function from tokens and a draft to logits, with the KV cache of a text until `close`.
 
@@ -46,7 +51,7 @@ class CachedModel:
         config = model.config.get_text_config()
         self.model = model
         self.vocab_size: int = config.vocab_size
-        self.context: int = getattr(config, "max_position_embeddings", None) or sys.maxsize  # T5 has no limit
+        self.context = context_length(model)
         if len(source) > self.context:
             raise UserError(
                 f"the prompt has {len(source):,} tokens and the encoder reads {self.context:,}: shorten it by at least "

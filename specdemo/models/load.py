@@ -14,10 +14,19 @@ from safetensors import SafetensorError
 from transformers import PretrainedConfig
 from transformers.utils import logging
 
+from specdemo.core.decode import Verifier
 from specdemo.core.errors import UserError
 from specdemo.core.sampling import largest
 from specdemo.core.step import Draft
-from specdemo.models.batch_invariance import NO_COSTS, BatchInvariance, check_invariance
+from specdemo.core.target import TargetContext
+from specdemo.core.verifier import ModelVerifier, configured_rule
+from specdemo.models.batch_invariance import (
+    COMPARED_ROWS,
+    NO_COSTS,
+    BatchInvariance,
+    check_invariance,
+    compared_context,
+)
 from specdemo.models.cache_check import cache_support, quiet
 from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.engines.generic import auto_class, has_encoder, opening, refuse_recurrent
@@ -27,7 +36,7 @@ from specdemo.models.engines.native_weights import NativeWeights
 from specdemo.models.engines.select import engine_of
 from specdemo.models.gguf_checkpoint import gguf_config, read_gguf
 from specdemo.models.hub import Hub, local_shapes
-from specdemo.models.kv_cache import CachedModel
+from specdemo.models.kv_cache import CachedModel, context_length
 from specdemo.models.llama_checkpoint import read_checkpoint
 from specdemo.models.memory import drop_mapped_files, free_bytes, given_back_at_once
 from specdemo.models.quantization import check_quantization, load_options, skeleton
@@ -46,12 +55,23 @@ _RESERVE = 0.1  # share of each device for KV cache and activations
 
 @dataclass(frozen=True)
 class LoadedModel:
+    """Model in this process: drafter, or `Target`."""
+
     spec: ModelSpec
     model: PreTrainedModel | FusedWeights
     tokenizer: PreTrainedTokenizerBase
     weight_bytes: int
     engine: str  # "native", "lean" or "transformers", with ": NOTE"
     measured: bool = True  # False: no batch invariance
+
+    @property
+    def name(self) -> str:
+        """Name of the architecture, since directories and GGUF files have long names."""
+        return type(self.model).__name__
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
 
     @property
     def invariance(self) -> BatchInvariance:
@@ -69,13 +89,49 @@ class LoadedModel:
     def opening(self) -> list[int]:
         return check_ids(opening(self.model), self.vocab_size) if self.encoder else self.tokenizer.encode("")
 
+    def bit_equal(self, longest_draft: int | None, length: int) -> bool:
+        """See `Target.bit_equal`."""
+        if self.invariance.by_construction or not self.invariance.equal:
+            return self.invariance.equal
+        compared = longest_draft is not None and longest_draft < COMPARED_ROWS
+        return compared and length <= compared_context(self.model)
+
     @property
-    def bit_equal(self) -> bool:
-        return self.invariance.equal
+    def pass_costs(self) -> dict[int, float]:
+        return self.invariance.cost
 
     @property
     def vocab_size(self) -> int:
         return self.model.config.get_text_config().vocab_size
+
+    @property
+    def context(self) -> int:
+        return context_length(self.model)
+
+    @property
+    def chains_only(self) -> str:
+        return engine_of(self.model).chains_only
+
+    def open_cache(self, context: TargetContext) -> CachedModel:
+        return context.cached(self, "target", self.invariance.pad)
+
+    def verifier(self, context: TargetContext) -> Verifier:
+        """Return the method's verifier, or one with the acceptance rule of the options."""
+        if context.method_verifier is not None:
+            return context.method_verifier(context)
+        options = context.options
+        return ModelVerifier(
+            context.scorer("target").score,
+            context.sampling,
+            configured_rule(options.rule, adjust=not options.skip_sample_adjustment, threshold=options.threshold),
+            accept=context.noise("accept", shared=False),
+            correct=context.noise("correct"),
+            candidates=context.candidates,
+            top=options.top,
+        )
+
+    def close(self) -> None:
+        """Keep the model, which belongs to a pool."""
 
     def release(self) -> None:
         """Free memory that is retained for later texts."""

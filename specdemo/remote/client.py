@@ -5,16 +5,14 @@ Only new tokens are sent. A request without a response is repeated under its ste
 
 from __future__ import annotations
 
-import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast
+from functools import partial
+from typing import Literal, TypeAlias, cast
 
 from specdemo.core.decode import Verifier
 from specdemo.core.errors import UserError
@@ -23,28 +21,18 @@ from specdemo.core.rules import RULES
 from specdemo.core.sampling import top_tokens
 from specdemo.core.step import Draft, TopTokens, Verdict, common_prefix
 from specdemo.core.verifier import position_tokens
-from specdemo.models.hub import Hub
-from specdemo.models.load import LoadedModel, read_tokenizer
-from specdemo.models.spec import ModelSpec
-from specdemo.models.zoo import fingerprint
-from specdemo.remote.access import SERVICES, TOKEN, token_for
-from specdemo.remote.config import ENCODINGS, CloudConfig
 from specdemo.remote.gates import EdgeVerifier, provisional_verdict, verdict_from_tokens
 from specdemo.remote.link import (
     ContextGone,
     HttpClient,
-    LinkEmulation,
     NoResponse,
     RequestSuperseded,
     ServiceBusy,
-    Unauthorised,
 )
 from specdemo.remote.protocol import (
-    MAX_TEXT,
     MAX_VOCAB,
     DeleteResponse,
     DraftRow,
-    ServiceInfo,
     StreamRequest,
     VerifyConfig,
     VerifyRequest,
@@ -55,7 +43,6 @@ from specdemo.worker import Stopped, device_released, interruptible, run_in_thre
 
 MAX_TIMEOUT_S = 8.0  # of an attempt
 CLOSE_S = 1.0
-MAX_PADDING = 2  # vocabulary of a model per token of its tokenizer; padding is below 2%
 RowFormat = Literal["float32", "float16", "scalar"]
 LateVerdict: TypeAlias = "tuple[Future[Verdict], int]"  # length of the text
 
@@ -325,151 +312,3 @@ def _raise_if_lost(failure: NoResponse, url: str, elapsed: float, deadlines: Dea
         raise ConnectionLost(
             f"the cloud at {url} has not responded for {elapsed:.0f} seconds ({failure}): {advice}"
         ) from failure
-
-
-@dataclass(frozen=True)
-class RemoteModel:
-    """Remote target: tokenizer, description and connection."""
-
-    http: HttpClient
-    info: ServiceInfo
-    tokenizer: Any
-    cloud: CloudConfig
-    lost: bool = False
-
-    encoder = False  # unsupported by the service
-
-    @cached_property
-    def stop(self) -> frozenset[int]:
-        return frozenset(self.info.stop)
-
-    @property
-    def bit_equal(self) -> bool:
-        return self.info.bit_equal
-
-    @property
-    def vocab_size(self) -> int:
-        return self.info.vocab_size
-
-    @property
-    def environment(self) -> dict[str, Any]:
-        info = self.info
-        return {
-            "device": f"{info.device} at {self.cloud.remote}",
-            "dtype": info.dtype,
-            "threads": info.threads,
-            "engine": info.engine,
-            "target_bytes": info.weight_bytes,
-        }
-
-    def close(self) -> None:
-        self.http.close()
-
-
-def connect(
-    cloud: CloudConfig,
-    target: ModelSpec,
-    seed: int,
-    clock: Callable[[], float] = time.monotonic,
-    *,
-    edge: LoadedModel | None = None,
-    hub: Hub | None = None,
-) -> RemoteModel:
-    """Connect to the service; raise `UserError` if it is unreachable or has another tokenizer."""
-    link = LinkEmulation(
-        cloud.rtt_ms / 1000, cloud.jitter_ms / 1000, cloud.loss, cloud.up_mbit * 1e6, cloud.down_mbit * 1e6, seed
-    )
-    if not cloud.remote:
-        raise UserError("the service address is missing: set it to http://host:port")
-    tokenizer = interruptible(partial(read_tokenizer, target, hub))
-    token = token_for(cloud.remote, os.environ)
-    http = HttpClient(cloud.remote, content_type=ENCODINGS[cloud.encoding], token=token, link=link)
-    try:
-        info = _service_info(http, cloud, edge is not None, clock)
-        if info is not None:
-            _check_info(info, target, tokenizer)
-            return RemoteModel(http, info, tokenizer, cloud)
-        assert edge is not None
-        return RemoteModel(http, _info_without_service(target, tokenizer, edge), tokenizer, cloud, lost=True)
-    except BaseException:
-        http.close()
-        raise
-
-
-def _service_info(
-    http: HttpClient, cloud: CloudConfig, has_edge: bool, clock: Callable[[], float]
-) -> ServiceInfo | None:
-    """Return None without a response if the edge may continue alone."""
-    start, timeout = clock(), max(1.0, cloud.deadline_ms / 1000)
-    while True:
-        try:
-            return interruptible(lambda: http.call("GET", "/v1/target", None, ServiceInfo, timeout))
-        except NoResponse as failure:
-            if clock() - start > min(3.0, cloud.lost_after_s) or not cloud.loss:
-                if has_edge and cloud.on_loss == "edge":
-                    return None
-                raise ConnectionLost(
-                    f"there is no service at {cloud.remote} ({failure}): start one with serve"
-                ) from failure
-        except Unauthorised as error:
-            if token_for(cloud.remote, os.environ) is None and os.environ.get(TOKEN):
-                raise UserError(
-                    f"{cloud.remote} requires a token, and {TOKEN} is sent only to this machine and to https addresses "
-                    f"in {SERVICES}: add the address there"
-                ) from error
-            raise
-
-
-def _check_info(info: ServiceInfo, target: ModelSpec, tokenizer: Any) -> None:
-    if info.tokenizer != fingerprint(tokenizer):
-        raise UserError(
-            f"the service's target {info.name} and {target.title} have different tokenizers: use the same target at "
-            "both ends"
-        )
-    if info.vocab_size > MAX_PADDING * len(tokenizer):
-        raise UserError(
-            f"the service reports {info.vocab_size:,} token ids and the tokenizer has {len(tokenizer):,}: use the same "
-            "target at both ends"
-        )
-
-
-def _info_without_service(target: ModelSpec, tokenizer: Any, edge: LoadedModel) -> ServiceInfo:
-    return ServiceInfo(
-        name=Path(target.name).name,
-        vocab_size=max(edge.vocab_size, len(tokenizer)),
-        context=MAX_TEXT,
-        stop=sorted(edge.stop),
-        tokenizer=fingerprint(tokenizer),
-        engine="none",
-        dtype=target.dtype,
-        device="no device",
-        threads=0,
-        weight_bytes=0,
-        bit_equal=False,
-    )
-
-
-def remote_verifier(
-    model: RemoteModel,
-    config: VerifyConfig,
-    *,
-    max_tokens: int,
-    edge: Verifier | None,
-    candidates: int = 1,
-    top: int = 0,
-) -> RemoteVerifier | StreamingVerifier:
-    cloud = model.cloud
-    deadlines = Deadlines(cloud.deadline_ms / 1000, cloud.lost_after_s, not cloud.provisional)
-    if cloud.mode == "cloud_only":
-        return StreamingVerifier(model.http, config, max_tokens, deadlines, model.vocab_size)
-    return RemoteVerifier(
-        model.http,
-        config,
-        rows=cast(RowFormat, cloud.q_rows),
-        candidates=candidates,
-        top=top,
-        deadlines=deadlines,
-        edge=edge,
-        alone=model.lost,
-        vocab_size=model.vocab_size,
-    )

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +20,8 @@ from specdemo.core.link_stats import LinkStats, Source
 from specdemo.core.step import Draft, Step, Verdict
 
 Variance = Callable[[Sequence[int], Draft], list[float]]
+PASSES = 4  # of the drafter with dropout, for gate `variance`
+_CONTEXT_TOKENS = 8  # decoded before a draft, for rules about words
 _WORD = re.compile(r"[^\W\d_]+")
 
 
@@ -110,6 +115,25 @@ class AlwaysVerify:
 
 def document_frequency(texts: Iterable[str]) -> Counter[str]:
     return Counter(word for text in texts for word in {word.lower() for word in _WORD.findall(text)})
+
+
+def word_rules(tokenizer: Any, rules: Sequence[str]) -> Callable[[Sequence[int], Draft], bool]:
+    """Return a test of drafts by rules about words."""
+    always = AlwaysVerify(rules, _library() if "rare" in rules else None)
+
+    def needs_verification(tokens: Sequence[int], draft: Draft) -> bool:
+        tail = tokens[-_CONTEXT_TOKENS:]
+        before = tokenizer.decode(tail)
+        return always(tokenizer.decode([*tail, *draft.tokens])[len(before) :])
+
+    return needs_verification
+
+
+@cache
+def _library() -> Counter[str]:
+    """Count files per word in Python's standard library, the bundled pair's training data."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    return document_frequency(path.read_text("utf-8", errors="replace") for path in files)
 
 
 class GatedVerifier:

@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import IO
@@ -48,12 +48,10 @@ def serve_model(
     local: bool = False,
 ) -> FastAPI:
     invariance, model = target.invariance, target.model
-    with closing(CachedModel(model)) as cached:
-        vocab_size, context, chains_only = cached.vocab_size, cached.context, cached.chains_only
     info = ServiceInfo(
         name=Path(target.spec.name).name,
-        vocab_size=vocab_size,
-        context=min(context, 1 << 30),
+        vocab_size=target.vocab_size,
+        context=min(target.context, 1 << 30),
         stop=sorted(target.stop),
         tokenizer=fingerprint(target.tokenizer),
         engine=target.engine,
@@ -62,12 +60,12 @@ def serve_model(
         threads=torch.get_num_threads(),
         weight_bytes=target.weight_bytes,
         bit_equal=invariance.equal,
-        chains_only=chains_only,
+        chains_only=target.chains_only,
     )
     pieces = cache(lambda: token_bytes(target.tokenizer))
     contexts = Contexts(
         lambda: CachedModel(model, invariance.pad),
-        vocab_size=vocab_size,
+        vocab_size=target.vocab_size,
         context=info.context,
         stop=target.stop,
         device=model.device,

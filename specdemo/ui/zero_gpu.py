@@ -18,7 +18,6 @@ from specdemo.core.events import Event, Loading
 from specdemo.generate import generate
 from specdemo.models.load import load
 from specdemo.models.model_pool import ModelPool
-from specdemo.models.spec import ModelSpec
 from specdemo.pipeline import Stores
 from specdemo.recipe import Recipe
 from specdemo.ui.limits import HostLimits
@@ -59,15 +58,11 @@ def hosted(limits: HostLimits, device: str) -> dict[str, Any]:
 
 def loaded(recipes: list[Recipe]) -> ModelPool:
     """Return a pool with the models of these recipes, which are never unloaded."""
-    specs = dict.fromkeys(spec for recipe in recipes for spec in specs_of(recipe))
+    specs = dict.fromkeys(spec for recipe in recipes for spec in recipe.specs.values())
     pool = ModelPool(idle_s=math.inf, warm=False)
     for spec in specs:  # in the thread that emulates CUDA
         pool.add(load(spec.resolved(), warm=False))
     return pool
-
-
-def specs_of(recipe: Recipe) -> list[ModelSpec]:
-    return [spec for spec in (recipe.target_spec, recipe.drafter_spec) if spec is not None]
 
 
 def seconds_of(recipe: Recipe, target_bytes: int) -> int:
@@ -104,7 +99,7 @@ def on(gpu: GPU, pool: ModelPool, engine: Generate = generate) -> Generate:
     def run(recipe: Recipe, prompt: str, _: ModelPool, __: Stores) -> Iterator[Event]:
         if recipe.ngram_keep:
             raise UserError("n-grams are not kept on this host: switch off keeping n-grams")
-        if any(spec not in pool for spec in specs_of(recipe)):
+        if any(spec not in pool for spec in recipe.specs.values()):
             raise UserError("only preloaded models run on this host: choose a pair of the list, without quantization")
         yield Loading("waiting for a GPU")
         with closing(_received(batches, recipe, prompt)) as events:

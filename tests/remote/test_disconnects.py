@@ -25,13 +25,15 @@ from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import PAIRS
 from specdemo.recipe import Recipe
 from specdemo.remote import client as client_module
-from specdemo.remote.client import Deadlines, RemoteVerifier, connect
+from specdemo.remote import target as target_module
+from specdemo.remote.client import Deadlines, RemoteVerifier
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.contexts import Contexts
 from specdemo.remote.link import HttpClient
 from specdemo.remote.protocol import ServiceInfo, VerifyConfig
 from specdemo.remote.serve import serve_model
 from specdemo.remote.server import create_app
+from specdemo.remote.target import connect
 from specdemo.worker import Stream, Worker
 
 PATIENCE = 20.0
@@ -199,7 +201,7 @@ class RecordingClient(HttpClient):
 
 
 def test_a_client_of_a_service_with_another_tokenizer_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "HttpClient", RecordingClient)
+    monkeypatch.setattr(target_module, "HttpClient", RecordingClient)
     with pytest.raises(UserError, match="different tokenizers"):
         connect(CloudConfig("http://127.0.0.1:1"), SPEC, 0)
     assert RecordingClient.open == []
@@ -225,7 +227,7 @@ def test_forests_are_refused_before_the_first_request_if_the_service_cannot_veri
     info = ServiceInfo.model_validate_json(TestClient(app).get("/v1/target").content)
     assert "position" in info.chains_only
     monkeypatch.setattr(RecordingClient, "info", info)
-    monkeypatch.setattr(client_module, "HttpClient", RecordingClient)
+    monkeypatch.setattr(target_module, "HttpClient", RecordingClient)
     cloud = CloudConfig("http://127.0.0.1:1")
     recipe = Recipe(target=str(tmp_path / "target"), drafter=str(drafter), method="tree", cloud=cloud, device="cpu")
     with pytest.raises(UserError, match="several continuations in one pass, and target "):
@@ -240,8 +242,8 @@ def test_the_tokenizer_of_a_remote_target_is_read_without_the_device(monkeypatch
         threads.append(threading.current_thread().name)
         return read_tokenizer(*given)
 
-    monkeypatch.setattr(client_module, "read_tokenizer", read)
-    monkeypatch.setattr(client_module, "HttpClient", RecordingClient)
+    monkeypatch.setattr(target_module, "read_tokenizer", read)
+    monkeypatch.setattr(target_module, "HttpClient", RecordingClient)
     worker = Worker()
     stream: Stream[Any] = worker.submit(lambda: iter((connect(CloudConfig("http://127.0.0.1:1"), SPEC, 0),)))
     assert stream.wait(PATIENCE) and isinstance(stream.error, UserError)

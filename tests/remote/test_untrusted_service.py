@@ -18,9 +18,10 @@ from specdemo.models.load import read_tokenizer
 from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import PAIRS, fingerprint
 from specdemo.remote.access import token_for
-from specdemo.remote.client import StreamingVerifier, connect
+from specdemo.remote.client import StreamingVerifier
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.protocol import CODECS, ServiceInfo, VerifyRequest, VerifyResponse
+from specdemo.remote.target import connect
 
 SPEC = ModelSpec(PAIRS["bundled"].target, device="cpu")
 SECRET = {"SPECDEMO_TOKEN": "secret"}
@@ -60,7 +61,7 @@ def test_connection_to_another_address_sends_no_token(monkeypatch: pytest.Monkey
         tokens.append(token)
         raise UserError("not connected")
 
-    monkeypatch.setattr("specdemo.remote.client.HttpClient", client)
+    monkeypatch.setattr("specdemo.remote.target.HttpClient", client)
     monkeypatch.setitem(os.environ, "SPECDEMO_TOKEN", "secret")
     for url in ("http://attacker.example", "http://127.0.0.1:1"):
         with pytest.raises(UserError, match="not connected"):

@@ -1,0 +1,247 @@
+"""Remote target: description, connection, and the verifiers of a run."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor
+
+from specdemo.core.decode import Verifier
+from specdemo.core.errors import UserError
+from specdemo.core.rules import DEFAULT_RULE, RULES
+from specdemo.core.sampling import Noise, fitted
+from specdemo.core.step import Draft
+from specdemo.core.target import Target, TargetContext
+from specdemo.core.verifier import ModelVerifier, configured_rule
+from specdemo.models.batch_invariance import COMPARED_ROWS
+from specdemo.models.engines.llama_weights import with_dropout
+from specdemo.models.hub import Hub
+from specdemo.models.load import read_tokenizer
+from specdemo.models.spec import ModelSpec
+from specdemo.models.zoo import fingerprint
+from specdemo.remote.access import SERVICES, TOKEN, token_for
+from specdemo.remote.client import ConnectionLost, Deadlines, RemoteVerifier, RowFormat, StreamingVerifier
+from specdemo.remote.config import ENCODINGS, CloudConfig
+from specdemo.remote.gates import (
+    PASSES,
+    GatedVerifier,
+    RecordingPolicy,
+    mc_dropout,
+    word_rules,
+)
+from specdemo.remote.link import HttpClient, LinkEmulation, NoResponse, Unauthorised
+from specdemo.remote.protocol import MAX_TEXT, ServiceInfo, VerifyConfig
+from specdemo.worker import interruptible
+
+MAX_PADDING = 2  # vocabulary of a model per token of its tokenizer; padding is below 2%
+
+
+@dataclass(frozen=True)
+class RemoteModel:
+    """`Target` behind a service: tokenizer, description and connection. Its verifiers run at the edge."""
+
+    http: HttpClient
+    info: ServiceInfo
+    tokenizer: Any
+    cloud: CloudConfig
+    lost: bool = False
+
+    encoder = False  # unsupported by the service
+    opening = ()
+    device = None
+    pass_costs = None
+
+    @property
+    def name(self) -> str:
+        return self.info.name
+
+    @property
+    def vocab_size(self) -> int:
+        return self.info.vocab_size
+
+    @cached_property
+    def stop(self) -> frozenset[int]:
+        return frozenset(self.info.stop)
+
+    @property
+    def context(self) -> int:
+        return self.info.context
+
+    @property
+    def chains_only(self) -> str:
+        return self.info.chains_only
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.info.weight_bytes
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        info = self.info
+        return {
+            "device": f"{info.device} at {self.cloud.remote}",
+            "dtype": info.dtype,
+            "threads": info.threads,
+            "engine": info.engine,
+            "target_bytes": info.weight_bytes,
+        }
+
+    def bit_equal(self, longest_draft: int | None, length: int) -> bool:
+        """See `Target.bit_equal`. The description of a service has no compared length of the text."""
+        return self.info.bit_equal and longest_draft is not None and longest_draft < COMPARED_ROWS
+
+    def open_cache(self, context: TargetContext) -> None:
+        """Return None: the cache is in the service."""
+
+    def verifier(self, context: TargetContext) -> Verifier:
+        """Return a verifier at the edge, gated if the options have gates; the gate records the drafts of the policy."""
+        verifier = self._client(context)
+        context.on_close(verifier.close)
+        if not self.cloud.gates:
+            return verifier
+        recorder, variance = RecordingPolicy(context.policy), None
+        context.policy = recorder
+        if "variance" in self.cloud.gates:
+            model = context.draft_caches[0].model
+            variance = mc_dropout([context.open(with_dropout(model, seed)).score for seed in range(PASSES)])
+        always = word_rules(self.tokenizer, self.cloud.always) if self.cloud.always else None
+        thresholds, max_hard = self.cloud.thresholds, self.cloud.gate_ratio
+        return GatedVerifier(verifier, recorder, thresholds, max_hard, always=always, variance=variance)
+
+    def close(self) -> None:
+        self.http.close()
+
+    def _client(self, context: TargetContext) -> RemoteVerifier | StreamingVerifier:
+        cloud, options = self.cloud, context.options
+        config = _verify_config(context)
+        deadlines = Deadlines(cloud.deadline_ms / 1000, cloud.lost_after_s, not cloud.provisional)
+        if cloud.mode == "cloud_only":
+            return StreamingVerifier(self.http, config, options.max_tokens, deadlines, self.vocab_size)
+        return RemoteVerifier(
+            self.http,
+            config,
+            rows=cast(RowFormat, cloud.q_rows),
+            candidates=context.candidates,
+            top=options.top,
+            deadlines=deadlines,
+            edge=self._edge_verifier(context) if cloud.on_loss == "edge" else None,
+            alone=self.lost,
+            vocab_size=self.vocab_size,
+        )
+
+    def _edge_verifier(self, context: TargetContext) -> ModelVerifier | None:
+        """Return the verifier with which the drafter continues after a lost connection."""
+        if not context.draft_caches:
+            return None
+        cache, options = context.draft_caches[0], context.options
+
+        def score(tokens: Sequence[int], draft: Draft) -> Tensor:
+            return fitted(cache.score(tokens, draft), self.vocab_size)
+
+        accept, correct = Noise(options.seed, "edge accept"), Noise(options.seed, "edge")
+        rule = configured_rule(DEFAULT_RULE)
+        return ModelVerifier(score, context.sampling, rule, accept, correct, context.candidates, options.top)
+
+
+def _verify_config(context: TargetContext) -> VerifyConfig:
+    options, sampling = context.options, context.sampling
+    return VerifyConfig(
+        temp=float(sampling.temperature),
+        top_k=sampling.top_k,
+        top_p=float(sampling.top_p),
+        rep_penalty=float(sampling.repetition_penalty),
+        bad_texts=list(options.bad_words),
+        seed=options.seed,
+        rule=options.rule,
+        threshold=RULES[options.rule].threshold if options.threshold is None else options.threshold,
+        adjust=not options.skip_sample_adjustment,
+    )
+
+
+def connect(
+    cloud: CloudConfig,
+    target: ModelSpec,
+    seed: int,
+    clock: Callable[[], float] = time.monotonic,
+    *,
+    edge: Target | None = None,
+    hub: Hub | None = None,
+) -> RemoteModel:
+    """Connect to the service; raise `UserError` if it is unreachable or has another tokenizer."""
+    link = LinkEmulation(
+        cloud.rtt_ms / 1000, cloud.jitter_ms / 1000, cloud.loss, cloud.up_mbit * 1e6, cloud.down_mbit * 1e6, seed
+    )
+    if not cloud.remote:
+        raise UserError("the service address is missing: set it to http://host:port")
+    tokenizer = interruptible(partial(read_tokenizer, target, hub))
+    token = token_for(cloud.remote, os.environ)
+    http = HttpClient(cloud.remote, content_type=ENCODINGS[cloud.encoding], token=token, link=link)
+    try:
+        info = _service_info(http, cloud, edge is not None, clock)
+        if info is not None:
+            _check_info(info, target, tokenizer)
+            return RemoteModel(http, info, tokenizer, cloud)
+        assert edge is not None
+        return RemoteModel(http, _info_without_service(target, tokenizer, edge), tokenizer, cloud, lost=True)
+    except BaseException:
+        http.close()
+        raise
+
+
+def _service_info(
+    http: HttpClient, cloud: CloudConfig, has_edge: bool, clock: Callable[[], float]
+) -> ServiceInfo | None:
+    """Return None without a response if the edge may continue alone."""
+    start, timeout = clock(), max(1.0, cloud.deadline_ms / 1000)
+    while True:
+        try:
+            return interruptible(lambda: http.call("GET", "/v1/target", None, ServiceInfo, timeout))
+        except NoResponse as failure:
+            if clock() - start > min(3.0, cloud.lost_after_s) or not cloud.loss:
+                if has_edge and cloud.on_loss == "edge":
+                    return None
+                raise ConnectionLost(
+                    f"there is no service at {cloud.remote} ({failure}): start one with serve"
+                ) from failure
+        except Unauthorised as error:
+            if token_for(cloud.remote, os.environ) is None and os.environ.get(TOKEN):
+                raise UserError(
+                    f"{cloud.remote} requires a token, and {TOKEN} is sent only to this machine and to https addresses "
+                    f"in {SERVICES}: add the address there"
+                ) from error
+            raise
+
+
+def _check_info(info: ServiceInfo, target: ModelSpec, tokenizer: Any) -> None:
+    if info.tokenizer != fingerprint(tokenizer):
+        raise UserError(
+            f"the service's target {info.name} and {target.title} have different tokenizers: use the same target at "
+            "both ends"
+        )
+    if info.vocab_size > MAX_PADDING * len(tokenizer):
+        raise UserError(
+            f"the service reports {info.vocab_size:,} token ids and the tokenizer has {len(tokenizer):,}: use the same "
+            "target at both ends"
+        )
+
+
+def _info_without_service(target: ModelSpec, tokenizer: Any, edge: Target) -> ServiceInfo:
+    return ServiceInfo(
+        name=Path(target.name).name,
+        vocab_size=max(edge.vocab_size, len(tokenizer)),
+        context=MAX_TEXT,
+        stop=sorted(edge.stop),
+        tokenizer=fingerprint(tokenizer),
+        engine="none",
+        dtype=target.dtype,
+        device="no device",
+        threads=0,
+        weight_bytes=0,
+        bit_equal=False,
+    )
