@@ -57,9 +57,6 @@ class LocalTarget:
             self.signals["variance"] += self._variance(tokens, draft)
         return self._verifier.verify(tokens, draft)
 
-    def close(self) -> None:
-        """Required by the protocol of remote targets."""
-
 
 class GateStudy:
     """Decoding with the bundled pair and a gate."""

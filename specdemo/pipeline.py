@@ -41,7 +41,7 @@ class Pipeline:
     verifier: Verifier
     drafter: Drafter
     policy: DraftLengthPolicy
-    target_cache: CachedModel | None  # None if the target is in no memory of this process
+    target_cache: CachedModel | None  # None if the target is outside this process
     draft_caches: tuple[CachedModel, ...]
     context: int  # longest text, in tokens, that every model supports
     close: Callable[[], None] = lambda: None

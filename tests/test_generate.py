@@ -7,7 +7,7 @@ import json
 import math
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError, fields, replace
 from importlib import import_module
 from itertools import islice
 from typing import Any
@@ -23,14 +23,17 @@ from specdemo.core.explain import Reason, explain
 from specdemo.core.link_stats import Source
 from specdemo.core.metrics import Metrics
 from specdemo.core.step import Draft, Step
+from specdemo.core.target import Target
 from specdemo.generate import generate
 from specdemo.models.batch_invariance import COMPARED_ROWS, BatchInvariance
 from specdemo.models.kv_cache import CachedModel
+from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.pipeline import build_pipeline
 from specdemo.recipe import Recipe
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.gates import PASSES
+from specdemo.remote.target import RemoteModel
 from specdemo.worker import Worker
 
 PROMPT = "for i in range(10):"
@@ -169,6 +172,13 @@ def test_a_drafter_object_receives_the_verdicts_of_the_method(target: str) -> No
     observer = Observer(0, ())
     list(generate(recipe, PROMPT, drafter=observer))
     assert set(observer.candidates) == {3}
+
+
+@pytest.mark.parametrize("kind", [LoadedModel, RemoteModel])
+def test_local_and_remote_targets_have_all_members_of_the_protocol(kind: type) -> None:
+    members = {name for name in vars(Target) if not name.startswith("_")}
+    assert {"verifier", "open_cache", "tokenizer"} <= members
+    assert members <= {*dir(kind), *(field.name for field in fields(kind))}
 
 
 def test_the_target_limits_equal_bits_to_compared_sizes(target: str) -> None:

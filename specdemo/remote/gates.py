@@ -25,12 +25,10 @@ _CONTEXT_TOKENS = 8  # decoded before a draft, for rules about words
 _WORD = re.compile(r"[^\W\d_]+")
 
 
-class ClosableVerifier(Protocol):
-    """Verifier with a connection; `hard_mask` marks uncertain draft tokens."""
+class MaskedVerifier(Protocol):
+    """Verifier that receives a mask of uncertain draft tokens, `hard_mask`."""
 
     def verify(self, tokens: Sequence[int], draft: Draft, hard_mask: Sequence[int] | None = None) -> Verdict: ...
-
-    def close(self) -> None: ...
 
 
 class RecordingPolicy:
@@ -141,7 +139,7 @@ class GatedVerifier:
 
     def __init__(
         self,
-        inner: ClosableVerifier,
+        inner: MaskedVerifier,
         recorder: RecordingPolicy,
         thresholds: Mapping[str, float],
         max_hard: float,
@@ -165,9 +163,6 @@ class GatedVerifier:
             verdict = self._inner.verify(tokens, draft, mask)
             return replace(verdict, link=replace(verdict.link or LinkStats(), hard_ratio=hard_ratio))
         return unverified_verdict(draft, tuple(range(len(draft))), Source.GATE, LinkStats(hard_ratio=hard_ratio))
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 class EdgeVerifier:
