@@ -19,6 +19,7 @@ from specdemo.core.rules import RULES
 from specdemo.core.sampling import Noise, SamplingParams, SharedNoise
 from specdemo.core.target import Target
 from specdemo.drafters import METHODS
+from specdemo.drafters.method import VocabularyBridge
 from specdemo.models.chat_caches import ChatCaches, Conversation
 from specdemo.models.engines.cuda_graphs import MAX_ROWS
 from specdemo.models.engines.llama import PROMPT_CHUNK
@@ -98,8 +99,8 @@ class ModelContext:
         self._resources = ExitStack()  # caches of this run
         self.seed = recipe.seed
         self.sampling = sampling_params(recipe, target)
-        self.bridge = _bridge(recipe, target, drafter)
-        self.source = _source(target, prompt)
+        self.bridge: VocabularyBridge | None = _bridge(recipe, target, drafter)
+        self.source: Sequence[int] = _source(target, prompt)
         self.stop = target.stop
         self.draft_caches: list[CachedModel] = []
         self._shared = SharedNoise(recipe.seed) if RULES[recipe.rule].shares_noise else None

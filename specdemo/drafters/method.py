@@ -45,12 +45,15 @@ class BuildContext(Protocol):
 
     options: Any  # values of all options, by name
     sampling: SamplingParams  # in target tokens
-    drafter_sampling: SamplingParams  # in drafter tokens
     vocab_size: int  # of the target
     source: Sequence[int]  # encoder input; empty for decoders
     stop: Collection[int]  # stop tokens
     seed: int
     bridge: VocabularyBridge | None  # `None` for a shared vocabulary
+
+    @property
+    def drafter_sampling(self) -> SamplingParams:
+        """Sampling parameters in drafter tokens."""
 
     def scorer(self, role: Literal["drafter", "target"], layers: Callable[[int], Sequence[int]] | None = None) -> Any:
         """Return a `Scorer`; `layers` selects layers, given their number."""

@@ -63,7 +63,7 @@ class ModelPool:
             pass
         return self._touch(spec.resolved())
 
-    def bring(self, specs: Sequence[ModelSpec], context: int = 0) -> Iterator[TaskProgress]:
+    def bring(self, specs: Sequence[ModelSpec], context: int = 0) -> Generator[TaskProgress, None, None]:
         """Load missing models, yielding progress; unload least recently used models if memory is short.
 
         `context`: tokens of the KV cache. Closing the iterator cancels loading. Raises `UserError` if loading fails or

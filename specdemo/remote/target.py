@@ -152,10 +152,10 @@ class RemoteModel:
 def _verify_config(context: TargetContext) -> VerifyConfig:
     options, sampling = context.options, context.sampling
     return VerifyConfig(
-        temp=float(sampling.temperature),
+        temperature=float(sampling.temperature),
         top_k=sampling.top_k,
         top_p=float(sampling.top_p),
-        rep_penalty=float(sampling.repetition_penalty),
+        repetition_penalty=float(sampling.repetition_penalty),
         bad_texts=list(options.bad_words),
         seed=options.seed,
         rule=options.rule,
