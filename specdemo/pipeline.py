@@ -172,8 +172,9 @@ class ModelContext:
 
     def close(self) -> None:
         """Keep the caches of a conversation for its next turn; close the others."""
-        for key, cached in self._kept.items():
-            self._chats.put(self._stores[CONVERSATION], key, cached)
+        if self._chats is not None and self._stores is not None:
+            for key, cached in self._kept.items():
+                self._chats.put(self._stores[CONVERSATION], key, cached)
         self._kept = {}
         self._resources.close()
 
