@@ -1,8 +1,10 @@
-"""Load test of the page and the cloud service: table `load` in docs/edge-cloud.md.
+"""Load tests of the page and the cloud service: tables `load` and `soak` in docs/edge-cloud.md.
 
-`OMP_NUM_THREADS=1 python -m benchmarks.load --write`. Visitors press Run again after each run; edges use a cloud
-service like those of `benchmarks.soak`. All share the cores. Every text is compared with AR decoding to detect mixed
-output. Growth is the change of the page's memory from the second to the last quarter.
+`OMP_NUM_THREADS=1 python -m benchmarks.load STUDY --write`. Edges decode greedy texts drafted by prompt lookup, which
+is almost free, in processes on the same cores. Every text is compared with local AR decoding to detect mixed output.
+
+`soak`: latencies are measured at the edges; memory is the resident size of the service. `page`: visitors press Run
+again after each run, next to the edges; growth is the change of the page's memory from the second to the last quarter.
 """
 
 from __future__ import annotations
@@ -25,20 +27,20 @@ import psutil
 
 from app import choose_port
 from benchmarks.page_client import PageClient
-from benchmarks.runs import cloud_service, percentile, traced
-from benchmarks.soak import Tallies, start_edges
-from benchmarks.tables import ROOT, publish, run_study, study_parser
+from benchmarks.runs import Trace, cloud_service, percentile, possibly_failed, traced
+from benchmarks.tables import ROOT, Study, publish, study_command
 from specdemo.core.errors import UserError
 from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import Prompt, load_prompts
 from specdemo.recipe import Recipe
 from specdemo.remote.config import CloudConfig
 
-TABLES = {"load": "docs/edge-cloud.md"}
+TABLES = dict.fromkeys(("load", "soak"), "docs/edge-cloud.md")
 HOST = "127.0.0.1"
 SAMPLE_S = 10.0
+SERVICE, LINK = ("--contexts", "64", "--budget-mb", "256"), {"encoding": "msgpack", "deadline_ms": 5000}
 PROMPT_STEP = 5  # every fifth prompt of the set
-COLUMNS = {
+PAGE_COLUMNS = {
     "runs": "{runs:,}",
     "lost, mixed, failed": "{lost}, {wrong}, {failed}",
     "first token p50 / p95 s": "{p50_s:.1f} / {p95_s:.1f}",
@@ -46,6 +48,16 @@ COLUMNS = {
     "edge texts, mixed, failed": "{texts}, {edge_wrong}, {edge_failed}",
     "page MB by eighth of the time": "{curve}",
     "growth": "{growth:+.1f} %",
+}
+SOAK_COLUMNS = {
+    "texts": "{texts}",
+    "different from AR decoding": "{wrong}",
+    "failed": "{failed}",
+    "repeated requests": "{repeated_requests}",
+    "steps": "{steps:,}",
+    "steps/s": "{steps_per_second:.0f}",
+    "latency p50 / p95 / p99 ms": "{p50_ms:.0f} / {p95_ms:.0f} / {p99_ms:.0f}",
+    "memory after 1/4, 1/2, end MB": "{rss_mb[0]:.0f}, {rss_mb[1]:.0f}, {rss_mb[2]:.0f}",
 }
 ESTIMATE = re.compile(r"\d+ ahead, about \d+ s")
 DISCARDED = ("rejected", "ignored")
@@ -118,11 +130,69 @@ def mean_by_eighth(samples: Sequence[float]) -> list[float]:
     return [statistics.mean(samples[start:end]) for start, end in pairwise(bounds) if end > start]
 
 
+class Tallies:
+    """Thread-safe totals over all edges."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.latencies: list[float] = []
+        self.texts = self.wrong = self.failed = self.requests = 0
+
+    def add(self, trace: Trace, expected: Sequence[int]) -> None:
+        with self._lock:
+            self.latencies += [event.step.verify_s for event in trace.steps[1:]]
+            self.requests += int(sum(event.step.verdict.remote["sent"] for event in trace.steps))
+            self.texts += 1
+            self.failed += trace.end.error is not None
+            self.wrong += trace.end.error is None and trace.tokens != expected
+
+
+def ar_texts(recipe: Recipe, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Return the tokens of each prompt's text by AR decoding."""
+    pool = ModelPool()
+    texts = [traced(recipe, prompt.text, pool).tokens for prompt in prompts]
+    pool.clear()
+    return texts
+
+
+def start_edges(
+    count: int,
+    recipe: Recipe,
+    prompts: Sequence[Prompt],
+    expected: Sequence[Sequence[int]],
+    end: float,
+    tallies: Tallies,
+) -> list[threading.Thread]:
+    """Start threads that decode texts until `end`, by `time.monotonic`."""
+    pool = ModelPool()
+
+    def edge(number: int) -> None:
+        index = number
+        while time.monotonic() < end:
+            chosen = index % len(prompts)
+            tallies.add(possibly_failed(recipe, prompts[chosen].text, pool), expected[chosen])
+            index += 7
+
+    threads = [threading.Thread(target=edge, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def memory_mb(process: psutil.Process, threads: Sequence[threading.Thread], interval_s: float) -> Iterator[float]:
+    """Yield the resident memory of `process` at intervals until all threads end."""
+    while any(thread.is_alive() for thread in threads):
+        yield process.memory_info().rss / 1e6
+        wake = time.monotonic() + interval_s
+        for thread in threads:
+            thread.join(max(0.0, wake - time.monotonic()))
+
+
 @contextmanager
 def page_process() -> Iterator[tuple[str, psutil.Process]]:
     """Run the page; yield its address and process."""
     port = choose_port(HOST, None)
-    command = [sys.executable, "-u", "app.py", "--no-browser", "--host", HOST, "--port", str(port)]
+    command = [sys.executable, "-u", "app.py", "--no-browser", "--pair", "bundled", "--host", HOST, "--port", str(port)]
     environment = {**os.environ, "SPECDEMO_QUEUE": "256"}
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
@@ -135,30 +205,52 @@ def page_process() -> Iterator[tuple[str, psutil.Process]]:
             process.terminate()
 
 
-def study(options: argparse.Namespace) -> None:
-    """Drive visitors and edges for the requested time and publish the table."""
-    pool, prompts, edges = ModelPool(), load_prompts()[::PROMPT_STEP], Tallies()
+def soak(options: argparse.Namespace) -> None:
+    """Load the cloud service with many edges."""
+    prompts, tallies = load_prompts(), Tallies()
     base = Recipe(method="ar", temperature=0.0, max_tokens=options.max_tokens)
-    expected = [traced(base, prompt.text, pool).tokens for prompt in prompts]
-    pool.clear()
+    expected = ar_texts(base, prompts)
+    with cloud_service(*SERVICE) as service:
+        recipe = replace(base, method="lookup", cloud=CloudConfig(service.url, **LINK))
+        end = time.monotonic() + options.seconds
+        threads = start_edges(options.edges, recipe, prompts, expected, end, tallies)
+        memory = list(memory_mb(service.process, threads, 2.0))
+    cuts = statistics.quantiles(tallies.latencies, n=100)
+    quarter, steps = max(1, len(memory) // 4), len(tallies.latencies)
+    record = {
+        "edges": options.edges,
+        "seconds": options.seconds,
+        "texts": tallies.texts,
+        "wrong": tallies.wrong,
+        "failed": tallies.failed,
+        "steps": steps,
+        "repeated_requests": tallies.requests - steps - tallies.texts,
+        "steps_per_second": steps / options.seconds,
+        **{f"p{percent}_ms": 1000 * cuts[percent - 1] for percent in (50, 95, 99)},
+        "rss_mb": [memory[quarter - 1], memory[min(2 * quarter, len(memory)) - 1], memory[-1]],
+    }
+    publish(options, "soak", SOAK_COLUMNS, [record])
+
+
+def page(options: argparse.Namespace) -> None:
+    """Load the page with many visitors next to the edges of a cloud service."""
+    prompts, edges = load_prompts()[::PROMPT_STEP], Tallies()
+    base = Recipe(method="ar", temperature=0.0, max_tokens=options.max_tokens)
+    expected, memory = ar_texts(base, prompts), []
     visits: list[list[tuple[Visit, int]]] = [[] for _ in range(options.visitors)]  # with the prompt
-    memory: list[float] = []
-    with page_process() as (url, page), cloud_service("--contexts", "64", "--budget-mb", "256") as service:
-        cloud = CloudConfig(service.url, encoding="msgpack", deadline_ms=5000)
+    with page_process() as (url, process), cloud_service(*SERVICE) as service:
+        recipe = replace(base, method="lookup", cloud=CloudConfig(service.url, **LINK))
         end = time.monotonic() + 60 * options.minutes
-        threads = start_edges(options.edges, replace(base, method="lookup", cloud=cloud), prompts, expected, end, edges)
+        threads = start_edges(options.edges, recipe, prompts, expected, end, edges)
         for number in range(options.visitors):
             arguments = (url, number, prompts, options.max_tokens, end, visits[number])
             threads.append(threading.Thread(target=run_visitor, args=arguments))
             threads[-1].start()
-        while any(thread.is_alive() for thread in threads):
-            memory.append(page.memory_info().rss / 1e6)
+        for megabytes in memory_mb(process, threads, SAMPLE_S):
+            memory.append(megabytes)
             done = f"{sum(map(len, visits))} runs, {edges.texts} edge texts"
-            print(f"{len(memory) * SAMPLE_S:.0f} s: {done}, page {memory[-1]:.0f} MB", file=sys.stderr, flush=True)
-            wake = time.monotonic() + SAMPLE_S
-            for thread in threads:
-                thread.join(max(0.0, wake - time.monotonic()))
-    publish(options, "load", COLUMNS, [figures(options.minutes, visits, expected, memory, edges)])
+            print(f"{len(memory) * SAMPLE_S:.0f} s: {done}, page {megabytes:.0f} MB", file=sys.stderr, flush=True)
+    publish(options, "load", PAGE_COLUMNS, [figures(options.minutes, visits, expected, memory, edges)])
 
 
 def run_visitor(
@@ -205,15 +297,11 @@ def figures(
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and run the study."""
-    parser = study_parser(__file__, __doc__, TABLES)
-    parser.add_argument("--visitors", type=int, default=50)
-    parser.add_argument("--edges", type=int, default=32)
-    parser.add_argument("--minutes", type=float, default=3)
-    parser.add_argument("--max-tokens", type=int, default=48)
-    return run_study(study, parser, arguments)
-
+STUDIES = {
+    "soak": Study(soak, {"edges": 32, "seconds": 120.0, "max_tokens": 48}),
+    "page": Study(page, {"visitors": 50, "edges": 32, "minutes": 3.0, "max_tokens": 48}),
+}
+main = study_command(__file__, __doc__, TABLES, STUDIES)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
+from http.client import HTTPConnection, HTTPException
 from typing import Any
 from urllib.request import Request, urlopen
 
@@ -42,3 +44,22 @@ class PageClient:
             for line in stream:
                 if b'"close_stream"' in line:
                     return
+
+
+def read_frames(url: str, settings: str) -> None:
+    """Press Run and read the stream without rendering; runs in a process of the lowest priority."""
+    os.nice(19)
+    for _ in PageClient(url, f"reader{os.getpid()}").frames(json.loads(settings)):
+        pass
+
+
+def responds(host: str, port: int, timeout_s: float) -> bool:
+    """Return True if the page is served at this port, without a proxy."""
+    connection = HTTPConnection(host, port, timeout=timeout_s)
+    try:
+        connection.request("GET", "/")
+        return connection.getresponse().status == 200
+    except (OSError, HTTPException):
+        return False
+    finally:
+        connection.close()

@@ -1,8 +1,10 @@
-"""Speed and CPU time of the page relative to the terminal, and cold starts: tables `page_cost*` in docs/page.md.
+"""Cost of the page in a real browser: tables `page_cost*` and `page_frames` in docs/page.md.
 
-`python -m benchmarks.page_cost --tokens 1000 --rounds 10 --write` writes `page_cost`, `page_cost-cpu` and
-`page_cost-startup`; the same with `--remote --rounds 6` writes `page_cost-remote`. Uses the real page in a real browser
-and requires an otherwise idle machine.
+`python -m benchmarks.page_cost STUDY --write`; requires an otherwise idle machine.
+
+`speed` compares the page with the terminal (`page_cost`, `page_cost-cpu`; with `--remote` `page_cost-remote`); `starts`
+measures cold starts. For `frames`, two lanes of 2,048 tokens each run on the page; the steps of a recorded trace
+replace the models, at a fixed speed.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
-from http.client import HTTPConnection, HTTPException
 from typing import Any
 
 import psutil
@@ -27,9 +28,11 @@ import torch
 from playwright.sync_api import Browser, Page, expect
 
 from app import choose_port
-from benchmarks.page_client import PageClient
-from benchmarks.pages import CODE, HOST, chromium, open_group, run, served, set_number, status
-from benchmarks.tables import ROOT, publish, run_study, study_parser
+from benchmarks.page_client import read_frames, responds
+from benchmarks.pages import CODE, HOST, TracePlayer, chromium, open_group, run, served, set_number, status
+from benchmarks.runs import percentile
+from benchmarks.tables import ROOT, Study, publish, study_command
+from specdemo.bench import Progress
 from specdemo.core.errors import UserError
 from specdemo.core.events import Event, Header, StepEvent
 from specdemo.core.metrics import interval
@@ -39,7 +42,8 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
 from specdemo.ui.service import leave_a_core
 
-TABLES = dict.fromkeys(("page_cost", "page_cost-remote", "page_cost-cpu", "page_cost-startup"), "docs/page.md")
+TABLE_NAMES = ("page_cost", "page_cost-remote", "page_cost-cpu", "page_cost-startup", "page_frames")
+TABLES = dict.fromkeys(TABLE_NAMES, "docs/page.md")
 TIMEOUT_S = 120.0
 POLL_S = 0.02
 BASELINE = "terminal, threads of the page"
@@ -52,7 +56,7 @@ COLD_MARKS = (
     "Run to first token, models loaded",
 )
 # Measured in the browser from the click. Tokens of the previous run remain until the first frame of the next.
-WATCH = """() => {
+WATCH_FIRST_TOKEN = """() => {
     const lane = document.getElementById("lane-spec"), old = lane.querySelector(".tok");
     let began;
     window.waited = null;
@@ -64,6 +68,34 @@ WATCH = """() => {
         watch.disconnect();
     });
     watch.observe(lane, {childList: true});
+}"""
+FRAME_COLUMNS = {
+    "": "{run}",
+    "frames": "{frames:.0f}",
+    "p50 ms": "{p50_ms:.1f}",
+    "p95 ms": "{p95_ms:.1f}",
+    "longest ms": "{longest_ms:.1f}",
+    "latency p95 ms": "{latency_p95_ms:.1f}",
+    "longest latency ms": "{longest_latency_ms:.1f}",
+    "heap MB": "{heap_mb:.1f}",
+    "spans": "{spans:.0f}",
+}
+WATCH_FRAMES = """() => {
+    window.gaps = [];
+    window.painted = {spec: [], ar: []}; // time at which each step was on the page, in ms since the epoch
+    const old = document.querySelector(".lane .given"); // of the previous run, until the lanes are cleared
+    let before = performance.now();
+    const frame = (now) => {
+        window.gaps.push(now - before);
+        before = now;
+        for (const lane of old?.isConnected ? [] : ["spec", "ar"]) {
+            const times = window.painted[lane], steps = document.querySelectorAll(`#lane-${lane} .round`).length;
+            while (times.length < steps) times.push(performance.timeOrigin + performance.now());
+        }
+        if (!window.finished) requestAnimationFrame(frame);
+    };
+    window.finished = false;
+    requestAnimationFrame(frame);
 }"""
 
 
@@ -128,13 +160,6 @@ def run_in_terminal(demo: Any, engine: RecordingEngine, pool: ModelPool, recipe:
         raise stream.error
 
 
-def read_frames(url: str, settings: str) -> None:
-    """Press Run and read the stream without rendering; runs in a process of the lowest priority."""
-    os.nice(19)
-    for _ in PageClient(url, f"reader{os.getpid()}").frames(json.loads(settings)):
-        pass
-
-
 def cpu_seconds() -> dict[str, float]:
     """Return the CPU seconds of this process by thread and of the browser by type of process."""
     seconds: dict[str, float] = {}
@@ -179,15 +204,21 @@ def alternate(
     return speeds, cpu
 
 
-def page_cost(options: argparse.Namespace) -> None:
+def speed(options: argparse.Namespace) -> None:
     """Decode the same text in the terminal, for a reader and on the page; publish speeds and CPU times."""
+    if options.read:
+        read_frames(*options.read)
+        return
+    if options.rounds < 1 or not 8 <= options.tokens <= 1024:
+        raise UserError("--rounds must be at least 1 and --tokens from 8 to 1024")
+    expect.set_options(timeout=TIMEOUT_S * 1000)
     tokens = options.tokens
     recipe = Recipe(pair="bundled", method="draft", gamma=3, temperature=0.0, top_p=1.0, max_tokens=tokens, top=5)
     pool, engine, threads = ModelPool(), RecordingEngine(), torch.get_num_threads()
     if not options.remote:
         leave_a_core()  # as app.py does for a local browser
     page_threads = torch.get_num_threads()
-    with served(pool, engine=engine) as demo, chromium() as opened, tab(opened) as page:
+    with served(pool, pair="bundled", engine=engine) as demo, chromium() as opened, tab(opened) as page:
         page.goto(demo.url)
         expect(page.locator("#lane-spec")).to_be_visible()
         names = ("gamma", "temperature", "top_p", "max_tokens")
@@ -215,7 +246,7 @@ def page_cost(options: argparse.Namespace) -> None:
             status(page, "done")
 
         terminal = partial(run_in_terminal, demo, engine, pool, recipe)
-        command = [sys.executable, "-m", "benchmarks.page_cost", "--read", demo.url, json.dumps(settings)]
+        command = [sys.executable, "-m", "benchmarks.page_cost", "speed", "--read", demo.url, json.dumps(settings)]
         ways = {
             **({"terminal": without_browser(partial(terminal, threads))} if threads != page_threads else {}),
             BASELINE: without_browser(partial(terminal, page_threads)),
@@ -253,21 +284,9 @@ def publish_cpu(options: argparse.Namespace, name: str, cpu: CpuShares) -> None:
     publish(options, name, columns, records)
 
 
-def responds(port: int) -> bool:
-    """Return True if the page is served at this local port, without a proxy."""
-    connection = HTTPConnection(HOST, port, timeout=TIMEOUT_S)
-    try:
-        connection.request("GET", "/")
-        return connection.getresponse().status == 200
-    except (OSError, HTTPException):
-        return False
-    finally:
-        connection.close()
-
-
 def first_token_s(page: Page) -> float:
     """Press Run and return the seconds to the first token."""
-    page.evaluate(WATCH)
+    page.evaluate(WATCH_FIRST_TOKEN)
     page.locator("#run").click()
     return page.wait_for_function("window.waited").json_value()
 
@@ -279,7 +298,7 @@ def cold_start(opened: Browser) -> list[float]:
     began = time.perf_counter()
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     try:
-        while not responds(port):
+        while not responds(HOST, port, TIMEOUT_S):
             if process.poll() is not None or time.perf_counter() - began > TIMEOUT_S:
                 raise UserError("the program did not start: run app.py to see its error")
             time.sleep(POLL_S)
@@ -302,44 +321,86 @@ def cold_start(opened: Browser) -> list[float]:
         process.wait()
 
 
-def cold_starts(options: argparse.Namespace) -> None:
+def starts(options: argparse.Namespace) -> None:
     """Publish the times of several cold starts; browser and file system cache are warm."""
+    expect.set_options(timeout=TIMEOUT_S * 1000)
     with chromium() as opened:
         with tab(opened) as page:
             page.goto("about:blank")
-        starts = [cold_start(opened) for _ in range(COLD_STARTS)]
+        marks = [cold_start(opened) for _ in range(COLD_STARTS)]
     records = [
         {"mark": mark, "seconds": seconds, "median": statistics.median(seconds)}
-        for mark, seconds in zip(COLD_MARKS, zip(*starts, strict=True), strict=True)
+        for mark, seconds in zip(COLD_MARKS, zip(*marks, strict=True), strict=True)
     ]
     columns = {"seconds from": "{mark}", **{str(i + 1): f"{{seconds[{i}]:.2f}}" for i in range(COLD_STARTS)}}
     publish(options, "page_cost-startup", {**columns, "median": "{median:.2f}"}, records)
 
 
-def study(options: argparse.Namespace) -> None:
-    """Measure page and cold starts."""
-    if options.read:
-        read_frames(*options.read)
-        return
-    if options.rounds < 1 or not 8 <= options.tokens <= 1024:
-        raise UserError("--rounds must be at least 1 and --tokens from 8 to 1024")
-    expect.set_options(timeout=TIMEOUT_S * 1000)
-    page_cost(options)
-    if not (options.skip_cold or options.remote):
-        cold_starts(options)
+def frame_times(page: Page, devtools: Any, player: TracePlayer) -> dict[str, Any]:
+    """Run both lanes once and return the figures."""
+    page.evaluate(WATCH_FRAMES)
+    page.locator("#run").click()
+    page.wait_for_function("document.getElementById('status').textContent.startsWith('done')", polling=500)
+    page.evaluate("window.finished = true")
+    gaps, painted = page.evaluate("[window.gaps, window.painted]")
+    latencies = [
+        shown - 1000 * sent
+        for lane, times in player.sent.items()
+        for shown, sent in zip(painted[lane], times, strict=True)
+    ]
+    devtools.send("HeapProfiler.collectGarbage")
+    return {
+        "frames": len(gaps),
+        "p50_ms": percentile(gaps, 0.5),
+        "p95_ms": percentile(gaps, 0.95),
+        "longest_ms": max(gaps),
+        "latency_p95_ms": percentile(latencies, 0.95),
+        "longest_latency_ms": max(latencies),
+        "heap_mb": devtools.send("Runtime.getHeapUsage")["usedSize"] / 1e6,
+        "spans": page.locator(".lane .tok").count(),
+    }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and run the study."""
-    parser = study_parser(__file__, __doc__, TABLES)
-    parser.add_argument("--rounds", type=int, default=8, help="pairs of runs (default: 8)")
-    parser.add_argument("--tokens", type=int, default=256, help="tokens per run (default: 256)")
-    parser.add_argument("--root", action="store_true", help="keep the raised priority of a browser run by root")
-    parser.add_argument("--remote", action="store_true", help="use all threads, as for remote visitors")
-    parser.add_argument("--read", nargs=2, metavar=("URL", "SETTINGS"), help=argparse.SUPPRESS)
-    parser.add_argument("--skip-cold", action="store_true", help="omit the cold starts")
-    return run_study(study, parser, arguments)
+def summary(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return first run, last run and the largest value of each figure, to show growth and outliers."""
+    largest = {name: max(figures[name] for figures in runs) for name in runs[0]}
+    rows = {"first run": runs[0], "last run": runs[-1], f"largest of {len(runs)} runs": largest}
+    return [{"run": name, **figures} for name, figures in rows.items()]
 
+
+def frames(options: argparse.Namespace) -> None:
+    """Measure frame times, latency and browser heap of several runs in a tab."""
+    player, records, progress = TracePlayer(options.tokens, options.rate), [], Progress()
+    with served(ModelPool(), engine=player) as demo, chromium() as opened:
+        page = opened.new_page(viewport={"width": 1280, "height": 900})
+        devtools = page.context.new_cdp_session(page)
+        page.set_default_timeout(600_000)
+        page.goto(demo.url)
+        expect(page.locator("#lane-spec")).to_be_visible()
+        page.locator("#compare input").check()
+        page.locator("#prompt textarea").fill("x")
+        for i in range(1, options.runs + 1):
+            records.append(frame_times(page, devtools, player))
+            progress.show(f"{i} of {options.runs} runs")
+    progress.over()
+    publish(options, "page_frames", FRAME_COLUMNS, summary(records))
+
+
+STUDIES = {
+    "speed": Study(
+        speed,
+        {
+            "rounds": {"type": int, "default": 8, "help": "pairs of runs (default: 8)"},
+            "tokens": {"type": int, "default": 256, "help": "tokens per run (default: 256)"},
+            "root": {"action": "store_true", "help": "keep the raised priority of a browser run by root"},
+            "remote": {"action": "store_true", "help": "use all threads, as for remote visitors"},
+            "read": {"nargs": 2, "help": argparse.SUPPRESS},  # URL, settings
+        },
+    ),
+    "starts": Study(starts),
+    "frames": Study(frames, {"runs": 10, "tokens": 2048, "rate": 200.0}),  # tokens of a lane, per second
+}
+main = study_command(__file__, __doc__, TABLES, STUDIES)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,32 +1,69 @@
-"""Cost of a target pass by rows and context: tables `pass_cost-float32`, `pass_cost-bfloat16` in docs/performance.md.
+"""Cost of passes and steps: tables `pass_cost*`, `bandwidth`, `busy_cores`, `time_breakdown` in docs/performance.md.
 
-`python -m benchmarks.pass_cost --dtype float32 --write`, then with `--dtype bfloat16`. Passes of all shapes alternate,
-so that other load affects them alike and ratios are reliable.
+`python -m benchmarks.pass_cost STUDY --write`; `rows` once with `--dtype float32` and once with `--dtype bfloat16`. All
+shapes, forms and numbers of processes alternate, so that other load affects them alike and ratios are reliable.
+
+`bandwidth`: the read bandwidth is that of summing an array of the model's size in float32. `breakdown`: calls of the
+decoding loop are timed on a CPU with the bundled pair.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
+import torch
 from transformers import PreTrainedModel
 
-from benchmarks.tables import publish, run_study, study_parser
+from benchmarks.against_llama_cpp import FORMS
+from benchmarks.memory import SHAPES, save_random
+from benchmarks.runs import traced
+from benchmarks.tables import Study, publish, study_command
 from specdemo.cli.arguments import given
 from specdemo.cli.commands import at_least_one
 from specdemo.core.errors import UserError
+from specdemo.core.events import StepEvent
 from specdemo.core.metrics import interval
-from specdemo.core.step import Draft
+from specdemo.core.step import Draft, Step
+from specdemo.core.verifier import ModelVerifier
+from specdemo.generate import generate
+from specdemo.models.engines.engine import Entry
 from specdemo.models.engines.fused_weights import FusedWeights
+from specdemo.models.engines.native import NativeEngine
+from specdemo.models.engines.select import engine_of
 from specdemo.models.kv_cache import CachedModel
+from specdemo.models.load import load
+from specdemo.models.memory import release_memory
 from specdemo.models.model_pool import ModelPool
+from specdemo.models.spec import ModelSpec
+from specdemo.models.zoo import CHAT_PAIR
+from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 
-TABLES = {"pass_cost-float32": "docs/performance.md", "pass_cost-bfloat16": "docs/performance.md"}
+TABLE_NAMES = ("pass_cost-float32", "pass_cost-bfloat16", "bandwidth", "busy_cores", "time_breakdown")
+TABLES = dict.fromkeys(TABLE_NAMES, "docs/performance.md")
+BUSY_COLUMNS = {"pair": "{pair}", "busy processes": "{count}", "tokens/s": "{speed:.0f}", "relative to none": "{ratio}"}
+BUSY_PROMPT = "def fibonacci(n):"
+BANDWIDTH_COLUMNS = {"form": "{form}", "weights MB": "{mb:.0f}", "read GB/s": "{read:.0f}"}
+BANDWIDTH_CONTEXT = 64
 
+# Timed calls and their names; a verification includes a pass, and drafts of fixed length are sampled with their passes.
+TIMED: tuple[tuple[Any, str, str], ...] = (
+    (NativeEngine, "run", "pass"),
+    (NativeEngine, "sample_chain", "pass"),
+    (ModelVerifier, "verify", "verification"),
+)
 Model = FusedWeights | PreTrainedModel
 
 
@@ -68,8 +105,14 @@ def _seconds(cache: CachedModel, tokens: Sequence[int], draft: Draft) -> float:
     return time.perf_counter() - start
 
 
+def _timed(action: Callable[[], object], _: int) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
 def _alternate(timed: Sequence[Callable[[int], float]], repeats: int) -> list[tuple[float, ...]]:
-    """Call all functions in turn, `repeats` times, and return the results of each."""
+    """Call all functions with 0, 1, ..., `repeats` - 1 in turn and return the results of each."""
     return list(zip(*[[once(i) for once in timed] for i in range(repeats)], strict=True))
 
 
@@ -77,7 +120,13 @@ def _text(caches: Sequence[CachedModel], length: int) -> list[int]:
     return [i % min(cache.vocab_size for cache in caches) for i in range(length)]
 
 
-def study(options: argparse.Namespace) -> None:
+def ratio(values: Sequence[float], base: Sequence[float]) -> str:
+    """Format the median of the paired ratios with its 95 % interval."""
+    ratios = [value / reference for value, reference in zip(values, base, strict=True)]
+    return "{:.2f} [{:.2f}, {:.2f}]".format(statistics.median(ratios), *interval(ratios))
+
+
+def rows(options: argparse.Namespace) -> None:
     """Publish the median milliseconds of a pass and its ratio to the first number of rows, with a 95 % interval."""
     at_least_one("rounds", options.rounds)
     target = ModelPool().take(Recipe(method="ar", **given(options)).target_spec)
@@ -90,24 +139,155 @@ def study(options: argparse.Namespace) -> None:
     for n in options.rows:
         record: dict[str, object] = {"rows": n}
         for context in options.context:
-            ratios = [own / base for own, base in zip(seconds[n, context], seconds[first, context], strict=True)]
-            ratio = (
-                "1" if n == first else "{:.2f} [{:.2f}, {:.2f}]".format(statistics.median(ratios), *interval(ratios))
-            )
-            record[f"context_{context}"] = f"{1000 * statistics.median(seconds[n, context]):.2f} ms, {ratio}"
+            to_first = "1" if n == first else ratio(seconds[n, context], seconds[first, context])
+            record[f"context_{context}"] = f"{1000 * statistics.median(seconds[n, context]):.2f} ms, {to_first}"
         records.append(record)
     columns = {"rows": "{rows}", **{f"{context:,} tokens": f"{{context_{context}}}" for context in options.context}}
     publish(options, f"pass_cost-{options.dtype or 'float32'}", columns, records)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and run the study."""
-    parser = study_parser(__file__, __doc__, TABLES, models=True)
-    parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8])
-    parser.add_argument("--context", nargs="+", type=int, default=[64, 512, 2040])
-    parser.add_argument("--rounds", type=int, default=100, help="passes of each shape (default: %(default)s)")
-    return run_study(study, parser, arguments)
+def bandwidth_of(form: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the share of the bandwidth for each number of rows."""
+    release_memory()
+    dtype, quantization, _ = FORMS[form]
+    model = load(ModelSpec(str(folder), dtype=dtype, quantization=quantization, device="cpu")).model
+    engine, size = engine_of(model), model.weight_bytes
+    cache = engine.open()
+    engine.run([Entry(cache, list(range(BANDWIDTH_CONTEXT)), 0, Draft())])
+    memory = torch.ones(size // 4)
 
+    def single_pass(count: int) -> Callable[[], object]:
+        ids = list(range(count))
+        return lambda: engine.run([Entry(cache, ids, BANDWIDTH_CONTEXT, Draft.chain(tuple(ids[1:])))])
+
+    actions = [partial(_timed, action) for action in (memory.sum, *map(single_pass, options.rows))]
+    reads, *passes = (seconds[1:] for seconds in _alternate(actions, 1 + options.rounds))
+    record = {"form": form, "mb": size / 1e6, "read": size / 1e9 / statistics.median(reads)}
+    for count, seconds in zip(options.rows, passes, strict=True):
+        share = statistics.median(read_s / pass_s for read_s, pass_s in zip(reads, seconds, strict=True))
+        record[f"rows_{count}"] = f"{1000 * statistics.median(seconds):.1f} ms, {share:.2f}"
+    return record
+
+
+def bandwidth(options: argparse.Namespace) -> None:
+    """Publish the share of the read bandwidth that passes over a large model use."""
+    at_least_one("rounds", options.rounds)
+    at_least_one("rows", min(options.rows))
+    with tempfile.TemporaryDirectory() as folder:
+        save_random(SHAPES[options.model], Path(folder))
+        records = [bandwidth_of(form, Path(folder), options) for form in options.form]
+    unit = {f"{count} rows" if count > 1 else "1 row": f"{{rows_{count}}}" for count in options.rows}
+    publish(options, "bandwidth", {**BANDWIDTH_COLUMNS, **unit}, records)
+
+
+@contextmanager
+def busy(count: int) -> Iterator[None]:
+    """Occupy `count` cores with endless loops."""
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        time.sleep(0.2)  # start of the interpreters
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def speed_next_to(count: int, recipe: Recipe, pool: ModelPool, _: int) -> float:
+    """Return the tokens per second of a run next to `count` busy processes."""
+    with busy(count):
+        return traced(recipe, BUSY_PROMPT, pool).metrics["tokens_per_second"]
+
+
+def busy_cores(options: argparse.Namespace) -> None:
+    """Publish the speed of AR decoding of two pairs next to busy processes."""
+    at_least_one("rounds", options.rounds)
+    pool, records = ModelPool(), []
+    for pair in ("bundled", CHAT_PAIR):
+        recipe = Recipe(pair=pair, method="ar", temperature=0.0, max_tokens=options.max_tokens, device="cpu")
+        traced(recipe, BUSY_PROMPT, pool)
+        actions = [partial(speed_next_to, count, recipe, pool) for count in options.busy]
+        speeds = _alternate(actions, options.rounds)
+        for count, values in zip(options.busy, speeds, strict=True):
+            figures = {"speed": statistics.median(values), "ratio": ratio(values, speeds[0])}
+            records.append({"pair": pair, "count": count, **figures})
+    publish(options, "busy_cores", BUSY_COLUMNS, records)
+
+
+@contextmanager
+def stopwatches() -> Iterator[Counter[tuple[bool, str]]]:
+    """Count seconds by (during verification, name of the call)."""
+    spent: Counter[tuple[bool, str]] = Counter()
+    verifying = [False]
+
+    def timed(call: Callable[..., Any], part: str) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            verifying[0] |= part == "verification"
+            start = time.perf_counter()
+            result = call(*args, **kwargs)
+            spent[verifying[0], part] += time.perf_counter() - start
+            verifying[0] &= part != "verification"
+            return result
+
+        return wrapper
+
+    with ExitStack() as stack:
+        for owner, name, part in TIMED:
+            stack.enter_context(patch.object(owner, name, timed(getattr(owner, name), part)))
+        yield spent
+
+
+def step_parts(recipe: Recipe, prompts: Sequence[str]) -> list[dict[str, float]]:
+    """Return seconds by part for each step with a full-length draft, after a warm-up run of the first prompt."""
+    with stopwatches() as spent:
+        pool = ModelPool()  # models loaded within the context use the patched calls
+        list(generate(recipe, prompts[0], pool))
+        parts = []
+        for prompt in prompts:
+            spent.clear()
+            for event in generate(recipe, prompt, pool):
+                if isinstance(event, StepEvent) and event.step.i and len(event.step.draft) == recipe.gamma:
+                    parts.append(_split(event.step, spent))
+                spent.clear()
+    return parts
+
+
+def _split(step: Step, spent: Counter[tuple[bool, str]]) -> dict[str, float]:
+    parts = {}
+    names = ("drafter: passes, sampling", "drafter: rest"), ("target: passes", "target: distributions, sampling, tests")
+    for verifying, (inside, rest), seconds in zip((False, True), names, (step.draft_s, step.verify_s), strict=True):
+        parts[inside] = spent[verifying, "pass"]
+        parts[rest] = seconds - parts[inside]
+    return {**parts, "loop": step.host_s}
+
+
+def breakdown(options: argparse.Namespace) -> None:
+    """Publish medians over steps: a row per part, two columns per temperature."""
+    prompts = [prompt.text for prompt in load_prompts(kinds=["code"])][: options.prompts]
+    columns, records = {"part": "{part}"}, {}
+    for temperature in options.temperature:
+        recipe = Recipe(gamma=options.gamma, temperature=temperature, top_p=1.0, max_tokens=options.max_tokens)
+        steps = step_parts(recipe, prompts)
+        medians = {part: statistics.median(step[part] for step in steps) for part in steps[0]}
+        key = f"{temperature:g}".replace(".", "_")
+        columns |= {f"T={temperature:g}, ms": f"{{ms_{key}:.2f}}", f"T={temperature:g}, share": f"{{share_{key}:.0%}}"}
+        for part, seconds in medians.items():
+            figures = {f"ms_{key}": 1000 * seconds, f"share_{key}": seconds / sum(medians.values())}
+            records.setdefault(part, {"part": part}).update(figures)
+    publish(options, "time_breakdown", columns, list(records.values()))
+
+
+STUDIES = {
+    "rows": Study(rows, {"rows": [1, 2, 4, 8], "context": [64, 512, 2040], "rounds": 100}, models=True),
+    "bandwidth": Study(
+        bandwidth,
+        {"model": {"default": "llama-300m", "choices": SHAPES}, "rows": [1, 2, 5, 8, 16], "rounds": 30}
+        | {"form": {"nargs": "+", "default": list(FORMS), "choices": FORMS}},
+    ),
+    "busy_cores": Study(busy_cores, {"busy": [0, 1, 2], "max_tokens": 128, "rounds": 7}),
+    "breakdown": Study(breakdown, {"gamma": 3, "temperature": [0.0, 1.0], "prompts": 12, "max_tokens": 64}),
+}
+main = study_command(__file__, __doc__, TABLES, STUDIES)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,6 +10,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,61 @@ def study_parser(
     parser = Parser(prog=f"python -m {path.parent.name}.{path.stem}", description=(description or "").split("\n\n")[0])
     parser.set_defaults(tables=tables or {}, write=False)
     if tables:
-        documents = ", ".join(dict.fromkeys(tables.values()))
-        parser.add_argument("--write", action="store_true", help=f"replace the tables in {documents}")
+        add_write_option(parser, tables)
     if models:
         add_model_options(parser)
     return parser
+
+
+def add_write_option(parser: Parser, tables: Mapping[str, str]) -> None:
+    """Add `--write`, which replaces tables in the documents of `tables`."""
+    documents = ", ".join(dict.fromkeys(tables.values()))
+    parser.add_argument("--write", action="store_true", help=f"replace the tables in {documents}")
+
+
+def add_options(parser: Parser, options: Mapping[str, Any]) -> None:
+    """Add a flag per option. A value is the default, a list of defaults, or the keywords of `add_argument`."""
+    for name, value in options.items():
+        keywords = value
+        if not isinstance(value, dict):
+            several = isinstance(value, list)
+            keywords = {
+                "default": value,
+                "type": type(value[0] if several else value),
+                "help": "(default: %(default)s)",
+            }
+            keywords |= {"nargs": "+"} if several else {}
+        parser.add_argument("--" + name.replace("_", "-"), **keywords)
+
+
+@dataclass(frozen=True)
+class Study:
+    """Measurement of a module with several: function, options as for `add_options`, and use of the model options."""
+
+    measure: Callable[[argparse.Namespace], object]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    models: bool = False
+
+
+def study_command(
+    script: str, description: str | None, tables: Mapping[str, str], studies: Mapping[str, Study]
+) -> Callable[[Sequence[str] | None], int]:
+    """Return the `main` of a module with a command per study; all share `--write` for the tables of the module."""
+
+    def main(arguments: Sequence[str] | None = None) -> int:
+        parser = study_parser(script, description)
+        parser.set_defaults(tables=tables)
+        commands = parser.add_subparsers(dest="study", required=True, metavar="STUDY", parser_class=Parser)
+        for name, study in studies.items():
+            summary = (study.measure.__doc__ or "").split("\n\n")[0]
+            command = commands.add_parser(name, help=summary.replace("%", "%%"), description=summary)
+            add_write_option(command, tables)
+            add_options(command, study.options)
+            if study.models:
+                add_model_options(command)
+        return run_study(lambda options: studies[options.study].measure(options), parser, arguments)
+
+    return main
 
 
 def run_study(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.document_tables import README_ROWS
-from benchmarks.registry import RUNS, TableRun
+from benchmarks.registry import FROZEN, RUNS, TableRun
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "assets/pair/README.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -80,8 +80,17 @@ def table_names(path: Path) -> list[str]:
 
 def test_every_measured_table_has_a_registered_command() -> None:
     names = [name for path in DOCUMENTS for name in table_names(path)]
-    registered = [name for run in RUNS for name in run.tables]
+    registered = [*FROZEN, *(name for run in RUNS for name in run.tables)]
     assert len(names) == len(set(names)) and sorted(names) == sorted(registered)
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_a_frozen_table_names_the_commit_of_its_study(name: str) -> None:
+    (text,) = (path.read_text("utf-8") for path in DOCUMENTS if name in table_names(path))
+    source = text.partition(f"begin: {name} -->")[2].partition("\n|")[0]
+    assert source.startswith("\nNot reproduced by a script any more")
+    assert re.search(rf"`benchmarks/{name}\.py` of commit [0-9a-f]{{7}}\b.*\d{{4}}-\d\d-\d\d", source, re.S)
+    assert not (ROOT / f"benchmarks/{name}.py").exists()
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.tables[0])

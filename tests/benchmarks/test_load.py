@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.load import Visit, figures, growth_percent, jain_index, mean_by_eighth, visit
-from benchmarks.soak import Tallies
+from benchmarks.load import Tallies, Visit, figures, growth_percent, jain_index, mean_by_eighth, visit
 
 pytestmark = pytest.mark.slow
 

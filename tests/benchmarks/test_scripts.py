@@ -6,10 +6,11 @@ import argparse
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks import tables
+from benchmarks import edge_cloud, load, page_cost, pass_cost, tables
 from specdemo.core.errors import UserError
 
 pytestmark = pytest.mark.slow
@@ -29,10 +30,43 @@ def test_help_is_printed(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert end.value.code == 0 and "usage:" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("module", "study"),
+    [(module, study) for module in (edge_cloud, load, page_cost, pass_cost) for study in module.STUDIES],
+)
+def test_a_module_has_a_command_per_study(module: Any, study: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        module.main([study, "--help"])
+    assert end.value.code == 0 and "--write" in capsys.readouterr().out
+
+
+def test_studies_of_a_module_share_a_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    received: list[argparse.Namespace] = []
+    options = {"ratio": 0.5, "max_tokens": [1, 2], "only": {"choices": ["a", "b"]}}
+    documents = {"cost": "docs/page.md"}
+    main = tables.study_command(
+        "benchmarks/cost.py", "Costs.", documents, {"page": tables.Study(received.append, options)}
+    )
+    assert (
+        main(["page"]) == main(["page", "--ratio", "2", "--max-tokens", "4", "5", "6", "--only", "b", "--write"]) == 0
+    )
+    default, given = received
+    assert (default.ratio, default.max_tokens, default.only, default.write) == (0.5, [1, 2], None, False)
+    assert (given.ratio, given.max_tokens, given.only, given.write) == (2.0, [4, 5, 6], "b", True)
+    assert default.tables == documents and given.command.endswith(
+        "benchmarks.cost page --ratio 2 --max-tokens 4 5 6 --only b"
+    )
+    for arguments in ([], ["link"], ["page", "--only", "c"]):
+        with pytest.raises(SystemExit) as end:
+            main(arguments)
+        assert end.value.code == 2
+    assert "invalid choice: 'link'" in capsys.readouterr().err
+
+
 def test_a_script_runs_by_path_from_any_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = ROOT / "benchmarks" / "drafting_cost.py"
+    script = ROOT / "benchmarks" / "imposed_acceptance.py"
     elsewhere = [path for path in sys.path if path and Path(path).resolve() != ROOT]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [str(script), "--help"])

@@ -3,59 +3,23 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
-from pathlib import Path
 
 import pytest
-from fakes.tiny_models import byte_level_tokenizer, save_model
 
-from benchmarks import drafting_cost, gates, layer_search, memory, page_frames, time_breakdown
-from benchmarks.link import LinkRuns, gamma_for
+from benchmarks import edge_cloud, memory, page_cost, pass_cost
+from benchmarks.edge_cloud import LinkRuns, gamma_for
 from benchmarks.runs import StepTotals, percentile
-from specdemo.core.step import Draft
 from specdemo.core.theory import best_gamma_over
-from specdemo.models.model_pool import ModelPool
-from specdemo.models.spec import ModelSpec
 
 pytestmark = pytest.mark.slow
 
 
-def test_drafting_costs_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts of a repetitive text are accepted; prompt lookup uses the least memory."""
-    monkeypatch.setattr(drafting_cost, "NEW_TOKENS", 40)
-    text = [i % 7 for i in range(300)]
-    costs = {(cost.drafter, cost.history): cost for cost in drafting_cost.measure(text, sizes=(50, 200))}
-    assert set(costs) == {(name, size) for name in drafting_cost.DRAFTERS for size in (50, 200)}
-    for (name, size), cost in costs.items():
-        assert cost.seconds_per_token > 0 and cost.accepted_per_step > 2
-        assert name == "lookup" or cost.bytes_per_token > costs["lookup", size].bytes_per_token
-
-
-def test_the_table_of_drafting_costs_has_a_row_per_drafter(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(drafting_cost, "NEW_TOKENS", 40)
-    monkeypatch.setattr(drafting_cost, "SIZES", (50, 200))
-    monkeypatch.setattr(drafting_cost.measure, "__defaults__", ((50, 200), 4))
-    assert drafting_cost.main([]) == 0
-    head, _, *rows, line = capsys.readouterr().out.splitlines()
-    assert "us / token at 200" in head and len(rows) == len(drafting_cost.DRAFTERS)
-    assert len(json.loads(line)["drafting_cost"]) == len(rows)
-
-
-def test_the_text_verifier_continues_the_text() -> None:
-    verifier = drafting_cost.TextVerifier([1, 2, 3, 4, 5])
-    verdict = verifier.verify([1], Draft.chain((2, 3, 9)))
-    assert verdict.accepted == (0, 1) and verdict.token == 4
-    assert verifier.verify([1, 2], Draft()).token == 3
-
-
 def test_the_parts_of_a_step_add_up(capsys: pytest.CaptureFixture[str]) -> None:
     """All parts are positive, shares add up to 100 %, and the patched calls are restored."""
-    before = [getattr(owner, name) for owner, name, _ in time_breakdown.TIMED]
-    settings = ["--gamma", "2", "--temperature", "0", "0.5", "--prompts", "1", "--max-tokens", "24"]
-    assert time_breakdown.main(settings) == 0
-    assert [getattr(owner, name) for owner, name, _ in time_breakdown.TIMED] == before
+    before = [getattr(owner, name) for owner, name, _ in pass_cost.TIMED]
+    settings = ["breakdown", "--gamma", "2", "--temperature", "0", "0.5", "--prompts", "1", "--max-tokens", "24"]
+    assert pass_cost.main(settings) == 0
+    assert [getattr(owner, name) for owner, name, _ in pass_cost.TIMED] == before
     parts = json.loads(capsys.readouterr().out.splitlines()[-1])["time_breakdown"]
     assert len(parts) == 5
     for key in ("0", "0_5"):
@@ -67,8 +31,8 @@ def test_the_parts_of_a_step_add_up(capsys: pytest.CaptureFixture[str]) -> None:
 def test_gates_save_calls_and_lose_agreement(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gates, "PERCENTILES", (80,))
-    assert gates.main(["--max-tokens", "12", "--prompts", "2"]) == 0
+    monkeypatch.setattr(edge_cloud, "PERCENTILES", (80,))
+    assert edge_cloud.main(["gates", "--max-tokens", "12", "--prompts", "2"]) == 0
     points = json.loads(capsys.readouterr().out.splitlines()[-1])["gates"]
     always, never = points[0], points[-1]
     assert (always["signal"], always["saved"], always["agreement"], always["beta"]) == ("verify always", 0, 1, 1)
@@ -110,47 +74,13 @@ def test_percentiles_are_values_by_rank() -> None:
     assert [percentile([3.0, 1.0, 2.0, 4.0], share) for share in (0, 0.5, 0.95, 1)] == [1, 3, 4, 4]
 
 
-PROMPTS = ["def a", "x = [1, 1, 1,", "class B:"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(save_model(tmp_path_factory.mktemp("models") / "target", byte_level_tokenizer(), num_hidden_layers=4))
-
-
-def test_layers_are_removed_one_by_one(model: str) -> None:
-    subsets = list(layer_search.search(ModelPool().take(ModelSpec(model, device="cpu")), PROMPTS))
-    assert [len(subset.skipped) for subset in subsets] == [1, 2, 3]
-    assert all(set(fewer.skipped) < set(more.skipped) for fewer, more in pairwise(subsets))
-    assert all(0 < subset.alpha <= 1 and subset.c > 0 and subset.speedup >= 1 for subset in subsets)
-
-
-def test_a_layer_without_effect_is_removed_first(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    folder = str(save_model(tmp_path / "idle", byte_level_tokenizer(), num_hidden_layers=4))
-    loaded = AutoModelForCausalLM.from_pretrained(folder)
-    for name in ("self_attn.o_proj", "mlp.down_proj"):
-        loaded.model.layers[2].get_submodule(name).weight.data.zero_()
-    loaded.save_pretrained(folder)
-    first = next(layer_search.search(ModelPool().take(ModelSpec(folder, device="cpu")), ["def f(x):\n    return x"]))
-    assert first.skipped == (2,) and first.alpha == pytest.approx(1.0, abs=1e-5)
-    assert layer_search.main(["--target", folder, "--device", "cpu", "--prompts", "1"]) == 0
-
-
-def test_a_model_with_one_layer_is_too_shallow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shallow = str(save_model(tmp_path / "shallow", byte_level_tokenizer(), num_hidden_layers=1))
-    assert layer_search.main(["--target", shallow, "--device", "cpu"]) == 2
-    assert "too few layers" in capsys.readouterr().err
-
-
 def test_runs_of_the_page_are_summarised_by_growth_and_outliers() -> None:
     runs = [
         {"longest_ms": 17.0, "heap_mb": 5.0},
         {"longest_ms": 40.0, "heap_mb": 5.5},
         {"longest_ms": 18.0, "heap_mb": 5.2},
     ]
-    first, last, largest = page_frames.summary(runs)
+    first, last, largest = page_cost.summary(runs)
     assert (first["heap_mb"], last["heap_mb"], largest["run"]) == (5.0, 5.2, "largest of 3 runs")
     assert (largest["longest_ms"], largest["heap_mb"]) == (40.0, 5.5)
 

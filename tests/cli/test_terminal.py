@@ -218,7 +218,7 @@ def test_ctrl_c_ends_the_trace(
 
 
 def test_costs_are_ratios_of_passes(models: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    target = ["--target", models["target"], "--device", "cpu", "--rounds", "5"]
+    target = ["rows", "--target", models["target"], "--device", "cpu", "--rounds", "5"]
     assert pass_cost.main([*target, "--rows", "1", "3", "--context", "16", "32"]) == 0
     one, three = (line.split("|")[2:4] for line in capsys.readouterr().out.splitlines()[2:4])
     assert all(cell.strip().endswith("ms, 1") for cell in one)
