@@ -1,11 +1,17 @@
-"""Entry point of `python -m specdemo`."""
+"""Entry point of the command `specdemo` and of `python -m specdemo`."""
 
 import sys
 
 from specdemo import set_environment_defaults
 
-if __name__ == "__main__":
-    set_environment_defaults()  # before torch is imported
-    from specdemo.cli import main
 
+def main() -> int:
+    """Set the process-wide environment variables, then run the terminal; return the exit code."""
+    set_environment_defaults()  # before torch is imported
+    from specdemo.cli import main as run_terminal
+
+    return run_terminal()
+
+
+if __name__ == "__main__":
     sys.exit(main())

@@ -13,7 +13,8 @@ from benchmarks.document_tables import README_ROWS
 from benchmarks.registry import FROZEN, RUNS, TableRun
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "assets/pair/README.md", *sorted(ROOT.glob("docs/*.md"))]
+NAMES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "assets/pair/README.md")
+DOCUMENTS = [*(ROOT / name for name in NAMES), *sorted(ROOT.glob("docs/*.md"))]
 
 
 def without_code(text: str) -> str:

@@ -26,6 +26,23 @@ sys.argv = ["specdemo", "run", "for i in range(", "--method", "nasd", "--max-tok
 runpy.run_module("specdemo", run_name="__main__")
 """
 
+COMMAND = """
+import json, os, runpy, sys
+before = dict(os.environ)
+sys.argv = [sys.argv[1], "--help"]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as end:
+    assert not end.code and "torch" not in sys.modules
+print(json.dumps({name: value for name, value in os.environ.items() if before.get(name) != value}))
+"""
+ENVIRONMENT = {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "HF_DEACTIVATE_ASYNC_LOAD": "1",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
+    "LRU_CACHE_CAPACITY": "128",
+}
+
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -60,3 +77,17 @@ def test_the_installed_library_and_program_run_in_any_directory(installed: Path,
     path, *_, last = output.splitlines()
     assert path == str(installed / "specdemo" / "__init__.py")
     assert json.loads(last)["metrics"]["tokens"] == 8
+
+
+def test_the_installed_command_sets_the_environment_and_runs_the_terminal(installed: Path, tmp_path: Path) -> None:
+    inherited = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
+    output = subprocess.check_output(
+        [sys.executable, "-c", COMMAND, str(installed / "bin" / "specdemo")],
+        cwd=tmp_path,
+        env={**inherited, "PYTHONPATH": str(installed)},
+        text=True,
+        timeout=300,
+    )
+    usage, *_, last = output.splitlines()
+    assert usage.startswith("usage: specdemo") and " serve " in output
+    assert json.loads(last) == ENVIRONMENT
