@@ -274,7 +274,7 @@ def figures(
     edges: Tallies,
 ) -> dict[str, object]:
     """Return the record of the table."""
-    runs = [one for column in visits for one in column]
+    runs = [run for column in visits for run in column]
     waits = [run.first_token_s for run, _ in runs if run.first_token_s is not None]
     return {
         "minutes": minutes,

@@ -125,9 +125,9 @@ def replace_table(document: Path, name: str, content: str) -> None:
     """Replace the text between the markers `<!-- begin: name -->` and `<!-- end: name -->`."""
     begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
     text = document.read_text("utf-8")
-    before, found, rest = text.partition(begin)
+    before, opened, rest = text.partition(begin)
     _, closed, after = rest.partition(end)
-    if not found or not closed or begin in after:
+    if not opened or not closed or begin in after:
         raise UserError(f"{document.name} needs the lines {begin} and {end} exactly once: add them and repeat --write")
     document.write_text(f"{before}{begin}\n{content}\n{end}{after}", "utf-8")
 
