@@ -197,7 +197,8 @@ class NativeEngine(Engine[NativeCache]):
         cache.hidden = torch.empty(len(layers), rows, model.width) if layers else None
         numbers = array("i", [*new, *placed, *prefix, *extra, *starts, *taps])
         ends = accumulate(map(len, (new, placed, prefix, extra, starts)), initial=0)
-        places = [numbers.buffer_info()[0] + numbers.itemsize * end for end in ends]
+        first, _ = numbers.buffer_info()
+        places = [first + numbers.itemsize * end for end in ends]
         struct = self._struct(cache.kv.dtype)
         scratch = self._scratch.pop() if rows <= KEPT_ROWS and self._scratch else self._buffer(struct, rows)
         described = PassStruct(
@@ -220,9 +221,10 @@ class NativeEngine(Engine[NativeCache]):
         result = function(ctypes.byref(described), *map(ctypes.byref, options))
         if rows <= KEPT_ROWS:
             self._scratch.append(scratch)  # atomic, so that threads need no lock
-        if result == Result.STOPPED:
-            raise Stopped
-        check_result(self._library, result, described)
+        if result:
+            if result == Result.STOPPED:
+                raise Stopped
+            check_result(self._library, result, described)
         cache.length = held + rows
 
     def _struct(self, dtype: torch.dtype) -> ModelStruct:
