@@ -7,13 +7,16 @@ from collections.abc import Sequence
 
 
 class BannedText:
+    """Tokens that complete a banned text, for a vocabulary with the byte strings `pieces`."""
+
     def __init__(self, texts: Sequence[str], pieces: Sequence[bytes]) -> None:
         words = [text.encode() for text in texts]
         self._pieces = pieces
         self._order = sorted(range(len(pieces)), key=pieces.__getitem__)
         self._sorted = [pieces[token] for token in self._order]
         self._always = {token for token, piece in enumerate(pieces) if any(word in piece for word in words)}
-        self._completing: dict[bytes, set[int]] = {}  # beginning -> tokens
+        # maps the beginning of a banned text to the tokens that complete it
+        self._completing: dict[bytes, set[int]] = {}
         for word in words:
             for split in range(1, len(word)):
                 tokens = self._starting_with(word[split:])

@@ -33,6 +33,8 @@ class DraftBudget:
 
 
 class Drafter(Protocol):
+    """Proposes draft tokens before each target pass and observes the results."""
+
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
         """Continue `tokens`.
 
@@ -43,12 +45,14 @@ class Drafter(Protocol):
 
 
 class Verifier(Protocol):
+    """Decides which draft tokens are accepted and adds a token of the target."""
+
     def verify(self, tokens: Sequence[int], draft: Draft) -> Verdict:
         """Verify `draft` after `tokens` in a single target pass."""
 
 
 class DraftLengthPolicy(Protocol):
-    """Chooses gamma, the draft length."""
+    """Chooses gamma, the draft length, before each step."""
 
     @property
     def gamma(self) -> int: ...
@@ -66,6 +70,8 @@ class DraftLengthPolicy(Protocol):
 
 
 class EmptyDrafter:
+    """Drafter without drafts, which turns the loop into AR decoding."""
+
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
         return Draft()
 
@@ -94,7 +100,8 @@ def decode(
     start = clock() if start is None else start
     for i in count():
         began = clock()
-        limit = min(policy.gamma, end - len(tokens) - 1) if i or not first_target else 0  # the target adds a token
+        # leave space for the token of the target
+        limit = min(policy.gamma, end - len(tokens) - 1) if i or not first_target else 0
         draft = drafter.propose(tokens, DraftBudget(limit, policy)) if limit else Draft()
         drafted = clock()
         verdict = verifier.verify(tokens, draft)
@@ -117,7 +124,7 @@ def decode(
             t=finished - start,
             policy=policy.notes if limit else {},
         )
-        if step.verified:  # otherwise it has neither acceptance tests nor the time of a pass
+        if step.verified:  # other steps have neither acceptance tests nor the time of a pass
             policy.observe(step)
         drafter.observe(step)
         yield (step := replace(step, host_s=clock() - verified))

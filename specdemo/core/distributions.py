@@ -1,4 +1,4 @@
-"""Distributions over tokens: dense, on few tokens or on a single token; and those of a draft's nodes."""
+"""Distributions over tokens (dense, sparse or one-hot) and the distributions that draft tokens are sampled from."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class SparseRow:
         return self.values.new_zeros(self.vocab_size).scatter_(0, self.ids, self.values)
 
 
-Probs: TypeAlias = "Tensor | PointMass"  # `[vocab]`
-ProbRows: TypeAlias = "Tensor | Sequence[PointMass]"  # `[rows, vocab]`
-DraftRowProbs: TypeAlias = "Tensor | SparseRow | PointMass"  # `[vocab]`
+Probs: TypeAlias = "Tensor | PointMass"  # a distribution `[vocab]`
+ProbRows: TypeAlias = "Tensor | Sequence[PointMass]"  # distributions `[rows, vocab]`
+DraftRowProbs: TypeAlias = "Tensor | SparseRow | PointMass"  # a distribution `[vocab]`
 AnyProbs = TypeVar("AnyProbs", "Tensor", SparseRow, PointMass)
-Comparison = tuple[list[float], list[float]]  # of each node: p(token), and sum min(p, q) at its position
+Comparison = tuple[list[float], list[float]]  # lists p(token) and sum min(p, q) at the position of each node
 
 
 class DraftProbs(Protocol):
-    """Distributions that the tokens of a draft were sampled from."""
+    """Interface of the distributions that the tokens of a draft were sampled from."""
 
     @property
     def device(self) -> torch.device: ...
@@ -161,7 +161,7 @@ def node_probs(p: ProbRows, tokens: Sequence[int], parents: Sequence[int]) -> li
 
 
 class TokenSampler(Protocol):
-    """Random tokens: `Noise`, `SharedNoise` or an enumeration."""
+    """Source of random tokens: `Noise`, `SharedNoise` or an enumeration."""
 
     def sample(self, probs: Tensor, position: int) -> int:
         """Sample a token from `probs` `[vocab]`."""
@@ -205,8 +205,8 @@ def residual(p: Probs, q: DraftRowProbs) -> Probs:
         from specdemo.native import sampling as native
 
         if p.shape == q.shape and native.supports(p) and native.supports(q):
-            found = native.residual_probs(p, q)
-            return p if found is None else found
+            normalised = native.residual_probs(p, q)
+            return p if normalised is None else normalised
         excess = (p - q).clamp_(min=0)
     total = excess.sum()
     return excess / total if total > 0 else p

@@ -1,4 +1,4 @@
-"""Errors shown to users."""
+"""Errors shown to users, and checks of values that users enter."""
 
 import errno
 import unicodedata

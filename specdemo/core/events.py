@@ -37,7 +37,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes of the process, of device tensors, of keys and values."""
+    """Bytes used by the process, by device tensors, and by keys and values."""
 
     process: float | None = None
     device: float | None = None
@@ -59,10 +59,10 @@ class StepEvent:
     """A step with its texts, memory use and cumulative metrics."""
 
     step: Step
-    pieces: tuple[str, ...]  # of the committed tokens
+    pieces: tuple[str, ...]  # texts of the committed tokens
     draft_texts: tuple[str, ...] = ()
-    token_texts: Mapping[int, str] = field(default_factory=dict)  # of top tokens, at their first occurrence
-    pending_text: str = ""  # of a beam search
+    token_texts: Mapping[int, str] = field(default_factory=dict)  # texts of top tokens that occur for the first time
+    pending_text: str = ""  # text of the best beam that is not yet committed
     memory: MemoryUse = MemoryUse()
     metrics: Metrics = Metrics()
 

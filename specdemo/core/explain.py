@@ -1,4 +1,4 @@
-"""Labels, styles and explanations of token outcomes."""
+"""Labels, styles and explanations of token outcomes, shared by page and terminal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STYLES = {
 
 
 class Reason(Enum):
-    """Explanation templates. Placeholders are fields of `Decision`."""
+    """Templates that explain outcomes. Placeholders are fields of `Decision`."""
 
     MATCHED = "Accepted: the target sampled the same token."
     MISMATCHED = "Rejected: the target sampled another token."
@@ -76,7 +76,7 @@ FATES = {"confirmed": "The cloud confirmed it later.", "overruled": "The cloud l
 UNVERIFIED = {Source.PROVISIONAL: Reason.PROVISIONAL, Source.GATE: Reason.GATE, Source.ALONE: Reason.ALONE}
 
 
-_REASONS = {  # of accepted and rejected tokens
+_REASONS = {  # templates for accepted and rejected tokens
     DecidedBy.SAMPLE: (Reason.MATCHED, Reason.MISMATCHED),
     DecidedBy.SHARED_DRAW: (Reason.COUPLED, Reason.DECOUPLED),
     DecidedBy.BLOCK: (Reason.BLOCK_ACCEPTED, Reason.BLOCK_REJECTED),
@@ -92,7 +92,7 @@ class Decision:
     """
 
     p: float | None = None
-    q: float | None = None  # None: a point mass
+    q: float | None = None  # None for a point mass
     draw: float | None = None
     bound: float | None = None
     rank: int | None = None

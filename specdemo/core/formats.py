@@ -1,4 +1,4 @@
-"""Texts of figures; a dash stands for an unknown one."""
+"""Conversion of figures to text; a dash replaces an unknown figure."""
 
 from __future__ import annotations
 

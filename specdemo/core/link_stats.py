@@ -1,4 +1,4 @@
-"""Source of a verdict, and measures of the link."""
+"""Source of a verdict, and measurements of the link between drafter and target."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 
 class Source(StrEnum):
-    """Origin of a verdict."""
+    """Component or fallback that decided about the draft of a step."""
 
     TARGET = "target"
     GATE = "gate"
     PROVISIONAL = "provisional"
-    ALONE = "alone"  # mode edge_only, or connection lost
+    ALONE = "alone"  # the mode is edge_only, or the connection was lost
     LATE = "late"  # response to an earlier request
 
     @property
@@ -41,11 +41,11 @@ class LinkStats:
     hard_ratio: float | None = None
     cloud_s: float | None = None
     rtt_s: float | None = None  # excludes `cloud_s`
-    sent: int | None = None  # messages, with repetitions
-    rows: int | None = None  # draft distributions on demand
+    sent: int | None = None  # number of messages with repetitions
+    rows: int | None = None  # draft distributions that the server requested
     confirmed: int | None = None
     overruled: int | None = None
-    lost: int | None = None  # 1: the connection was lost in this step
+    lost: int | None = None  # 1 if the connection was lost in this step
     bytes_up: int | None = None
     bytes_down: int | None = None
     up_s: float | None = None

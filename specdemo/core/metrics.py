@@ -27,7 +27,7 @@ class Metrics:
     accepted: int = 0
     unverified: int = 0  # draft tokens committed without the target
     unverified_drafted: int = 0  # draft tokens of unverified steps
-    target_passes: int = 0  # after the prefill
+    target_passes: int = 0  # passes after the prefill
     beta: float = 0.0
     accepted_by_position: tuple[int, ...] = ()
     tested_by_position: tuple[int, ...] = ()
@@ -36,14 +36,15 @@ class Metrics:
     draft_s: float = 0.0
     verify_s: float = 0.0
     host_s: float = 0.0
-    remote: Mapping[str, float] = field(default_factory=dict)  # sums over a link, by their frozen keys
+    remote: Mapping[str, float] = field(default_factory=dict)  # sums of link measurements under their frozen keys
 
     @classmethod
     def of(cls, steps: Iterable[Step]) -> Metrics:
         return reduce(cls.plus, steps, cls())
 
     def plus(self, step: Step) -> Metrics:
-        draft, verdict, remote, first = step.draft, step.verdict, step.verdict.remote, self.ttft_s is None
+        draft, verdict = step.draft, step.verdict
+        remote, first = step.verdict.remote, self.ttft_s is None
         outcomes = [step.outcome(node) for node in verdict.accepted]
         tested = {node: len(draft.path(node)) for node, beta in enumerate(verdict.beta) if beta is not None}
         accepted = [tested[node] for node in verdict.accepted if node in tested]

@@ -15,22 +15,24 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from specdemo.core.errors import UserError, check_name, check_unicode
 
 _CONFIG = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-_SHOWN_CHARACTERS = 500  # of a value in an error message
+_SHOWN_CHARACTERS = 500  # length of a value in an error message
 _LARGEST = 1 << 1023  # larger integers have no float
 
 
 @dataclass(frozen=True)
 class Option:
+    """Label, limits and presentation of an option."""
+
     default: Any
     label: str
     help: str = ""
     low: float | None = None
     high: float | None = None
     above: float | None = None  # exclusive lower bound
-    slider: tuple[float, float, float] | None = None  # lowest, highest, step; `None`: a number field
-    step: float = 1  # of a number field
+    slider: tuple[float, float, float] | None = None  # lowest, highest, step; a number field if None
+    step: float = 1  # increment of a number field
     choices: Mapping[str, Any] | None = None  # valid name -> title or object with a `title`
-    noun: str = ""  # in error messages
+    noun: str = ""  # name of a choice in error messages
     hint: str = ""  # appended to range errors
     group: str = ""
     basic: bool = False  # visible without opening a group
@@ -38,7 +40,7 @@ class Option:
     limit: str = ""  # field of `HostLimits` that bounds the value
     host: bool = False  # fixed on a public page
     applies: str = ""  # attribute of methods for which this option has an effect
-    policies: tuple[str, ...] = ()  # empty: all
+    policies: tuple[str, ...] = ()  # policies that use the option; empty for all
     flag: str = ""
     metavar: str | None = None
     name: str = ""

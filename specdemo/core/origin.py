@@ -1,4 +1,4 @@
-"""Origin of draft tokens."""
+"""Record of where a drafter took its tokens from."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ class Origin:
     """Origin of a draft token; fields are None where unknown or without meaning."""
 
     source: str | None = None  # "model", "n-gram", "filler", "random", "text", "store", "pool" or "window"
-    position: int | None = None  # of the copied token in the text
-    matched: int | None = None  # tokens of the repeated ending
+    position: int | None = None  # index of the copied token in the text
+    matched: int | None = None  # number of tokens of the repeated ending
     order: int | None = None  # n of the n-gram
-    count: int | None = None  # occurrences
-    confidence: float | None = None  # probability that the drafter expects
+    count: int | None = None  # number of occurrences
+    confidence: float | None = None  # probability estimated by the drafter
 
     def as_dict(self) -> dict[str, Any]:
         """Return the known fields."""

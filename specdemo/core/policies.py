@@ -20,7 +20,7 @@ from specdemo.core.step import Step
 class CostModel:
     """Costs in units of a one-row target pass (v and c of `theory.speedup`)."""
 
-    passes: Mapping[int, float] = field(default_factory=lambda: {1: 1.0})  # rows -> v, for some row counts
+    passes: Mapping[int, float] = field(default_factory=lambda: {1: 1.0})  # maps some row counts to v
     token: float = 0.0  # c, initial estimate
 
     def verify(self, rows: int) -> float:
@@ -38,7 +38,7 @@ class CostModel:
 
 
 class PolicyDefaults:
-    """Policy without notes that drafts `gamma` tokens."""
+    """Base class of policies; the defaults draft `gamma` tokens and record no notes."""
 
     needs_logits = False
 
@@ -67,17 +67,18 @@ class Auto(PolicyDefaults):
     start: int | None = None
     min_gamma: int = 0
     prior_acceptance: float = 0.7
-    prior_weight: float = 12.0  # in tests
-    decay: float = 0.95  # per test of the same position
+    prior_weight: float = 12.0  # weight of the prior, as a number of tests
+    decay: float = 0.95  # factor per test of the same position
     min_gain: float = 1.06  # required speed-up over AR decoding
     retry_after: tuple[int, int] = (64, 256)  # AR steps before a retry: initial, maximum
 
     def __post_init__(self) -> None:
         self._model_costs = [self.costs.verify(rows) for rows in range(1, self.max_gamma + 2)]
         self._tested, self._accepted = [0.0] * self.max_gamma, [0.0] * self.max_gamma
-        self._draft_s: deque[float] = deque(maxlen=15)  # per token
-        self._verify_s: list[deque[float]] = [deque(maxlen=15) for _ in self._model_costs]  # by drafted tokens
-        self._drafts = 0  # since an AR step
+        self._draft_s: deque[float] = deque(maxlen=15)  # durations per token
+        # durations by number of drafted tokens
+        self._verify_s: list[deque[float]] = [deque(maxlen=15) for _ in self._model_costs]
+        self._drafts = 0  # number of drafts since an AR step
         self._idle, self._retry_after = 0, self.retry_after[0]
         self.gamma = self._best() if self.start is None else self.start
 
@@ -253,6 +254,8 @@ class StoppingPolicy(PolicyDefaults):
 
 @dataclass
 class ThresholdPolicy(StoppingPolicy):
+    """Stopping policy with a `test` of the logits that has no state."""
+
     gamma: int
     test: Callable[[Any], bool]
     min_gamma: int = 0
@@ -327,6 +330,8 @@ def _largest_prob(logits: Any) -> float:
 
 @dataclass(frozen=True)
 class DraftLengths:
+    """Limits of the draft length, as options select them."""
+
     gamma: int
     least: int
     most: int
@@ -335,11 +340,13 @@ class DraftLengths:
 
 @dataclass(frozen=True)
 class Policy:
+    """Registry entry of a draft-length policy."""
+
     title: str
     make: Callable[[DraftLengths, CostModel], Any]
     bounded: bool = True
     least: int = 0
-    most: int | None = None  # None: gamma
+    most: int | None = None  # gamma if None
 
     def lengths(self, gamma: int, least: int | None, most: int | None, beta: float = 0.5) -> DraftLengths:
         if not self.bounded:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class AcceptanceTest(Protocol):
-    """Random decisions: `Noise` or an enumeration."""
+    """Source of random decisions: `Noise` or an enumeration."""
 
     def test(self, probability: float) -> tuple[bool, float]:
         """Return True with this probability, and the random number."""
@@ -130,7 +130,8 @@ def _walk(
     bounds: list[float | None] = [None] * len(draft)
     children = draft.children()
     accepted: list[int] = []
-    node, row, row_is_p = -1, p[0], True
+    node, row = -1, p[0]
+    row_is_p = True
     while node in children:
         row_is_p = True
         for child in children[node]:
@@ -141,7 +142,8 @@ def _walk(
             betas[child] = overlap[child]
             if passed:
                 accepted.append(child)
-                node, row, row_is_p = child, p[child + 1], True
+                node, row = child, p[child + 1]
+                row_is_p = True
                 break
             if adjust:
                 row = residual(row, distributions.row(child))
@@ -160,7 +162,7 @@ def _distributions(draft: Draft) -> DraftProbs:
 
 
 class DecidedBy(Enum):
-    """Basis of the decision about a draft."""
+    """Quantity that decides about a draft token."""
 
     TOKEN_TEST = "p of each draft token, against q or a bound"
     TOP_TOKEN = "the target's most probable token"
@@ -190,7 +192,7 @@ class RuleTraits:
 
 @dataclass(frozen=True)
 class Rule(RuleTraits):
-    """Registry entry; `exact(sampling)` is True if the output has the target's distribution."""
+    """Registry entry of a rule; `exact(sampling)` is True if the output has the target's distribution."""
 
     apply: Callable[..., Verdict]
     title: str

@@ -21,10 +21,10 @@ _TOP_P_WIDTH = 256  # initial number of candidates for top-p
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Applied in the order of transformers: repetition penalty, bad words, temperature, top-k, top-p."""
+    """Parameters applied in the order of transformers: repetition penalty, bad words, temperature, top-k, top-p."""
 
     temperature: float = 1.0
-    top_k: int = 0  # 0: all
+    top_k: int = 0  # 0 disables the limit
     top_p: float = 1.0
     repetition_penalty: float = 1.0
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences, as in transformers
@@ -38,7 +38,7 @@ class SamplingParams:
         return self.logits_to_probs(self.process_logits(logits, paths))
 
     def process_logits(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-        """`constrain`, with `refuse_broken`."""
+        """Apply penalties and bad words; raise `UserError` for NaN or infinite logits."""
         logits = self.constrain(logits, paths)
         self.refuse_broken(largest(logits)[1])
         return logits
@@ -261,7 +261,8 @@ class ChainSampler:
 
     def record(self, peaks: list[float], token_probs: list[float], probs: Tensor | None) -> None:
         """Record largest logits, token probabilities, and distributions `[count, vocab_size]`."""
-        self._peaks, self._token_probs, self._probs = peaks, token_probs, [] if probs is None else [probs]
+        self._peaks, self._token_probs = peaks, token_probs
+        self._probs = [] if probs is None else [probs]
 
     def chain(self, tokens: Sequence[int]) -> Draft:
         """Return the draft of these tokens. Raises `UserError` for broken logits."""

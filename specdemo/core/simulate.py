@@ -22,6 +22,8 @@ from specdemo.core.verifier import configured_rule
 
 @dataclass(frozen=True)
 class Trial:
+    """Tokens of a simulated text and counts of its steps."""
+
     tokens: tuple[int, ...]
     rounds: int
     tested: int
@@ -43,7 +45,8 @@ def trial(rule: str, p: Tensor, q: Tensor, gamma: int, count: int, seed: int, *,
     accept = Noise(seed, "accept")
     shared = SharedNoise(seed)
     draw, correct = (shared, shared) if entry.shares_noise else (Noise(seed, "draft"), Noise(seed, "correct"))
-    distributions, rows, probs = DenseProbs(q.expand(gamma, -1)), p.expand(gamma + 1, -1), q.tolist()
+    distributions, rows = DenseProbs(q.expand(gamma, -1)), p.expand(gamma + 1, -1)
+    probs = q.tolist()
     tokens: list[int] = []
     rounds = tested = accepted = 0
     while len(tokens) < count:
@@ -101,9 +104,11 @@ def step_starts(chances: Sequence[Sequence[float]]) -> list[float]:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    betas: tuple[float | None, ...]  # of committed tokens; None: not tested
-    draft: int  # length
-    ended: bool  # before its limit
+    """Times and acceptance of a recorded step."""
+
+    betas: tuple[float | None, ...]  # beta of the committed tokens, None if not tested
+    draft: int  # draft length
+    ended: bool  # True if the draft ended before its limit
     draft_s: float
     verify_s: float
     host_s: float
@@ -131,11 +136,11 @@ def recorded_steps(steps: Iterable[Step], *, counted: bool = False) -> list[Reco
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of the parts of a step."""
+    """Seconds that the parts of a step take."""
 
-    plain: float  # pass over one row
-    scale: float  # longer passes, per AR step of v
-    token: float  # drafting
+    plain: float  # a pass over one row
+    scale: float  # factor from v to seconds for longer passes
+    token: float  # a drafted token
     host: float
     pass_cost: Callable[[float], float]
 

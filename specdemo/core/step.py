@@ -1,4 +1,4 @@
-"""Drafts, verdicts and steps: frozen values; only `Draft.probs` is on the device."""
+"""Drafts, verdicts and steps as frozen values; only `Draft.probs` is on the device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Outcome(StrEnum):
 
     ACCEPTED = "accepted"
     REJECTED = "rejected"
-    IGNORED = "ignored"  # drafted, not tested
+    IGNORED = "ignored"  # drafted but not tested
     UNVERIFIED = "unverified"  # committed without the target
     CORRECTION = "correction"
     BONUS = "bonus"
@@ -42,7 +42,7 @@ class Draft:
     parents: tuple[int, ...] = ()
     token_probs: tuple[float, ...] | None = None  # draft probability of each token
     probs: DraftProbs | None = None
-    origin: tuple[Origin, ...] = ()  # of each token; empty if unknown
+    origin: tuple[Origin, ...] = ()  # origin of each token; empty if unknown
 
     @classmethod
     def chain(
@@ -69,7 +69,8 @@ class Draft:
 
     def follow(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """Return the longest path of nodes whose tokens begin `tokens`."""
-        children, path, node = self.children(), [], -1
+        children, path = self.children(), []
+        node = -1
         for token in tokens:
             node = next((child for child in children.get(node, ()) if self.tokens[child] == token), -1)
             if node < 0:
@@ -105,20 +106,20 @@ class Verdict:
     was not queried. `request_sent`: the step's target pass is done or under way.
     """
 
-    accepted: tuple[int, ...]  # nodes, root to leaf
+    accepted: tuple[int, ...]  # accepted nodes from root to leaf
     token: int | None  # correction, bonus or plain; None after a stop token and in beam search
     p: tuple[float | None, ...] = ()
     draw: tuple[float | None, ...] = ()
     beta: tuple[float | None, ...] = ()
     choices: tuple[tuple[int, ...], ...] = ()
-    committed: tuple[int, ...] = ()  # by a beam search: undrafted tokens shared by all beams
+    committed: tuple[int, ...] = ()  # undrafted tokens that all beams of a search share
     pending: tuple[int, ...] = ()  # rest of the best beam
     bound: tuple[float | None, ...] = ()
-    rank: tuple[int, ...] = ()  # of node tokens in the target's distribution, from 1; if requested
-    target_top: tuple[TopTokens, ...] = ()  # per row, if requested
-    draft_top: tuple[TopTokens, ...] = ()  # per node, if requested
+    rank: tuple[int, ...] = ()  # rank of each draft token under p (1: most probable); empty unless requested
+    target_top: tuple[TopTokens, ...] = ()  # top tokens of each row, if requested
+    draft_top: tuple[TopTokens, ...] = ()  # top tokens of each node, if requested
     token_top: TopTokens | None = None  # residual that `token` was sampled from, if requested
-    residual: Any = field(default=None, compare=False, repr=False)  # `[vocab]`; removed by the verifier
+    residual: Any = field(default=None, compare=False, repr=False)  # distribution `[vocab]`, removed by the verifier
     source: Source = Source.TARGET
     request_sent: bool = True
     link: LinkStats | None = None
@@ -159,14 +160,14 @@ class Step:
     """A draft-verify iteration; timings in seconds."""
 
     i: int
-    tokens: tuple[int, ...]  # committed
+    tokens: tuple[int, ...]  # committed tokens
     draft: Draft
     verdict: Verdict
     gamma: int  # maximum draft length of this step
     draft_s: float
     verify_s: float
     host_s: float  # remaining time of the step
-    t: float  # since the request began
+    t: float  # seconds since the request began
     policy: Mapping[str, float] = field(default_factory=dict)  # notes of the draft-length policy
 
     @property

@@ -19,8 +19,8 @@ from specdemo.core.origin import Origin
 from specdemo.core.step import Draft, Step, TopTokens, Verdict
 
 MAX_STEPS = 20_000
-MAX_NODES, MAX_TOKENS = 1024, 4096  # per step
-MAX_RECORDED = 4096  # tokens of a distribution
+MAX_NODES, MAX_TOKENS = 1024, 4096  # limits of a step
+MAX_RECORDED = 4096  # largest number of tokens of a distribution
 
 Id = Annotated[int, Field(ge=0, lt=1 << 31)]
 Number = Annotated[float, Field(ge=-1e12, le=1e12)]
@@ -36,12 +36,16 @@ _STRICT = with_config(ConfigDict(strict=True, extra="ignore", allow_inf_nan=Fals
 
 @_STRICT
 class TopRecord(TypedDict):
+    """Record of `TopTokens`."""
+
     entropy: Number
     top: Annotated[list[tuple[Id, _Probability]], Field(max_length=MAX_RECORDED)]
 
 
 @_STRICT
 class MemoryRecord(TypedDict, total=False):
+    """Record of `MemoryUse`."""
+
     rss_bytes: Bytes | None
     device_bytes: Bytes | None
     kv_bytes: Bytes | None
@@ -49,6 +53,8 @@ class MemoryRecord(TypedDict, total=False):
 
 @_STRICT
 class OriginRecord(TypedDict, total=False):
+    """Record of `Origin`."""
+
     source: Name
     position: Id
     matched: Id
@@ -59,6 +65,8 @@ class OriginRecord(TypedDict, total=False):
 
 @_STRICT
 class StepRecord(TypedDict):
+    """Record of a step; `of` and `to` convert it."""
+
     i: Annotated[int, Field(ge=0, le=MAX_STEPS)]
     tokens: Annotated[list[Id], Field(max_length=MAX_TOKENS)]
     draft: Annotated[list[Id], Field(max_length=MAX_NODES)]
@@ -66,7 +74,7 @@ class StepRecord(TypedDict):
     accepted: list[int]
     token: Id | None
     kind: Kind
-    p: list[_Probability | None]  # None: not computed by the target
+    p: list[_Probability | None]  # None if the target did not compute it
     q: list[_Probability] | None
     top: NotRequired[list[Id | None]]
     choices: list[Annotated[list[Id], Field(min_length=1, max_length=MAX_NODES)]]
@@ -96,7 +104,8 @@ class StepRecord(TypedDict):
 
 def of(event: StepEvent) -> StepRecord:
     """Return the record of an event, without validation."""
-    step, draft, verdict = event.step, event.step.draft, event.step.verdict
+    step, draft = event.step, event.step.draft
+    verdict = event.step.verdict
     record: StepRecord = {
         "i": step.i,
         "tokens": list(step.tokens),
@@ -161,7 +170,8 @@ def to(record: StepRecord, metrics: Metrics) -> StepEvent:
 
 
 def step_of(record: StepRecord) -> Step:
-    q, pending, remote = record["q"], record.get("pending"), record.get("remote") or {}
+    q, pending = record["q"], record.get("pending")
+    remote = record.get("remote") or {}
     source, request_sent = source_of(remote, bool(record["choices"]))
     token_top = record.get("token_top")
     return Step(
@@ -221,12 +231,13 @@ def _bounds(record: StepRecord) -> tuple[float | None, ...]:
     )
 
 
-# --- files from outside --------------------------------------------------------------------------------------------
+# --- untrusted files ----------------------------------------------------------------------------------------------
 
 
 def _agreeing(record: StepRecord) -> StepRecord:
     """Require an entry per node, parents before children, and an accepted path from the root."""
-    draft, parents, tokens, token = record["draft"], record["parents"], record["tokens"], record["token"]
+    draft, parents = record["draft"], record["parents"]
+    tokens, token = record["tokens"], record["token"]
     n, choices = len(draft), record["choices"]
     per_node: list[Sequence[Any]] = [record["draft_text"], parents, record["p"], record["draw"], record["beta"]]
     optional = (record["q"], record.get("drafted"), record.get("bound"), record.get("rank"), record.get("origin"))
@@ -235,7 +246,8 @@ def _agreeing(record: StepRecord) -> StepRecord:
         raise ValueError("the lists of a draft differ in length")
     if any(not -1 <= parent < node for node, parent in enumerate(parents)):
         raise ValueError("a parent must precede its child")
-    last, over_link, pending = -1, record.get("remote") is not None, record.get("pending")
+    last, over_link = -1, record.get("remote") is not None
+    pending = record.get("pending")
     for node in record["accepted"]:
         if not 0 <= node < n or parents[node] != last or not _decided(record, node, over_link):
             raise ValueError("the accepted nodes are not a path of tested nodes")

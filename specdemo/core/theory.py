@@ -10,14 +10,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-STAGES = ("draft_s", "verify_s", "host_s")  # times of a step
+STAGES = ("draft_s", "verify_s", "host_s")  # names of the times of a step
 
 
 @dataclass(frozen=True, slots=True)
 class CostTerms:
     """Measured coefficients of `speedup`, per step and in one-row target passes."""
 
-    drafted: float  # tokens
+    drafted: float  # number of tokens
     draft: float
     v: float
     o: float

@@ -113,9 +113,10 @@ def from_json(value: Mapping[str, Any], metrics: Metrics) -> Event:
     return step_record.to(cast(StepRecord, value), metrics)
 
 
-# --- files from outside --------------------------------------------------------------------------------------------
+# --- untrusted files ----------------------------------------------------------------------------------------------
 
-MAX_LINE, MAX_VALUES, MAX_DEPTH = 4_000_000, 500_000, 16  # characters, values and nesting of a line
+MAX_LINE = 4_000_000  # characters of a line
+MAX_VALUES, MAX_DEPTH = 500_000, 16  # values and nesting of a line
 MAX_EXTRA = 20_000  # characters of unknown fields of recipe and environment
 
 
@@ -246,7 +247,7 @@ def _check_size(line: str, number: int) -> None:
     """Bound a line before it is parsed."""
     if len(line) > MAX_LINE:
         raise UserError(f"line {number} has {len(line):,} characters: at most {MAX_LINE:,} are read")
-    structure = "".join(line.replace("\\\\", "").replace('\\"', "").split('"')[::2])  # without texts
+    structure = "".join(line.replace("\\\\", "").replace('\\"', "").split('"')[::2])  # the line without texts
     if sum(map(structure.count, "[{,")) > MAX_VALUES:
         raise UserError(f"line {number} has more than {MAX_VALUES:,} values: record a shorter run")
     brackets = re.sub(r"[^\[\]{}]+", "", structure)

@@ -43,8 +43,10 @@ class ModelVerifier:
         top: int = 0,
     ) -> None:
         self._top = top
-        self._score, self._sampling, self._rule = score, sampling, rule
-        self._accept, self._correct, self._candidates = accept, correct, candidates
+        self._score, self._sampling = score, sampling
+        self._rule = rule
+        self._accept, self._correct = accept, correct
+        self._candidates = candidates
 
     def verify(self, tokens: Sequence[int], draft: Draft) -> Verdict:
         logits = self._score(tokens, draft)
@@ -140,13 +142,14 @@ class BeamSearch:
         top_k: int = 0,
         min_length: int = 0,
     ) -> None:
-        self._score, self._sampling, self._stop = score, sampling, frozenset(stop)
+        self._score, self._sampling = score, sampling
+        self._stop = frozenset(stop)
         self._max_tokens, self._context = max_tokens, context
         self._num_beams, self._length_penalty = num_beams, length_penalty
         self._top_k, self._min_length = top_k, min_length
         self._prompt_length: int | None = None
         self._running = [Beam((), 0.0)]
-        self._finished: list[Beam] = []  # best first
+        self._finished: list[Beam] = []  # hypotheses, best first
 
     def verify(self, tokens: Sequence[int], draft: Draft) -> Verdict:
         """Extend every beam by a token and commit the common prefix; `draft` must be empty."""
@@ -209,7 +212,7 @@ class BeamSearch:
 
         Only the last level is new, so a cache processes a node per beam.
         """
-        nodes: dict[tuple[int, int], int] = {}  # (parent, token) -> node
+        nodes: dict[tuple[int, int], int] = {}  # maps (parent, token) to a node
         leaves = [-1] * len(self._running)
         for i in range(committed, len(self._running[0].tokens)):
             for b, beam in enumerate(self._running):
