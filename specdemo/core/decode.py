@@ -100,8 +100,7 @@ def decode(
     start = clock() if start is None else start
     for i in count():
         began = clock()
-        # leave space for the token of the target
-        limit = min(policy.gamma, end - len(tokens) - 1) if i or not first_target else 0
+        limit = min(policy.gamma, end - len(tokens) - 1) if i or not first_target else 0  # the target adds a token
         draft = drafter.propose(tokens, DraftBudget(limit, policy)) if limit else Draft()
         drafted = clock()
         verdict = verifier.verify(tokens, draft)

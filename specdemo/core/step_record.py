@@ -102,10 +102,14 @@ class StepRecord(TypedDict):
     memory: NotRequired[MemoryRecord]
 
 
+def _record_of_memory(memory: MemoryUse) -> MemoryRecord:
+    return {"rss_bytes": memory.process, "device_bytes": memory.device, "kv_bytes": memory.kv}
+
+
 def of(event: StepEvent) -> StepRecord:
     """Return the record of an event, without validation."""
-    step, draft = event.step, event.step.draft
-    verdict = event.step.verdict
+    step = event.step
+    draft, verdict = step.draft, step.verdict
     record: StepRecord = {
         "i": step.i,
         "tokens": list(step.tokens),
@@ -130,11 +134,7 @@ def of(event: StepEvent) -> StepRecord:
         "text": event.text,
         "pieces": list(event.pieces),
         "draft_text": list(event.draft_texts),
-        "memory": {
-            "rss_bytes": event.memory.process,
-            "device_bytes": event.memory.device,
-            "kv_bytes": event.memory.kv,
-        },
+        "memory": _record_of_memory(event.memory),
     }
     if verdict.link is not None:
         record["remote"] = verdict.remote
