@@ -1,4 +1,4 @@
-"""Beam search: the verifier searches, drafts are empty."""
+"""Beam search as a decoding method: the verifier searches, and drafts are empty."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 @options("Beam search")
 class BeamOptions(OptionSet):
+    """Options of beam search."""
+
     num_beams: int = option(
         4,
         "Beams",

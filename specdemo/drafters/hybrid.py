@@ -1,4 +1,4 @@
-"""Suffix drafts for repeated text, model drafts otherwise."""
+"""Combine suffix drafts for repeated text with model drafts for other text."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from specdemo.drafters.suffix import SuffixDrafter, build_suffix_drafter
 
 
 class HybridDrafter:
-    """`trusted`: number of matched tokens required for a suffix draft."""
+    """Draft with `model` unless the suffix drafter matches at least `trusted` tokens."""
 
     def __init__(self, suffixes: SuffixDrafter, model: Drafter, trusted: int = 4) -> None:
-        self._suffixes, self._model, self._trusted = suffixes, model, trusted
+        self._suffixes, self._model = suffixes, model
+        self._trusted = trusted
 
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
         return (self.repeating(tokens) or self._model).propose(tokens, budget)

@@ -23,7 +23,7 @@ class Scorer(Protocol):
     """A model that scores drafts."""
 
     vocab_size: int
-    context: int  # longest text, in tokens
+    context: int  # length of the longest text in tokens
 
     def score(self, tokens: Sequence[int], draft: Draft) -> Tensor:
         """Return raw logits `[len(draft) + 1, vocab_size]`."""
@@ -44,8 +44,8 @@ class BuildContext(Protocol):
     """Inputs for a method's drafter and verifier."""
 
     options: Any  # values of all options, by name
-    sampling: SamplingParams  # in target tokens
-    vocab_size: int  # of the target
+    sampling: SamplingParams  # parameters for target tokens
+    vocab_size: int  # size of the target vocabulary
     source: Sequence[int]  # encoder input; empty for decoders
     stop: Collection[int]  # stop tokens
     seed: int
@@ -75,6 +75,8 @@ def _always_stored(drafter: Drafter, tokens: Sequence[int]) -> Drafter | None:
 
 @dataclass(frozen=True)
 class Method:
+    """Registry entry of a decoding method: texts, options, requirements and constructors."""
+
     name: str
     title: str
     notes: str  # Markdown for the page
@@ -91,7 +93,7 @@ class Method:
     decoder_only: bool = False
     gates: bool = False  # gates can evaluate draft distributions
     preflight: Literal["distributions", "replay", "decoding"] | None = None  # how acceptance is estimated
-    # with "replay": the drafter that drafts after given tokens; None for a model, whose distributions are compared
+    # drafter that "replay" starts after given tokens; None for a model whose distributions are compared
     replayed: Callable[[Any, Sequence[int]], Drafter | None] = _always_stored
     verifier: Callable[[BuildContext], Verifier] | None = None  # default: `ModelVerifier` with the acceptance rule
     policy: Callable[[Any], DraftLengthPolicy] | None = None  # default: the policy of the recipe

@@ -1,4 +1,4 @@
-"""Draft with a smaller model."""
+"""Draft a chain of tokens with a smaller model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class ModelDrafter:
         own_size: int | None = None,
         extend: Callable[[Sequence[int], int, Callable[[Tensor, int], Tensor | int]], list[int]] | None = None,
     ) -> None:
-        self._score, self._sampling, self._noise, self._vocab_size = score, sampling, noise, vocab_size
+        self._score, self._sampling = score, sampling
+        self._noise, self._vocab_size = noise, vocab_size
         self._own_size = vocab_size if own_size is None else own_size
         self._extend = extend
 
@@ -49,8 +50,9 @@ class ModelDrafter:
             return Draft()
         if self._extend and budget.unconditional and not self._sampling.needs_paths:
             return self._propose_fixed(tokens, budget.unconditional)
-        greedy = self._sampling.temperature == 0  # point masses: no distributions to record
-        path, distributions, q = list(tokens), [], []
+        greedy = self._sampling.temperature == 0  # point masses have no distributions to record
+        path, distributions = list(tokens), []
+        q = []
         while budget.may_extend(len(path) - len(tokens), None):
             logits = fitted(self._score(path, Draft()), self._vocab_size)
             if not budget.may_extend(len(path) - len(tokens), logits[0]):

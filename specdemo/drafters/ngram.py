@@ -132,6 +132,8 @@ NGRAM_LEVELS = {"multi": "back off to shorter contexts", "one": "contexts of one
 
 @options("NASD")
 class NGramOptions(OptionSet):
+    """Options of NASD and NAPD."""
+
     ngram: int = option(4, "Order n", "order of NASD's n-grams", low=2, high=16, slider=(2, 8, 1), metavar="N")
     filler_top_k: int = option(
         3,
@@ -154,7 +156,8 @@ class NGramOptions(OptionSet):
 
 def _build(context: BuildContext) -> NGramDrafter:
     chosen = context.options
-    order, levels, filler = chosen.ngram, chosen.ngram_levels, chosen.filler_top_k
+    order, levels = chosen.ngram, chosen.ngram_levels
+    filler = chosen.filler_top_k
     below = context.vocab_size if chosen.ngram_random else 0
     return context.with_store(
         lambda store: NGramDrafter(order, levels, filler, store, context.source, below, context.seed),

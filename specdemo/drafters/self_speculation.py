@@ -17,6 +17,8 @@ def _one_selection(chosen: SelfOptions) -> None:
 
 @options("Self-speculation", checks=(_one_selection,))
 class SelfOptions(OptionSet):
+    """Options of self-speculation, which select the layers that draft."""
+
     exit_layer: int | None = option(
         None,
         "Number of layers (0: half of them)",

@@ -20,9 +20,10 @@ class SuffixStore:
         self.text: list[int] = []  # negative numbers separate texts
         self.matched = 0  # length of the longest suffix that occurred earlier
         self._after = 0  # end of that earlier occurrence
-        # Per state: transitions, suffix link, longest string, end of its last occurrence.
+        # Each state has transitions, a suffix link, the longest string and the end of its last occurrence.
         self._next: list[dict[int, int]] = [{}]
-        self._link, self._length, self._end = [-1], [0], [0]
+        self._link, self._length = [-1], [0]
+        self._end = [0]
         self._last = 0
 
     def __len__(self) -> int:

@@ -43,9 +43,11 @@ class TreeDrafter:
         width: int = 3,
         beam: int = 2,
     ) -> None:
-        self._score, self._sampling, self._noise, self._vocab_size = score, sampling, noise, vocab_size
+        self._score, self._sampling = score, sampling
+        self._noise, self._vocab_size = noise, vocab_size
         self._own_size = vocab_size if own_size is None else own_size
-        self._nodes, self._width, self._beam = nodes, width, beam
+        self._nodes, self._width = nodes, width
+        self._beam = beam
 
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
         from specdemo.core.sampling import fitted
@@ -76,7 +78,7 @@ class TreeDrafter:
         pass
 
     def _with_children(self, draft: Draft, node: int, row: Tensor, position: int) -> Draft:
-        """`row`: processed logits `[1, vocab]`."""
+        """Add children sampled from `row`, processed logits `[1, vocab]`."""
         import torch
 
         count = min(self._width, self._nodes - len(draft))
@@ -84,7 +86,8 @@ class TreeDrafter:
             children = row[0].topk(count).indices.tolist()
             return Draft(draft.tokens + tuple(children), draft.parents + (node,) * count)
         probs = self._sampling.logits_to_probs(row)[0]
-        tokens, parents, q = list(draft.tokens), list(draft.parents), list(draft.token_probs or ())
+        tokens, parents = list(draft.tokens), list(draft.parents)
+        q = list(draft.token_probs or ())
         earlier = None if draft.probs is None else draft.probs.dense()
         distributions = [] if earlier is None else [earlier]
         for _ in range(min(count, int((probs > 0).sum()))):
@@ -104,6 +107,8 @@ class TreeDrafter:
 
 @options("Trees")
 class TreeOptions(OptionSet):
+    """Options of token trees."""
+
     tree_nodes: int = option(
         12,
         "Nodes per draft",

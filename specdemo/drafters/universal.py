@@ -27,7 +27,8 @@ class UniversalDrafter:
         write: Callable[[Sequence[int], Sequence[int]], list[int]],
         context: int,
     ) -> None:
-        self._inner, self._read, self._write, self._context = inner, read, write, context
+        self._inner, self._read = inner, read
+        self._write, self._context = write, context
 
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
         prefix = self._read(tokens)
