@@ -1,1 +1,1 @@
-"""C code for CPUs: passes and sampling."""
+"""C code for forward passes and sampling on CPUs, and its Python interface."""

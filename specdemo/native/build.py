@@ -29,7 +29,7 @@ _BUILDS = {
     "avx2": ({"avx2"}, ("-march=native", "-mno-avx512f")),
     "baseline": (set(), ("-march=x86-64",)),
 }
-_PROCESSES = 2  # of the compiler
+_PROCESSES = 2  # number of parallel compiler processes
 _COMPILERS = ("cc", "gcc", "clang")
 _COMPILE_S, _CHECK_S = 120, 20
 _CHECK = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).self_check())"
@@ -117,8 +117,8 @@ def cache_folder() -> Path:
 
 def _compiler() -> tuple[str, ...]:
     for name in filter(None, (os.environ.get("CC"), *_COMPILERS)):
-        if found := shutil.which(name):
-            return (found,)
+        if path := shutil.which(name):
+            return (path,)
     if importlib.util.find_spec("ziglang"):
         return (sys.executable, "-m", "ziglang", "cc")
     raise NativeUnavailable(f"no C compiler was found: {INSTALL}")

@@ -1,4 +1,4 @@
-"""Number formats of weights in the native engine, see `formats.h`."""
+"""Number formats in which the native engine stores weights, see `formats.h`."""
 
 from __future__ import annotations
 

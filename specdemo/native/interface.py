@@ -1,4 +1,4 @@
-"""Structures and functions of the C library, see `interface.h`."""
+"""Declarations of the structures and functions of the C library, see `interface.h`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import ctypes
 from collections.abc import Iterator
 from enum import IntEnum
 
-_FLOAT, _DOUBLE, _INT, _INT32, _INT64 = ctypes.c_float, ctypes.c_double, ctypes.c_int, ctypes.c_int32, ctypes.c_int64
+_FLOAT, _DOUBLE = ctypes.c_float, ctypes.c_double
+_INT, _INT32 = ctypes.c_int, ctypes.c_int32
+_INT64 = ctypes.c_int64
 _ADDRESS = ctypes.c_void_p
 
 
@@ -67,7 +69,7 @@ class ChainStruct(ctypes.Structure):
 
 
 class Result(IntEnum):
-    """Results of a pass; only `DONE` means that its logits are complete."""
+    """Result codes of a pass; only `DONE` means that its logits are complete."""
 
     DONE = 0
     NO_MEMORY = 1
@@ -116,7 +118,7 @@ STRUCTURES: dict[str, type[ctypes.Structure]] = {
     "chain": ChainStruct,
     "format": _Format,
 }
-# Name of a function: type of its result, and of its arguments.
+# The type of the result and the types of the arguments, by function name.
 FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "interface_members": (ctypes.POINTER(_Member), ()),
     "format_table": (ctypes.POINTER(_Format), ()),

@@ -1,4 +1,4 @@
-"""Distributions and samples on a CPU, see `sampling.c`."""
+"""Computation of distributions and samples on a CPU, see `sampling.c`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def largest_logits(logits: Tensor) -> tuple[list[int], list[float]]:
 
 
 def token_distributions(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
-    """See `SamplingParams.logits_to_probs`."""
+    """Compute `SamplingParams.logits_to_probs` in C."""
     rows, vocab = logits.shape
     probs, scratch = torch.empty_like(logits, memory_format=torch.contiguous_format), torch.empty(vocab)
     _functions().distributions(
@@ -56,16 +56,16 @@ def compare_drafts(
 ) -> tuple[list[float], list[float]]:
     """Return p and sum min(p, q) per node; `p` `[n + 1, vocab]`, `q` `[n, vocab]`."""
     count = len(tokens)
-    nodes, found = (ctypes.c_int32 * (2 * count))(*parents, *tokens), (ctypes.c_float * (2 * count))()
-    start, end = ctypes.addressof(nodes), ctypes.addressof(found)
+    nodes, values = (ctypes.c_int32 * (2 * count))(*parents, *tokens), (ctypes.c_float * (2 * count))()
+    start, end = ctypes.addressof(nodes), ctypes.addressof(values)
     if _functions().compare_drafts(
         *(p.data_ptr(), q.data_ptr(), p.shape[1], count, start, start + 4 * count, end, end + 4 * count)
     ):
         raise ValueError("a draft contains a token outside the vocabulary or a parent after its child")
-    return found[:count], found[count:]
+    return values[:count], values[count:]
 
 
 def residual_probs(p: Tensor, q: Tensor) -> Tensor | None:
-    """See `residual`; None if it is zero."""
-    found = torch.empty_like(p)
-    return found if _functions().residual(p.data_ptr(), q.data_ptr(), len(p), found.data_ptr()) > 0 else None
+    """Return the `residual` of p and q, or None if it is zero."""
+    result = torch.empty_like(p)
+    return result if _functions().residual(p.data_ptr(), q.data_ptr(), len(p), result.data_ptr()) > 0 else None
