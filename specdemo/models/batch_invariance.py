@@ -21,9 +21,9 @@ from specdemo.worker import give_way
 MEASURED_ROWS = (1, 2, 5, 8)
 _DRAFT_LENGTHS = (1, 2, 4, 7)
 COMPARED_ROWS = max(_DRAFT_LENGTHS) + 1
-NO_COSTS = dict.fromkeys(MEASURED_ROWS, 1.0)  # of passes, if not measured
-_TIMED_START = 50  # cached tokens
-_COMPARED = 24  # tokens
+NO_COSTS = dict.fromkeys(MEASURED_ROWS, 1.0)  # costs of passes without a measurement
+_TIMED_START = 50  # number of cached tokens
+_COMPARED = 24  # number of compared tokens
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Measurement:
         return self.starts.get(device.type, (50,))
 
 
-MEASUREMENT = Measurement()  # unless given
+MEASUREMENT = Measurement()  # default settings
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class BatchInvariance:
     """
 
     equal: bool
-    pad: int  # rows of target passes; 1: no padding
+    pad: int  # rows of target passes; 1 means no padding
     compared: int
     cost: dict[int, float]
     by_construction: bool = False
@@ -89,9 +89,10 @@ def _cost(cached: CachedModel, budget_s: float) -> dict[int, float]:
     while len(seconds[1]) < 2 or (len(seconds[1]) < 15 and time.perf_counter() - began < budget_s):
         for n in MEASURED_ROWS:
             give_way()
-            cached.score(text[:-1], Draft())  # leaves the last token to be fed
+            cached.score(text[:-1], Draft())  # the last token is not fed yet
             start = time.perf_counter()
-            cached.score(text, Draft.chain(tuple(tokens[len(text) : len(text) + n - 1])))[0, 0].item()  # synchronises
+            # the transfer waits for the pass
+            cached.score(text, Draft.chain(tuple(tokens[len(text) : len(text) + n - 1])))[0, 0].item()
             seconds[n].append(time.perf_counter() - start)
     single = min(seconds[1])
     return {n: round(min(values) / single, 3) for n, values in seconds.items()}
@@ -116,7 +117,7 @@ def _compare(model: Model, pad: int, settings: Measurement) -> tuple[bool, int]:
 
 
 def _compare_from(start: int, sequential: CachedModel, drafted: CachedModel, budget_s: float) -> tuple[bool, int]:
-    tokens = _tokens(sequential, start + _COMPARED)[: sequential.context - MEASURED_ROWS[-1]]  # space for padding
+    tokens = _tokens(sequential, start + _COMPARED)[: sequential.context - MEASURED_ROWS[-1]]  # leave space for padding
     start = min(start, max(len(tokens) - _COMPARED, len(tokens) // 2))
     sequential.prepare(range(1, COMPARED_ROWS + 1), start, len(tokens) + MEASURED_ROWS[-1])
     sequential.score(tokens[:start], Draft())

@@ -36,7 +36,8 @@ from specdemo.models.small_twin import reduced, small_twin
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-_TEXT, _PREFIX, _CACHED = 26, 18, 12  # tokens
+_TEXT, _PREFIX = 26, 18  # lengths in tokens
+_CACHED = 12  # number of cached tokens
 _NO_DRAFT = Draft()
 _BRANCHES = Draft((1, 2, 3, 4), (-1, -1, 0, 1))
 _OWN_POSITIONS = "computes positions from the number of cached tokens"
@@ -44,11 +45,11 @@ _OWN_POSITIONS = "computes positions from the number of cached tokens"
 
 @dataclass(frozen=True)
 class CacheSupport:
-    """Reasons for limits, or empty."""
+    """Reasons why an architecture cannot use a cache or forests; empty texts mean no limit."""
 
-    refusal: str = ""  # sentence for the user
+    refusal: str = ""  # sentence for the user, if the model cannot be used
     uncached: str = ""
-    forests: str = ""  # continues the name of the class
+    forests: str = ""  # clause that continues the name of the class
     packs: bool = False  # linear layers may be packed
 
     @property
@@ -103,7 +104,7 @@ def _usable_twin(kind: type[PreTrainedModel], small: PretrainedConfig | None) ->
         twin = None if small is None else small_twin(kind, small)
         if twin is not None:
             full_pass(twin, _source(twin))(torch.tensor([[0, 1]]))
-    except Exception:  # sizes depend on each other
+    except Exception:  # reduced sizes may contradict each other
         return None
     return twin
 
@@ -168,12 +169,12 @@ class _Comparison:
     def __init__(self, model: PreTrainedModel, full: FullPass) -> None:
         self._model, self._full = model, full
         vocab = model.config.get_text_config(decoder=True).vocab_size
-        ids = range(3, min(vocab, 90)) if vocab > 8 else range(vocab)  # ordinary tokens
+        ids = range(3, min(vocab, 90)) if vocab > 8 else range(vocab)  # ids of ordinary tokens
         generator = torch.Generator().manual_seed(1)
         picks = torch.randint(len(ids), (2 * _TEXT,), generator=generator).tolist()
         tokens = [ids[i] for i in picks]
         self._text, self._others = tokens[:_TEXT], tokens[_TEXT:]
-        # 2e-3 in float32 (rounding: up to 5e-4, faults: 0.1 to 5), 0.06 in float16, 0.14 in bfloat16
+        # The tolerance is 2e-3 in float32 (rounding: up to 5e-4, faults: 0.1 to 5), 0.06 in float16, 0.14 in bfloat16.
         self._tolerance = torch.finfo(model.dtype).eps ** 0.4
 
     def causal(self) -> bool:
@@ -181,8 +182,9 @@ class _Comparison:
         return self._equal(self._rows(self._text[:_PREFIX]), rows)
 
     def chains(self) -> bool:
-        """Prefill, draft, roll back, draft, add a token."""
-        text, start, cache = self._text, _CACHED, self._engine.open(_source(self._model))
+        """Test prefill, draft, rollback, another draft and a single token."""
+        text, start = self._text, _CACHED
+        cache = self._engine.open(_source(self._model))
         rejected = self._others[:2]
         drafted = [*text[: start + 2], *rejected]
         expected, other = self._rows(text), self._rows(drafted)
@@ -196,8 +198,9 @@ class _Comparison:
         return all(self._equal(rows, full) for rows, full in compared)
 
     def forests(self) -> bool:
-        """Draft two branches; continue the second."""
-        text, start, cache = self._text[:_CACHED], _CACHED, self._engine.open(_source(self._model))
+        """Test a draft of two branches and the continuation of the second branch."""
+        text, start = self._text[:_CACHED], _CACHED
+        cache = self._engine.open(_source(self._model))
         draft = Draft(tuple(self._others[:4]), _BRANCHES.parents)
         a, b, c, d = draft.tokens
         first, second = self._rows([*text, a, c]), self._rows([*text, b, d, *self._others[4:6]])

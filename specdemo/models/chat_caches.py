@@ -1,4 +1,4 @@
-"""KV caches of conversations between turns."""
+"""KV caches that conversations retain between turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rendering of untrusted chat templates."""
+"""Rendering of untrusted chat templates in a separate process with limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from specdemo.core.errors import UserError, plain_text
 from specdemo.worker import interruptible
 
 _ROOT = Path(__file__).parents[2]
-_CPU_SECONDS, _SECONDS, _MAX_BYTES, _MAX_CHARACTERS = 5, 20, 1 << 30, 2_000_000
+_CPU_SECONDS, _SECONDS = 5, 20
+_MAX_BYTES, _MAX_CHARACTERS = 1 << 30, 2_000_000
 _REMEDY = "disable the chat option, or choose another model"
 
 
@@ -66,6 +67,8 @@ def _text(template: str, values: Mapping[str, Any]) -> str:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
+        """Template tag that marks texts of the assistant."""
+
         tags = {"generation"}
 
         def parse(self, parser: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Loading of GGUF files."""
+"""Loading of GGUF files into the native engine or as ordinary weights."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-_JOINED = (("q_proj", "k_proj"), ("gate_proj", "up_proj"))  # of one type
+_JOINED = (("q_proj", "k_proj"), ("gate_proj", "up_proj"))  # joined matrices have one type
 _FACTORS = "rope_freqs.weight"
 _IGNORED = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd(\.weight)?")
 
@@ -139,7 +139,8 @@ class _Weights:
     def __init__(
         self, spec: ModelSpec, config: LlamaConfig, path: Path, tensors: dict[str, GgufTensor], report: ReportProgress
     ) -> None:
-        self._spec, self._config, self._report = spec, config, report
+        self._spec, self._config = spec, config
+        self._report = report
         self._dtype, self._device = getattr(torch, spec.dtype), find_device(spec.device)
         self._native = uses_native_engine(self._device)
         self._tensors, self._data = tensors, np.memmap(path, np.uint8, "c")

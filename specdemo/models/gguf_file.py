@@ -1,4 +1,4 @@
-"""Headers of untrusted GGUF files."""
+"""Reader for the headers of untrusted GGUF files."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from specdemo.models.untrusted import MAX_TOKENIZER_BYTES
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _LIST = 8, 9
-_MAX_ENTRIES, _MAX_TENSORS, _MAX_VALUES = 10_000, 100_000, 1_500_000
-_MAX_NAME, _MAX_DIMENSIONS, _MAX_ALIGNMENT = 1_000, 4, 1 << 20
+_MAX_ENTRIES, _MAX_TENSORS = 10_000, 100_000
+_MAX_VALUES = 1_500_000
+_MAX_NAME, _MAX_DIMENSIONS = 1_000, 4
+_MAX_ALIGNMENT = 1 << 20
 _SMALLEST_ENTRY, _SMALLEST_TENSOR = 13, 32
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", list: "a list"}
 _LENGTH = struct.Struct("<Q")
@@ -27,6 +29,8 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class GgufTensor:
+    """Type, shape and location of a tensor in a file."""
+
     kind: str
     shape: tuple[int, ...]
     start: int
@@ -35,6 +39,8 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufFile:
+    """Metadata and tensor descriptions of a file."""
+
     name: str
     path: Path
     metadata: dict[str, Any]
@@ -178,7 +184,7 @@ class _Reader:
 @cache
 def _tensor_kinds() -> dict[int, tuple[str, int, int]]:
     """Return name, weights and bytes per block of all readable types."""
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants  # 0.2 s
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants  # the import takes 0.2 s
 
     readable = (kind for kind in GGMLQuantizationType if kind.name in ("F32", "F16") or hasattr(quants, kind.name))
     return {int(kind): (kind.name, *GGML_QUANT_SIZES[kind]) for kind in readable}

@@ -1,4 +1,4 @@
-"""Settings of a GGUF file in the format of `transformers`."""
+"""Conversion of the settings of a GGUF file to the format of `transformers`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from specdemo.models.gguf_tokenizer import tokenizer_settings
 from specdemo.models.model_sizes import ModelSizes
 
 _ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
-_TOKENS, _EMBEDDING, _HEAD = "tokenizer.ggml.tokens", "token_embd.weight", "output.weight"
+_TOKENS, _EMBEDDING = "tokenizer.ggml.tokens", "token_embd.weight"
+_HEAD = "output.weight"
 _OTHER_MODELS = (
     *("expert_count", "attention.scale", "attention.sliding_window", "logit_scale", "embedding_scale"),
     *("residual_scale", "attn_logit_softcapping", "final_logit_softcapping", "rope.scaling.attn_factor"),

@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files."""
+"""Conversion of the tokenizers of GGUF files."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from specdemo.core.errors import UserError, plain_text
 from specdemo.models.gguf_file import GgufFile
 
 _TOKENS, _SPECIAL = "tokenizer.ggml.tokens", ("bos", "eos", "unknown", "padding")
-_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
+_NORMAL, _CONTROL = 1, 3
+_USER_DEFINED, _UNUSED = 4, 5
 _ENDS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end|>", "<end_of_turn>")
-_MAX_PIECES = 8_000_000  # characters
+_MAX_PIECES = 8_000_000  # limit in characters
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -27,7 +28,7 @@ _PATTERNS = {
 _SAME = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
 _DIGITS = ("smollm", "starcoder", "refact", "command-r")
 _PLAIN = ("gpt-2", "gpt2", "mpt", "olmo", "phi-2")
-_WHOLE_WORDS = ("llama-bpe", "tekken")  # also begin with BOS
+_WHOLE_WORDS = ("llama-bpe", "tekken")  # these tokenizers also begin with BOS
 
 
 def tokenizer_settings(file: GgufFile) -> dict[str, dict[str, Any]]:
@@ -175,7 +176,7 @@ def _token_id(file: GgufFile, name: str, tokens: list[str]) -> int | None:
     if key not in file.metadata:
         return None
     token = file.value(key, int)
-    if token == (1 << 32) - 1:  # none
+    if token == (1 << 32) - 1:  # the file has no such token
         return None
     if not 0 <= token < len(tokens):
         raise file.refusal(f"{key} is {token:,}, and it has {len(tokens):,} tokens")

@@ -149,8 +149,8 @@ class Hub:
             if patterns is CONFIG_FILES:
                 check_sizes(name, {file.filename: file.file_size or 0 for file in files})
         except DryRunError:
-            pass  # hub unreachable: the next call uses the cache or raises
-        if missing and is_gguf(patterns[0]):  # otherwise planned before
+            pass  # the hub is unreachable: the next call uses the cache or raises
+        if missing and is_gguf(patterns[0]):  # other downloads are planned before
             _check_total_memory(name, missing)
         if missing:
             _check_disk_space(name, missing, Path(cache or constants.HF_HUB_CACHE))
@@ -231,6 +231,8 @@ def _progress_bars(report: ReportProgress, name: str, total: int) -> type[tqdm]:
     files = {"done": 0, "total": 0}
 
     class Bar(tqdm):
+        """Progress bar that reports bytes and prints no text."""
+
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **{**options, "disable": True})
             self._bytes = options.get("unit") == "B"

@@ -57,7 +57,8 @@ class CachedModel:
                 f"the prompt has {len(source):,} tokens and the encoder reads {self.context:,}: shorten it by at least "
                 f"{len(source) - self.context:,}"
             )
-        self._owner, self._passes, self._owner_passes = owner, 0, -1
+        self._owner, self._passes = owner, 0
+        self._owner_passes = -1
         self.engine = engine_of(model)
         self.chains_only = self.engine.chains_only
         self._cache: Cache = owner._cache if owner else self.engine.open(source)
@@ -71,7 +72,8 @@ class CachedModel:
         if not self._closed and self._owner is None:
             self.engine.close(self._cache)
         self._closed = True
-        self._held, self._draft, self._logits = [], Draft(), None
+        self._held, self._draft = [], Draft()
+        self._logits = None
 
     @torch.inference_mode()
     def score(self, tokens: Sequence[int], draft: Draft) -> Tensor:
@@ -103,7 +105,8 @@ class CachedModel:
                 raise
             if len(known):
                 logits = torch.cat([known, logits])
-        self._held, self._draft, self._logits = list(tokens), draft, logits[: len(draft) + 1]
+        self._held, self._draft = list(tokens), draft
+        self._logits = logits[: len(draft) + 1]
         return self._logits
 
     def read(self, tokens: Sequence[int]) -> Tensor:
@@ -139,7 +142,7 @@ class CachedModel:
         self.engine.prepare(self._cache, {max(n, self._pad) for n in rows}, start, end)
 
     def _sample_chain(self, tokens: Sequence[int], count: int, sampler: ChainSampler) -> list[int] | None:
-        """`extend` in one call; None: not possible."""
+        """Perform `extend` in one call; return None if that is impossible."""
         if self._owner is not None:
             self._synchronise(self._owner, tokens)
         held = len(self._truncate(tokens))
@@ -169,7 +172,8 @@ class CachedModel:
     def _forget(self) -> None:
         """Empty the cache after a failed pass, in which layers may have different lengths."""
         self._cache.keep(0)
-        self._held, self._draft, self._logits = [], Draft(), None
+        self._held, self._draft = [], Draft()
+        self._logits = None
 
     @property
     def kv_bytes(self) -> int:
@@ -195,12 +199,14 @@ class CachedModel:
     def _synchronise(self, owner: CachedModel, tokens: Sequence[int]) -> None:
         held = owner._truncate(tokens[:-1])
         if self._owner_passes != owner._passes:
-            self._held, self._draft, self._logits = held, Draft(), None
+            self._held, self._draft = held, Draft()
+            self._logits = None
             self._owner_passes = owner._passes
 
     def _truncate(self, tokens: Sequence[int]) -> list[int]:
         count, known = self._keep(tokens, Draft()) if tokens else (0, _NO_LOGITS)
-        self._held, self._draft, self._logits = list(tokens[:count]), Draft(), known if len(known) else None
+        self._held, self._draft = list(tokens[:count]), Draft()
+        self._logits = known if len(known) else None
         return self._held
 
     def _keep(self, tokens: Sequence[int], draft: Draft) -> tuple[int, Tensor]:
@@ -228,7 +234,7 @@ class CachedModel:
             shared = min(shared, len(tokens) - 1)
             self._cache.keep(shared, slots)
             return shared + len(slots), _NO_LOGITS
-        cached: list[int] = [node]  # by 1 + node of `draft`
+        cached: list[int] = [node]  # indices by 1 + node of `draft`
         for token, parent in zip(draft.tokens, draft.parents, strict=True):
             if (node := child(cached[parent + 1], token)) is None:
                 break

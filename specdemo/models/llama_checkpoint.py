@@ -27,7 +27,7 @@ _KEYS = {*_SIZES, "num_key_value_heads", "max_position_embeddings", "rms_norm_ep
 
 
 class LlamaConfig(PretrainedConfig):
-    """Configuration as stored."""
+    """Configuration of a checkpoint as stored."""
 
     model_type = "llama"
 
@@ -71,8 +71,8 @@ def read_checkpoint(
         return None
     tensors = dict(_tensors(folder, spec, wanted.keys(), report))
     dtype = getattr(torch, spec.dtype)
-    kept = _kept_dtype(tensors, spec, device)
-    weights = {name: tensor.to(device, kept if tensor.dim() > 1 else dtype) for name, tensor in tensors.items()}
+    matrix_dtype = _matrix_dtype(tensors, spec, device)
+    weights = {name: tensor.to(device, matrix_dtype if tensor.dim() > 1 else dtype) for name, tensor in tensors.items()}
     model.load_state_dict(weights, strict=False, assign=True)  # a tied head is no separate tensor
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
@@ -80,7 +80,7 @@ def read_checkpoint(
     return model, open_tokenizer(spec.name, folder, PreTrainedTokenizerFast)
 
 
-def _kept_dtype(tensors: Mapping[str, Tensor], spec: ModelSpec, device: torch.device) -> torch.dtype:
+def _matrix_dtype(tensors: Mapping[str, Tensor], spec: ModelSpec, device: torch.device) -> torch.dtype:
     stored, dtype = {tensor.dtype for tensor in tensors.values() if tensor.dim() > 1}, getattr(torch, spec.dtype)
     converted = dtype == torch.float32 or QUANTIZATIONS[spec.quantization].bits is not None
     native = uses_native_engine(device) and converted

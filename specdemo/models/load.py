@@ -55,14 +55,14 @@ _RESERVE = 0.1  # share of each device for KV cache and activations
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """Model in this process: drafter, or `Target`."""
+    """Model in this process with its tokenizer and engine: drafter, or `Target`."""
 
     spec: ModelSpec
     model: PreTrainedModel | FusedWeights
     tokenizer: PreTrainedTokenizerBase
     weight_bytes: int
     engine: str  # "native", "lean" or "transformers", with ": NOTE"
-    measured: bool = True  # False: no batch invariance
+    measured: bool = True  # batch invariance is not assumed if False
 
     @property
     def name(self) -> str:
@@ -75,11 +75,11 @@ class LoadedModel:
 
     @property
     def invariance(self) -> BatchInvariance:
-        """Measured once; `cached_property` would hold a lock while other runs use the device."""
-        if (found := self.__dict__.get("_invariance")) is None:
-            found = check_invariance(self.model) if self.measured else BatchInvariance(False, 1, 0, NO_COSTS)
-            self.__dict__["_invariance"] = found
-        return found
+        """Batch invariance, measured once; `cached_property` would hold a lock while other runs use the device."""
+        if (result := self.__dict__.get("_invariance")) is None:
+            result = check_invariance(self.model) if self.measured else BatchInvariance(False, 1, 0, NO_COSTS)
+            self.__dict__["_invariance"] = result
+        return result
 
     @property
     def encoder(self) -> bool:
@@ -213,7 +213,7 @@ def reference(
     folder = hub.weights(spec.name, spec.revision, report)
     check_weight_count(spec.name, folder, sum(weight.numel() for weight in skeleton(config).parameters()))
     logging.disable_progress_bar()
-    getLogger("bitsandbytes.autograd._functions").setLevel(ERROR)  # a warning per layer and pass
+    getLogger("bitsandbytes.autograd._functions").setLevel(ERROR)  # hide a warning per layer and pass
     tokenizer = _tokenizer(spec, folder)
     with model_errors(spec.name, folder=folder), _weight_errors(spec), _report_weights(spec.title, report), quiet():
         model, loaded = auto_class(config).from_pretrained(
@@ -221,7 +221,7 @@ def reference(
             dtype=getattr(torch, spec.dtype),
             use_safetensors=True,
             trust_remote_code=False,
-            ignore_mismatched_sizes=True,  # reported with the others
+            ignore_mismatched_sizes=True,  # errors are reported together
             output_loading_info=True,
             **place(spec, config),
             **load_options(spec),
@@ -277,14 +277,14 @@ def place(spec: ModelSpec, config: PretrainedConfig) -> dict[str, Any]:
     if spec.device != SPREAD:
         return {"device_map": {"": find_device(spec.device)}}
     gpus = range(torch.cuda.device_count())
-    room: dict[str | int, int] = {i: int(free_bytes(torch.device("cuda", i)) * (1 - _RESERVE)) for i in gpus}
-    if not (gpus and QUANTIZATIONS[spec.quantization].bits):  # refused by transformers
-        room["cpu"] = int(free_bytes(torch.device("cpu")) * (1 - _RESERVE))
-    return {"device_map": spread(spec, config, room)}
+    capacity: dict[str | int, int] = {i: int(free_bytes(torch.device("cuda", i)) * (1 - _RESERVE)) for i in gpus}
+    if not (gpus and QUANTIZATIONS[spec.quantization].bits):  # transformers refuses this combination
+        capacity["cpu"] = int(free_bytes(torch.device("cpu")) * (1 - _RESERVE))
+    return {"device_map": spread(spec, config, capacity)}
 
 
-def spread(spec: ModelSpec, config: PretrainedConfig, room: dict[str | int, int]) -> dict[str, str | int]:
-    """Return the device of each module, filling devices in order of `room` (bytes) with layers."""
+def spread(spec: ModelSpec, config: PretrainedConfig, capacity: dict[str | int, int]) -> dict[str, str | int]:
+    """Return the device of each module, filling devices in order of `capacity` (bytes) with layers."""
     from accelerate import infer_auto_device_map
 
     model = skeleton(config).to(getattr(torch, spec.dtype))
@@ -294,7 +294,7 @@ def spread(spec: ModelSpec, config: PretrainedConfig, room: dict[str | int, int]
         linears = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
         dtypes = {f"{name}.weight": torch.int8 for name in linears}
     devices = infer_auto_device_map(
-        model, max_memory=room, no_split_module_classes=list(model._no_split_modules or ()), special_dtypes=dtypes
+        model, max_memory=capacity, no_split_module_classes=list(model._no_split_modules or ()), special_dtypes=dtypes
     )
     if "disk" in devices.values():
         raise UserError(

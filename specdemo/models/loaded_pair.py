@@ -1,4 +1,4 @@
-"""Loaded pairs for the Python API."""
+"""Pairs of loaded models for the Python API."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from specdemo.worker import ReportProgress, ignore_progress
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_RecipeT = TypeVar("_RecipeT")  # specdemo.recipe imports this package
+_RecipeT = TypeVar("_RecipeT")  # importing the class would be cyclic: specdemo.recipe imports this package
 
 _DEFAULTS = {  # recipe fields that select and load models
     "pair": None,
@@ -154,6 +154,7 @@ def share_weights(model: PreTrainedModel) -> PreTrainedModel:
     if any(type(tensor).__name__ == "Int8Params" for tensor in tensors):
         raise UserError("8-bit models in memory are not supported: load the pair by name with quantization int8")
     shared = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors}).eval()
-    if shared.config._attn_implementation not in ("eager", "sdpa"):  # others ignore the masks of draft trees
+    # other implementations ignore the masks of draft trees
+    if shared.config._attn_implementation not in ("eager", "sdpa"):
         shared.set_attn_implementation("sdpa")
     return shared

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 _OUT_OF_MEMORY = (
-    "can't allocate memory",  # CPU
-    "CUDA error: out of memory",  # AcceleratorError
+    "can't allocate memory",  # message on a CPU
+    "CUDA error: out of memory",  # message of AcceleratorError
     "CUBLAS_STATUS_ALLOC_FAILED",
     "MPS backend out of memory",
 )
@@ -30,7 +30,8 @@ class MemorySampler:
     """Rate-limited `process_bytes`: a query costs as much as drafting a token."""
 
     def __init__(self, every_s: float = 0.2) -> None:
-        self._every, self._due, self._last = every_s, 0.0, 0
+        self._every, self._due = every_s, 0.0
+        self._last = 0
 
     def process_bytes(self) -> int:
         now = time.monotonic()
@@ -121,7 +122,8 @@ def given_back_at_once() -> Iterator[None]:
 class LargePageBuffer:
     """Memory for tensors in 2 MiB pages (Linux)."""
 
-    _page, _chunk, _advice = 2 << 20, 64 << 20, 14  # MADV_HUGEPAGE in mman.h
+    _page, _chunk = 2 << 20, 64 << 20
+    _advice = 14  # MADV_HUGEPAGE in mman.h
 
     def __init__(self) -> None:
         self._free = torch.empty(0, dtype=torch.uint8)
@@ -147,7 +149,7 @@ def _libc(name: str, *arguments: object) -> None:
 
 
 def release_memory() -> None:
-    gc.collect()  # models and idle engines are cyclic
+    gc.collect()  # models and idle engines contain reference cycles
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     if torch.backends.mps.is_available():

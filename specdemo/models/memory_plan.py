@@ -1,4 +1,4 @@
-"""Memory estimates in bytes before loading."""
+"""Estimates of the memory that a model requires, in bytes, made before loading."""
 
 from __future__ import annotations
 
@@ -44,28 +44,30 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_STORED_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}  # other dtypes: 1
+_STORED_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}  # other dtypes have 1 byte
 _LOGIT_ROWS = 8
-_LOGIT_COPIES = 5  # float32: processed, probs, sorted, cumulative, sampling
-# Measured with `benchmarks/memory.py` on models of 2 to 300 million parameters:
-_LIVE_SHARE = {"float32": 1.2, "bfloat16": 2.0, "float16": 2.0}  # relative to the activations of a layer
+_LOGIT_COPIES = 5  # float32 copies: processed, probs, sorted, cumulative, sampling
+# `benchmarks/memory.py` measured these values on models of 2 to 300 million parameters.
+_LIVE_SHARE = {"float32": 1.2, "bfloat16": 2.0, "float16": 2.0}  # shares of the activations of a layer
 _LIVE_SHARE_INT8 = 3.0  # LLM.int8() computes via int32 and float32
 _UNPACKED_COPIES = {8: 9, 4: 5}
 _RETAINED = 5_000_000
-_COMPILED_BYTES = {"float32": 480_000, "bfloat16": 230_000}  # per oneDNN kernel
+_COMPILED_BYTES = {"float32": 480_000, "bfloat16": 230_000}  # bytes of a oneDNN kernel
 _ROW_COUNTS = 8
 _SMALLER_FORMATS = ("bf16", "int8", "nf4")
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
+    """Estimated bytes of a model, of its KV cache and of temporary memory."""
+
     spec: ModelSpec
-    context: int  # tokens
+    context: int  # number of tokens
     parameters: int
     weights: int
     kv: int
-    keeps_kv: bool  # in a buffer for the next request
-    settled: int  # remains after a run: masks, compiled kernels
+    keeps_kv: bool  # True if a buffer is retained for the next request
+    settled: int  # bytes of masks and compiled kernels that remain after a run
     passing: int  # temporary memory of a pass
     loading: int  # temporary memory of loading
 
@@ -118,7 +120,7 @@ def plan_config(
     inner = max(map(_inner_width, layers))
     weights = _weight_sizes(model, spec) if shapes is None else _stored_sizes(model, spec, shapes)
     activations = rows * (4 * text.hidden_size + 2 * (queries + keys_and_values) + 3 * inner) * width
-    if lean:  # mask
+    if lean:  # add the mask
         activations += rows * text.num_attention_heads // text.num_key_value_heads * capacity * width
     settled = _retained(model, spec) if spec.device == "cpu" else activations // 2
     if lean and spec.device.startswith("cuda"):
@@ -152,7 +154,7 @@ def _plan_native(
     layers = {id(layer) for layer in quantised_layers(model).values()} if bits else set()
     stored = spec.dtype
     if str(getattr(config, "dtype", None)).removeprefix("torch.") in ("float16", "bfloat16"):
-        stored = "bfloat16"  # without loss
+        stored = "bfloat16"  # the conversion is lossless
     coded, plain = FORMATS["INT8" if bits == 8 else "CODE4"], FLOAT_FORMATS[getattr(torch, stored)]
     sizes = planned_bytes(
         unchecked_parts(model), model.get_output_embeddings(), lambda linear: coded if id(linear) in layers else plain
@@ -170,7 +172,7 @@ def _plan_native(
         keeps_kv=True,
         settled=_RETAINED,
         passing=4 * rows * activations + _LOGIT_ROWS * config.vocab_size * 4 * _LOGIT_COPIES,
-        loading=3 * largest * _DTYPE_BYTES[stored] + sizes[coded.name],  # both forms exist
+        loading=3 * largest * _DTYPE_BYTES[stored] + sizes[coded.name],  # both forms exist at the same time
     )
 
 
@@ -179,7 +181,7 @@ def _query_width(layer: PretrainedConfig) -> int:
 
 
 def _kv_width(layer: PretrainedConfig) -> int:
-    if getattr(layer, "kv_lora_rank", None):  # compressed, and rotated keys
+    if getattr(layer, "kv_lora_rank", None):  # the cache contains compressed and rotated keys
         return layer.kv_lora_rank + layer.qk_rope_head_dim
     kv_heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
     return kv_heads * (_head_dim(layer) + (getattr(layer, "v_head_dim", None) or _head_dim(layer)))

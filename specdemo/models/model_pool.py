@@ -43,12 +43,13 @@ class ModelPool:
         """`warm`: run each model once after loading, which needs the device."""
         share_one_heap()
         self.idle_s, self._warm = idle_s, warm
-        self._budget, self.hub, self._clock = budget, hub or Hub(), clock
-        self._models: OrderedDict[ModelSpec, LoadedModel] = OrderedDict()  # least recently used first
+        self._budget, self.hub = budget, hub or Hub()
+        self._clock = clock
+        self._models: OrderedDict[ModelSpec, LoadedModel] = OrderedDict()  # models, least recently used first
         self._used: dict[ModelSpec, float] = {}
-        self._arriving: dict[ModelSpec, Future[None]] = {}  # until loaded or failed
+        self._arriving: dict[ModelSpec, Future[None]] = {}  # models being loaded
         self._loading: Future[None] | None = None
-        self._kv_bytes: dict[ModelSpec, float] = {}  # per token
+        self._kv_bytes: dict[ModelSpec, float] = {}  # bytes per token
         self.chats = ChatCaches(lambda model: any(loaded.model is model for loaded in self._models.values()))
 
     def __contains__(self, spec: ModelSpec) -> bool:
@@ -152,7 +153,7 @@ class ModelPool:
             out = is_out_of_memory(error)
             if not out:
                 raise
-        if out:  # after the handler, whose traceback references tensors
+        if out:  # unload outside the handler: its traceback references tensors
             del loading, work
             release_memory()
             raise UserError(

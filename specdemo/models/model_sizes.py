@@ -12,11 +12,13 @@ from typing import Any
 
 from specdemo.core.errors import UserError
 
-MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM, MAX_HEADS_WIDTH = 1_000, 4_096, 4_096, 1 << 18
-MAX_WIDTH, MAX_INNER, MAX_VOCABULARY, MAX_POSITIONS = 65_536, 1 << 20, 4_000_000, 1 << 24
+MAX_LAYERS, MAX_HEADS = 1_000, 4_096
+MAX_HEAD_DIM, MAX_HEADS_WIDTH = 4_096, 1 << 18
+MAX_WIDTH, MAX_INNER = 65_536, 1 << 20
+MAX_VOCABULARY, MAX_POSITIONS = 4_000_000, 1 << 24
 MAX_INT32 = (1 << 31) - 1
 
-ROTATES_WHOLE_HEADS = ("llama", "mistral", "qwen2", "qwen3", "gemma2")  # model types
+ROTATES_WHOLE_HEADS = ("llama", "mistral", "qwen2", "qwen3", "gemma2")  # names of model types
 _LIMITS = {
     "layers": ("layers", MAX_LAYERS),
     "width": ("values per row", MAX_WIDTH),
@@ -38,7 +40,7 @@ class ModelSizes:
     heads: int | None = None
     kv_heads: int | None = None
     head_dim: int | None = None
-    rotated: int | None = None  # values of a head
+    rotated: int | None = None  # number of rotated values of a head
     rotates_whole_heads: bool = False
     inner: int | None = None
     layers: int | None = None
@@ -56,7 +58,8 @@ class ModelSizes:
             value = getattr(self, field)
             if value is not None and not 1 <= value <= limit:
                 yield f"has {value:,} {title}, not 1 to {limit:,}"
-        width, heads, dim, rotated = self.width, self.heads, self.head_dim, self.rotated
+        width, heads = self.width, self.heads
+        dim, rotated = self.head_dim, self.rotated
         if width and heads and dim is None and width % heads:
             yield f"divides {width:,} values among {heads:,} heads"
         if heads and self.kv_heads and heads % self.kv_heads:
@@ -80,10 +83,11 @@ def sizes_of_config(config: Mapping[str, Any]) -> ModelSizes:
         return next((config[name] for name in names if type(config.get(name)) is int), None)
 
     width, heads = first("hidden_size", "n_embd", "d_model"), first("num_attention_heads", "n_head", "num_heads")
-    kind, rotated, head_dim = config.get("model_type"), first("rotary_dim"), first("head_dim", "d_kv")
+    kind, rotated = config.get("model_type"), first("rotary_dim")
+    head_dim = first("head_dim", "d_kv")
     whole, partial = kind in ROTATES_WHOLE_HEADS, kind == "gpt_neox"
     if not (head_dim or whole or partial) and any(map(_sets_head_size, config.items())):
-        width = head_dim = None  # 0, or names such as qk_nope_head_dim: heads of any size
+        width = head_dim = None  # 0 or names such as qk_nope_head_dim allow heads of any size
     elif head_dim is None and width and heads and width % heads == 0:
         head_dim = width // heads
     if head_dim and (whole or partial):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 64  # weights per scale in 4-bit formats
 
 
-_CODE_BYTES, _SCALE_CODE_BYTES = 64, 1024  # tables
+_CODE_BYTES, _SCALE_CODE_BYTES = 64, 1024  # bytes of the tables
 _SCALE_BLOCK = 256
 _MAX_BUFFER_BYTES = 4_000_000_000
 

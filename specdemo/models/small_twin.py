@@ -1,4 +1,4 @@
-"""Small random model with the structure of a configuration."""
+"""Construction of small random models with the structure of a configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _MOST_PARAMETERS = 20_000_000
 _VOCABULARY = 96
-_SIZES = (  # first match: largest value or any
+_SIZES = (  # the first match determines the largest value; None allows any
     (r"_ids?$|_index$", _VOCABULARY - 1),
     (r"type_vocab|segment|^seed$|^(vision|audio|keep)_|chunk_size_feed_forward", None),
     (r"vocab", _VOCABULARY),
@@ -29,11 +29,11 @@ _SIZES = (  # first match: largest value or any
     (r"top_?k|per_tok|moe_k$", 2),
     (r"(?<!shared_)experts?$|expert_num$", 4),
     (r"rank$", 24),
-    (r"window|chunk|local_", 8),  # shorter than the compared texts
+    (r"window|chunk|local_", 8),  # windows are shorter than the compared texts
     (r"position|length|seq_len|n_ctx", 128),
     (r"first_k_dense|num_dense_layers", 1),
 )
-_WIDE, _NARROW = 256, 64  # other widths become narrow
+_WIDE, _NARROW = 256, 64  # all other widths become narrow
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
 _ENCODER_DEPTHS = ("encoder_layers", "num_encoder_layers")
 _UNRELATED = {"dtype": None, "architectures": None, "_name_or_path": ""}
@@ -41,7 +41,7 @@ _UNRELATED = {"dtype": None, "architectures": None, "_name_or_path": ""}
 
 def reduced(kind: type[PreTrainedModel], config: PretrainedConfig) -> PretrainedConfig:
     """Return a copy with small widths and two layers of each sort."""
-    if not isinstance(config, kind.config_class):  # multimodal
+    if not isinstance(config, kind.config_class):  # the model is multimodal
         config = config.get_text_config(decoder=True)
     small = copy.deepcopy(config)
     for part in _parts(small):
@@ -81,15 +81,15 @@ def _reduce(config: PretrainedConfig) -> None:
     settings = dict(vars(config))
     depth = next((settings[name] for name in _DEPTHS if settings.get(name)), 0)
     per_layer = [value for value in settings.values() if isinstance(value, (list, tuple)) and len(value) == depth]
-    kept = _kept_layers([str([overrides.get(i), *(listed[i] for listed in per_layer)]) for i in range(depth)])
+    layers = _retained_layers([str([overrides.get(i), *(listed[i] for listed in per_layer)]) for i in range(depth)])
     shrink = 16 / (settings.get("head_dim") or 16)
     for name, value in settings.items():
         if name in _DEPTHS:
-            small: Any = len(kept)
+            small: Any = len(layers)
         elif name in _ENCODER_DEPTHS:
             small = min(value, 2)
         elif any(value is listed for listed in per_layer):
-            small = type(value)(_smaller(name, value[i]) for i in kept)
+            small = type(value)(_smaller(name, value[i]) for i in layers)
         elif name.endswith("key_value_heads") and value == settings.get("num_attention_heads"):
             small = _smaller("num_attention_heads", value)
         elif name.startswith("rope_") and isinstance(value, dict):
@@ -101,23 +101,23 @@ def _reduce(config: PretrainedConfig) -> None:
     if varied:
         config.per_layer_config = {
             i: {name: _smaller_than(settings.get(name), name, value) for name, value in overrides[layer].items()}
-            for i, layer in enumerate(kept)
+            for i, layer in enumerate(layers)
             if layer in overrides
         }
 
 
-def _kept_layers(sorts: list[str]) -> list[int]:
+def _retained_layers(sorts: list[str]) -> list[int]:
     first, last = {sort: i for i, sort in reversed([*enumerate(sorts)])}, {sort: i for i, sort in enumerate(sorts)}
-    kept = {i for sort in [*dict.fromkeys(sorts)][:4] for i in (first[sort], last[sort])}
-    return sorted({*kept, 0, len(sorts) - 1} if sorts else kept)
+    ends = {i for sort in [*dict.fromkeys(sorts)][:4] for i in (first[sort], last[sort])}
+    return sorted({*ends, 0, len(sorts) - 1} if sorts else ends)
 
 
-def _smaller_than(usual: Any, name: str, value: Any) -> Any:
-    """Reduce a setting, keeping it above or below `usual`."""
+def _smaller_than(default: Any, name: str, value: Any) -> Any:
+    """Reduce a setting, keeping it above or below `default`."""
     small = _smaller(name, value)
-    if not isinstance(value, int) or not isinstance(usual, int) or small != _smaller(name, usual):
+    if not isinstance(value, int) or not isinstance(default, int) or small != _smaller(name, default):
         return small
-    return 2 * small if value > usual else max(1, small // 2)
+    return 2 * small if value > default else max(1, small // 2)
 
 
 def _smaller(name: str, value: Any) -> Any:

@@ -31,7 +31,7 @@ class Quantization:
     """Storage format of the linear layers."""
 
     title: str
-    bits: int | None = None  # per weight
+    bits: int | None = None  # bits per weight
     kind: str = ""  # 4-bit format: nf4 or fp4
     double: bool = False  # quantize the scales too (2305.14314)
     dtype: str | None = None  # dtype of all weights; overrides ModelSpec.dtype
@@ -82,8 +82,8 @@ class ModelSpec:
         return "bfloat16" if device.type == "mps" or _has_fast_bfloat16(device) else "float16"
 
 
-SAME = "same"  # drafter: the target in a smaller form
-COPY_FORMS = ("int8", "nf4")  # default first
+SAME = "same"  # name of a drafter that is the target in a smaller form
+COPY_FORMS = ("int8", "nf4")  # the first form is the default
 
 
 def smaller_copy(target: ModelSpec, quantization: str, device: str) -> ModelSpec:
@@ -148,7 +148,7 @@ def find_device(name: str) -> torch.device:
 def _has_fast_bfloat16(device: torch.device) -> bool:
     import torch
 
-    return torch.cuda.get_device_capability(device) >= (8, 0)  # tensor cores
+    return torch.cuda.get_device_capability(device) >= (8, 0)  # these GPUs have tensor cores for bfloat16
 
 
 @cache

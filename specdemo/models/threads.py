@@ -1,4 +1,4 @@
-"""Numbers of threads: all for passes, one for sampling, which is faster than waking others."""
+"""Control of thread numbers: all for passes, a single thread for sampling, which is faster than waking others."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def torch_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def usual_threads() -> Callable[[], None]:
-    """Return a function that sets the present number in a new thread."""
+def thread_initializer() -> Callable[[], None]:
+    """Return a function that sets the current number of threads in a new thread."""
     return partial(torch.set_num_threads, torch.get_num_threads())

@@ -50,7 +50,7 @@ class TextStream:
             complete = len(_decode(self._tokenizer, self._window[: len(self._window) - run]))
         else:
             complete = len(text) - text.endswith(UNFINISHED)
-        if complete < self._shown:  # a special token or incomplete bytes
+        if complete < self._shown:  # the text ends with a special token or incomplete bytes
             return ""
         piece = text[self._shown : complete]
         self._shown = complete
@@ -60,7 +60,7 @@ class TextStream:
         return piece
 
     def rest(self) -> str:
-        """Remaining text, such as incomplete bytes."""
+        """Return the remaining text, such as incomplete bytes."""
         text = _decode(self._tokenizer, self._window)
         piece, self._shown = text[self._shown :], len(text)
         return piece
@@ -191,7 +191,7 @@ class Bridge:
         self._seen = 0
         self._text = ""
         self._ids = list(opening)
-        self._ends = [0] * len(self._ids)  # character after each token
+        self._ends = [0] * len(self._ids)  # index of the character after each token
 
     def read(self, tokens: Sequence[int]) -> list[int]:
         """Re-encode target `tokens` as drafter tokens, without an incomplete last character."""
@@ -214,8 +214,8 @@ class Bridge:
             return []
         tail = list(tokens[-TAIL:])
         known = next(n for n in range(len(tail), -1, -1) if self._text.endswith(_decode(self._target, tail[:n])))
-        before, pending = _decode(self._target, tail[:known]), tail[known:]  # pending: start of a character
-        # With the preceding words, as the target would; separately if a token spans the boundary.
+        before, pending = _decode(self._target, tail[:known]), tail[known:]  # pending tokens start a character
+        # Encode with the preceding words, as the target would, or separately if a token spans the boundary.
         for context, start in ((before + text, len(before)), (text, 0)):
             ids, spans = _encode(self._target, context)
             encoded = [token for token, (_, end) in zip(ids, spans, strict=True) if end > start]
@@ -231,7 +231,7 @@ class Bridge:
         A first token in mid-text may differ (added space, partial word); later tokens do not.
         """
         first = max(0, len(self._ends) - TAIL)
-        old = {end: i for i, end in enumerate(self._ends[first:], first + 1)}  # text position -> tokens up to it
+        old = {end: i for i, end in enumerate(self._ends[first:], first + 1)}  # maps text positions to token counts
         start = min(old, default=0)
         ids, spans = _encode(self._drafter, self._text[start:])
         ends = [start + end for _, end in spans]
@@ -249,7 +249,7 @@ class Bridge:
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    if getattr(type(tokenizer), "_decode", None) is TokenizersBackend._decode:  # without its slow conversions
+    if getattr(type(tokenizer), "_decode", None) is TokenizersBackend._decode:  # skip its slow conversions
         return tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True)
     return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 

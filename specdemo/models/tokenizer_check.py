@@ -1,4 +1,4 @@
-"""Checks of untrusted tokenizer files."""
+"""Checks that bound the time and memory which untrusted tokenizer files can use."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from specdemo.models.untrusted import model_errors, read_settings, walk
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_MAX_GROWTH, _MAX_PREFIX, _MAX_PATTERN = 32, 64, 10_000
-_MAX_CHOICES, _FEW, _MAX_ADDED_TOKENS = 4_096, 16, 100_000
+_MAX_GROWTH, _MAX_PREFIX = 32, 64
+_MAX_PATTERN = 10_000
+_MAX_CHOICES, _FEW = 4_096, 16
+_MAX_ADDED_TOKENS = 100_000
 _SAMPLE = "def f(x):\n    return 'naïve 東京 🙂'\n"
 _TEXT_RULES = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 _GROUP = re.compile(r"\?(?::|>|=|!|<=|<!|[ims-]+[:)]|<\w+>)")
@@ -182,14 +184,14 @@ class _PatternReader:
             raise IndexError
         sign = kind.group() if kind else ""
         self._at += len(sign)
-        if sign.endswith(")"):  # options
+        if sign.endswith(")"):  # the group contains only options
             if self._at > len(sign) + 1:
                 raise IndexError
             return _Cost()
         cost = self._alternatives()
         if self._next() != ")":
             raise IndexError
-        if sign in ("?>", "?=", "?!", "?<=", "?<!"):  # never entered again
+        if sign in ("?>", "?=", "?!", "?<=", "?<!"):  # the group is never entered again
             return replace(cost, degree=cost.end, optional=False)
         return cost
 

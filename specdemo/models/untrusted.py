@@ -1,4 +1,4 @@
-"""Checks of untrusted model directories."""
+"""Checks of configuration, tokenizer and weight files in untrusted model directories."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ from specdemo.models.model_sizes import (
 )
 from specdemo.worker import Stopped
 
-MAX_TOKENIZER_BYTES, _MAX_SETTINGS_BYTES, _MAX_HEADER_BYTES = 64_000_000, 8_000_000, 25_000_000
-_MAX_COMMAS, _MAX_BRACKETS, _MAX_DEPTH, _MAX_VALUES = 4_000_000, 2_000_000, 50, 200_000
+MAX_TOKENIZER_BYTES, _MAX_SETTINGS_BYTES = 64_000_000, 8_000_000
+_MAX_HEADER_BYTES = 25_000_000
+_MAX_COMMAS, _MAX_BRACKETS = 4_000_000, 2_000_000
+_MAX_DEPTH, _MAX_VALUES = 50, 200_000
 _READ = ("*.json", "*.txt", "*.model", "*.spm", "*.bpe", "*.jinja", "*.safetensors")
 _SETTINGS = (
     "config.json",
@@ -45,10 +47,10 @@ _SETTINGS = (
 )
 _TOKENIZERS = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.spm", "*.bpe", "model.safetensors.index.json")
 _TEMPLATES = "additional_chat_templates"
-_MAX_EXPERTS_OF_ALL_LAYERS, _MAX_POSITION_TABLE = 50_000, 1 << 26  # built one by one
+_MAX_EXPERTS_OF_ALL_LAYERS, _MAX_POSITION_TABLE = 50_000, 1 << 26  # experts are built individually
 _MAX_TOKEN_IDS = 1_000
 
-# Keys, smallest and largest value.
+# Pattern of keys, smallest value and largest value.
 _SIZES = (
     (r"num_(hidden_|encoder_|decoder_)?layers|(en|de)coder_layers|n_layers?", 1, MAX_LAYERS),
     (r".*(layers?|blocks|depths?|loops|repeats)", None, MAX_LAYERS),
@@ -88,7 +90,7 @@ def model_errors(name: str, problem: str = "cannot be loaded", folder: Path | No
     except (UserError, TaskCancelled, Stopped):
         raise
     except BaseException as error:
-        panic = type(error).__name__ == "PanicException"  # of Rust extensions
+        panic = type(error).__name__ == "PanicException"  # exception of Rust extensions
         if not (panic or isinstance(error, Exception)) or is_out_of_memory(error):
             raise
         reason = _reason(error, str(folder or ""), name)
@@ -163,7 +165,7 @@ def _inside(path: Path, folder: Path) -> bool:
     if not path.is_symlink():
         return True
     root = folder.resolve()
-    if root.parent.name == "snapshots":  # links to ../../blobs
+    if root.parent.name == "snapshots":  # files may link to ../../blobs
         root = root.parents[1]
     target = Path(os.path.realpath(path))
     return target.exists() and target.is_relative_to(root)

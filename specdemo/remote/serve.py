@@ -22,7 +22,7 @@ from specdemo.core.banned_text import BannedText
 from specdemo.core.errors import UserError
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
-from specdemo.models.threads import usual_threads
+from specdemo.models.threads import thread_initializer
 from specdemo.models.tokenizer import token_bytes
 from specdemo.models.zoo import fingerprint
 from specdemo.remote.contexts import Contexts
@@ -75,7 +75,7 @@ def serve_model(
         ban=lru_cache(maxsize=8)(lambda texts: BannedText(texts, pieces())),
     )
     return create_app(
-        info, contexts, Worker(waiting=waiting, prepare=usual_threads()), token=token, limits=limits, local=local
+        info, contexts, Worker(waiting=waiting, prepare=thread_initializer()), token=token, limits=limits, local=local
     )
 
 

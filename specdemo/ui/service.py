@@ -22,7 +22,7 @@ from specdemo.core.errors import UserError
 from specdemo.core.events import End, Event, Loading, StepEvent
 from specdemo.core.formats import format_bytes
 from specdemo.models.model_pool import ModelPool
-from specdemo.models.threads import usual_threads
+from specdemo.models.threads import thread_initializer
 from specdemo.models.tokenizer import ChatMessage
 from specdemo.pipeline import CONVERSATION, Stores
 from specdemo.preflight import Preflight, preflight, texts_for
@@ -56,7 +56,7 @@ class Service:
         worker: Worker | WorkerGroup | None = None,
     ) -> None:
         self.limits = limits if limits is not None else HostLimits()
-        self.worker = worker if worker is not None else Worker(waiting=self.limits.queue, prepare=usual_threads())
+        self.worker = worker if worker is not None else Worker(waiting=self.limits.queue, prepare=thread_initializer())
         self.last_token: float | None = None  # by `time.monotonic`
         self.clouds = LocalServices(models.idle_s if math.isfinite(models.idle_s) else 600.0)
         self._models, self._engine = models, engine

@@ -1,4 +1,4 @@
-"""CUDA graphs of an engine."""
+"""Recording of passes as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 GRAPH_ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16)  # passes are padded to the next one
 MAX_ROWS = GRAPH_ROWS[-1]
-GRAPH_LIMIT = 32  # graphs of an engine
+GRAPH_LIMIT = 32  # largest number of graphs of an engine
 _FIRST_KEYS = 256
-_STREAMS = 32  # of torch, returned in turn
-_POOL_BYTES = 22 << 20  # estimate
-_WORKSPACE_BYTES = 32 << 20  # of cuBLAS, per stream
+_STREAMS = 32  # streams that torch returns in turn
+_POOL_BYTES = 22 << 20  # estimated bytes of a memory pool
+_WORKSPACE_BYTES = 32 << 20  # cuBLAS workspace of each stream
 
 
 def graph_rows(count: int) -> int:
@@ -58,14 +58,14 @@ class GraphRecorder:
                 self._pool = torch.cuda.graph_pool_handle()
             current, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
             self._stream.wait_stream(current)
-            with torch.cuda.stream(self._stream):  # not restored by a failed `graph`
+            with torch.cuda.stream(self._stream):  # a failed `graph` does not restore the stream
                 forward(), forward()
                 with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                     out = forward()
             current.wait_stream(self._stream)
         self._graphs.add(graph)
 
-        def replay(_recorder: GraphRecorder = self) -> Tensor:  # reserves the stream
+        def replay(_recorder: GraphRecorder = self) -> Tensor:  # the reference reserves the stream
             graph.replay()
             return out
 

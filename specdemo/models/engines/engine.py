@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Cache(ABC):
-    """Keys and values of one text. `threads`: threads of passes over it."""
+    """Interface of a cache: keys and values of one text. `threads`: threads of passes over it."""
 
     def __init__(self) -> None:
         self.threads = torch.get_num_threads()
@@ -42,7 +42,7 @@ class Cache(ABC):
     @property
     @abstractmethod
     def reserved_bytes(self) -> int:
-        """Allocated bytes."""
+        """Bytes allocated for the cache."""
 
 
 CacheT = TypeVar("CacheT", bound=Cache)
@@ -62,15 +62,15 @@ class Entry(NamedTuple, Generic[CacheT]):
 
 
 class Engine(ABC, Generic[CacheT]):
-    """Forward passes of one model."""
+    """Base class of engines, which run the forward passes of one model."""
 
-    chains_only = ""  # or the reason why passes over forests are not exact
-    batch_invariant = False  # True: for any number of rows, by construction
+    chains_only = ""  # the reason why passes over forests are not exact, or empty
+    batch_invariant = False  # True if it holds for any number of rows by construction
     texts_per_pass = 1  # entries that share a pass; others run one after another
-    reusable = False  # closed caches are opened again for later texts
-    samples_chains = False  # supports `sample_chain`
-    vectors = ""  # or the vector extensions of the CPU that the engine uses
-    hidden_states = False  # can store the hidden states of layers
+    reusable = False  # True if closed caches are opened again for later texts
+    samples_chains = False  # True if `sample_chain` is supported
+    vectors = ""  # vector extensions of the CPU that the engine uses, or empty
+    hidden_states = False  # True if hidden states of layers can be stored
 
     def __init__(self) -> None:
         self._idle: list[CacheT] = []
@@ -87,7 +87,7 @@ class Engine(ABC, Generic[CacheT]):
     def run(self, entries: Sequence[Entry[CacheT]]) -> list[Tensor]:
         """Run a pass; return the logits `[rows, vocab]` of each entry.
 
-        They are those of the last `len(draft) + 1` rows, or of all rows if `new` is shorter.
+        The logits are those of the last `len(draft) + 1` rows, or of all rows if `new` is shorter.
         """
 
     def open(self, source: Sequence[int] = ()) -> CacheT:
@@ -120,5 +120,5 @@ class Engine(ABC, Generic[CacheT]):
     def sample_chain(
         self, cache: CacheT, new: list[int], held: int, count: int, sampler: ChainSampler
     ) -> list[int] | None:
-        """Feed `new` after `held` positions and sample `count` tokens in one call; None: not possible."""
+        """Feed `new` after `held` positions and sample `count` tokens in one call; return None if impossible."""
         return None

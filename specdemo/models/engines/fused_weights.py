@@ -1,4 +1,4 @@
-"""Base class of converted weights."""
+"""Base class of weights that are converted to the layout of an engine."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class FusedWeights(ABC):
         self.layers: list[Any] = []
         self.channel_scale: Tensor | None = None
         self._angles = angles
-        self.engine: Engine[Any] | None = None  # set by `engine_of`, shared by all texts
+        self.engine: Engine[Any] | None = None  # `engine_of` sets this engine for all texts
 
     @property
     @abstractmethod
     def weight_bytes(self) -> int: ...
 
-    def with_layers(self: Weights, kept: Sequence[int]) -> Weights:
+    def with_layers(self: Weights, selected: Sequence[int]) -> Weights:
         thin = copy.copy(self)
-        thin.layers, thin.engine = [self.layers[i] for i in kept], None
+        thin.layers, thin.engine = [self.layers[i] for i in selected], None
         return thin
 
     def with_channel_scale(self: Weights, scale: Tensor) -> Weights:

@@ -21,14 +21,11 @@ from specdemo.models.threads import torch_threads
 if TYPE_CHECKING:
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PretrainedConfig, PreTrainedModel
 
-FullPass = Callable[[Tensor], Tensor]  # token ids [1, n] to logits [n, vocab]
+FullPass = Callable[[Tensor], Tensor]  # maps token ids [1, n] to logits [n, vocab]
 
 
 def positions(rows: int, held: int, draft: Draft) -> list[int]:
-    """Return text positions of `rows` new tokens, which end with the last nodes of `draft`.
-
-    `held`: cached positions of the text and possibly of the first nodes.
-    """
+    """Return text positions of `rows` new tokens, which end with the last nodes of `draft`."""
     length = held + rows - len(draft)
     nodes = range(max(0, held - length), len(draft))
     return [*range(held, length), *(length + len(draft.path(node)) - 1 for node in nodes)]
@@ -175,7 +172,7 @@ class _ModelEngine(Engine[CacheT]):
         return weight_bytes(self._model)
 
     def run(self, entries: Sequence[Entry[CacheT]]) -> list[Tensor]:
-        """See `Engine.run`."""
+        """Run a pass, see `Engine.run`."""
         logits = []
         for cache, new, held, draft in entries:
             with torch_threads(cache.threads):
@@ -188,7 +185,7 @@ class _ModelEngine(Engine[CacheT]):
 
 
 class TransformersEngine(_ModelEngine[TransformersCache]):
-    """Engine for decoders."""
+    """Engine for decoders of `transformers`, with the KV cache in place."""
 
     def __init__(self, model: PreTrainedModel, chains_only: str = "") -> None:
         super().__init__(model, chains_only)

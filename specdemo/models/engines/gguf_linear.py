@@ -1,4 +1,4 @@
-"""Matrices of GGUF files."""
+"""Linear layers with the stored matrices of GGUF files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class GgufLinear(nn.Module):
     ) -> None:
         """`dtype`: None keeps stored bytes; `notify`: called by `expanded`."""
         super().__init__()
-        self.kind, self.weight, self.bias, self.dtype = kind, weight, bias, dtype
+        self.kind, self.weight = kind, weight
+        self.bias, self.dtype = bias, dtype
         self.in_features, self.out_features = in_features, len(weight)
         self._notify = notify
 
@@ -38,7 +39,7 @@ class GgufLinear(nn.Module):
         return dequantised(self.kind, self.weight, self.in_features, self.dtype)
 
 
-_HEADER_BYTES = {"Q8_0": 2, "Q4_0": 2, "Q4_1": 4}  # half-precision scale and minimum
+_HEADER_BYTES = {"Q8_0": 2, "Q4_0": 2, "Q4_1": 4}  # bytes of half-precision scales and minima
 
 
 def separated(kind: str, stored: Tensor) -> dict[str, Tensor]:
@@ -74,7 +75,7 @@ def _separated_q6_k(blocks: Tensor) -> dict[str, Tensor]:
 
 
 def dequantised(kind: str, stored: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """Return `[rows, columns]`."""
+    """Return the matrix `[rows, columns]` as floats."""
     if kind in FLOATS:
         return stored.view(FLOATS[kind]).to(dtype, copy=True)
     from gguf import GGMLQuantizationType, dequantize

@@ -1,4 +1,4 @@
-"""Engine for `LlamaWeights`: batch-invariant attention, CUDA graphs."""
+"""Engine for `LlamaWeights` with batch-invariant attention and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from specdemo.models.threads import torch_threads
 
 PROMPT_CHUNK = 512  # prompt rows per pass: masks grow with rows times keys
 KEY_BLOCK = 512  # initial capacity of a cache
-_MASK_MULTIPLE = 16  # of keys: CUDA's attention requires aligned mask rows
+_MASK_MULTIPLE = 16  # multiple of keys, since CUDA's attention requires aligned mask rows
 
 Recorder = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 
@@ -38,7 +38,7 @@ class PassShape:
     """Buffers shared by passes over the same number of rows."""
 
     angles: tuple[Tensor, ...]  # RoPE arguments of all heads `[n, heads, ...]`
-    rotated: Tensor  # view of the position-dependent ones
+    rotated: Tensor  # view of the position-dependent arguments
 
 
 class LlamaCache(Cache):
@@ -49,7 +49,7 @@ class LlamaCache(Cache):
         self._model, self.record = model, record
         self.recordings: dict[tuple[int, int], Recording] = {}
         self.length = self.written = self.capacity = 0
-        self.kv = torch.empty(0, 0, 0, 0)  # [layers, key heads + value heads, positions, dim]
+        self.kv = torch.empty(0, 0, 0, 0)  # keys and values [layers, key heads + value heads, positions, dim]
         self.angles = torch.empty(0)
         self.masks: dict[int, tuple[Tensor, Tensor]] = {}  # causal mask of twice the capacity, aligned buffer
         self._shapes: dict[int, PassShape] = {}
@@ -149,7 +149,7 @@ class LlamaEngine(Engine[LlamaCache]):
             self._model.graphs = before
 
     def run(self, entries: Sequence[Entry[LlamaCache]]) -> list[Tensor]:
-        """See `Engine.run`."""
+        """Run a pass, see `Engine.run`."""
         logits = []
         for cache, new, held, draft in entries:
             with torch_threads(cache.threads):
@@ -177,20 +177,21 @@ class LlamaEngine(Engine[LlamaCache]):
             return
         try:
             cache.reserve(graph_keys(end))
-        except RuntimeError:  # memory: reported by the run
+        except RuntimeError:  # the run reports a lack of memory
             return
         counts = sorted({graph_rows(n) for n in rows if n <= MAX_ROWS})
         width = graph_keys(start + 1)
         while width <= graph_keys(end) and cache.records:
             for n in counts:
-                if (n, width) not in cache.recordings:  # writes behind the text
+                if (n, width) not in cache.recordings:  # recording writes behind the text
                     self._record_pass(cache, *self._inputs(cache, [0] * n, end - n, Draft(), width), width)
             width *= 2
 
     def _inputs(
         self, cache: LlamaCache, new: list[int] | Tensor, held: int, draft: Draft, width: int
     ) -> tuple[tuple[Tensor, Tensor, Tensor], PassShape]:
-        n, end, device = len(new), held + len(new), self._model.device
+        n, end = len(new), held + len(new)
+        device = self._model.device
         cache.reserve(max(end, width))
         if draft.is_chain:
             angles = cache.angles[:, held:end]
@@ -213,7 +214,8 @@ class LlamaEngine(Engine[LlamaCache]):
     ) -> Tensor:
         """Return logits of the last `last` rows; `write(layer, rows)` stores KV states `[n, 2 * kv_heads, dim]`."""
         model, n = self._model, len(ids)
-        heads, kv_heads, dim = model.heads, model.kv_heads, model.head_dim
+        heads, kv_heads = model.heads, model.kv_heads
+        dim = model.head_dim
         shared, group = 2 * kv_heads, heads // kv_heads
         keys, values = states
         rows = model.embed(ids)
@@ -234,7 +236,7 @@ class LlamaEngine(Engine[LlamaCache]):
         return model.head(model.leave(rows[-last:]))
 
     def _replay(self, cache: LlamaCache, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor | None:
-        if padding := graph_rows(len(new)) - len(new):  # overwritten by the next pass
+        if padding := graph_rows(len(new)) - len(new):  # the next pass overwrites padding
             first = len(draft) - 1 if draft.is_chain else -1
             parents = (*draft.parents, first, *range(len(draft), len(draft) + padding - 1))
             draft = Draft((*draft.tokens, *[0] * padding), parents)
@@ -251,7 +253,8 @@ class LlamaEngine(Engine[LlamaCache]):
     def _record_pass(
         self, cache: LlamaCache, inputs: tuple[Tensor, Tensor, Tensor], shape: PassShape, width: int
     ) -> Recording | None:
-        ids, mask, slots = buffers = inputs[0].clone(), inputs[1].clone(), inputs[2].clone()
+        buffers = inputs[0].clone(), inputs[1].clone(), inputs[2].clone()
+        ids, mask, slots = buffers
         if len(cache.recordings) >= GRAPH_LIMIT:
             cache.recordings.clear()
         states = cache.states(width)
@@ -265,7 +268,7 @@ class LlamaEngine(Engine[LlamaCache]):
         assert cache.record is not None
         try:
             recording = Recording(buffers, cache.record(forward))
-        except RuntimeError as error:  # no memory, or a kernel that cannot be captured
+        except RuntimeError as error:  # memory is insufficient, or a kernel cannot be captured
             cache.recordings.clear()
             self._model.stop_recording(error)
             return None

@@ -41,12 +41,12 @@ class PackedLinear(nn.Module):
     `nn.Linear` repacks its weight for every product of several rows.
     """
 
-    weight: Tensor | None = None  # inspected by T5
+    weight: Tensor | None = None  # T5 inspects this attribute
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.nbytes = weight.numel() * weight.element_size()
-        # Neither parameter nor buffer: packed weights cannot be moved or saved.
+        # This is neither parameter nor buffer, because packed weights cannot be moved or saved.
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
         self.bias = bias
 
@@ -56,11 +56,11 @@ class PackedLinear(nn.Module):
 
 def pack(model: nn.Module) -> None:
     """Pack linear layers except quantized layers (subclasses) and layers in another dtype, whose weight T5 inspects."""
-    usual = next(model.parameters()).dtype
+    dtype = next(model.parameters()).dtype
     for module in list(model.modules()):
         children: list[tuple[str, Any]] = list(module.named_children())
         for name, child in children:
-            if type(child) is nn.Linear and child.weight.dtype == usual and can_pack(child.weight):
+            if type(child) is nn.Linear and child.weight.dtype == dtype and can_pack(child.weight):
                 setattr(module, name, PackedLinear(child.weight, child.bias))
                 child.weight = None  # type: ignore[assignment]
 
@@ -97,7 +97,7 @@ class LlamaLayer:
 
     enter: RowFunction
     qkv: RowFunction
-    norm_heads: RowFunction | None  # for queries and keys in `[n, heads, dim]`
+    norm_heads: RowFunction | None  # norm of queries and keys `[n, heads, dim]`
     out: RowFunction
     between: RowFunction
     gate_up: RowFunction
@@ -142,14 +142,14 @@ class LlamaWeights(FusedWeights):
             part.numel() * part.element_size() for part in self._parts if isinstance(part, Tensor)
         )
 
-    def with_layers(self, kept: Sequence[int]) -> LlamaWeights:
-        """Return the model with the layers `kept`; retain its graphs."""
-        if self._thin and self._thin[0] == list(kept):
+    def with_layers(self, selected: Sequence[int]) -> LlamaWeights:
+        """Return the model with the layers `selected`; retain its graphs."""
+        if self._thin and self._thin[0] == list(selected):
             return self._thin[1]
-        thin = super().with_layers(kept)
+        thin = super().with_layers(selected)
         thin._thin = None
         if self.recordable:
-            self._thin = list(kept), thin
+            self._thin = list(selected), thin
         return thin
 
     def with_channel_scale(self, scale: Tensor) -> LlamaWeights:
@@ -235,8 +235,8 @@ def layer_count(model: PreTrainedModel | FusedWeights) -> int:
     return model.config.get_text_config().num_hidden_layers
 
 
-def with_layers(model: PreTrainedModel | FusedWeights, kept: Sequence[int]) -> PreTrainedModel | FusedWeights:
-    """Return the model restricted to the layers `kept`, sharing all weights.
+def with_layers(model: PreTrainedModel | FusedWeights, selected: Sequence[int]) -> PreTrainedModel | FusedWeights:
+    """Return the model restricted to the layers `selected`, sharing all weights.
 
     Raises `UserError` for invalid layers and encoder-decoders. `transformers` models need layer 0, which counts cached
     positions.
@@ -246,27 +246,27 @@ def with_layers(model: PreTrainedModel | FusedWeights, kept: Sequence[int]) -> P
             f"{type(model).__name__} has an encoder, and self-speculation is for decoders: choose method nasd"
         )
     count = layer_count(model)
-    if not kept or not set(kept) < set(range(count)):
-        raise UserError(f"self-speculation needs a proper subset of layers 0 to {count - 1}, not {list(kept)}")
+    if not selected or not set(selected) < set(range(count)):
+        raise UserError(f"self-speculation needs a proper subset of layers 0 to {count - 1}, not {list(selected)}")
     if isinstance(model, FusedWeights):
-        return model.with_layers(kept)
-    if 0 not in kept:
+        return model.with_layers(selected)
+    if 0 not in selected:
         raise UserError(f"{type(model).__name__} cannot omit layer 0: include it")
-    return _with_layers(model, kept, count)
+    return _with_layers(model, selected, count)
 
 
-def _with_layers(model: Any, kept: Sequence[int], count: int) -> Any:
+def _with_layers(model: Any, selected: Sequence[int], count: int) -> Any:
     thin = copy.copy(model)
     thin._modules = dict(model._modules)
     for name, child in model._modules.items():
         if isinstance(child, nn.ModuleList) and len(child) == count:
-            thin._modules[name] = nn.ModuleList([child[i] for i in kept])
+            thin._modules[name] = nn.ModuleList([child[i] for i in selected])
             return thin
     for name, child in model._modules.items():
         if child is not None and any(
             isinstance(inner, nn.ModuleList) and len(inner) == count for inner in child.modules()
         ):
-            thin._modules[name] = _with_layers(child, kept, count)
+            thin._modules[name] = _with_layers(child, selected, count)
             return thin
     raise UserError(f"{type(model).__name__} has no list of {count} layers: choose another method")
 
@@ -276,5 +276,5 @@ def with_dropout(model: PreTrainedModel | FusedWeights, seed: int, share: float 
     if not isinstance(model, FusedWeights):
         raise UserError(f"dropout needs a drafter of the Llama family, not {type(model).__name__}: gate by entropy")
     generator = torch.Generator().manual_seed(seed)
-    kept = torch.rand(model.width, generator=generator) >= share
-    return model.with_channel_scale(kept / (1 - share))
+    mask = torch.rand(model.width, generator=generator) >= share
+    return model.with_channel_scale(mask / (1 - share))

@@ -25,7 +25,7 @@ from specdemo.worker import Stopped, stop_flag
 if TYPE_CHECKING:
     from specdemo.core.sampling import ChainSampler
 
-NATIVE_CHUNK = 256  # prompt rows per pass
+NATIVE_CHUNK = 256  # number of prompt rows per pass
 KEPT_ROWS = 16  # rows of the retained scratch buffer
 FIRST_CAPACITY = 256
 _HEAD_PADDING = 16
@@ -49,7 +49,7 @@ class NativeCache(Cache):
         self.length = self.capacity = self.written = 0
         padded = model.head_dim + -model.head_dim % _HEAD_PADDING
         self.kv = torch.zeros(len(model.layers), 2 * model.kv_heads, 0, padded, dtype=kv_dtype(model.dtype))
-        self.hidden: Tensor | None = None  # [layers, rows, width] of the last pass
+        self.hidden: Tensor | None = None  # hidden states [layers, rows, width] of the last pass
 
     def reserve(self, end: int) -> None:
         """Allocate positions up to `end`, which passes may write from now on."""
@@ -90,7 +90,7 @@ def _visible(rows: int, held: int, draft: Draft) -> tuple[Sequence[int], ...]:
     if draft.is_chain:
         return range(held, held + rows), range(held + 1, held + rows + 1), (), [0] * (rows + 1)
     text = held + rows - len(draft)  # length of the text before the draft
-    paths = [draft.path(node) for node in range(max(0, held - text), len(draft))]  # of the new nodes
+    paths = [draft.path(node) for node in range(max(0, held - text), len(draft))]  # paths to the new nodes
     extra: list[int] = []
     starts = [0] * (rows - len(paths) + 1)
     for path in paths:
@@ -110,7 +110,7 @@ class NativeEngine(Engine[NativeCache]):
     def __init__(self, model: NativeWeights) -> None:
         super().__init__()
         self._library, self._model = required_library(), model
-        self._structs: dict[torch.dtype, tuple[ModelStruct, object]] = {}  # by type of the cache
+        self._structs: dict[torch.dtype, tuple[ModelStruct, object]] = {}  # structures by dtype of the cache
         self._vocab_size: int = model.config.vocab_size
         self._scratch: list[Tensor] = []  # idle buffers of `KEPT_ROWS` rows
 
@@ -133,7 +133,7 @@ class NativeEngine(Engine[NativeCache]):
         return len(self._model.layers), self._model.kv_heads, self._model.head_dim
 
     def run(self, entries: Sequence[Entry[NativeCache]], layers: Sequence[int] = ()) -> list[Tensor]:
-        """See `Engine.run`. `layers`: store their hidden states `[layers, rows, width]` in `cache.hidden`."""
+        """Run a pass; store hidden states of `layers` `[layers, rows, width]` in `cache.hidden`."""
         outputs, run_pass = [], self._library.run_pass
         for cache, new, held, draft in entries:
             rest = new.tolist() if isinstance(new, Tensor) else new
@@ -155,7 +155,8 @@ class NativeEngine(Engine[NativeCache]):
         if (uniforms := sampler.uniforms(count)) is None:
             return None
         cache.reserve(end)
-        tokens, peaks, chosen = (ctypes.c_int32 * count)(), *((ctypes.c_float * count)() for _ in range(2))
+        tokens = (ctypes.c_int32 * count)()
+        peaks, chosen = (ctypes.c_float * count)(), (ctypes.c_float * count)()
         probs = torch.empty(count, vocab) if uniforms else None
         numbers, scratch = array("d", uniforms), torch.empty(vocab if uniforms else 0)
         chain = ChainStruct(
@@ -220,7 +221,7 @@ class NativeEngine(Engine[NativeCache]):
         )
         result = function(ctypes.byref(described), *map(ctypes.byref, options))
         if rows <= KEPT_ROWS:
-            self._scratch.append(scratch)  # atomic, so that threads need no lock
+            self._scratch.append(scratch)  # the operation is atomic, so that threads need no lock
         if result:
             if result == Result.STOPPED:
                 raise Stopped

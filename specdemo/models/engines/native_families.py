@@ -1,4 +1,4 @@
-"""Architectures of the native CPU engine."""
+"""Architectures of the native CPU engine, reduced to common parts."""
 
 from __future__ import annotations
 
@@ -24,18 +24,22 @@ ACTIVATIONS = {"silu": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1, "gelu": 2}
 
 @dataclass(frozen=True)
 class LayerParts:
+    """Modules and settings of a decoder layer."""
+
     qkv: Sequence[nn.Module]
     out: nn.Module
-    gate_up: Sequence[nn.Module]  # without gate: up
+    gate_up: Sequence[nn.Module]  # only up if there is no gate
     down: nn.Module
     norms: Mapping[str, nn.Module]
     scale: float
     window: int | None = None
-    order: Tensor | None = None  # of the outputs of `qkv`
+    order: Tensor | None = None  # order of the outputs of `qkv`
 
 
 @dataclass(frozen=True)
 class ModelParts:
+    """Modules and settings of a decoder."""
+
     embedding: nn.Module
     layers: Sequence[LayerParts]
     leave: nn.Module
@@ -217,7 +221,8 @@ def _check(name: str, model: Any, parts: ModelParts) -> None:
 def _shapes(parts: ModelParts, sizes: ModelSizes, head: nn.Module) -> Iterator[tuple[nn.Module, tuple[int, ...]]]:
     """Yield matrices and vectors with their shapes in the C code."""
     assert sizes.width and sizes.heads and sizes.kv_heads and sizes.head_dim and sizes.inner and sizes.vocab_size
-    width, mixed, keys = sizes.width, sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+    width, mixed = sizes.width, sizes.heads * sizes.head_dim
+    keys = sizes.kv_heads * sizes.head_dim
     norms = {"query_norm": sizes.head_dim, "key_norm": sizes.head_dim}
     yield from ((module, (sizes.vocab_size, width)) for module in (parts.embedding, head))
     yield parts.leave, (width,)

@@ -20,7 +20,7 @@ FLOAT_FORMATS = {torch.float32: FORMATS["F32"], torch.bfloat16: FORMATS["BF16"],
 
 
 class Joined(NamedTuple):
-    """Linear layers that are stored as one matrix; `interleaved`: blocks alternate; `order`: of the outputs."""
+    """Linear layers that are stored as one matrix; `interleaved`: blocks alternate; `order`: permutation of outputs."""
 
     linears: Sequence[nn.Module]
     interleaved: bool = False
@@ -81,20 +81,21 @@ class NativeMatrix:
                 return
 
     def _blocks(self, weights: Tensor) -> Tensor:
-        if self.format.has_bytes:  # [blocks, inputs / 4, outputs, input]
+        if self.format.has_bytes:  # layout [blocks, inputs / 4, outputs, input]
             if self.format.name == "INT8":
                 self.tensors["sums"] = weights.sum(1, dtype=torch.int32)
             quads = F.pad(weights, (0, -self.inputs % 4)).unflatten(0, (-1, self._block)).unflatten(2, (-1, 4))
             return quads.transpose(1, 2).contiguous()
-        if self.format.is_coded and not self.format.has_codes:  # [blocks, inputs / 8, outputs, input, upper pairs]
+        # layout [blocks, inputs / 8, outputs, input, upper pairs]
+        if self.format.is_coded and not self.format.has_codes:
             words = weights.unflatten(0, (-1, self._block)).unflatten(2, (-1, 2, 2, 2)).permute(0, 2, 1, 5, 3, 4)
             return (words[..., 0] | words[..., 1] << 4).flatten(1).contiguous()
-        blocks = self._transposed(weights)  # [blocks, inputs, outputs]
+        blocks = self._transposed(weights)  # layout [blocks, inputs, outputs]
         if self.format.name == "BF16":
             return blocks.unflatten(2, (-1, 2, self._lanes)).transpose(3, 4).flatten(2).contiguous()
         if not self.format.has_codes:
             return blocks
-        # [blocks, inputs / 4, pair of inputs, input, two vectors, vector, four outputs, output], see `position`
+        # layout: [blocks, inputs / 4, pair of inputs, input, two vectors, vector, four outputs, output], see `position`
         parts = blocks.unflatten(1, (-1, 2, 2)).unflatten(4, (-1, 2, self._lanes // 4, 4))
         parts = parts.permute(0, 1, 2, 4, 6, 5, 7, 3)
         return (parts[:, :, 0] | parts[:, :, 1] << 4).flatten(1).contiguous()

@@ -1,4 +1,4 @@
-"""Weights of the native CPU engine."""
+"""Conversion of weights for the native CPU engine."""
 
 from __future__ import annotations
 

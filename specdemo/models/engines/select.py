@@ -1,4 +1,4 @@
-"""Choice of the engine of a model."""
+"""Choice of the engine that runs a model."""
 
 from __future__ import annotations
 
