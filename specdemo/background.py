@@ -1,4 +1,4 @@
-"""Background tasks: downloads and loading."""
+"""Background tasks with progress, for downloads and loading."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REPORT_INTERVAL_S = 0.1
 
 
 class TaskCancelled(Exception):
-    """Raised by reports of a cancelled task."""
+    """Exception raised by the reports of a cancelled task."""
 
 
 class BackgroundTask(Generic[T]):
@@ -49,12 +49,12 @@ class BackgroundTask(Generic[T]):
             self._wake()
             if self._can_park:
                 with device_released():
-                    wait({future})  # until its memory is free
+                    wait({future})  # wait until the memory of the task is free
         future.result()
 
     @property
     def result(self) -> T:
-        """Return value, after `progress` is exhausted."""
+        """Return value of the task, available when `progress` is exhausted."""
         assert self._future is not None and self._future.done()
         return self._future.result()
 

@@ -14,11 +14,13 @@ from specdemo.models.zoo import ASSETS
 PROMPT_FILE = ASSETS / "prompts.json"
 CHAT_FILE = ASSETS / "chat_prompts.json"
 CONTINUATION_FILE = ASSETS / "written.json"
-RECORDED_TEMPERATURES = (0.0, 1.0)  # of the continuations
+RECORDED_TEMPERATURES = (0.0, 1.0)  # temperatures of the recorded continuations
 
 
 @dataclass(frozen=True)
 class Prompt:
+    """A prompt of the class `kind`."""
+
     kind: str
     name: str
     text: str

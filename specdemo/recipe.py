@@ -33,7 +33,7 @@ class RunOptions(OptionSet):
         f"a ready pair (default: {CHAT_PAIR}, with a method: bundled)",
         choices=PAIRS,
         basic=True,
-    )  # with neither pair nor models: the bundled pair
+    )  # neither pair nor models select the bundled pair
     target: str | None = option(
         None,
         "Target",
@@ -121,7 +121,7 @@ class RunOptions(OptionSet):
         hint=" (0 is greedy)",
         basic=True,
         applies="samples",
-    )  # with this top-p, the bundled pair writes best
+    )  # the bundled pair writes best with this top-p
     top_k: int = option(
         0,
         "Top-k (0: off)",
@@ -251,7 +251,7 @@ class RunOptions(OptionSet):
         lossy=True,
         applies="drafts",
     )
-    cloud: CloudConfig | None = None  # if absent, the target runs in this process
+    cloud: CloudConfig | None = None  # the target runs in this process if absent
 
     def __post_init__(self) -> None:
         if self.drafter == SAME and self.drafter_quantization == "none":
@@ -268,7 +268,7 @@ def _models_fit(chosen: Recipe) -> None:
         remedy = "add it (same: a quantised copy)" if chosen.target else "choose pair bundled"
         raise UserError(f"method {chosen.method} needs a drafter: {remedy}, or choose method nasd, self or ar")
     if chosen.encoder:
-        refuse_with_encoder(chosen.method)  # before gigabytes are downloaded
+        refuse_with_encoder(chosen.method)  # raise before gigabytes are downloaded
 
 
 def _gamma_bounds_fit(chosen: Recipe) -> None:
@@ -325,7 +325,7 @@ def runs_chat_pair(values: Mapping[str, Any]) -> bool:
 CHECKS = (_models_fit, _gamma_bounds_fit, _rule_fits, _sampling_fits, _cloud_fits_method)
 
 
-if TYPE_CHECKING:  # the same classes, as a test verifies
+if TYPE_CHECKING:  # a test verifies that both branches have the same classes
     from specdemo.drafters.beam import BeamOptions
     from specdemo.drafters.lookahead import LookaheadOptions
     from specdemo.drafters.method import StoreOptions
@@ -334,7 +334,7 @@ if TYPE_CHECKING:  # the same classes, as a test verifies
     from specdemo.drafters.tree import TreeOptions
 
     class MethodOptions(BeamOptions, LookaheadOptions, SelfOptions, TreeOptions, StoreOptions, NGramOptions):
-        pass
+        """Options of all methods."""
 else:
     MethodOptions = new_class("MethodOptions", tuple(reversed(option_classes())))
 
@@ -454,6 +454,8 @@ def refuse_ineffective(chosen: Recipe, given: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Preset:
+    """Named values of options."""
+
     title: str
     values: Mapping[str, Any]
 

@@ -1,4 +1,4 @@
-"""Termination signals."""
+"""Handlers of termination signals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Device scheduling. Imports no other layer of specdemo but `native`.
+"""Scheduling of jobs on a device. This module imports no other layer of specdemo but `native`.
 
 Jobs are functions that return iterators. They alternate after each step, and release the device to wait. Any thread may
 use a job's `Stream`.
@@ -22,8 +22,8 @@ from specdemo.native.interface import StopFlag
 
 T = TypeVar("T")
 
-_LEAD_S = 0.05  # device time of a job in advance of others
-_OPEN_PER_ACTIVE = 4  # including jobs that wait
+_LEAD_S = 0.05  # device time that a job may be ahead of others
+_OPEN_PER_ACTIVE = 4  # open jobs per active job, including jobs that wait
 
 _process_flag = StopFlag()
 _current: contextvars.ContextVar[Stream[Any]] = contextvars.ContextVar("current job")
@@ -43,7 +43,7 @@ def run_in_thread(call: Callable[[], T]) -> Future[T]:
     def run() -> None:
         try:
             result.set_result(call())
-        except BaseException as error:  # re-raised by `Future.result`
+        except BaseException as error:  # `Future.result` raises it again
             result.set_exception(error)
 
     threading.Thread(target=run, name="background", daemon=True).start()
@@ -54,7 +54,7 @@ def run_in_thread(call: Callable[[], T]) -> Future[T]:
 def device_released() -> Iterator[None]:
     """Let other jobs use the device within the block. Call without locks."""
     stream = _current.get(None)
-    if stream is None:  # not in a job
+    if stream is None:  # the caller is not in a job
         yield
         return
     stream.worker.release(stream, waiting=True)
@@ -137,14 +137,14 @@ class Stream(Generic[T]):
     def stop(self) -> None:
         """End the pass under way, and the job before its next step."""
         self.stop_flag.set()
-        with suppress(InvalidStateError):  # already stopped
+        with suppress(InvalidStateError):  # the job is already stopped
             self.stop_request.set_result(None)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Block until the job ends. Return False after `timeout` seconds."""
         return self._done.wait(timeout)
 
-    # --- for the worker ----------------------------------------------------------------------------------------------
+    # --- methods called by the worker --------------------------------------------------------------------------------
 
     def advance(self) -> bool:
         """Run a step; return False at the end of the job."""
@@ -188,7 +188,7 @@ class _Schedule:
 
     stream: Stream[Any]
     round: int = 0
-    used_s: float = 0.0  # device time
+    used_s: float = 0.0  # consumed device time
     opened_s: float = 0.0
     in_step: bool = False
     waiting: bool = False
@@ -210,14 +210,15 @@ class Worker:
     ) -> None:
         """`prepare` starts each device thread."""
         self._prepare = prepare
-        self._max_active, self._max_queued, self._clock = at_once, waiting, clock
-        self._queued: list[_Schedule] = []  # in starting order
-        self._round = 0  # of the last opened job
-        self._rounds: dict[str, int] = {}  # of the last job by owner
-        self._open: deque[_Schedule] = deque()  # least recently advanced first
-        self._holder: _Schedule | None = None  # uses the device
+        self._max_active, self._max_queued = at_once, waiting
+        self._clock = clock
+        self._queued: list[_Schedule] = []  # queued jobs in starting order
+        self._round = 0  # round of the last opened job
+        self._rounds: dict[str, int] = {}  # round of the last job by owner
+        self._open: deque[_Schedule] = deque()  # open jobs, least recently advanced first
+        self._holder: _Schedule | None = None  # job that uses the device
         self._held_since = self._least_s = 0.0
-        self._mean_s: float | None = None  # of visitors' jobs, from opening to end
+        self._mean_s: float | None = None  # mean duration of visitors' jobs from opening to end
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._closed = False
@@ -321,7 +322,7 @@ class Worker:
                     return None
                 self._changed.wait()
 
-    # --- with `_changed` ---------------------------------------------------------------------------------------------
+    # --- methods called with `_changed` locked -----------------------------------------------------------------------
 
     def _opened(self, stream: Stream[Any]) -> _Schedule:
         return next(job for job in self._open if job.stream is stream)
@@ -419,7 +420,7 @@ class WorkerGroup:
 
 @dataclass(frozen=True)
 class TaskProgress:
-    """`total` is 0 if unknown."""
+    """Progress of a task; `total` is 0 if unknown."""
 
     text: str
     done: int = 0
