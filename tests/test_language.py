@@ -1,4 +1,4 @@
-"""Rules on language and structure: prose rates, docstrings, vocabulary, unique public names, function length."""
+"""Rules on language and structure: prose rates, docstrings, vocabulary, public names, function length, assignments."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PROGRAM = (ROOT / "specdemo", ROOT / "app.py")
 DOCUMENTS = (ROOT / "docs", ROOT / "README.md")
+DESCRIBED = tuple(  # modules and public classes have docstrings, comments are phrases, assignments have few targets
+    ROOT / "specdemo" / name
+    for name in ("core,drafters,models,native,background.py,prompts.py,recipe.py,signals.py,worker.py".split(","))
+)
 
 # Noun clauses, personification and quaint words; largest number per 1,000 words.
 RATES = {
@@ -48,6 +52,12 @@ FROZEN = frozenset({"law", "laws", "unjudged"})
 
 MAY_REPEAT = frozenset({"main", "build", "METHOD"})  # METHOD: the registry entry of each drafter
 MOST_LINES = 50
+MOST_TARGETS = 2  # of an assignment from a tuple
+PREPOSITION = re.compile(
+    r"(about|after|against|at|before|behind|between|by|during|for|from|in|inside|into|of|on|outside|over|per|since|than"
+    r"|to|under|until|via|with|within|without)\b",
+    re.I,
+)
 
 WORD = re.compile(r"[a-z]+(?:'[a-z]+)?")
 CODE = re.compile(r"`[^`]*`|\S*[_/(]\S*")
@@ -143,6 +153,54 @@ def relative_docstrings(paths: Iterable[Path]) -> list[str]:
     ]
 
 
+def undescribed(paths: Iterable[Path]) -> list[str]:
+    """Return modules and public classes without docstring; classes inside functions are not public."""
+    problems = []
+    for path in files(paths):
+        if path.suffix == ".py":
+            tree = parsed(path)
+            if not ast.get_docstring(tree):
+                problems.append(f"{name_of(path)}: the module has no docstring")
+            for node in public_classes(tree):
+                if not ast.get_docstring(node):
+                    problems.append(f"{name_of(path)}:{node.lineno}: the class {node.name} has no docstring")
+    return problems
+
+
+def public_classes(node: ast.AST) -> Iterator[ast.ClassDef]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef) and not child.name.startswith("_"):
+            yield child
+        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield from public_classes(child)
+
+
+def comment_fragments(paths: Iterable[Path]) -> list[str]:
+    """Return comments that start with a preposition, except the further lines of a comment."""
+    problems = []
+    for path in files(paths):
+        comments = {line: text for kind, line, text in texts(path) if kind == "comments"}
+        problems += [
+            f"{name_of(path)}:{line}: {text}"
+            for line, text in comments.items()
+            if line - 1 not in comments and PREPOSITION.match(text)
+        ]
+    return problems
+
+
+def crowded_assignments(paths: Iterable[Path]) -> list[str]:
+    """Return assignments of the form `a, b, c = x, y, z`; results of functions and iterables may be unpacked."""
+    return [
+        f"{name_of(path)}:{node.lineno}: {len(target.elts)} targets"
+        for path in files(paths)
+        if path.suffix == ".py"
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Assign) and isinstance(node.value, (ast.Tuple, ast.List))
+        for target in node.targets
+        if isinstance(target, (ast.Tuple, ast.List)) and len(target.elts) > MOST_TARGETS
+    ]
+
+
 def identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         line = getattr(node, "lineno", 1)
@@ -233,6 +291,25 @@ def test_forbidden_words_do_not_occur() -> None:
     assert not problems, "\n" + "\n".join(problems)
 
 
+def test_modules_and_public_classes_have_docstrings() -> None:
+    problems = undescribed(DESCRIBED)
+    assert not problems, "\n" + "\n".join(problems)
+
+
+def test_comments_are_phrases() -> None:
+    problems = comment_fragments(DESCRIBED)
+    assert not problems, "\n" + "\n".join(problems)
+
+
+def test_assignments_have_at_most_two_targets() -> None:
+    problems = crowded_assignments(DESCRIBED)
+    assert not problems, "\n" + "\n".join(problems)
+
+
+def test_described_folders_exist() -> None:
+    assert all(files([path]) for path in DESCRIBED)
+
+
 def test_public_names_are_defined_once() -> None:
     problems = repeated_names([ROOT / "specdemo"])
     assert not problems, "\n" + "\n".join(problems)
@@ -277,6 +354,22 @@ def test_violations_are_detected(bad: list[Path], monkeypatch: pytest.MonkeyPatc
     assert repeated_names(bad) == ["RENAMED_LAW: first.py, second.py", "judge: first.py, second.py"]
     monkeypatch.setitem(globals(), "MOST_LINES", 2)
     assert long_functions(bad) == ["first.py: judge has 3 lines", "second.py: judge has 3 lines"]
+
+
+def test_missing_docstrings_fragments_and_crowded_assignments_are_detected(tmp_path: Path) -> None:
+    file = tmp_path / "dense.py"
+    file.write_text(
+        "class Shown:\n    class Inner:\n        pass\n\n    class _Private:\n        pass\n\n\n"
+        "a, b, c = 1, 2, 3  # of a list\nfirst, second = 1, 2  # values of a list\nx, y, z = d = range(3)\n",
+        "utf-8",
+    )
+    assert undescribed([file]) == [
+        "dense.py: the module has no docstring",
+        "dense.py:1: the class Shown has no docstring",
+        "dense.py:2: the class Inner has no docstring",
+    ]
+    assert comment_fragments([file]) == ["dense.py:9: of a list"]
+    assert crowded_assignments([file]) == ["dense.py:9: 3 targets"]
 
 
 def test_code_and_ordinary_prose_are_accepted(tmp_path: Path) -> None:
