@@ -56,7 +56,7 @@ class DraftProbs(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DenseProbs:
-    """Draft distributions `[n, vocab]`."""
+    """Draft distributions stored as the matrix `probs` `[n, vocab]`."""
 
     rows: Tensor
 

@@ -46,7 +46,7 @@ class MemoryUse:
 
 @dataclass(frozen=True, slots=True)
 class ShownToken:
-    """A token of a step's display; draft tokens have a `node`."""
+    """A token in the display of a step; draft tokens have a `node`."""
 
     outcome: Outcome
     text: str

@@ -14,7 +14,7 @@ from specdemo.core.step import Outcome, Step
 
 @dataclass(frozen=True)
 class Style:
-    """Appearance besides colour, which is never the only signal."""
+    """Appearance of an outcome besides its colour, which is never the only signal."""
 
     label: str
     ansi: str = ""

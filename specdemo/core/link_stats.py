@@ -33,7 +33,7 @@ _FLAGS: Mapping[Source, Mapping[str, float]] = {
 
 @dataclass(frozen=True, slots=True)
 class LinkStats:
-    """Measures of a step over a link; None: not measured. Times in seconds.
+    """Measurements of a step over a link, with times in seconds; None means not measured.
 
     `confirmed` counts the provisional tokens that a late response contains; `overruled` is 1 if it contradicts them.
     """

@@ -19,7 +19,7 @@ from specdemo.core.step import Outcome, Step
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """Sums over steps. Speeds exclude the prefill, which is timed by `ttft_s`."""
+    """Sums over the steps of a run. Speeds exclude the prefill, which is timed by `ttft_s`."""
 
     tokens: int = 0
     steps: int = 0

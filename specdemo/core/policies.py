@@ -1,4 +1,4 @@
-"""Draft-length policies.
+"""Draft-length policies, which choose gamma for each step.
 
 They are queried before tokens are sampled, so they never bias the output. Without logits they allow their maximum.
 """

@@ -138,9 +138,9 @@ def recorded_steps(steps: Iterable[Step], *, counted: bool = False) -> list[Reco
 class StepTimes:
     """Seconds that the parts of a step take."""
 
-    plain: float  # a pass over one row
+    plain: float  # duration of a pass over one row
     scale: float  # factor from v to seconds for longer passes
-    token: float  # a drafted token
+    token: float  # duration of drafting a token
     host: float
     pass_cost: Callable[[float], float]
 

@@ -97,7 +97,7 @@ class TopTokens:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Result of verifying a draft.
+    """Result of verifying a draft: accepted nodes and the token of the target.
 
     Per node: `p` is the target probability, `draw` the uniform number of the test, `beta` is sum min(p, q) at its
     position (Leviathan et al. 2211.17192, Def. 3.3); `None` where not computed. A node is accepted if `draw` is below
@@ -157,7 +157,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A draft-verify iteration; timings in seconds."""
+    """Result of a draft-verify iteration, with times in seconds."""
 
     i: int
     tokens: tuple[int, ...]  # committed tokens

@@ -1,4 +1,4 @@
-"""Trace format: events to JSON lines and back.
+"""Trace format: conversion of events to JSON lines and back.
 
 A trace is a header, a line per step, and an end; without an end it was truncated. `read` accepts hostile files: sizes
 are bounded, types strict, and numbers must agree. `step_record` describes the lines of steps.
@@ -34,7 +34,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class ReadLimits:
-    """Maximum size of a file of traces."""
+    """Limits on the size of a file of traces."""
 
     characters: int = MAX_CHARACTERS
     steps: int = MAX_STEPS

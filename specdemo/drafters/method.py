@@ -20,7 +20,7 @@ DrafterT = TypeVar("DrafterT", bound=Drafter)
 
 
 class Scorer(Protocol):
-    """A model that scores drafts."""
+    """Interface of a model that scores drafts."""
 
     vocab_size: int
     context: int  # length of the longest text in tokens
@@ -33,7 +33,7 @@ class Scorer(Protocol):
 
 
 class VocabularyBridge(Protocol):
-    """Conversion between the tokens of target and drafter."""
+    """Interface that converts tokens between the vocabularies of target and drafter."""
 
     def read(self, tokens: Sequence[int]) -> list[int]: ...
 
@@ -41,7 +41,7 @@ class VocabularyBridge(Protocol):
 
 
 class BuildContext(Protocol):
-    """Inputs for a method's drafter and verifier."""
+    """Inputs from which a method builds its drafter and verifier."""
 
     options: Any  # values of all options, by name
     sampling: SamplingParams  # parameters for target tokens

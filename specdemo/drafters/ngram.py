@@ -21,7 +21,7 @@ _RANDOM = Origin("random")
 
 
 class NGramStore:
-    """Next-token counts for contexts of `lengths` tokens."""
+    """Store of next-token counts for contexts of `lengths` tokens."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = sorted(lengths, reverse=True)

@@ -14,7 +14,7 @@ from specdemo.drafters.method import BuildContext, Method, StoreOptions
 
 
 class SuffixStore:
-    """Suffix automaton over several texts."""
+    """Suffix automaton over several texts, which finds the longest repeated suffix."""
 
     def __init__(self) -> None:
         self.text: list[int] = []  # negative numbers separate texts

@@ -28,7 +28,7 @@ _COMPARED = 24  # number of compared tokens
 
 @dataclass(frozen=True)
 class Measurement:
-    """Settings of `check_invariance`."""
+    """Settings of the measurements in `check_invariance`."""
 
     seconds: float = 0.5
     padding_cost: float = 1.05  # largest relative cost of padding that is accepted
@@ -45,7 +45,7 @@ MEASUREMENT = Measurement()  # default settings
 
 @dataclass(frozen=True)
 class BatchInvariance:
-    """Batch invariance, measured by `check_invariance`.
+    """Batch invariance and pass costs of a model, measured by `check_invariance`.
 
     Compared for up to `COMPARED_ROWS` rows and `compared_context` tokens, unless it holds `by_construction`. `cost[n]`
     is v(n), the cost of a pass over n rows in AR steps.

@@ -10,7 +10,7 @@ from specdemo.models.kv_cache import CachedModel
 
 
 class Conversation:
-    """Owner of caches, which are closed with it."""
+    """Key of the caches of a conversation, which are closed when it is deleted."""
 
 
 class ChatCaches:

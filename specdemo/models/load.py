@@ -221,7 +221,7 @@ def reference(
             dtype=getattr(torch, spec.dtype),
             use_safetensors=True,
             trust_remote_code=False,
-            ignore_mismatched_sizes=True,  # errors are reported together
+            ignore_mismatched_sizes=True,  # `check_tensors` reports mismatched sizes with other errors
             output_loading_info=True,
             **place(spec, config),
             **load_options(spec),

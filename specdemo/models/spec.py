@@ -28,7 +28,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Quantization:
-    """Storage format of the linear layers."""
+    """Storage format of the weights of linear layers."""
 
     title: str
     bits: int | None = None  # bits per weight

@@ -35,7 +35,7 @@ class Recording:
 
 @dataclass(frozen=True)
 class PassShape:
-    """Buffers shared by passes over the same number of rows."""
+    """Buffers that passes over the same number of rows share."""
 
     angles: tuple[Tensor, ...]  # RoPE arguments of all heads `[n, heads, ...]`
     rotated: Tensor  # view of the position-dependent arguments
