@@ -59,7 +59,6 @@ class BackgroundTask(Generic[T]):
         return self._future.result()
 
     def _run_slice(self, future: Future[T]) -> bool:
-        """Let the task use the device; return False without a report."""
         with self._changed:
             self._has_slice, self._parked = self._has_slice or self._parked, False
             self._changed.notify_all()

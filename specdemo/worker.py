@@ -188,7 +188,7 @@ class _Schedule:
 
     stream: Stream[Any]
     round: int = 0
-    used_s: float = 0.0  # consumed device time
+    used_s: float = 0.0  # device time in seconds
     opened_s: float = 0.0
     in_step: bool = False
     waiting: bool = False
@@ -216,7 +216,7 @@ class Worker:
         self._round = 0  # round of the last opened job
         self._rounds: dict[str, int] = {}  # round of the last job by owner
         self._open: deque[_Schedule] = deque()  # open jobs, least recently advanced first
-        self._holder: _Schedule | None = None  # job that uses the device
+        self._holder: _Schedule | None = None
         self._held_since = self._least_s = 0.0
         self._mean_s: float | None = None  # mean duration of visitors' jobs from opening to end
         self._changed = threading.Condition()
@@ -308,7 +308,6 @@ class Worker:
             job.stream.notify()
 
     def _next(self) -> _Schedule | None:
-        """Return None to end the thread."""
         with self._changed:
             while True:
                 self._choose()

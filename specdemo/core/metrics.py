@@ -120,7 +120,6 @@ class Metrics:
         }
 
     def _remote(self) -> dict[str, float]:
-        """Link measures (practice guide, section 9): sums, and shares of the steps."""
         shares = {"escalated": "cloud_call_share", "provisional": "provisional_share", "hard_ratio": "mean_hard_ratio"}
         means = {to: self.remote[name] / self.steps for name, to in shares.items() if name in self.remote}
         return {**{name: total for name, total in self.remote.items() if name != "hard_ratio"}, **means}

@@ -128,7 +128,6 @@ def options(
 
 
 def _table(cls: Any, group: str) -> dict[str, Option]:
-    """Inherited options as declared in the base class."""
     table = {}
     for name, field in cls.__pydantic_fields__.items():
         if not isinstance(field.json_schema_extra, dict):

@@ -12,9 +12,9 @@ class Origin:
 
     source: str | None = None  # "model", "n-gram", "filler", "random", "text", "store", "pool" or "window"
     position: int | None = None  # index of the copied token in the text
-    matched: int | None = None  # number of tokens of the repeated ending
+    matched: int | None = None  # length of the repeated ending
     order: int | None = None  # n of the n-gram
-    count: int | None = None  # number of occurrences
+    count: int | None = None
     confidence: float | None = None  # probability estimated by the drafter
 
     def as_dict(self) -> dict[str, Any]:

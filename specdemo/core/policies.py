@@ -109,7 +109,6 @@ class Auto(PolicyDefaults):
             self.gamma, self._retry_after = 1, min(2 * self._retry_after, self.retry_after[1])
 
     def _verification_s(self) -> list[float]:
-        """Seconds of verification by draft length, fitted to the cost model."""
         medians = [
             (cost, statistics.median(times))
             for cost, times in zip(self._model_costs, self._verify_s, strict=True)
@@ -319,7 +318,6 @@ class PathProbability(StoppingPolicy):
 
 
 def _entropy(logits: Any) -> float:
-    """H in nats of softmax(logits) `[vocab]`."""
     log = logits.log_softmax(-1)
     return float(-(log.exp() * log.clamp(min=-1e4)).sum())
 

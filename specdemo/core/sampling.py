@@ -183,7 +183,6 @@ class Noise:
         return self._inverse_cdf(probs) if probs.device.type == "cpu" else self._exponential_race(probs)
 
     def _inverse_cdf(self, probs: Tensor) -> Tensor:
-        """Invert the cumulative distribution."""
         mass = probs.cumsum(0, dtype=torch.float64)
         token = torch.searchsorted(mass, self._uniform.random() * mass[-1:], right=True)
         return token if token < len(probs) else probs.nonzero()[-1]  # the product was rounded up to the total

@@ -107,7 +107,7 @@ class RecordedStep:
     """Times and acceptance of a recorded step."""
 
     betas: tuple[float | None, ...]  # beta of the committed tokens, None if not tested
-    draft: int  # draft length
+    draft: int
     ended: bool  # True if the draft ended before its limit
     draft_s: float
     verify_s: float
@@ -222,7 +222,6 @@ def _chances(steps: Sequence[RecordedStep], gamma: int) -> list[list[float]]:
 
 
 def _simulated_drafts(chances: Sequence[Sequence[float]], rng: random.Random) -> list[int]:
-    """Return the draft length of each step of a simulated run."""
     drafted, position = [], 0
     while position < len(chances):
         draft = chances[position]

@@ -160,7 +160,7 @@ class Step:
     """Result of a draft-verify iteration, with times in seconds."""
 
     i: int
-    tokens: tuple[int, ...]  # committed tokens
+    tokens: tuple[int, ...]
     draft: Draft
     verdict: Verdict
     gamma: int  # maximum draft length of this step

@@ -269,7 +269,6 @@ def _agreeing(record: StepRecord) -> StepRecord:
 
 
 def _decided(record: StepRecord, node: int, over_link: bool) -> bool:
-    """Tested by a rule, or committed without querying the target."""
     return record["beta"][node] is not None or (over_link and record["p"][node] is None)
 
 

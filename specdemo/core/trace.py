@@ -244,7 +244,6 @@ def _lines(text: str) -> Iterator[tuple[int, str, type[Event]]]:
 
 
 def _check_size(line: str, number: int) -> None:
-    """Bound a line before it is parsed."""
     if len(line) > MAX_LINE:
         raise UserError(f"line {number} has {len(line):,} characters: at most {MAX_LINE:,} are read")
     structure = "".join(line.replace("\\\\", "").replace('\\"', "").split('"')[::2])  # the line without texts

@@ -78,7 +78,6 @@ class TreeDrafter:
         pass
 
     def _with_children(self, draft: Draft, node: int, row: Tensor, position: int) -> Draft:
-        """Add children sampled from `row`, processed logits `[1, vocab]`."""
         import torch
 
         count = min(self._width, self._nodes - len(draft))

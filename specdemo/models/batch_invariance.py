@@ -22,8 +22,8 @@ MEASURED_ROWS = (1, 2, 5, 8)
 _DRAFT_LENGTHS = (1, 2, 4, 7)
 COMPARED_ROWS = max(_DRAFT_LENGTHS) + 1
 NO_COSTS = dict.fromkeys(MEASURED_ROWS, 1.0)  # costs of passes without a measurement
-_TIMED_START = 50  # number of cached tokens
-_COMPARED = 24  # number of compared tokens
+_TIMED_START = 50  # cached tokens
+_COMPARED = 24  # compared tokens
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,6 @@ def compared_context(model: Model) -> int:
 
 
 def _compare(model: Model, pad: int, settings: Measurement) -> tuple[bool, int]:
-    """Compare rows of drafts with AR rows; return (all equal, rows compared)."""
     starts, compared = settings.starts_on(model.device), 0
     for start in starts:
         with closing(CachedModel(model, pad)) as sequential, closing(CachedModel(model, pad)) as drafted:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 _TEXT, _PREFIX = 26, 18  # lengths in tokens
-_CACHED = 12  # number of cached tokens
+_CACHED = 12  # cached tokens
 _NO_DRAFT = Draft()
 _BRANCHES = Draft((1, 2, 3, 4), (-1, -1, 0, 1))
 _OWN_POSITIONS = "computes positions from the number of cached tokens"

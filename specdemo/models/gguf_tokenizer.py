@@ -130,7 +130,6 @@ def _merges(tokens: list[str], scores: list[float], types: list[int]) -> list[tu
 
 
 def _vocabulary(file: GgufFile, tokens: list[str]) -> dict[str, int]:
-    """Return token ids without padding."""
     types = _types(file, tokens)
     return {token: i for i, token in enumerate(tokens) if types[i] != _UNUSED or not re.fullmatch(r"\[PAD\d+\]", token)}
 

@@ -162,7 +162,6 @@ class Hub:
         return folder
 
     def _verify(self, name: str, folder: Path, report: ReportProgress) -> None:
-        """Delete damaged files and raise `UserError`."""
         report(TaskProgress(f"checking {name}"))
         token, cache = self._access(name)
         result = HfApi(endpoint=self.endpoint, token=token).verify_repo_checksums(

@@ -142,7 +142,6 @@ class CachedModel:
         self.engine.prepare(self._cache, {max(n, self._pad) for n in rows}, start, end)
 
     def _sample_chain(self, tokens: Sequence[int], count: int, sampler: ChainSampler) -> list[int] | None:
-        """Perform `extend` in one call; return None if that is impossible."""
         if self._owner is not None:
             self._synchronise(self._owner, tokens)
         held = len(self._truncate(tokens))

@@ -94,7 +94,6 @@ def generation_config(folder: Path, config: LlamaConfig) -> GenerationConfig:
 
 
 def _read_json(path: Path) -> dict[str, object]:
-    """Return the object in a file, or an empty one, which `transformers` reports."""
     try:
         value = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):

@@ -21,7 +21,7 @@ from specdemo.worker import ReportProgress, ignore_progress
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_RecipeT = TypeVar("_RecipeT")  # importing the class would be cyclic: specdemo.recipe imports this package
+_RecipeT = TypeVar("_RecipeT")  # specdemo.recipe imports this package
 
 _DEFAULTS = {  # recipe fields that select and load models
     "pair": None,

@@ -181,7 +181,6 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _cgroup_free_bytes() -> list[int]:
-    """Return the free bytes of the control groups (versions 2 and 1)."""
     remaining = []
     for folder, limit, used in (
         ("/sys/fs/cgroup", "memory.max", "memory.current"),

@@ -120,7 +120,7 @@ def plan_config(
     inner = max(map(_inner_width, layers))
     weights = _weight_sizes(model, spec) if shapes is None else _stored_sizes(model, spec, shapes)
     activations = rows * (4 * text.hidden_size + 2 * (queries + keys_and_values) + 3 * inner) * width
-    if lean:  # add the mask
+    if lean:
         activations += rows * text.num_attention_heads // text.num_key_value_heads * capacity * width
     settled = _retained(model, spec) if spec.device == "cpu" else activations // 2
     if lean and spec.device.startswith("cuda"):
@@ -172,7 +172,7 @@ def _plan_native(
         keeps_kv=True,
         settled=_RETAINED,
         passing=4 * rows * activations + _LOGIT_ROWS * config.vocab_size * 4 * _LOGIT_COPIES,
-        loading=3 * largest * _DTYPE_BYTES[stored] + sizes[coded.name],  # both forms exist at the same time
+        loading=3 * largest * _DTYPE_BYTES[stored] + sizes[coded.name],  # both forms coexist
     )
 
 
@@ -181,7 +181,7 @@ def _query_width(layer: PretrainedConfig) -> int:
 
 
 def _kv_width(layer: PretrainedConfig) -> int:
-    if getattr(layer, "kv_lora_rank", None):  # the cache contains compressed and rotated keys
+    if getattr(layer, "kv_lora_rank", None):  # keys are compressed and rotated
         return layer.kv_lora_rank + layer.qk_rope_head_dim
     kv_heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
     return kv_heads * (_head_dim(layer) + (getattr(layer, "v_head_dim", None) or _head_dim(layer)))
@@ -275,7 +275,6 @@ def _stored_sizes(model: PreTrainedModel, spec: ModelSpec, shapes: TensorShapes)
 
 
 def _head_copy(model: PreTrainedModel, spec: ModelSpec, lean: bool) -> int:
-    """Return the bytes of a copied tied head."""
     head, inner = model.get_output_embeddings(), model.get_input_embeddings()
     copied = not lean and _packs(spec) and head is not None and head.weight is inner.weight
     return head.weight.numel() * _DTYPE_BYTES[spec.dtype] if copied else 0
@@ -297,7 +296,6 @@ def _pass_bytes(model: PreTrainedModel, spec: ModelSpec, activations: int, vocab
 
 
 def _retained(model: PreTrainedModel, spec: ModelSpec) -> int:
-    """Bytes after a run on a CPU."""
     if not _packs(spec):
         return _RETAINED
     shapes = {linear.weight.shape for linear in _unquantized_linears(model, spec)}
@@ -305,7 +303,6 @@ def _retained(model: PreTrainedModel, spec: ModelSpec) -> int:
 
 
 def _loading_bytes(model: PreTrainedModel, spec: ModelSpec, lean: bool) -> int:
-    """Bytes of the largest converted matrix."""
     head, inner = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head is not None and head.weight is inner.weight
     sizes = [linear.weight.numel() for linear in _unquantized_linears(model, spec) if linear is not head or not tied]

@@ -85,7 +85,6 @@ class ModelPool:
             yield from self._bring_one(plan.spec, partial(self._make_room, plans[i:], specs))
 
     def _bring_one(self, spec: ModelSpec, make_room: Callable[[], None]) -> Iterator[TaskProgress]:
-        """Load a model once for concurrent jobs."""
         while (other := self._arriving.get(spec)) is not None:
             yield from _wait(other, f"waiting for {spec.title}, which another run loads")
         if spec in self._models:
@@ -173,7 +172,6 @@ class ModelPool:
             release_memory()
 
     def _make_room(self, plans: Sequence[MemoryPlan], wanted: Sequence[ModelSpec]) -> None:
-        """Unload models until `plans` fit. Raises `UserError` if they cannot."""
         plans = [plan for plan in plans if plan.spec not in self._models]
         weights = sum(plan.weights for plan in plans)
         while missing_bytes(plans) or (self._budget is not None and self.weight_bytes + weights > self._budget):

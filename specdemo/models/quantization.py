@@ -35,7 +35,6 @@ def scale_bytes(blocks: int, double: bool, device: str) -> int:
 
 
 def _cpu_converts_scales() -> bool:
-    """Return True if bitsandbytes stores bfloat16 scales."""
     from bitsandbytes.functional import has_avx512bf16
 
     return bool(has_avx512bf16())

@@ -215,7 +215,7 @@ class Bridge:
         tail = list(tokens[-TAIL:])
         known = next(n for n in range(len(tail), -1, -1) if self._text.endswith(_decode(self._target, tail[:n])))
         before, pending = _decode(self._target, tail[:known]), tail[known:]  # pending tokens start a character
-        # Encode with the preceding words, as the target would, or separately if a token spans the boundary.
+        # Encode with the preceding words, or separately if a token spans the boundary.
         for context, start in ((before + text, len(before)), (text, 0)):
             ids, spans = _encode(self._target, context)
             encoded = [token for token, (_, end) in zip(ids, spans, strict=True) if end > start]
@@ -241,7 +241,6 @@ class Bridge:
         self._ids[old_count:], self._ends[old_count:] = ids[new_count:], ends[new_count:]
 
     def _text_of(self, new: Sequence[int]) -> str:
-        """Decode drafter tokens up to the first special token or incomplete character."""
         count = next((i for i, token in enumerate(new) if token in self._special), len(new))
         tail = self._ids[-TAIL:]
         before, after = (_decode(self._drafter, ids) for ids in (tail, [*tail, *new[:count]]))

@@ -138,7 +138,6 @@ def _version(command: tuple[str, ...]) -> str:
 
 @cache
 def _cpu() -> str:
-    """Return model and features of the CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -174,7 +173,6 @@ def _compile(command: tuple[str, ...], path: Path) -> None:
 
 
 def _link(command: tuple[str, ...], built: Path) -> None:
-    """Compile all sources next to `built`, and link them."""
     sources = sorted(SOURCES.glob("*.c"), key=lambda source: -source.stat().st_size)  # the slowest first
     objects = [str(built.with_name(f"{source.stem}.o")) for source in sources]
     with ThreadPoolExecutor(_PROCESSES) as executor:

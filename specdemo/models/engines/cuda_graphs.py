@@ -10,7 +10,7 @@ from torch import Tensor
 
 GRAPH_ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16)  # passes are padded to the next one
 MAX_ROWS = GRAPH_ROWS[-1]
-GRAPH_LIMIT = 32  # largest number of graphs of an engine
+GRAPH_LIMIT = 32  # graphs per engine
 _FIRST_KEYS = 256
 _STREAMS = 32  # streams that torch returns in turn
 _POOL_BYTES = 22 << 20  # estimated bytes of a memory pool

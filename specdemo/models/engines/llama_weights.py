@@ -46,7 +46,7 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.nbytes = weight.numel() * weight.element_size()
-        # This is neither parameter nor buffer, because packed weights cannot be moved or saved.
+        # Packed weights are neither parameters nor buffers: they cannot be moved or saved.
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
         self.bias = bias
 

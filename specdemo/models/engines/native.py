@@ -25,7 +25,7 @@ from specdemo.worker import Stopped, stop_flag
 if TYPE_CHECKING:
     from specdemo.core.sampling import ChainSampler
 
-NATIVE_CHUNK = 256  # number of prompt rows per pass
+NATIVE_CHUNK = 256  # prompt rows per pass
 KEPT_ROWS = 16  # rows of the retained scratch buffer
 FIRST_CAPACITY = 256
 _HEAD_PADDING = 16
@@ -221,7 +221,7 @@ class NativeEngine(Engine[NativeCache]):
         )
         result = function(ctypes.byref(described), *map(ctypes.byref, options))
         if rows <= KEPT_ROWS:
-            self._scratch.append(scratch)  # the operation is atomic, so that threads need no lock
+            self._scratch.append(scratch)  # an append is atomic: threads need no lock
         if result:
             if result == Result.STOPPED:
                 raise Stopped

@@ -219,7 +219,6 @@ def _check(name: str, model: Any, parts: ModelParts) -> None:
 
 
 def _shapes(parts: ModelParts, sizes: ModelSizes, head: nn.Module) -> Iterator[tuple[nn.Module, tuple[int, ...]]]:
-    """Yield matrices and vectors with their shapes in the C code."""
     assert sizes.width and sizes.heads and sizes.kv_heads and sizes.head_dim and sizes.inner and sizes.vocab_size
     width, mixed = sizes.width, sizes.heads * sizes.head_dim
     keys = sizes.kv_heads * sizes.head_dim
