@@ -13,10 +13,13 @@ import sys
 import time
 import webbrowser
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from specdemo import set_environment_defaults
 from specdemo.signals import handle_signals
+
+if TYPE_CHECKING:
+    from specdemo.ui.page import Page
 
 PORT = 7860
 PORT_COUNT = 100  # ports tried if none is requested
@@ -94,7 +97,6 @@ def _serve(args: argparse.Namespace, port: int) -> int:
     run_in_thread(native_library)  # compiles during the other imports
     # Imported after the options are checked: these imports take seconds.
     from specdemo.core.errors import UserError
-    from specdemo.ui.page import launch_options
 
     try:
         page = _build(args)
@@ -109,31 +111,29 @@ def _serve(args: argparse.Namespace, port: int) -> int:
             server_port=port,
             share=args.share,
             inbrowser=args.browser and not args.window,
-            prevent_thread_lock=True,
-            **launch_options(page),
         )
         if page.preload:
             page.preload()
         gc.freeze()  # 500,000 permanent objects: without this, a full collection stops all threads for 0.4 s
         print(f"specdemo is ready: {public_url or local_url}  (press Ctrl+C to stop)", flush=True)
         if not (args.window and _show_window(local_url, args.browser)):
-            page.block_thread()
+            page.blocks.block_thread()
     finally:
         _close(page)
     return 0
 
 
-def _close(page: Any) -> None:
+def _close(page: Page) -> None:
     running = page.worker.active
     page.worker.close()
     if running:
         time.sleep(FLUSH_S)
     page.clouds.close()
-    page.close(verbose=False)
+    page.blocks.close(verbose=False)
 
 
-def _build(args: argparse.Namespace) -> Any:
-    """Return the page as `gr.Blocks`. Raise `UserError` for invalid options or environment variables."""
+def _build(args: argparse.Namespace) -> Page:
+    """Return the page. Raise `UserError` for invalid options or environment variables."""
     if "SPACE_ID" in os.environ:
         _install_model()  # a Space installs requirements.txt only
     from specdemo.ui.limits import read_limits

@@ -20,7 +20,7 @@ from specdemo.core.metrics import Metrics
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import ASSETS
 from specdemo.recipe import Recipe
-from specdemo.ui.page import build, launch_options
+from specdemo.ui.page import build
 
 sys.path.insert(0, str(ROOT / "tests"))
 
@@ -43,15 +43,15 @@ def chromium() -> Iterator[Browser]:
 
 @contextmanager
 def served(pool: ModelPool, **options: Any) -> Iterator[Any]:
-    """Serve the page from this process; the demo has the attribute `url`."""
+    """Serve the page from this process."""
     demo = build(pool, **options)
-    _, demo.url, _ = demo.launch(server_name=HOST, prevent_thread_lock=True, **launch_options(demo))
+    demo.launch(server_name=HOST)
     gc.freeze()  # as in app.py
     try:
         yield demo
     finally:
         demo.worker.close()
-        demo.close(verbose=False)
+        demo.blocks.close(verbose=False)
 
 
 class TracePlayer:

@@ -80,7 +80,9 @@ def shown(**of_page: Any) -> dict[str, dict[str, Any]]:
     page = build(**of_page)
     page.worker.close()
     return {
-        part["props"]["elem_id"]: part["props"] for part in page.config["components"] if part["props"].get("elem_id")
+        part["props"]["elem_id"]: part["props"]
+        for part in page.blocks.config["components"]
+        if part["props"].get("elem_id")
     }
 
 
@@ -203,9 +205,10 @@ for refused in (lambda: Recipe(echo_length=10), lambda: HostLimits(max_nodes=4).
     except UserError as error:
         print(error)
 page = build(limits=HostLimits(max_nodes=4))
-(control,) = (part["props"] for part in page.config["components"] if part["props"].get("elem_id") == "echo-length")
+shown = [part["props"] | {"type": part["type"]} for part in page.blocks.config["components"]]
+(control,) = (props for props in shown if props.get("elem_id") == "echo-length")
 assert (control["minimum"], control["maximum"], control["value"]) == (1, 4, 2)
-groups = {p["props"]["label"]: p["props"]["visible"] for p in page.config["components"] if p["type"] == "accordion"}
+groups = {props["label"]: props["visible"] for props in shown if props["type"] == "accordion"}
 assert groups["Echo"] == "hidden" and groups["Advanced settings"] is True
 defaults = api_defaults(recipe)
 assert defaults["echo_length"] == 5

@@ -33,7 +33,7 @@ ADDRESS = "http://127.0.0.1:1"
 def page() -> Any:
     built = build(pair="bundled")
     built.worker.close()
-    return built
+    return built.blocks
 
 
 def other(option: Option) -> Any:

@@ -10,7 +10,7 @@ import html
 import json
 import os
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +27,7 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import SAME
 from specdemo.models.zoo import ASSETS, CHAT_PAIR, PAIRS, first_installed, first_with_drafter
 from specdemo.recipe import Recipe
+from specdemo.remote.local_service import LocalServices
 from specdemo.ui.api import address_of, endpoints
 from specdemo.ui.cockpit import cockpit, script
 from specdemo.ui.controls import Controls, available_examples, examples_row, sidebar
@@ -51,8 +52,6 @@ from specdemo.ui.tabs import build_tabs
 from specdemo.ui.theme import launch_options
 from specdemo.worker import Worker, WorkerBusy, WorkerGroup
 
-__all__ = ["build", "launch_options"]
-
 EXAMPLES = ASSETS / "examples.json"
 REPEATS = 5
 RECORDED_TOP = 5  # tokens recorded per distribution, for the inspector
@@ -68,6 +67,30 @@ def toast(run: Run) -> None:
     gr.Warning(html.escape(run.phase[1]))
 
 
+@dataclass(frozen=True)
+class Page:
+    """The Gradio blocks of the page with everything that is served, started or closed with them."""
+
+    blocks: gr.Blocks
+    worker: Worker | WorkerGroup  # decodes; closed by the caller
+    clouds: LocalServices  # processes of verification services; closed by the caller
+    routes: list[Any]  # Starlette routes, served with the page
+    middleware: list[Any]  # Starlette middleware
+    hosts: set[str] | None  # accepted values of the Host header; None: all
+    health: Health | None  # None: probes would cost ZeroGPU quota
+    preload: Callable[[], None] | None  # loads the first models; None: not on this machine
+
+    def launch(self, **options: Any) -> tuple[Any, str, str | None]:
+        """Serve the page in a background thread. Return the application, the local and the public address."""
+        served = launch_options(self.routes, self.middleware)
+        return self.blocks.launch(prevent_thread_lock=True, **served, **options)
+
+    @property
+    def url(self) -> str:
+        """Local address of the launched page, with a final slash."""
+        return self.blocks.local_url
+
+
 def build(
     pool: ModelPool | None = None,
     pair: str | None = None,
@@ -76,12 +99,8 @@ def build(
     engine: Generate = generate,
     limits: HostLimits | None = None,
     worker: Worker | WorkerGroup | None = None,
-) -> gr.Blocks:
-    """Return the page, ready to launch.
-
-    Attributes: `.worker`, which decodes; `.clouds`, local service processes; `.health`, the monitor; `.preload`, or
-    None; `.routes` and `.middleware`, to be served with the page; `.hosts`. The caller may close worker and clouds.
-    """
+) -> Page:
+    """Return the page, ready to launch. Raise `UserError` for an unknown pair."""
     limits = limits if limits is not None else HostLimits()
     scripted = first_with_drafter(limits.pairs) if pair is None else pair
     pair = pair if pair is not None else first_installed(limits.pairs)
@@ -102,16 +121,20 @@ def build(
             gr.api(function, api_name=name, concurrency_limit=None)
         demo.unload(handlers.leave)
     demo.queue(max_size=64)
-    demo.worker, demo.clouds = service.worker, service.clouds
-    probe = replace(usual, method="ar", max_tokens=2)
-    permanent = isinstance(service.worker, Worker)  # probes cost quota
-    demo.health = Health(service, probe) if permanent else None
+    permanent = isinstance(service.worker, Worker)
+    health = Health(service, replace(usual, method="ar", max_tokens=2)) if permanent else None
     ready = permanent and Path(PAIRS[pair].target).exists()
-    demo.preload = partial(service.probe, replace(usual, max_tokens=2)) if ready else None
-    middleware, demo.hosts = gateway(limits, os.environ)
-    demo.middleware = [middleware]
-    demo.routes = [*sockets.routes(), *(demo.health.routes() if demo.health else ())]
-    return demo
+    middleware, hosts = gateway(limits, os.environ)
+    return Page(
+        demo,
+        service.worker,
+        service.clouds,
+        routes=[*sockets.routes(), *(health.routes() if health else ())],
+        middleware=[middleware],
+        hosts=hosts,
+        health=health,
+        preload=partial(service.probe, replace(usual, max_tokens=2)) if ready else None,
+    )
 
 
 @dataclass(frozen=True)

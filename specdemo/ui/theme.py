@@ -120,10 +120,10 @@ def theme() -> gr.themes.Base:
     )
 
 
-def launch_options(page: gr.Blocks) -> dict[str, Any]:
-    """Arguments of `page.launch`: theme, styles, routes, no telemetry."""
+def launch_options(routes: list[Any], middleware: list[Any]) -> dict[str, Any]:
+    """Arguments of `Blocks.launch`: theme, styles, routes, no telemetry."""
     return {
-        "app_kwargs": {"routes": page.routes, "middleware": page.middleware},
+        "app_kwargs": {"routes": routes, "middleware": middleware},
         "favicon_path": ASSETS / "icon.png",
         "pwa": True,
         "theme": theme(),

@@ -17,7 +17,7 @@ from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
 from specdemo.ui.limits import HostLimits
-from specdemo.ui.page import build, launch_options
+from specdemo.ui.page import build
 
 
 class Patient:
@@ -49,7 +49,7 @@ class Patient:
 @contextmanager
 def limited_page(limits: HostLimits) -> Iterator[Any]:
     demo = build(pair="bundled", engine=Patient(), limits=limits)
-    _, demo.url, _ = demo.launch(server_name="127.0.0.1", prevent_thread_lock=True, **launch_options(demo))
+    demo.launch(server_name="127.0.0.1")
     yield demo
     demo.worker.close()
-    demo.close()
+    demo.blocks.close()

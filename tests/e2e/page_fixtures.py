@@ -30,7 +30,7 @@ from specdemo.generate import generate
 from specdemo.models.hub import Hub
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
-from specdemo.ui.page import build, launch_options
+from specdemo.ui.page import build
 
 PATIENCE = 60.0
 SOON = 5.0  # 1 s on an idle machine
@@ -124,12 +124,11 @@ def scripts() -> Scripts:
 @pytest.fixture(scope="session")
 def served(scripts: Scripts) -> Iterator[Any]:
     demo = build(pair="bundled", engine=scripts)
-    _, url, _ = demo.launch(server_name="127.0.0.1", prevent_thread_lock=True, **launch_options(demo))
-    demo.url = url
+    demo.launch(server_name="127.0.0.1")
     yield demo
     demo.worker.close()
     demo.clouds.close()
-    demo.close()
+    demo.blocks.close()
 
 
 @pytest.fixture(scope="session")

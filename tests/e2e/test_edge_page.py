@@ -214,7 +214,7 @@ def test_axe_finds_no_serious_violations_in_the_tab(tab: Any, served: Any) -> No
 
 def test_public_page_starts_and_contacts_no_service(served: Any) -> None:
     with limited_page(PUBLIC) as public:
-        shown = {one["props"].get("elem_id") for one in public.config["components"]}
+        shown = {one["props"].get("elem_id") for one in public.blocks.config["components"]}
         assert "method" in shown and not shown & {"edge-cloud", "mode", "remote", "rtt-ms"}
         client = gradio_client.Client(public.url, verbose=False, analytics_enabled=False)
         for remote, said in ((served.url, "only listed services"), ("", "no local cloud service is started here")):

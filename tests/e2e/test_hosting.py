@@ -23,7 +23,7 @@ from specdemo.generate import generate
 from specdemo.models.zoo import ASSETS
 from specdemo.recipe import Recipe
 from specdemo.ui import desktop_window as window
-from specdemo.ui.page import build, launch_options
+from specdemo.ui.page import build
 from specdemo.ui.theme import SESSION_CAPACITY
 
 pytestmark = pytest.mark.slow
@@ -50,10 +50,10 @@ def engine() -> Replaceable:
 @pytest.fixture(scope="module")
 def served(engine: Replaceable) -> Iterator[Any]:
     demo = build(pair="bundled", engine=engine)
-    _, demo.url, _ = demo.launch(server_name="127.0.0.1", prevent_thread_lock=True, **launch_options(demo))
+    demo.launch(server_name="127.0.0.1")
     yield demo
     demo.worker.close()
-    demo.close()
+    demo.blocks.close()
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def page(served: Any, engine: Replaceable) -> Any:
 
 
 def test_gradio_keeps_a_bounded_number_of_sessions(page: Any) -> None:
-    holder = page.app.state_holder
+    holder = page.blocks.app.state_holder
     for i in range(SESSION_CAPACITY + 5):
         holder[f"session {i}"]
         holder.update(f"session {i}")

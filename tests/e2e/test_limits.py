@@ -18,7 +18,7 @@ import pytest
 from e2e.limited_page import Patient, limited_page
 from specdemo.models.zoo import PAIRS
 from specdemo.ui.limits import PUBLIC, HostLimits
-from specdemo.ui.page import build, launch_options
+from specdemo.ui.page import build
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -35,10 +35,10 @@ def engine() -> Patient:
 def served(engine: Patient) -> Iterator[Any]:
     limits = replace(PUBLIC, max_tokens=64, max_gamma=6, max_nodes=16, max_prompt=1000, per_minute=None)
     demo = build(pair="bundled", engine=engine, limits=limits)
-    _, demo.url, _ = demo.launch(server_name="127.0.0.1", prevent_thread_lock=True, **launch_options(demo))
+    demo.launch(server_name="127.0.0.1")
     yield demo
     demo.worker.close()
-    demo.close()
+    demo.blocks.close()
 
 
 @pytest.fixture(scope="module")

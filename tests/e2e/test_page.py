@@ -225,7 +225,7 @@ def test_run_resumes_after_an_interruption_of_the_network(tab: Any, scripts: Scr
     run(page, "endless")
     spans(page, 20)
     with page.expect_event("load"):
-        for protocol in list(served.server.server_state.connections):
+        for protocol in list(served.blocks.server.server_state.connections):
             protocol.loop.call_soon_threadsafe(protocol.transport.abort)
     status(page, "decoding")
     steps = scripts.steps

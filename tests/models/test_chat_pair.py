@@ -81,12 +81,12 @@ def test_a_missing_model_is_refused_with_its_remedy(monkeypatch: pytest.MonkeyPa
 def test_initial_settings_of_the_page(chat: bool) -> None:
     page = build(limits=HostLimits(pairs=PUBLIC.pairs), examples=None)
     page.worker.close()
-    values = {block.elem_id: getattr(block, "value", None) for block in page.blocks.values()}
+    values = {block.elem_id: getattr(block, "value", None) for block in page.blocks.blocks.values()}
     names = ("pair", "method", "gamma", "temperature", "chat")
     expected = (CHAT_PAIR, "nasd", 3, 0.2, True) if chat else ("bundled", "draft", 3, 0.5, False)
     assert tuple(values[name] for name in names) == expected
     assert ("notice" in values) != chat
-    parameters = page.get_api_info()["named_endpoints"]["/generate"]["parameters"]
+    parameters = page.blocks.get_api_info()["named_endpoints"]["/generate"]["parameters"]
     defaults = {one["parameter_name"]: one["parameter_default"] for one in parameters[1:]}
     assert (defaults["pair"], defaults["method"], defaults["chat"]) == ("bundled", "draft", False)
 

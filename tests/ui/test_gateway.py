@@ -17,7 +17,8 @@ from specdemo.remote.access import is_known_host, route_table
 from specdemo.remote.server import SERVICE_ROUTES
 from specdemo.ui.gateway import PAGE_ROUTES, Gateway, space_hosts
 from specdemo.ui.limits import PUBLIC, HostLimits, read_limits
-from specdemo.ui.page import build, launch_options
+from specdemo.ui.page import build
+from specdemo.ui.theme import launch_options
 
 pytestmark = pytest.mark.slow
 
@@ -27,9 +28,9 @@ API = "/gradio_api"
 
 def application(limits: HostLimits) -> tuple[Any, Any]:
     page = build(limits=limits)
-    options = launch_options(page)
-    page.favicon_path, page.pwa = options["favicon_path"], True
-    return page, gr.routes.App.create_app(page, app_kwargs=options["app_kwargs"])
+    options = launch_options(page.routes, page.middleware)
+    page.blocks.favicon_path, page.blocks.pwa = options["favicon_path"], True
+    return page, gr.routes.App.create_app(page.blocks, app_kwargs=options["app_kwargs"])
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,9 @@ def test_controls_respect_the_limits() -> None:
     demo = build(pair="bundled", limits=limits)
     demo.worker.close()
     shown = {
-        part["props"]["elem_id"]: part["props"] for part in demo.config["components"] if part["props"].get("elem_id")
+        part["props"]["elem_id"]: part["props"]
+        for part in demo.blocks.config["components"]
+        if part["props"].get("elem_id")
     }
     assert (shown["max-tokens"]["maximum"], shown["max-tokens"]["value"]) == (100, 100)
     assert (shown["gamma"]["maximum"], shown["gamma"]["value"]) == (2, 2)

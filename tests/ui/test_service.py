@@ -62,7 +62,7 @@ def test_visitors_cannot_unload_shared_models() -> None:
         (HostLimits(), True),
     ):
         page = build(limits=limits, examples=None)
-        ids = [one["props"].get("elem_id") for one in page.get_config_file()["components"]]
+        ids = [one["props"].get("elem_id") for one in page.blocks.get_config_file()["components"]]
         page.worker.close()
         assert ("unload" in ids) == offered and "quantization" in ids
     pool = ModelPool()
