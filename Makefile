@@ -11,6 +11,8 @@ READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
 C_SOURCES := $(wildcard specdemo/native/*.[ch])
 
+TSC = npx --yes --package typescript@5.9.3 -- tsc
+
 # Two processes; a page server and a browser in each of them, so files are not divided.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
@@ -43,6 +45,7 @@ lint: $(READY_DEV) ## check style and formatting
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/clang-format --dry-run --Werror $(C_SOURCES)
+	@if $(TSC) --version >/dev/null 2>&1; then $(TSC) --project specdemo/ui/cockpit/jsconfig.json; else echo "node or TypeScript is not installed: JavaScript not checked"; fi
 	@if command -v shellcheck >/dev/null; then shellcheck .ci/run; else echo "shellcheck is not installed: .ci/run not checked"; fi
 	@if command -v hadolint >/dev/null; then hadolint Dockerfile; else echo "hadolint is not installed: Dockerfile not checked"; fi
 

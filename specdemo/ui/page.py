@@ -260,18 +260,19 @@ def _connect_lanes(parts: _Parts, handlers: _Handlers) -> None:
 
 def _connect_settings(demo: gr.Blocks, parts: _Parts, handlers: _Handlers) -> None:
     settings, defaults = list(parts.settings.values()), parts.defaults
-    facts = {"NAMES": json.dumps(list(parts.settings)), "USUAL": json.dumps(list(defaults.values()))}
+    data = {"names": list(parts.settings), "defaults": list(defaults.values())}
     changes = [component.change for component in settings]
-    gr.on(changes, None, settings, parts.saved, js=script("save_settings", facts), **_IMMEDIATE)
-    parts.buttons["link"].click(None, settings, None, js=script("copy_link", facts), **_PRIVATE)
-    use = f"() => {facts['NAMES']}.map((name) => window.specdemoRecorded?.[name] ?? undefined)"  # undefined: unchanged
+    gr.on(changes, None, settings, parts.saved, js=script("save_settings", data), **_IMMEDIATE)
+    parts.buttons["link"].click(None, settings, None, js=script("copy_link", data), **_PRIVATE)
+    recorded = "(name) => window.specdemoRecorded?.[name] ?? undefined"  # undefined: unchanged
+    use = f"() => {json.dumps(data['names'])}.map({recorded})"
     parts.buttons["use"].click(None, None, settings, js=use, **_PRIVATE)
     usual = json.dumps([*defaults.values(), ""])
     parts.buttons["reset"].click(None, None, [*settings, parts.estimate], js=f"() => {usual}", **_PRIVATE)
     restorable = gr.Textbox(visible=False)
     demo.load(
         handlers.find, [parts.saved, parts.kept], [restorable, parts.kept_lanes], preprocess=False, **_QUEUED
-    ).then(None, [restorable, *settings], settings, js=script("restore_settings", facts), **_PRIVATE)
+    ).then(None, [restorable, *settings], settings, js=script("restore_settings", data), **_PRIVATE)
 
 
 class _Handlers:

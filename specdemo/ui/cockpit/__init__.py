@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,16 +31,18 @@ def cockpit(server_functions: list[Callable], max_trace: int) -> gr.HTML:
 
     return gr.HTML(
         html_template=(_FOLDER / "cockpit.html").read_text(encoding="utf-8"),
-        js_on_load="\n".join(script(name, {"MAX_TRACE": str(max_trace)}) for name in _SCRIPTS),
+        js_on_load="\n".join(_text(name) for name in _SCRIPTS),
         apply_default_css=False,
         server_functions=[copy(function) for function in server_functions],
         elem_id="cockpit",
+        max_trace=max_trace,
     )
 
 
-def script(name: str, constants: dict[str, str] | None = None) -> str:
-    """Read `name`.js and replace each placeholder in `constants` by its JavaScript value."""
-    text = (_FOLDER / f"{name}.js").read_text(encoding="utf-8")
-    for placeholder, value in (constants or {}).items():
-        text = text.replace(placeholder, value)
-    return text
+def script(name: str, data: dict[str, Any]) -> str:
+    """Return a JavaScript function that calls the function in `name`.js with `data`, then with its own arguments."""
+    return f"(...values) => ({_text(name)})({json.dumps(data)}, ...values)"
+
+
+def _text(name: str) -> str:
+    return (_FOLDER / f"{name}.js").read_text(encoding="utf-8")

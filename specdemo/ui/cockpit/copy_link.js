@@ -1,9 +1,8 @@
-(...values) => {
-  const names = NAMES, usual = USUAL;
+({ names, defaults }, ...values) => {
   const url = new URL(location.href);
   names.forEach((name, i) => {
     const text = typeof values[i] === "string" ? values[i] : JSON.stringify(values[i]);
-    if (name !== "pair" && JSON.stringify(values[i]) === JSON.stringify(usual[i])) url.searchParams.delete(name);
+    if (name !== "pair" && JSON.stringify(values[i]) === JSON.stringify(defaults[i])) url.searchParams.delete(name);
     else url.searchParams.set(name, text);
   });
   const tooLong = url.href.length > 8000; // common limit of servers

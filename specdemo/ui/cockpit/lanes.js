@@ -263,8 +263,8 @@ function over(phase, sentence) {
 }
 
 function markButtons() {
-  for (const id of ["run", "repeat"]) document.getElementById(id)?.setAttribute("aria-disabled", busy && !displaying());
-  document.getElementById("stop")?.setAttribute("aria-disabled", !busy && !displaying());
+  for (const id of ["run", "repeat"]) document.getElementById(id)?.setAttribute("aria-disabled", String(busy && !displaying()));
+  document.getElementById("stop")?.setAttribute("aria-disabled", String(!busy && !displaying()));
 }
 
 function stop() {

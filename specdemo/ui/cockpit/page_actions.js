@@ -3,8 +3,9 @@
 const capturing = { capture: true, signal: listeners.signal };
 
 document.addEventListener("click", (e) => {
-  if (e.target.closest("#stop")) return stop();
-  if (!e.target.closest("#run, #repeat")) return;
+  const target = /** @type {Element} */ (e.target);
+  if (target.closest("#stop")) return stop();
+  if (!target.closest("#run, #repeat")) return;
   if (busy && !displaying()) { e.stopImmediatePropagation(); e.preventDefault(); return; }
   press();
 }, capturing);
@@ -15,7 +16,7 @@ document.addEventListener("keydown", (e) => {
     e.stopImmediatePropagation(); // a focused checkbox would handle Enter too
     document.getElementById("run").click();
   }
-  if (e.key === "Escape" && !e.target.closest?.("[aria-expanded=true]")) { hideTip(); pause(); stop(); } // Escape closes an open dropdown first
+  if (e.key === "Escape" && !(/** @type {Element} */ (e.target).closest?.("[aria-expanded=true]"))) { hideTip(); pause(); stop(); } // Escape closes an open dropdown first
 }, capturing);
 
 window.addEventListener("specdemo:failed", () => {
@@ -57,7 +58,7 @@ for (const [name, { lane }] of Object.entries(lanes)) {
 }
 $("#save-all").addEventListener("click", async () => save(await server.trace([run, "all"]), "specdemo.jsonl", "application/x-ndjson"));
 
-const MAX_FILE_BYTES = MAX_TRACE; // same limit as on the server
+const MAX_FILE_BYTES = props.max_trace; // same limit as on the server
 
 async function openTrace(load, example = false) {
   if (displaying()) hurry();
@@ -120,7 +121,7 @@ server.recorded("").then((names) => {
 if (window.innerWidth < 769) { // gradio's sidebar opens later and would cover a narrow page: close it
   let closedFrames = 0;
   const closeSidebar = () => {
-    const handle = document.querySelector("#settings.open > button");
+    const handle = /** @type {HTMLElement | null} */ (document.querySelector("#settings.open > button"));
     handle?.click();
     closedFrames = handle || !document.getElementById("settings") ? 0 : closedFrames + 1;
     if (closedFrames < 20 && !listeners.signal.aborted) requestAnimationFrame(closeSidebar);

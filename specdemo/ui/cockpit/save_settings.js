@@ -1,5 +1,4 @@
-(...values) => {
-  const names = NAMES;
+({ names }, ...values) => {
   const url = new URL(location.href); // settings from a link no longer apply after a change
   names.forEach((name) => url.searchParams.delete(name));
   if (url.href !== location.href) history.replaceState(null, "", url);

@@ -30,15 +30,15 @@ function drawSpeedCurve() {
   const pen = canvas.getContext("2d");
   pen.setTransform(scale, 0, 0, scale, 0, 0);
   pen.clearRect(0, 0, width, height);
-  const curves = Object.entries(lanes).map(([name, lane]) => [name, speeds(lane.rounds)]).filter(([, points]) => points.length > 1);
+  const curves = Object.entries(lanes).map(([name, lane]) => ({ name, points: speeds(lane.rounds) })).filter(({ points }) => points.length > 1);
   if (!curves.length) return;
-  const top = Math.max(...curves.flatMap(([, points]) => points.map(([, y]) => y))) * 1.1;
-  const end = Math.max(...curves.map(([, points]) => points.at(-1)[0]));
+  const top = Math.max(...curves.flatMap(({ points }) => points.map(([, y]) => y))) * 1.1;
+  const end = Math.max(...curves.map(({ points }) => points.at(-1)[0]));
   const style = getComputedStyle(element);
-  for (const [name, curve] of curves) {
+  for (const { name, points } of curves) {
     const first = name === "spec" || curves.length === 1;
     pen.beginPath();
-    for (const [x, y] of curve) pen.lineTo((x / end) * (width - 2) + 1, height - 1 - (y / top) * (height - 3));
+    for (const [x, y] of points) pen.lineTo((x / end) * (width - 2) + 1, height - 1 - (y / top) * (height - 3));
     pen.lineWidth = 1.5;
     pen.lineJoin = "round";
     pen.setLineDash(first ? [] : { ar: [3, 3], third: [7, 3], fourth: [1, 3] }[name]);

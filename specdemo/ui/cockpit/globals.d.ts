@@ -1,0 +1,18 @@
+// Variables that Gradio passes to `js_on_load`, and the properties that scripts add to `window`.
+
+declare const element: any; // root of the component; its descendants have many types
+declare const props: { value: string | null; max_trace: number };
+declare function watch(property: string, callback: () => void): void;
+
+type Query = (argument: unknown) => Promise<string | null>;
+declare const server: Record<
+  "trace" | "csv" | "svg" | "round" | "figures" | "trace_since" | "import_trace" | "recorded" | "stop_run",
+  Query
+>;
+
+interface Window {
+  specdemoListeners?: AbortController;
+  specdemoRecorded?: Record<string, unknown>;
+  gradio_config?: { root?: string };
+  windDown?: () => void;
+}
