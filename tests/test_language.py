@@ -62,12 +62,19 @@ PREPOSITION = re.compile(
 WORD = re.compile(r"[a-z]+(?:'[a-z]+)?")
 CODE = re.compile(r"`[^`]*`|\S*[_/(]\S*")
 
+# Comments and identifiers of C, JavaScript and CSS; string literals are skipped.
+SOURCES = (".c", ".h", ".js", ".ts", ".css")
+TOKEN = re.compile(
+    r"""(?P<comment>//[^\n]*|/\*.*?\*/)|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|(?P<identifier>[A-Za-z_$][\w$-]*)""",
+    re.DOTALL,
+)
+
 Texts = list[tuple[str, int, str]]  # kind ("docstrings", "comments", "texts", "markdown"), line number, text
 
 
-def files(paths: Iterable[Path]) -> list[Path]:
+def files(paths: Iterable[Path], suffixes: tuple[str, ...] = (".py", ".md")) -> list[Path]:
     found = [file for path in paths for file in (path.rglob("*") if path.is_dir() else [path])]
-    return sorted(file for file in found if file.suffix in (".py", ".md"))
+    return sorted(file for file in found if file.suffix in suffixes)
 
 
 def name_of(path: Path) -> str:
@@ -214,6 +221,28 @@ def parts(identifier: str) -> set[str]:
     return set(re.findall(r"[a-z]+", re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", identifier).lower()))
 
 
+def source_tokens(path: Path) -> Iterator[tuple[str, int, str]]:
+    """Yield the kind ("comment" or "identifier"), the line number and the text of tokens of a file in `SOURCES`."""
+    source = path.read_text("utf-8")
+    for match in TOKEN.finditer(source):
+        if match.lastgroup:
+            yield match.lastgroup, source.count("\n", 0, match.start()) + 1, match[0]
+
+
+def forbidden_in_sources(paths: Iterable[Path]) -> list[str]:
+    """Return forbidden words in comments and identifiers of C, JavaScript and CSS."""
+    problems = []
+    for path in files(paths, SOURCES):
+        for kind, line, text in source_tokens(path):
+            if text in FROZEN:
+                continue
+            prose = " ".join(words(text)) if kind == "comment" else ""
+            used = (set(prose.split()) if kind == "comment" else parts(text)) & FORBIDDEN
+            used |= {phrase for phrase in FORBIDDEN_PHRASES if phrase in prose}
+            problems += [f"{name_of(path)}:{line}: {word!r} in the {kind} {text}" for word in sorted(used)]
+    return problems
+
+
 def forbidden_words(paths: Iterable[Path]) -> list[str]:
     """Return uses of forbidden words in identifiers, prose and messages; names in backticks and URLs are code."""
     problems = []
@@ -287,7 +316,7 @@ def test_docstrings_start_with_a_verb_or_noun() -> None:
 
 
 def test_forbidden_words_do_not_occur() -> None:
-    problems = forbidden_words([*PROGRAM, *DOCUMENTS])
+    problems = [*forbidden_words([*PROGRAM, *DOCUMENTS]), *forbidden_in_sources(PROGRAM)]
     assert not problems, "\n" + "\n".join(problems)
 
 
@@ -370,6 +399,19 @@ def test_missing_docstrings_fragments_and_crowded_assignments_are_detected(tmp_p
     ]
     assert comment_fragments([file]) == ["dense.py:9: of a list"]
     assert crowded_assignments([file]) == ["dense.py:9: 3 targets"]
+
+
+@pytest.mark.parametrize("suffix", SOURCES)
+def test_violations_in_other_languages_are_detected(tmp_path: Path, suffix: str) -> None:
+    file = tmp_path / f"bad{suffix}"
+    lines = ("/* priced", "at hand */", '.judge-row { "told";', "law: tokenShelf; }")
+    file.write_text("\n".join(lines), "utf-8")
+    assert re.findall(r"'(.*?)' in the (\w+)", "\n".join(forbidden_in_sources([tmp_path]))) == [
+        ("at hand", "comment"),
+        ("priced", "comment"),
+        ("judge", "identifier"),
+        ("shelf", "identifier"),
+    ]
 
 
 def test_code_and_ordinary_prose_are_accepted(tmp_path: Path) -> None:

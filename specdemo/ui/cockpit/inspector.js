@@ -1,60 +1,60 @@
 // Details of one step, and the table of all steps of a lane. The server computes both from the trace.
 
-const round = { lane: null, i: 0, asked: 0 };
+const selected = { lane: null, i: 0, request: 0 }; // step in the inspector
 let figuresOf = null; // lane shown in charts and table
 
-function openRounds(names) {
+function openInspector(names) {
   $("#round-lane").replaceChildren(...names.map((name) => make("option", { value: name, text: `${HEADINGS[name]}: ${$(".title", lanes[name].box).textContent}` })));
-  round.lane = names[0];
+  selected.lane = names[0];
   figuresOf = null;
   $("#figures").hidden = false;
   if ($("#figures").open) showFigures();
 }
 
-function closeRounds() {
+function closeInspector() {
   $("#inspector").hidden = true;
   $("#figures").hidden = true;
   $(".current")?.classList.remove("current");
-  round.asked += 1;
+  selected.request += 1;
 }
 
-async function inspectRound(name, i) {
+async function inspectStep(name, i) {
   if (busy || displaying()) return; // the trace is still incomplete
-  const mine = (round.asked += 1);
-  const [was, of] = [round.lane, run];
-  Object.assign(round, { lane: name, i });
-  const text = await server.round([of, name, i]);
-  if (mine !== round.asked || of !== run) return; // superseded by a later request
-  if (!text) return say("failed", "the server no longer stores this run: run it again");
-  drawPicture(JSON.parse(text));
-  if (was !== name && $("#figures").open) showFigures();
+  const request = (selected.request += 1);
+  const [previousLane, runId] = [selected.lane, run];
+  Object.assign(selected, { lane: name, i });
+  const text = await server.round([runId, name, i]);
+  if (request !== selected.request || runId !== run) return; // superseded by a later request
+  if (!text) return setStatus("failed", "the server no longer stores this run: run it again");
+  drawStepDetails(JSON.parse(text));
+  if (previousLane !== name && $("#figures").open) showFigures();
 }
 
-function drawPicture(found) {
+function drawStepDetails(details) {
   $("#inspector").hidden = false;
-  $("#round-lane").value = round.lane;
+  $("#round-lane").value = selected.lane;
   const slider = $("#round-at");
-  slider.max = found.rounds - 1;
-  slider.value = found.i;
-  slider.setAttribute("aria-valuetext", `step ${found.i} of ${found.rounds - 1}`);
-  setText($("#round-number"), `${found.i} of ${found.rounds - 1}`);
-  const facts = found.facts.map(([name, value]) => `${name} ${value}`).join(" · ");
-  setText($("#round-words"), `${found.words} At ${found.t.toFixed(3)} s. ${facts}.`);
-  $("#round-tree").replaceChildren(...(found.chain ? [] : [drawTree(found)]));
-  const cards = found.nodes.map((node, n) => drawNode(node, n));
-  if (found.last) cards.push(drawLast(found.last));
+  slider.max = details.rounds - 1;
+  slider.value = details.i;
+  slider.setAttribute("aria-valuetext", `step ${details.i} of ${details.rounds - 1}`);
+  setText($("#round-number"), `${details.i} of ${details.rounds - 1}`);
+  const facts = details.facts.map(([name, value]) => `${name} ${value}`).join(" · ");
+  setText($("#round-words"), `${details.words} At ${details.t.toFixed(3)} s. ${facts}.`);
+  $("#round-tree").replaceChildren(...(details.chain ? [] : [drawTree(details)]));
+  const cards = details.nodes.map((node, n) => drawNode(node, n));
+  if (details.last) cards.push(drawTargetToken(details.last));
   $("#round-nodes").replaceChildren(...cards);
-  $("#round-times").replaceChildren(drawTimes(found.times));
+  $("#round-times").replaceChildren(drawTimes(details.times));
   $(".current")?.classList.remove("current");
-  const { span } = lanes[round.lane].rounds[found.i];
+  const { span } = lanes[selected.lane].steps[details.i];
   span.classList.add("current");
-  follow(lanes[round.lane].lane, span);
+  scrollLane(lanes[selected.lane].lane, span);
 }
 
-function shown(text) { return text === "" ? "◌" : text.replace(/\r?\n/g, "⏎").replace(/\t/g, "⇥").replace(/ /g, "␣"); }
+function visibleText(text) { return text === "" ? "◌" : text.replace(/\r?\n/g, "⏎").replace(/\t/g, "⇥").replace(/ /g, "␣"); }
 
 function drawNode(node, n) {
-  const title = make("h3", {}, make("span", { class: "tok", "data-kind": node.state, text: shown(node.text) }),
+  const title = make("h3", {}, make("span", { class: "tok", "data-kind": node.state, text: visibleText(node.text) }),
     make("small", { text: node.state === "ignored" ? "not tested" : node.state }));
   const card = make("article", { class: "node", "data-state": node.state, id: `node-${n}` }, title);
   if (node.bound !== null) card.append(drawTest(node));
@@ -73,7 +73,7 @@ function drawTest(node) { // the draw, or without one p, and the bound it is com
   const parts = [svg("rect", { x: x(0), y: 8, width: 192, height: 8, class: "lost" }), svg("rect", { x: x(from), y: 8, width: 192 * width, height: 8, class: "kept" })];
   const value = node.draw ?? node.p;
   parts.push(svg("path", { d: `M${x(Math.min(1, value))} 3v18`, class: "draw" }));
-  const words = node.draw === null ? `p ${show(value)} against the rule's bound ${show(node.bound)}` : `The draw ${show(value)} against the bound ${show(node.bound)}`;
+  const words = node.draw === null ? `p ${formatNumber(value)} against the rule's bound ${formatNumber(node.bound)}` : `The draw ${formatNumber(value)} against the bound ${formatNumber(node.bound)}`;
   return canvas(words, 200, 24, ...parts, svg("title", { text: words }));
 }
 
@@ -86,16 +86,16 @@ function drawBars(bars, ...names) { // a row per token: p above q, their minimum
     if (names.length > 1) { track.append(bar(q, "q")); if (p !== null && q !== null) track.append(bar(Math.min(p, q), "both")); }
     const number = (mass) => (mass === null ? "?" : mass.toFixed(3));
     const masses = names.length > 1 ? `${number(p)} ${number(q)}` : number(p);
-    return make("div", { class: "law" }, make("code", { text: shown(text) }), track, make("span", { class: "mass", text: masses }));
+    return make("div", { class: "law" }, make("code", { text: visibleText(text) }), track, make("span", { class: "mass", text: masses }));
   });
   const key = (kind) => make("span", { class: `swatch ${kind}`, "aria-hidden": "true" });
   const legend = names.length > 1 ? [key("p"), "p target ", key("q"), "q drafter ", key("both"), "both"] : [key("p"), names[0]];
   return make("div", { class: "laws" }, make("p", { class: "quiet" }, ...legend), ...rows);
 }
 
-function drawLast(last) {
+function drawTargetToken(last) {
   const card = make("article", { class: "node", "data-state": last.kind }, make("h3", {},
-    make("span", { class: "tok", "data-kind": last.kind, text: shown(last.text) }), make("small", { text: last.kind })));
+    make("span", { class: "tok", "data-kind": last.kind, text: visibleText(last.text) }), make("small", { text: last.kind })));
   if (last.bars.length) card.append(drawBars(last.bars, last.law === "p" ? "p" : "residual"));
   card.append(make("p", { class: "why", text: last.words }));
   return card;
@@ -126,7 +126,7 @@ function drawTree({ nodes, path }) { // depth to the right, leaves from top to b
   const edges = nodes.map((node, n) => svg("path", { d: `M${x(node.parent) + (node.parent < 0 ? 0 : 70)} ${y(node.parent)}L${x(n)} ${y(n)}`, class: accepted.has(n) ? "edge path" : "edge" }));
   const labels = nodes.map((node, n) => {
     const group = svg("g", { class: `leaf ${node.state}` }, svg("rect", { x: x(n), y: y(n) - 10, width: 70, height: 20, rx: 4 }),
-      svg("text", { x: x(n) + 35, y: y(n) + 4, class: "middle", text: shown(node.text).slice(0, 9) }), svg("title", { text: `${node.text}: ${node.words}` }));
+      svg("text", { x: x(n) + 35, y: y(n) + 4, class: "middle", text: visibleText(node.text).slice(0, 9) }), svg("title", { text: `${node.text}: ${node.words}` }));
     group.addEventListener("click", () => { const card = $(`#node-${n}`); if (card) $("#round-nodes").scrollLeft = card.offsetLeft - $("#round-nodes").offsetLeft; });
     return group;
   });
@@ -138,29 +138,29 @@ function drawTree({ nodes, path }) { // depth to the right, leaves from top to b
 // --- all rounds ------------------------------------------------------------------------------------------------
 
 async function showFigures() {
-  const [of, name] = [run, round.lane];
+  const [runId, name] = [run, selected.lane];
   if (figuresOf === name) return;
   figuresOf = name;
-  const text = await server.figures([of, name]);
-  if (of !== run || figuresOf !== name) return;
-  if (!text) return say("failed", "the server no longer stores this run: run it again");
-  const found = JSON.parse(text);
-  $("#chart-positions").replaceChildren(chartPositions(found.positions));
-  $("#chart-times").replaceChildren(chartTimes(found.rows));
-  $("#chart-whatif").replaceChildren(chartWhatIf(found.what_if, found.why_not));
-  const head = make("thead", {}, make("tr", {}, ...found.columns.map((text) => make("th", { scope: "col", text: text.replace(/_/g, " ").replace("round", "step") }))));
+  const text = await server.figures([runId, name]);
+  if (runId !== run || figuresOf !== name) return;
+  if (!text) return setStatus("failed", "the server no longer stores this run: run it again");
+  const figures = JSON.parse(text);
+  $("#chart-positions").replaceChildren(chartPositions(figures.positions));
+  $("#chart-times").replaceChildren(chartTimes(figures.rows));
+  $("#chart-whatif").replaceChildren(chartWhatIf(figures.what_if, figures.why_not));
+  const head = make("thead", {}, make("tr", {}, ...figures.columns.map((text) => make("th", { scope: "col", text: text.replace(/_/g, " ").replace("round", "step") }))));
   const body = make("tbody");
-  for (const cells of found.rows) {
-    const row = make("tr", {}, ...cells.map((cell, k) => make("td", { text: cell === null ? "–" : k === 12 ? shown(cell) : String(cell) })));
-    row.addEventListener("click", () => inspectRound(name, cells[0]));
+  for (const cells of figures.rows) {
+    const row = make("tr", {}, ...cells.map((cell, k) => make("td", { text: cell === null ? "–" : k === 12 ? visibleText(cell) : String(cell) })));
+    row.addEventListener("click", () => inspectStep(name, cells[0]));
     body.append(row);
   }
   $("#rounds").replaceChildren(make("caption", { text: `${HEADINGS[name]}: ${$(".title", lanes[name].box).textContent}` }), head, body);
 }
 
 $("#figures").addEventListener("toggle", () => { if ($("#figures").open) showFigures(); });
-$("#round-lane").addEventListener("change", (e) => inspectRound(e.target.value, Math.min(round.i, lanes[e.target.value].rounds.length - 1)));
-$("#round-at").addEventListener("input", (e) => inspectRound(round.lane, Number(e.target.value)));
-$("#round-back").addEventListener("click", () => inspectRound(round.lane, Math.max(0, round.i - 1)));
-$("#round-on").addEventListener("click", () => inspectRound(round.lane, Math.min(lanes[round.lane].rounds.length - 1, round.i + 1)));
+$("#round-lane").addEventListener("change", (e) => inspectStep(e.target.value, Math.min(selected.i, lanes[e.target.value].steps.length - 1)));
+$("#round-at").addEventListener("input", (e) => inspectStep(selected.lane, Number(e.target.value)));
+$("#round-back").addEventListener("click", () => inspectStep(selected.lane, Math.max(0, selected.i - 1)));
+$("#round-on").addEventListener("click", () => inspectStep(selected.lane, Math.min(lanes[selected.lane].steps.length - 1, selected.i + 1)));
 $("#round-close").addEventListener("click", () => { $("#inspector").hidden = true; $(".current")?.classList.remove("current"); });

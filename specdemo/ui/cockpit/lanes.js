@@ -3,7 +3,7 @@
 window.specdemoListeners?.abort(); // gradio may mount this component again
 const listeners = (window.specdemoListeners = new AbortController());
 const $ = (selector, within = element) => within.querySelector(selector);
-const NOT_KEPT = new Set(["rejected", "ignored"]);
+const DISCARDED = new Set(["rejected", "ignored"]);
 const FRAME_TIMEOUT_MS = 2500; // without a frame for this long, request missed records
 const HEADINGS = { spec: "Speculative", ar: "Autoregressive", third: "Third lane", fourth: "Fourth lane" };
 
@@ -14,12 +14,12 @@ let pending = []; // records not drawn yet
 let state = null; // latest frame
 let drawing = false;
 let catchingUp = false;
-let stopWanted = false;
+let stopRequested = false;
 let startedAt = 0;
 let lastFrameAt = 0;
-const past = new Set(); // ids of earlier runs, whose last frames may still arrive
+const earlierRuns = new Set(); // ids of earlier runs, whose last frames may still arrive
 const cellOf = new WeakMap(); // token span -> [cell, step index, template of its explanation]
-const lanes = {}; // name -> { box, lane, rounds: [{ span, t, tokens }], shown }; `tokens` are committed up to that step
+const lanes = {}; // name -> { box, lane, steps: [{ span, t, tokens }], shown }; `tokens` are committed up to that step
 
 // --- layout --------------------------------------------------------------------------------------------------
 
@@ -44,25 +44,25 @@ for (const [name, heading] of Object.entries(HEADINGS)) {
     "aria-label": `${heading}: arrow keys move between tokens, Enter shows the step` });
   const box = make("article", { class: "box", "data-lane": name, hidden: name !== "spec" }, header, lane, footer);
   $(".lanes").append(box);
-  lanes[name] = { box, lane, rounds: [], shown: 0 };
+  lanes[name] = { box, lane, steps: [], shown: 0 };
 }
 
 // --- receiving -------------------------------------------------------------------------------------------------
 
-function take(frame) {
-  if (!frame || past.has(frame.run) || (state?.over && state.run === frame.run)) return;
+function receiveFrame(frame) {
+  if (!frame || earlierRuns.has(frame.run) || (state?.over && state.run === frame.run)) return;
   if (frame.run !== run) {
     reset(frame.run, frame.plan);
-    if (busy) listen(run);
+    if (busy) openSocket(run);
   }
   lastFrameAt = performance.now();
-  lostAt = null;
-  if (stopWanted) { stopWanted = false; server.stop_run(run); }
+  disconnectedAt = null;
+  if (stopRequested) { stopRequested = false; server.stop_run(run); }
   if (frame.at > received) return catchUp();
   const records = frame.r.slice(received - frame.at);
   received += records.length;
   pending.push(...records);
-  meter(records);
+  updateSpeeds(records);
   state = frame;
   if (!drawing) schedule();
 }
@@ -72,36 +72,36 @@ async function catchUp() {
   catchingUp = true;
   try {
     const missed = await server.trace_since([run, received]);
-    if (missed) take(JSON.parse(missed));
-    else if (busy) over("failed", "failed: the server no longer stores this run");
+    if (missed) receiveFrame(JSON.parse(missed));
+    else if (busy) endRun("failed", "failed: the server no longer stores this run");
   } catch {
-    lose();
+    reconnect();
   } finally {
     catchingUp = false;
   }
 }
 
 function reset(id, plan) {
-  if (run !== null) past.add(run);
+  if (run !== null) earlierRuns.add(run);
   run = element.dataset.run = id;
   received = firstStepAt = 0;
   pending = [];
-  for (const [name, one] of Object.entries(lanes)) {
-    one.box.hidden = !plan.includes(name);
-    one.lane.replaceChildren();
-    $(".title", one.box).textContent = $(".rate", one.box).textContent = "";
-    $(".badge", one.box).hidden = true;
-    for (const button of one.box.querySelectorAll("button")) button.disabled = true;
-    one.rounds = [];
-    one.shown = 0;
-    resetPace(one);
+  for (const [name, lane] of Object.entries(lanes)) {
+    lane.box.hidden = !plan.includes(name);
+    lane.lane.replaceChildren();
+    $(".title", lane.box).textContent = $(".rate", lane.box).textContent = "";
+    $(".badge", lane.box).hidden = true;
+    for (const button of lane.box.querySelectorAll("button")) button.disabled = true;
+    lane.steps = [];
+    lane.shown = 0;
+    resetPace(lane);
   }
   $(".lanes").dataset.count = plan.length;
   $(".outcome").hidden = $("#recorded-settings").hidden = true;
   $("#save-all").disabled = true;
-  hideTip();
+  hideTooltip();
   closeReplay();
-  closeRounds();
+  closeInspector();
 }
 
 // --- drawing ---------------------------------------------------------------------------------------------------
@@ -112,21 +112,21 @@ function draw() {
   if (state.run !== run) return; // replaced by Run
   const byLane = {};
   const following = []; // lanes scrolled to their end
-  for (const record of takeDue()) (byLane[record.l] ??= []).push(record);
+  for (const record of removeDueRecords()) (byLane[record.l] ??= []).push(record);
   for (const [name, records] of Object.entries(byLane)) {
     const { lane } = lanes[name];
     if (lane.scrollHeight - lane.scrollTop - lane.clientHeight < 40) following.push(lane);
     const fragment = document.createDocumentFragment();
-    for (const record of records) record.head ? drawHead(name, record.head, fragment) : record.note ? drawNote(record.note, fragment) : drawRound(name, record, fragment);
+    for (const record of records) record.head ? drawHead(name, record.head, fragment) : record.note ? drawNote(record.note, fragment) : drawStep(name, record, fragment);
     if (lane.lastElementChild?.className === "ahead") lane.lastElementChild.remove();
     lane.append(fragment);
-    drawAhead(lane, records.at(-1).ahead);
+    drawContinuation(lane, records.at(-1).ahead);
   }
   const ended = state.over && !pending.length;
-  if (!ended && (busy || playback) && element.dataset.stopping !== "yes") sayPace();
+  if (!ended && (busy || playback) && element.dataset.stopping !== "yes") showPaceStatus();
   if (ended || performance.now() - tilesDrawnAt >= TILES_INTERVAL_MS) drawTiles();
   for (const lane of following) lane.scrollTop = lane.scrollHeight; // last, so the page is laid out once
-  if (ended) finish();
+  if (ended) showResult();
   else if (pending.length && !drawing) schedule();
 }
 
@@ -139,12 +139,12 @@ function drawHead(name, head, fragment) {
   badge.dataset.exact = head.exact;
   badge.textContent = head.badge;
   badge.title = head.why;
-  fragment.append(givenText(head.prompt));
+  fragment.append(promptSpan(head.prompt));
 }
 
 const PROMPT_LINES = 6; // of a longer prompt only the end is visible at first
 
-function givenText(prompt) {
+function promptSpan(prompt) {
   const given = make("span", { class: "given", text: prompt });
   if (prompt.split("\n").length <= PROMPT_LINES) return given;
   const cut = prompt.lastIndexOf("\n", prompt.length - 2) + 1; // the last line is continued by the text
@@ -152,41 +152,41 @@ function givenText(prompt) {
   return given;
 }
 
-function drawRound(name, record, fragment) {
-  const round = make("span", { class: "round" });
-  let kept = 0;
+function drawStep(name, record, fragment) {
+  const step = make("span", { class: "round" });
+  let tokens = 0;
   for (const [k, cell] of record.c.entries()) {
     const [kind, text] = cell;
     const span = document.createElement("span");
     span.className = "tok";
     span.dataset.kind = kind;
-    if (NOT_KEPT.has(kind)) {
+    if (DISCARDED.has(kind)) {
       span.textContent = text.replace(/\r?\n/g, "⏎").replace(/\t/g, "⇥");
     } else {
       span.textContent = text;
       if (text.startsWith("\n")) span.dataset.newline = "";
-      kept += 1;
+      tokens += 1;
     }
     cellOf.set(span, [cell, record.i, lanes[name].reasons[record.w[k]]]);
-    round.append(span);
+    step.append(span);
   }
-  fragment.append(round);
-  const one = lanes[name];
-  if (record.by) { round.dataset.by = record.by; $("[data-legend=unseen]").hidden = false; }
-  if (record.trips) round.dataset.trips = record.trips;
-  if (record.fate) settle(one.rounds, record.fate);
-  one.rounds.push({ span: round, t: record.t, tokens: (one.rounds.at(-1)?.tokens ?? 0) + kept });
-  one.shown = one.rounds.length;
+  fragment.append(step);
+  const lane = lanes[name];
+  if (record.by) { step.dataset.by = record.by; $("[data-legend=unseen]").hidden = false; }
+  if (record.trips) step.dataset.trips = record.trips;
+  if (record.fate) resolveProvisional(lane.steps, record.fate);
+  lane.steps.push({ span: step, t: record.t, tokens: (lane.steps.at(-1)?.tokens ?? 0) + tokens });
+  lane.shown = lane.steps.length;
 }
 
 function drawNote(text, fragment) { fragment.append(make("span", { class: "note", role: "note", text })); }
 
-function settle(rounds, [confirmed, overruled]) { // apply a late response to the oldest provisional steps
-  const open = rounds.flatMap(({ span }) => (span.dataset.by === "provisional" && !span.dataset.fate ? [span] : []));
+function resolveProvisional(steps, [confirmed, overruled]) { // apply a late response to the oldest provisional steps
+  const open = steps.flatMap(({ span }) => (span.dataset.by === "provisional" && !span.dataset.fate ? [span] : []));
   open.forEach((span, i) => { span.dataset.fate = i < confirmed ? "confirmed" : i < confirmed + overruled ? "overruled" : "open"; });
 }
 
-function drawAhead(lane, text) { // current continuation of a beam search, which the next step may replace
+function drawContinuation(lane, text) { // current continuation of a beam search, which the next step may replace
   if (text) lane.append(make("span", { class: "ahead", text }));
 }
 
@@ -194,7 +194,7 @@ function drawAhead(lane, text) { // current continuation of a beam search, which
 
 function setText(node, text) { if (node.textContent !== text) node.textContent = text; }
 
-function say(phase, text) {
+function setStatus(phase, text) {
   const root = $(".cockpit");
   if (root.dataset.phase !== phase) root.dataset.phase = phase;
   setText($("#status"), text ? `${phase}: ${text}` : phase);
@@ -208,20 +208,20 @@ function tick() {
   if (run !== null && !complete() && performance.now() - lastFrameAt > FRAME_TIMEOUT_MS) { lastFrameAt = performance.now(); catchUp(); }
 }
 
-function press() {
+function startRun() {
   busy = true;
-  stopWanted = interrupted = playback = hurried = false;
+  stopRequested = interrupted = playback = skipPacing = false;
   pending = [];
   startedAt = lastFrameAt = performance.now();
-  if (run !== null) past.add(run);
+  if (run !== null) earlierRuns.add(run);
   run = null;
   element.dataset.stopping = "no";
   markButtons();
-  say("queued", "");
+  setStatus("queued", "");
   showClock();
 }
 
-function finish() {
+function showResult() {
   for (const name of state.plan) {
     const { box, lane } = lanes[name];
     for (const button of box.querySelectorAll("button")) button.disabled = !lane.childElementCount;
@@ -237,10 +237,10 @@ function finish() {
   $(".outcome").hidden = !$("#verdict").textContent;
   setText($("#race-lengths"), state.lengths);
   if (state.recorded) showRecorded(state.recorded);
-  const drawn = state.plan.filter((name) => lanes[name].rounds.length);
+  const drawn = state.plan.filter((name) => lanes[name].steps.length);
   $("#save-all").disabled = !drawn.length;
-  if (drawn.length) { openReplay(drawn); openRounds(drawn); }
-  over(state.phase[0], state.phase.filter(Boolean).join(": "));
+  if (drawn.length) { openReplay(drawn); openInspector(drawn); }
+  endRun(state.phase[0], state.phase.filter(Boolean).join(": "));
 }
 
 function showRecorded({ prompt, ...settings }) {
@@ -252,8 +252,8 @@ function showRecorded({ prompt, ...settings }) {
   $("#recorded-settings").hidden = false;
 }
 
-function over(phase, sentence) {
-  hangUp();
+function endRun(phase, sentence) {
+  closeSocket();
   showClock();
   busy = false;
   element.dataset.stopping = "no";
@@ -268,10 +268,10 @@ function markButtons() {
 }
 
 function stop() {
-  if (displaying()) return hurry();
+  if (displaying()) return displayAll();
   if (!busy || element.dataset.stopping === "yes") return;
   element.dataset.stopping = "yes";
-  hurried = true;
-  say("stopping", "");
-  run === null ? (stopWanted = true) : server.stop_run(run);
+  skipPacing = true;
+  setStatus("stopping", "");
+  run === null ? (stopRequested = true) : server.stop_run(run);
 }

@@ -3,18 +3,18 @@
 
 const PACE = 15;
 const PACED_TICK_MS = 50;
-const HOLD_MS = 5000; // lanes of a comparison start together, at the latest this long after the first step
+const START_TIMEOUT_MS = 5000; // lanes of a comparison start together, at the latest this long after the first step
 const PACE_KEY = "specdemo-pace";
 
 let playback = false; // the recorded example is displayed
-let hurried = false; // display the rest of this run at once
+let skipPacing = false; // display the rest of this run at once
 let pacedAt = 0;
 let firstStepAt = 0;
 const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");
 
 function paced() {
   const aborted = complete() && state.phase[0] !== "done";
-  const wanted = (busy || playback) && !hurried && !aborted && $("#pace").value === "readable";
+  const wanted = (busy || playback) && !skipPacing && !aborted && $("#pace").value === "readable";
   return wanted && document.visibilityState !== "hidden" && !reducedMotion.matches;
 }
 
@@ -24,9 +24,9 @@ function displaying() { return complete() && pending.length > 0; }
 
 function resetPace(lane) { Object.assign(lane, { credit: 0, idle: true, first: null, last: null }); }
 
-function committed(cells) { return cells.filter(([kind]) => !NOT_KEPT.has(kind)).length; }
+function committed(cells) { return cells.filter(([kind]) => !DISCARDED.has(kind)).length; }
 
-function meter(records) { // speed of the received steps, without the prefill
+function updateSpeeds(records) { // speed of the received steps, without the prefill
   for (const { l, t, c } of records) {
     if (!c) continue;
     const lane = lanes[l];
@@ -42,13 +42,13 @@ function fastestSpeed() { return Math.max(...state.plan.map((name) => measuredSp
 
 function pace() { return playback ? Math.min(PACE, fastestSpeed() || PACE) : PACE; } // tokens/s; no recording is accelerated
 
-function takeDue() { // remove the records to be displayed now from `pending`
+function removeDueRecords() { // remove the records to be displayed now from `pending`
   const now = performance.now();
   const seconds = (now - pacedAt) / 1000;
   pacedAt = now;
   if (!paced()) return pending.splice(0);
   const fastest = fastestSpeed();
-  const held = state.plan.length > 1 && !state.over && fastest > PACE && now - firstStepAt < HOLD_MS;
+  const delayed = state.plan.length > 1 && !state.over && fastest > PACE && now - firstStepAt < START_TIMEOUT_MS;
   for (const name of state.plan) {
     const lane = lanes[name];
     lane.credit += seconds * pace() * (measuredSpeed(lane) / fastest || 1);
@@ -57,12 +57,12 @@ function takeDue() { // remove the records to be displayed now from `pending`
   const [records, later, waiting] = [[], [], new Set()];
   for (const record of pending) {
     const lane = lanes[record.l];
-    if (record.c && (held || lane.credit < 0)) waiting.add(record.l);
+    if (record.c && (delayed || lane.credit < 0)) waiting.add(record.l);
     if (waiting.has(record.l)) { later.push(record); continue; }
     if (record.c) lane.credit -= committed(record.c);
     records.push(record);
   }
-  for (const name of state.plan) lanes[name].idle = held || !waiting.has(name);
+  for (const name of state.plan) lanes[name].idle = delayed || !waiting.has(name);
   pending = later;
   return records;
 }
@@ -74,19 +74,19 @@ function schedule() {
   else requestAnimationFrame(draw);
 }
 
-function hurry() {
-  hurried = drawing = true;
+function displayAll() {
+  skipPacing = drawing = true;
   draw();
 }
 
-function sayPace() {
+function showPaceStatus() {
   if (!state.over) {
     const late = pending.length > PACE && `displayed at ${PACE} tokens/s`;
-    return say(state.phase[0], [state.phase[1], late].filter(Boolean).join(", "));
+    return setStatus(state.phase[0], [state.phase[1], late].filter(Boolean).join(", "));
   }
   const rates = state.plan.map((name) => state.rates[name].replace(" tok/s", "")).filter(Boolean).join(" and ");
   const begins = $(".cockpit").dataset.phase !== "displaying";
-  say("displaying", `${playback ? "recorded example " : ""}at ${pace().toFixed(0)} tokens/s${rates && `, generated at ${rates} tokens/s`}`);
+  setStatus("displaying", `${playback ? "recorded example " : ""}at ${pace().toFixed(0)} tokens/s${rates && `, generated at ${rates} tokens/s`}`);
   if (begins) { markButtons(); drawTiles(); }
 }
 

@@ -7,7 +7,7 @@ document.addEventListener("click", (e) => {
   if (target.closest("#stop")) return stop();
   if (!target.closest("#run, #repeat")) return;
   if (busy && !displaying()) { e.stopImmediatePropagation(); e.preventDefault(); return; }
-  press();
+  startRun();
 }, capturing);
 
 document.addEventListener("keydown", (e) => {
@@ -16,12 +16,12 @@ document.addEventListener("keydown", (e) => {
     e.stopImmediatePropagation(); // a focused checkbox would handle Enter too
     document.getElementById("run").click();
   }
-  if (e.key === "Escape" && !(/** @type {Element} */ (e.target).closest?.("[aria-expanded=true]"))) { hideTip(); pause(); stop(); } // Escape closes an open dropdown first
+  if (e.key === "Escape" && !(/** @type {Element} */ (e.target).closest?.("[aria-expanded=true]"))) { hideTooltip(); pause(); stop(); } // Escape closes an open dropdown first
 }, capturing);
 
 window.addEventListener("specdemo:failed", () => {
-  if (busy && run === null) over("failed", "failed: the server rejected the run: try again");
-  else lose();
+  if (busy && run === null) endRun("failed", "failed: the server rejected the run: try again");
+  else reconnect();
 }, { signal: listeners.signal });
 
 window.addEventListener("resize", drawSpeedCurve, { signal: listeners.signal });
@@ -39,14 +39,14 @@ storedSwitch("#show-rejected", "specdemo-show-rejected", (on) => $(".cockpit").c
 storedSwitch("#safe-colours", "specdemo-safe-colours", (on) => $(".cockpit").classList.toggle("safe", on));
 
 function save(text, name, type) {
-  if (!text) return say("failed", "the server no longer stores this run: run it again");
+  if (!text) return setStatus("failed", "the server no longer stores this run: run it again");
   const link = make("a", { href: URL.createObjectURL(new Blob([text], { type })), download: name });
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }
 
 for (const [name, { lane }] of Object.entries(lanes)) {
-  const text = () => [...lane.querySelectorAll(".given, .tok")].filter((span) => !NOT_KEPT.has(span.dataset.kind)).map((span) => span.textContent).join("");
+  const text = () => [...lane.querySelectorAll(".given, .tok")].filter((span) => !DISCARDED.has(span.dataset.kind)).map((span) => span.textContent).join("");
   $(`#copy-${name}`).addEventListener("click", async (e) => {
     const result = await navigator.clipboard.writeText(text()).then(() => "Copied", () => "Not permitted");
     setText(e.target, result);
@@ -61,21 +61,21 @@ $("#save-all").addEventListener("click", async () => save(await server.trace([ru
 const MAX_FILE_BYTES = props.max_trace; // same limit as on the server
 
 async function openTrace(load, example = false) {
-  if (displaying()) hurry();
-  if (busy) return say("failed", "a run is in progress: stop it, then open the trace");
+  if (displaying()) displayAll();
+  if (busy) return setStatus("failed", "a run is in progress: stop it, then open the trace");
   let text;
   try {
     text = await load();
   } catch {
-    return over("failed", "failed: the file is not a text file");
+    return endRun("failed", "failed: the file is not a text file");
   }
-  if (typeof text !== "string") return over("failed", "failed: the server is not reachable");
+  if (typeof text !== "string") return endRun("failed", "failed: the server is not reachable");
   const frame = JSON.parse(text);
   if (busy) return; // Run was pressed meanwhile
-  if (frame.refused) return over("failed", `failed: ${frame.refused}`);
+  if (frame.refused) return endRun("failed", `failed: ${frame.refused}`);
   playback = example;
-  hurried = false;
-  take(frame);
+  skipPacing = false;
+  receiveFrame(frame);
   if (!example) return;
   showRecorded(frame.recorded); // now rather than at the end, which would move the lanes
   revealLanes();
@@ -89,13 +89,13 @@ function revealLanes() { // with the button Run, if the window is high enough
   else if (shift > 0) scrollBy({ top: shift, behavior });
 }
 
-const EXAMPLE = "nasd, short answer", OPENED_KEY = "specdemo-opened";
+const EXAMPLE = "nasd, short answer", VISITED_KEY = "specdemo-opened";
 
 $("#play-example").addEventListener("click", () => openTrace(() => server.recorded(EXAMPLE), true));
 
 async function playAtFirstVisit() { // not for links with settings
-  const stored = localStorage.getItem(OPENED_KEY) ?? (navigator.webdriver ? "yes" : "play");
-  localStorage.setItem(OPENED_KEY, "yes");
+  const stored = localStorage.getItem(VISITED_KEY) ?? (navigator.webdriver ? "yes" : "play");
+  localStorage.setItem(VISITED_KEY, "yes");
   const linked = [...new URLSearchParams(location.search).keys()].some((name) => !name.startsWith("_"));
   if (stored !== "play" || linked || run !== null) return;
   const text = await server.recorded(EXAMPLE).catch(() => null);
@@ -107,7 +107,7 @@ $("#trace-file").addEventListener("change", (e) => {
   const [file] = e.target.files;
   e.target.value = ""; // so the same file can be opened again
   if (!file) return;
-  if (file.size > MAX_FILE_BYTES) return over("failed", `failed: ${file.name} has ${(file.size / 1e6).toFixed(0)} MB: the limit is ${MAX_FILE_BYTES / 1e6} MB`);
+  if (file.size > MAX_FILE_BYTES) return endRun("failed", `failed: ${file.name} has ${(file.size / 1e6).toFixed(0)} MB: the limit is ${MAX_FILE_BYTES / 1e6} MB`);
   openTrace(async () => server.import_trace(await file.text()));
 });
 server.recorded("").then((names) => {
@@ -138,4 +138,4 @@ $("#use-settings").addEventListener("click", () => {
   document.getElementById("use-recorded").click();
 });
 resume().then(playAtFirstVisit);
-watch("value", () => { if (props.value) take(JSON.parse(props.value)); });
+watch("value", () => { if (props.value) receiveFrame(JSON.parse(props.value)); });

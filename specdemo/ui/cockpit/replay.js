@@ -4,7 +4,7 @@ const race = { lanes: [], end: 0, at: 0, playing: false, frame: 0, timer: 0, bef
 
 function openReplay(names) {
   race.lanes = names;
-  race.end = Math.max(...names.map((name) => lanes[name].rounds.at(-1).t));
+  race.end = Math.max(...names.map((name) => lanes[name].steps.at(-1).t));
   race.at = race.end;
   const slider = $("#race-at");
   slider.max = race.end;
@@ -27,34 +27,34 @@ function seek(t) {
   race.at = Math.max(0, Math.min(t, race.end));
   for (const name of race.lanes) {
     const replayed = lanes[name];
-    const upTo = roundsBy(replayed.rounds, race.at);
-    for (let i = replayed.shown; i < upTo; i++) replayed.rounds[i].span.hidden = false;
-    for (let i = upTo; i < replayed.shown; i++) replayed.rounds[i].span.hidden = true;
+    const upTo = finishedSteps(replayed.steps, race.at);
+    for (let i = replayed.shown; i < upTo; i++) replayed.steps[i].span.hidden = false;
+    for (let i = upTo; i < replayed.shown; i++) replayed.steps[i].span.hidden = true;
     if (replayed.shown !== upTo) {
       replayed.shown = upTo;
-      follow(replayed.lane, replayed.rounds[upTo - 1]?.span);
+      scrollLane(replayed.lane, replayed.steps[upTo - 1]?.span);
     }
-    const last = replayed.rounds[upTo - 1];
-    const finished = upTo === replayed.rounds.length;
+    const last = replayed.steps[upTo - 1];
+    const finished = upTo === replayed.steps.length;
     setText($(".rate", replayed.box), !last ? "0 tokens" : `${last.tokens} tokens${finished ? ` in ${seconds(last.t)}` : ""}`);
   }
   if (race.at === race.end) showRates();
   $("#race-at").value = race.at;
   setText($("#race-clock"), seconds(race.at));
-  hideTip();
+  hideTooltip();
 }
 
-function roundsBy(rounds, t) { // number of steps finished at time t
-  let [low, high] = [0, rounds.length];
+function finishedSteps(steps, t) { // number of steps finished at time t
+  let [low, high] = [0, steps.length];
   while (low < high) {
     const middle = (low + high) >> 1;
-    if (rounds[middle].t <= t) low = middle + 1;
+    if (steps[middle].t <= t) low = middle + 1;
     else high = middle;
   }
   return low;
 }
 
-function follow(lane, span) { // scroll the lane without scrolling the page
+function scrollLane(lane, span) { // scroll the lane without scrolling the page
   if (!span) { lane.scrollTop = 0; return; }
   const [box, target] = [lane.getBoundingClientRect(), span.getBoundingClientRect()];
   if (target.bottom > box.bottom) lane.scrollTop += target.bottom - box.bottom + 8;

@@ -1,49 +1,49 @@
 // Frames of a run over a WebSocket, which costs the decoding thread less than gradio events (the fallback).
 // After an interruption of the network Gradio reloads the page, which then resumes the run.
 
-const RETRY_MS = 1000, GIVE_UP_MS = 20000;
-const RESUMED = "specdemo-run";
+const RETRY_MS = 1000, RECONNECT_TIMEOUT_MS = 20000;
+const RESUME_KEY = "specdemo-run";
 
 let socket = null;
 let retry = 0;
-let lostAt = null; // first failure since the last frame
+let disconnectedAt = null; // first failure since the last frame
 let interrupted = false;
 
-function listen(id, from = null) {
-  hangUp();
+function openSocket(id, from = null) {
+  closeSocket();
   const root = `${window.gradio_config?.root ?? location.origin}/`;
   const opened = (socket = new WebSocket(new URL(`frames/${id}${from === null ? "" : `?from=${from}`}`, root).href.replace(/^http/, "ws")));
   let delivered = false;
-  socket.onmessage = ({ data }) => { delivered = true; take(JSON.parse(data)); };
-  socket.onclose = () => { if (opened === socket && busy && (delivered || interrupted)) lose(); };
+  socket.onmessage = ({ data }) => { delivered = true; receiveFrame(JSON.parse(data)); };
+  socket.onclose = () => { if (opened === socket && busy && (delivered || interrupted)) reconnect(); };
 }
 
-function hangUp() {
+function closeSocket() {
   clearTimeout(retry);
   const closing = socket;
   socket = null; // its `onclose` must not reconnect
   closing?.close();
 }
 
-function lose() {
+function reconnect() {
   if (!busy || run === null || complete()) return;
   interrupted = true;
-  lostAt ??= performance.now();
-  if (performance.now() - lostAt > GIVE_UP_MS) return over("failed", "failed: the server is not reachable");
-  say("reconnecting", "");
+  disconnectedAt ??= performance.now();
+  if (performance.now() - disconnectedAt > RECONNECT_TIMEOUT_MS) return endRun("failed", "failed: the server is not reachable");
+  setStatus("reconnecting", "");
   clearTimeout(retry);
-  retry = setTimeout(() => { if (busy) listen(run, received); }, RETRY_MS);
+  retry = setTimeout(() => { if (busy) openSocket(run, received); }, RETRY_MS);
 }
 
 async function resume() {
-  const id = sessionStorage.getItem(RESUMED);
-  sessionStorage.removeItem(RESUMED);
+  const id = sessionStorage.getItem(RESUME_KEY);
+  sessionStorage.removeItem(RESUME_KEY);
   const text = id && (await server.trace_since([id, 0]).catch(() => null));
   if (!text || busy || run !== null) return;
-  press();
-  hurried = true;
-  take(JSON.parse(text));
+  startRun();
+  skipPacing = true;
+  receiveFrame(JSON.parse(text));
 }
 
-window.addEventListener("offline", () => { hangUp(); lose(); }, { signal: listeners.signal });
-window.addEventListener("pagehide", () => { if (busy && interrupted && run !== null) sessionStorage.setItem(RESUMED, run); }, { signal: listeners.signal });
+window.addEventListener("offline", () => { closeSocket(); reconnect(); }, { signal: listeners.signal });
+window.addEventListener("pagehide", () => { if (busy && interrupted && run !== null) sessionStorage.setItem(RESUME_KEY, run); }, { signal: listeners.signal });

@@ -30,7 +30,7 @@ function drawSpeedCurve() {
   const pen = canvas.getContext("2d");
   pen.setTransform(scale, 0, 0, scale, 0, 0);
   pen.clearRect(0, 0, width, height);
-  const curves = Object.entries(lanes).map(([name, lane]) => ({ name, points: speeds(lane.rounds) })).filter(({ points }) => points.length > 1);
+  const curves = Object.entries(lanes).map(([name, lane]) => ({ name, points: speeds(lane.steps) })).filter(({ points }) => points.length > 1);
   if (!curves.length) return;
   const top = Math.max(...curves.flatMap(({ points }) => points.map(([, y]) => y))) * 1.1;
   const end = Math.max(...curves.map(({ points }) => points.at(-1)[0]));
@@ -47,12 +47,12 @@ function drawSpeedCurve() {
   }
 }
 
-function speeds(rounds) { // [time, tokens per second] over a window of eight steps, without the prefill
+function speeds(steps) { // [time, tokens per second] over a window of eight steps, without the prefill
   const points = [];
-  const stride = Math.max(1, Math.floor(rounds.length / 200)); // at most 200 points
-  for (let i = 4; i < rounds.length; i += stride) {
-    const [before, now] = [rounds[Math.max(0, i - Math.max(8, stride))], rounds[i]];
-    if (now.t > before.t) points.push([now.t - rounds[0].t, (now.tokens - before.tokens) / (now.t - before.t)]);
+  const stride = Math.max(1, Math.floor(steps.length / 200)); // at most 200 points
+  for (let i = 4; i < steps.length; i += stride) {
+    const [before, now] = [steps[Math.max(0, i - Math.max(8, stride))], steps[i]];
+    if (now.t > before.t) points.push([now.t - steps[0].t, (now.tokens - before.tokens) / (now.t - before.t)]);
   }
   return points;
 }

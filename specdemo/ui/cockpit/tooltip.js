@@ -3,7 +3,7 @@
 function explain(span) {
   const [cell, , template] = cellOf.get(span);
   const { p, q, draw, bound, rank, best } = decisionOf(cell);
-  const figures = { p: show(p), q: show(q), draw: show(draw), bound: show(bound), rank, best: show(best) };
+  const figures = { p: formatNumber(p), q: formatNumber(q), draw: formatNumber(draw), bound: formatNumber(bound), rank, best: formatNumber(best) };
   const sentence = template.replace(/\{(\w+)\}/g, (_, name) => figures[name]);
   const fate = lanes[span.closest("[data-lane]").dataset.lane].fates[span.parentElement.dataset.fate];
   return fate ? `${sentence} ${fate}` : sentence;
@@ -12,17 +12,17 @@ function explain(span) {
 function decisionOf([, , , p = null, q = null, draw = null, bound = null, rank = null, best = null]) { return { p, q, draw, bound, rank, best }; }
 
 function decisionRows({ p, q, draw, bound, rank, best }) { // the figures that decided about a draft token
-  if (rank !== null) return [["rank in target", String(rank)], ["probability", show(p)], ["first choice", show(best)]];
-  const rows = [["p, target", show(p)], ["q, drafter", q === null ? "point mass" : show(q)]];
-  if (draw !== null) rows.push(["accepted below", show(bound)], ["draw", show(draw)]);
-  else if (bound !== null) rows.push(["accepted from p", show(bound)]);
+  if (rank !== null) return [["rank in target", String(rank)], ["probability", formatNumber(p)], ["first choice", formatNumber(best)]];
+  const rows = [["p, target", formatNumber(p)], ["q, drafter", q === null ? "point mass" : formatNumber(q)]];
+  if (draw !== null) rows.push(["accepted below", formatNumber(bound)], ["draw", formatNumber(draw)]);
+  else if (bound !== null) rows.push(["accepted from p", formatNumber(bound)]);
   return rows;
 }
 
-function show(x) { return x === null ? "–" : x !== 0 && x < 0.01 ? x.toExponential(1) : x.toFixed(3); }
+function formatNumber(x) { return x === null ? "–" : x !== 0 && x < 0.01 ? x.toExponential(1) : x.toFixed(3); }
 
-function showTip(span) {
-  hideTip();
+function showTooltip(span) {
+  hideTooltip();
   const [cell, step] = cellOf.get(span);
   const [kind, text, id] = cell;
   const rows = [["token", `${JSON.stringify(text)} · id ${id}`], ["step", String(step)]];
@@ -55,14 +55,14 @@ function showTip(span) {
   span.setAttribute("aria-describedby", "tip");
 }
 
-function hideTip() {
+function hideTooltip() {
   if ($("#tip").hidden) return; // avoids a search of the page per scroll event
   $("#tip").hidden = true;
   $(".mates")?.classList.remove("mates");
   $("[aria-describedby]")?.removeAttribute("aria-describedby");
 }
 
-function walk(lane, key) { // a lane is one Tab stop; arrow keys move between its tokens
+function moveFocus(lane, key) { // a lane is one Tab stop; arrow keys move between its tokens
   const shown = [...lane.querySelectorAll(".tok")].filter((span) => span.getClientRects().length);
   if (!shown.length) return false;
   const here = shown.indexOf(document.activeElement);
@@ -75,17 +75,17 @@ function walk(lane, key) { // a lane is one Tab stop; arrow keys move between it
 }
 
 for (const [name, { lane }] of Object.entries(lanes)) {
-  const inspect = (span) => inspectRound(name, cellOf.get(span)[1]);
-  lane.addEventListener("pointerover", (e) => { const span = e.target.closest(".tok"); span ? showTip(span) : hideTip(); });
-  lane.addEventListener("pointerleave", hideTip);
-  lane.addEventListener("scroll", () => { if (!lane.contains(document.activeElement)) hideTip(); });
-  lane.addEventListener("focusin", (e) => { if (e.target.matches(".tok")) showTip(e.target); });
-  lane.addEventListener("focusout", hideTip);
+  const inspect = (span) => inspectStep(name, cellOf.get(span)[1]);
+  lane.addEventListener("pointerover", (e) => { const span = e.target.closest(".tok"); span ? showTooltip(span) : hideTooltip(); });
+  lane.addEventListener("pointerleave", hideTooltip);
+  lane.addEventListener("scroll", () => { if (!lane.contains(document.activeElement)) hideTooltip(); });
+  lane.addEventListener("focusin", (e) => { if (e.target.matches(".tok")) showTooltip(e.target); });
+  lane.addEventListener("focusout", hideTooltip);
   lane.addEventListener("click", (e) => { const span = e.target.closest(".tok"); if (span && getSelection().isCollapsed) inspect(span); });
   lane.addEventListener("keydown", (e) => {
     if (e.ctrlKey || e.metaKey || e.altKey) return;
     if (e.key === "Enter" && e.target.matches(".tok")) inspect(e.target);
-    else if (!walk(lane, e.key)) return;
+    else if (!moveFocus(lane, e.key)) return;
     e.preventDefault();
   });
 }
