@@ -1,4 +1,4 @@
-"""API endpoints `/generate` and `/preflight`; their parameters are the options of the schema."""
+"""API endpoints `/generate` and `/preflight` of the page. Their parameters are the options of the schema."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def endpoints(service: Service, usual: Recipe, device: str) -> dict[str, Callabl
             stream = service.start([(SPEC, recipe_from(values))], prompt, address=address_of(request))
         except (UserError, WorkerBusy) as error:
             raise gr.Error(reason(error), print_exception=False) from None
-        metrics, started, ended = Metrics(), False, False
+        metrics = Metrics()
+        started = ended = False
         async with aclosing(drain(stream)) as batches:
             async for batch in batches:
                 for _, event in batch:

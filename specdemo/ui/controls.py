@@ -1,4 +1,4 @@
-"""Controls of the page, generated from the schema of options, and the example prompts."""
+"""Controls of the page, generated from the schema of options, and buttons for the example prompts."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ _SHOW_REPLACED = """(target) =>
 def _connect_pair(controls: Controls) -> None:
     pair, method = controls["pair"], controls["method"]
     chosen = [controls[name] for name in _OF_PAIRS]
-    # input: not for examples and links
+    # The event `input` does not fire for examples and links.
     pair.input(_settings_of_pair, [pair, method], chosen, **_ON_CHANGE)
     method.input(_pair_of_method, [pair, method, controls["chat"]], [pair, controls["chat"]], **_ON_CHANGE)
     if target := controls.get("target"):

@@ -79,7 +79,7 @@ def _record_of_step(name: str, event: StepEvent, recipe: Any) -> dict[str, Any]:
 
 @dataclass
 class Run:
-    """A press of Run: up to four lanes, and the records sent to the browser, as JSON text."""
+    """State of a run: up to four lanes, and the records sent to the browser as JSON text."""
 
     plan: tuple[str, ...] = (SPEC,)
     id: str = field(default_factory=lambda: secrets.token_urlsafe(12))
@@ -87,8 +87,8 @@ class Run:
     phase: tuple[str, str] = ("queued", "")
     over: bool = False
     size: int = 0  # characters of traces and records
-    pairs: int = 1  # repetitions, of which the first is shown
-    recorded: Mapping[str, Any] | None = None  # settings
+    pairs: int = 1  # number of repetitions; the page shows the first
+    recorded: Mapping[str, Any] | None = None  # settings of an opened trace
     seen: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:

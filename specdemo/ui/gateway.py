@@ -1,4 +1,4 @@
-"""Access to the page over HTTP: routes, host names, origins, sizes and rates."""
+"""Access control of the page over HTTP. It checks routes, host names, origins, body sizes and request rates."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def gateway(limits: HostLimits, environment: Mapping[str, str]) -> tuple[Middlew
 
 
 class Gateway:
-    """ASGI middleware for `PAGE_ROUTES`. `framed`: Hugging Face may frame the page."""
+    """ASGI middleware that restricts the page to `PAGE_ROUTES`. If `framed`, Hugging Face may embed the page."""
 
     def __init__(self, app: ASGIApp, limits: HostLimits, hosts: Collection[str] | None, framed: bool = False) -> None:
         self._app, self._hosts = app, hosts
@@ -155,7 +155,8 @@ class _Body:
     """Bounded request body; a longer one ends like a closed connection."""
 
     def __init__(self, receive: Receive, max_bytes: int) -> None:
-        self._receive, self.max_bytes, self._count = receive, max_bytes, 0
+        self._receive, self.max_bytes = receive, max_bytes
+        self._count = 0  # bytes received
 
     async def receive(self) -> Any:
         message = await self._receive()

@@ -1,4 +1,4 @@
-"""Texts about lanes: guarantee, tiles, preflight, and the summary of a comparison."""
+"""Texts about lanes for people: guarantee, tiles, preflight, and the summary of a comparison."""
 
 from __future__ import annotations
 
@@ -207,7 +207,8 @@ def verdict(lanes: Mapping[str, Lane]) -> str:
     ratio = lane_speedup(lanes)
     if ratio is None:
         return ""
-    lane, spec, baseline = lanes[SPEC], lanes[SPEC].metrics, lanes[PLAIN].metrics
+    lane = lanes[SPEC]
+    spec, baseline = lane.metrics, lanes[PLAIN].metrics
     speeds = f"{spec.tokens_per_second:.1f} against {baseline.tokens_per_second:.1f} tokens per second."
     if lane.recipe["method"] == "beam":
         words = [
@@ -269,7 +270,8 @@ def _prediction(lane: Lane, terms: CostTerms) -> str:
 
 def _advice(lane: Lane, terms: CostTerms, link: float) -> str:
     """Return a change that improves the cost model's prediction; `link` is a part of v."""
-    recipe, alpha, verify = lane.recipe, lane.alpha, terms.v - link
+    recipe, alpha = lane.recipe, lane.alpha
+    verify = terms.v - link
     if not terms.drafted:
         return "Nothing was drafted: the drafter did not find a matching context."
     if recipe["method"] in SMALLER_DRAFT:

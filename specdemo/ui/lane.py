@@ -1,4 +1,4 @@
-"""Lanes of the page and their traces."""
+"""Lanes of the page: the recipes that a run decodes side by side, and their traces."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from specdemo.ui.settings import OFF
 
 SPEC, PLAIN = "spec", "ar"
 LANES = (SPEC, PLAIN, "third", "fourth")
-EXTRA = tuple(name for name in LANES if name not in (SPEC, PLAIN))  # for further recipes
+EXTRA = tuple(name for name in LANES if name not in (SPEC, PLAIN))  # lanes for further recipes
 ALONE = {"edge_only": "edge only: the drafter alone", "cloud_only": "cloud only: the target alone"}
 
 
 @dataclass(eq=False)
 class Lane:
-    """A decoding of the prompt. Its trace is text, a seventh of the memory of its events."""
+    """Decoding of the prompt with one recipe. The trace is stored as text, which takes a seventh of the memory."""
 
     lines: list[str] = field(default_factory=list)
     header: Header | None = None
@@ -76,7 +76,7 @@ class Lane:
 
     @property
     def alpha(self) -> float | None:
-        """Accepted/tested, or the mean of beta, of lower variance, if the rule uses it."""
+        """Acceptance rate: accepted / tested, or the mean of beta (lower variance) if the rule uses it."""
         return self.metrics.alpha if self.counted else self.metrics.mean_beta
 
     @property
@@ -132,7 +132,7 @@ def _form(recipe: Mapping[str, Any]) -> str:
 
 
 def plan_of(settings: Mapping[str, Any], compare: Any, extra: int) -> tuple[str, ...]:
-    """A remote AR recipe without speculation occupies the first lane."""
+    """Return the names of the lanes of a run. A remote AR recipe without speculation occupies the first lane."""
     if settings["method"] == "ar" and settings.get("mode", OFF) == OFF:
         return PLAIN, *EXTRA[:extra]
     return (SPEC, *((PLAIN,) if compare or extra else ()), *EXTRA[:extra])

@@ -1,6 +1,6 @@
-"""Limits of a host for its visitors, from environment variables `SPECDEMO_*`.
+"""Limits of a host for its visitors, read from environment variables `SPECDEMO_*`.
 
-The service applies them to page and API. The defaults, for private use, are wide.
+The service applies them to page and API. The defaults are wide, since they are for private use.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ HUB_ID = re.compile(rf"{_PART}(/{_PART}(/({_PART}/)*{_PART}\.(?i:gguf))?)?")
 
 @dataclass(frozen=True)
 class HostLimits:
-    """Limits per request and per visitor; `None` is unlimited."""
+    """Limits per request and per visitor. `None` means unlimited."""
 
     public: bool = False  # visitors cannot unload models
-    pairs: tuple[str, ...] = tuple(PAIRS)  # default: the first that is installed
+    pairs: tuple[str, ...] = tuple(PAIRS)  # the page selects the first installed pair
     models: str = "any"
     max_tokens: int | None = None
     max_gamma: int | None = None
-    max_nodes: int | None = None  # of trees, beams and lookahead
+    max_nodes: int | None = None  # nodes of trees, beams and lookahead
     max_prompt: int | None = 100_000  # characters
     max_trace: int | None = MAX_CHARACTERS  # characters of an opened trace
-    max_seconds: int | None = None  # of decoding, all lanes together, without queueing and loading
+    max_seconds: int | None = None  # decoding time of all lanes together, without queueing and loading
     queue: int | None = 32  # queued runs
     at_once: int | None = None  # queued and active runs per visitor
     per_minute: int | None = None  # started runs per visitor
@@ -181,7 +181,7 @@ def read_limits(environment: Mapping[str, str]) -> HostLimits:
 
 
 class TimeBudget:
-    """Decoding seconds of a request, shared by its lanes, from the first header on."""
+    """Decoding time of a request in seconds, shared by its lanes. It starts with the first header."""
 
     def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds, self._clock = seconds, clock
@@ -230,7 +230,7 @@ def _is_active(run: Callable[[], Stream | None]) -> bool:
 
 
 class Visitors:
-    """Runs of the last minute by visitor: an IPv4 address, or an IPv6 /64 network."""
+    """Runs of the last minute by visitor. A visitor is an IPv4 address or an IPv6 /64 network."""
 
     def __init__(self, limits: HostLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits, self._clock = limits, clock

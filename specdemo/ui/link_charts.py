@@ -36,11 +36,13 @@ ACTIVITIES = {  # label, row of the timeline
 _TOTALS = {"provisional": "committed provisionally", "confirmed": "confirmed", "overruled": "overruled"}
 Part = tuple[str, float, float]  # activity, start, duration; in seconds
 
-WIDTH, LEFT, ROW, TOP = 960, 56, 34, 26  # pixels of the timeline
+WIDTH, LEFT = 960, 56  # pixels of the timeline
+ROW, TOP = 34, 26
 TICKS = 6
 
-LONGEST = 24  # draft tokens of the search
-CURVE, RUN, BEST = "S_net", "this run", "best k"
+LONGEST = 24  # longest draft of the search, in tokens
+CURVE = "S_net"
+RUN, BEST = "this run", "best k"
 
 
 def edge_lane(run: Run | None) -> Lane:
@@ -79,7 +81,8 @@ def parts(steps: Sequence[Step]) -> list[list[Part]]:
 
 def _verification(step: Step) -> Iterator[tuple[str, float]]:
     link = step.verdict.link or LinkStats()
-    cloud, up, down = link.cloud_s, link.up_s or 0.0, link.down_s or 0.0
+    cloud = link.cloud_s
+    up, down = link.up_s or 0.0, link.down_s or 0.0
     if cloud is None or cloud + up + down > step.verify_s * SLACK:
         yield "wait", step.verify_s
         return
@@ -88,7 +91,7 @@ def _verification(step: Step) -> Iterator[tuple[str, float]]:
 
 
 def measures(steps: Sequence[Step]) -> list[list[str]]:
-    """Table of the practice guide, section 9: a total, then a row per step."""
+    """Return the table of the practice guide, section 9: a total, then a row per step."""
     drafted = list(accumulate(0 if step.unverified else len(step.draft) for step in steps))
     accepted = list(accumulate(step.accepted for step in steps))
     rows = [
@@ -100,7 +103,7 @@ def measures(steps: Sequence[Step]) -> list[list[str]]:
 
 
 def _row(name: str, steps: Sequence[Step], cumulative: float | None) -> list[str]:
-    """Sums over `steps`; ratios of sums, means of shares."""
+    """Return a row for `steps`: sums of counts, times and bytes; ratios of sums; means of beta and hard ratios."""
     k, accepted = sum(len(step.draft) for step in steps), sum(step.accepted for step in steps)
     verified = sum(len(step.draft) for step in steps if not step.unverified)
     betas = [beta for step in steps for beta in step.betas]
@@ -211,13 +214,13 @@ def _bar(activity: str, seconds: float, x: float, width: float) -> str:
 
 @dataclass(frozen=True)
 class LinkModel:
-    """Mean coefficients of a step over the link; times in seconds."""
+    """Mean coefficients of a step over the link. Times are in seconds."""
 
-    alpha: float  # per tested token
+    alpha: float  # acceptance rate of tested tokens
     gamma: float  # draft tokens per step
-    token_s: float  # per draft token
-    verify_s: float  # cloud's pass for any draft length
-    way_s: float  # from request to response, without the cloud's pass
+    token_s: float  # time of a draft token
+    verify_s: float  # time of the cloud's pass, for any draft length
+    way_s: float  # time from request to response, without the cloud's pass
     host_s: float
     measured: float | None  # tokens per second
 

@@ -1,4 +1,4 @@
-"""The page: layout, event handlers, launch options.
+"""Build the page: layout, event handlers and everything served with it.
 
 The single worker of the service queues all runs; gradio's limits release a slot before its work has ended.
 """
@@ -108,8 +108,8 @@ def build(
     service = Service(pool if pool is not None else ModelPool(hub=limits.hub), engine, limits, worker)
     usual = limits.fit(Recipe(pair=pair, device=device, top=RECORDED_TOP, **PAIRS[pair].settings))
     of_api = limits.fit(Recipe(pair=scripted, device=device, **PAIRS[scripted].settings))
-    found = json.loads(examples.read_text(encoding="utf-8")) if examples else {"ready": [], "methods": {}}
-    shown_examples = available_examples(found, [name for name in limits.pairs if not PAIRS[name].missing])
+    prompts = json.loads(examples.read_text(encoding="utf-8")) if examples else {"ready": [], "methods": {}}
+    shown_examples = available_examples(prompts, [name for name in limits.pairs if not PAIRS[name].missing])
     sockets = Sockets(service.runs)
     with gr.Blocks(title="specdemo", analytics_enabled=False, fill_width=True) as demo:
         parts = _layout(service, usual, device, shown_examples)
@@ -123,7 +123,7 @@ def build(
     demo.queue(max_size=64)
     permanent = isinstance(service.worker, Worker)
     health = Health(service, replace(usual, method="ar", max_tokens=2)) if permanent else None
-    ready = permanent and Path(PAIRS[pair].target).exists()
+    installed = permanent and Path(PAIRS[pair].target).exists()
     middleware, hosts = gateway(limits, os.environ)
     return Page(
         demo,
@@ -133,7 +133,7 @@ def build(
         middleware=[middleware],
         hosts=hosts,
         health=health,
-        preload=partial(service.probe, replace(usual, max_tokens=2)) if ready else None,
+        preload=partial(service.probe, replace(usual, max_tokens=2)) if installed else None,
     )
 
 
@@ -147,8 +147,8 @@ class _Parts:
     estimate: gr.Markdown
     cockpit: gr.HTML
     about: gr.Markdown
-    saved: gr.BrowserState  # settings
-    kept: gr.BrowserState  # lanes
+    saved: gr.BrowserState  # settings of the last visit
+    kept: gr.BrowserState  # settings of the stored lanes
 
     @property
     def settings(self) -> dict[str, gr.components.Component]:
@@ -216,7 +216,9 @@ def _connect_runs(parts: _Parts, handlers: _Handlers) -> None:
     settings = list(parts.settings.values())
     # A single input: Gradio visits every input of an event for every frame.
     pressed = gr.Textbox(visible=False)
-    failed = "() => { window.dispatchEvent(new Event('specdemo:failed')) }"  # full queue or lost server
+    failed = (
+        "() => { window.dispatchEvent(new Event('specdemo:failed')) }"  # the queue is full or the server is unreachable
+    )
     for name, more in (("run", ""), ("repeat", f", {REPEATS}")):
         run = (
             parts.buttons[name]
@@ -250,7 +252,8 @@ def describe_method(name: Any) -> str:
 
 
 def _connect_lanes(parts: _Parts, handlers: _Handlers) -> None:
-    buttons, kept, kept_lanes = parts.buttons, parts.kept, parts.kept_lanes
+    buttons = parts.buttons
+    kept, kept_lanes = parts.kept, parts.kept_lanes
     inputs = [kept, *parts.controls.values()]
     buttons["keep-lane"].click(handlers.keep, inputs, [kept, kept_lanes], preprocess=False, **_QUEUED)
     buttons["keep-copy"].click(handlers.keep_copy, inputs, [kept, kept_lanes], preprocess=False, **_QUEUED)
@@ -277,7 +280,8 @@ def _connect_settings(demo: gr.Blocks, parts: _Parts, handlers: _Handlers) -> No
 
 class _Handlers:
     def __init__(self, service: Service, sockets: Sockets, device: str, defaults: Settings) -> None:
-        self._service, self._sockets, self._device, self._defaults = service, sockets, device, defaults
+        self._service, self._sockets = service, sockets
+        self._device, self._defaults = device, defaults
         self._playing: set[asyncio.Task[None]] = set()
 
     async def show(self, request: gr.Request, pressed: Any) -> AsyncIterator[str]:
@@ -286,7 +290,7 @@ class _Handlers:
             kept, *values = json.loads(pressed)
             pairs = values.pop() if values[len(self._defaults) :] == [REPEATS] else 1
             settings = dict(zip(self._defaults, values, strict=True))
-        except (TypeError, ValueError):  # sent by a script
+        except (TypeError, ValueError):  # values that the page does not send
             message = "a run needs a JSON list of the kept lanes and all settings of the page"
             raise gr.Error(message, print_exception=False) from None
         extra = self._lanes(kept) if pairs == 1 else []
@@ -297,7 +301,7 @@ class _Handlers:
             if pairs > 1 and SPEC not in run.plan:
                 raise UserError(f"a comparison with method ar needs another method than ar: {', '.join(METHODS)}")
             lanes = lanes_of(self._recipe(settings), extra, run.plan)
-            random.shuffle(lanes)  # no lane is always the first on a cold machine
+            random.shuffle(lanes)  # otherwise the same lane would always be the first on a cold machine
             jobs = alternating(lanes, pairs)
             stream = self._service.start(jobs, settings["prompt"], visitor, address)
         except (UserError, WorkerBusy) as error:

@@ -1,4 +1,4 @@
-"""Active and recent runs, bounded per visitor and in total, and the cockpit's queries about them."""
+"""Store of active and recent runs, bounded per visitor and in total, with the cockpit's queries about them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from specdemo.ui.lane import PLAIN, Lane
 from specdemo.ui.limits import household
 
 RECORDED = ASSETS / "traces"
-_RUN_CHARACTERS = 4_000  # memory of a run without text, in characters
+_RUN_CHARACTERS = 4_000  # memory of a run without its text, in characters
 
 
 class RunStore:
-    """All active runs, and bounded finished runs; a visitor is an address.
+    """Store of all active runs and a bounded number of finished runs. A visitor is an address.
 
     Arguments of queries are lists, as the browser sends them.
     """
@@ -34,7 +34,8 @@ class RunStore:
         max_trace: int | None = None,
         admit: Callable[[str], None] = lambda address: None,
     ) -> None:
-        self._per_visitor, self._max_characters, self._admit = per_visitor, max_characters, admit
+        self._per_visitor, self._max_characters = per_visitor, max_characters
+        self._admit = admit
         self._max_trace = MAX_CHARACTERS if max_trace is None else min(max_trace, MAX_CHARACTERS)
         self._runs: OrderedDict[str, Run] = OrderedDict()  # least recently used first
         self._owners: dict[str, str] = {}  # run id -> visitor
@@ -58,7 +59,7 @@ class RunStore:
                 self._latest = {session: run_id for session, run_id in self._latest.items() if run_id != dropped}
 
     def _surplus(self, newest: Run) -> str | None:
-        """Return a run to drop, of this visitor if above a limit, else of the largest one."""
+        """Return a run to drop: of this visitor if above a limit, else of the visitor with most characters."""
         sizes: Counter[str] = Counter()
         counts = Counter(self._owners.values())
         for run_id, run in self._runs.items():
@@ -72,7 +73,7 @@ class RunStore:
             return None
         for name in owners:
             finished = [run for run_id, run in self._runs.items() if self._owners[run_id] == name and run.over]
-            # refused requests first: they have no text
+            # Refused requests go first, since they have no text.
             for run in sorted(finished, key=lambda run: bool(run.records)):
                 if run is not newest:
                     return run.id

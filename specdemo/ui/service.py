@@ -1,4 +1,4 @@
-"""Service of the page: the decoding worker, the models, all runs, and the health check."""
+"""Service of the page: it owns the decoding worker, the models and all runs, and checks their health."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from specdemo.ui.streams import LaneEvents, drain, reason
 from specdemo.worker import Stream, Worker, WorkerBusy, WorkerGroup
 
 REMEMBERED = 256  # visitors with stored n-grams and conversations
-PROMPTS_PER_KIND = 3  # of a preflight
+PROMPTS_PER_KIND = 3  # prompts per kind of text in a preflight
 PROBE = "def"
 LATELY_S = 600  # an idle machine decodes two tokens per ten minutes
 PATIENCE_S = 20
@@ -46,7 +46,7 @@ Generate = Callable[[Recipe, str, ModelPool, Stores], Generator[Event]]
 
 
 class Service:
-    """Starts runs and returns their streams."""
+    """Decoding service of page and API. It admits runs, submits them to the worker and returns their streams."""
 
     def __init__(
         self,
@@ -57,15 +57,14 @@ class Service:
     ) -> None:
         self.limits = limits if limits is not None else HostLimits()
         self.worker = worker if worker is not None else Worker(waiting=self.limits.queue, prepare=thread_initializer())
-        self.last_token: float | None = None  # by `time.monotonic`
+        self.last_token: float | None = None  # time of `time.monotonic`
         self.clouds = LocalServices(models.idle_s if math.isfinite(models.idle_s) else 600.0)
         self._models, self._engine = models, engine
         self.talks: OrderedDict[str, list[ChatMessage]] = OrderedDict()  # conversations by visitor
-        self._visitors, self._door = Visitors(self.limits), threading.Lock()
+        self._visitors, self._admission = Visitors(self.limits), threading.Lock()
         self.runs = RunStore(max_trace=self.limits.max_trace, admit=self._admit_request)
-        # by visitor and lane
-        self._stores: OrderedDict[str, dict[str, Stores]] = OrderedDict()
-        self._benches: dict[str, Stream[BenchProgress | dict[str, Any]]] = {}  # latest by visitor
+        self._stores: OrderedDict[str, dict[str, Stores]] = OrderedDict()  # n-grams by visitor and lane
+        self._benches: dict[str, Stream[BenchProgress | dict[str, Any]]] = {}  # latest measurement by visitor
         self._idle: threading.Timer | None = None
 
     def start(self, jobs: list[tuple[str, Recipe]], prompt: Any, visitor: str = "", address: str = "") -> LaneEvents:
@@ -214,14 +213,14 @@ class Service:
         self.talks.pop(visitor, None)
 
     def _admit(self, job: Callable[[], Iterator[Any]], address: str, visitor: str = "") -> Stream:
-        with self._door:
+        with self._admission:
             self._visitors.admit(address)
             stream = self._submit(job, visitor or household(address))
             self._visitors.entered(address, stream)
         return stream
 
     def _admit_request(self, address: str) -> None:
-        with self._door:
+        with self._admission:
             self._visitors.admit_request(address)
 
     def _noting(self, events: Iterator[Event]) -> Iterator[Event]:
@@ -253,7 +252,7 @@ def leave_a_core() -> None:
 
 
 class Health:
-    """Reports the service's last token; if it is old, starts a probe run shared by all requests."""
+    """Health check of the service. If the last token is old, a probe run is started and shared by all requests."""
 
     def __init__(
         self, service: Service, recipe: Recipe, lately_s: float = LATELY_S, patience_s: float = PATIENCE_S

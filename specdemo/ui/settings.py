@@ -1,7 +1,7 @@
-"""Settings from links, browser storage and the API.
+"""Settings of the page, from links, browser storage and the API.
 
 Settings are a flat mapping by option name, plus `prompt` and `compare`. A missing value is 0 or "", since browsers
-cannot leave every field empty. Tuples are a text.
+cannot leave every field empty. Tuples are written as text.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ def recorded_settings(header: Header, compare: bool) -> Settings:
 def restored(wanted: Any, defaults: Settings, device: str) -> tuple[Settings, list[str]]:
     """Update `defaults` with the values that are valid together; return messages about the others."""
     known = wanted.items() if isinstance(wanted, Mapping) else ()
-    kept = {name: value for name, value in known if name in defaults and value != defaults[name]}
+    changed = {name: value for name, value in known if name in defaults and value != defaults[name]}
     dropped: dict[str, list[str]] = {}  # error message -> names
-    while (error := _problem({**defaults, **kept}, device)) and kept:
-        name = _culprit(kept, defaults, device)
+    while (error := _problem({**defaults, **changed}, device)) and changed:
+        name = _culprit(changed, defaults, device)
         dropped.setdefault(error, []).append(name)
-        del kept[name]
+        del changed[name]
     errors = [f"{' and '.join(names)} ignored: {error}" for error, names in dropped.items()]
-    return {**defaults, **kept}, errors
+    return {**defaults, **changed}, errors
 
 
 def _problem(settings: Settings, device: str) -> str:
@@ -99,13 +99,13 @@ def _problem(settings: Settings, device: str) -> str:
     return ""
 
 
-def _culprit(kept: Settings, defaults: Settings, device: str) -> str:
+def _culprit(changed: Settings, defaults: Settings, device: str) -> str:
     """Return a value whose removal changes the error, models last."""
-    error = _problem({**defaults, **kept}, device)
-    names = sorted(kept, key=_MODEL_NAMES.__contains__)
+    error = _problem({**defaults, **changed}, device)
+    names = sorted(changed, key=_MODEL_NAMES.__contains__)
 
     def remaining(name: str) -> str:
-        return _problem({**defaults, **{other: kept[other] for other in kept if other != name}}, device)
+        return _problem({**defaults, **{other: changed[other] for other in changed if other != name}}, device)
 
     repaired = next((name for name in names if not remaining(name)), None)
     return repaired or next((name for name in names if remaining(name) != error), names[-1])

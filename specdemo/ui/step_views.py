@@ -23,7 +23,7 @@ from specdemo.ui.theme import LIGHT
 Bars = list[tuple[str, float | None, float | None]]  # token text, p, q; masses may be unrecorded
 TopList = Iterable[tuple[int, float]]
 
-MAX_WHAT_IF = 8  # draft tokens
+MAX_WHAT_IF = 8  # longest draft of the estimate, in tokens
 _LINK_FACTS = (  # name in the trace, label, scale, digits
     ("cloud_s", "cloud, ms", 1000, 1),
     ("rtt_s", "waiting for the link, ms", 1000, 1),
@@ -34,9 +34,11 @@ _LINK_FACTS = (  # name in the trace, label, scale, digits
 )
 SECOND_TRIP = "The rejection needed a second round trip, which sent the drafter's row to the cloud."
 COMPLETE = 1e-4  # unrecorded mass of a distribution that counts as 0
-MAX_BARS, OTHERS, VISIBLE = 8, "others", 5e-4
+MAX_BARS, VISIBLE = 8, 5e-4  # bars of a distribution, and the smallest mass of a bar
+OTHERS = "others"
 WIDTH = 96  # characters of a line
-LINE, CHAR, SIZE, EDGE = 22, 8.0, 13, 16  # pixels
+LINE, CHAR = 22, 8.0  # pixels of a line and a column
+SIZE, EDGE = 13, 16  # pixels of the font and the margin
 MAX_LINES = 2_000
 LEGEND = (Outcome.ACCEPTED, Outcome.REJECTED, Outcome.IGNORED, Outcome.CORRECTION, Outcome.BONUS)
 Piece = tuple[int, int, int, Outcome | None, str]  # line, column, width in columns, outcome (None: prompt), text
@@ -117,7 +119,7 @@ def _names(events: Sequence[StepEvent]) -> dict[int, str]:
     for event in events:
         names.update(zip(event.step.draft.tokens, event.draft_texts, strict=True))
         names.update(zip(event.step.tokens, event.pieces, strict=False))
-    for event in events:  # clearer than contributions to a text
+    for event in events:  # events are clearer than contributions to a text
         names.update(event.token_texts)
     return names
 
@@ -308,7 +310,7 @@ def as_svg(lane: Lane) -> str:
 
 
 def colours_of(outcome: Outcome | None) -> tuple[str, str]:
-    """Background (may be empty) and ink of a token; None: the prompt."""
+    """Return the background (may be empty) and the ink of a token. `None` stands for the prompt."""
     if outcome is None:
         return "", LIGHT["quiet"]
     name = "unseen" if outcome is Outcome.UNVERIFIED else outcome.value
@@ -358,12 +360,12 @@ def _layout(tokens: Iterator[tuple[Outcome | None, str]]) -> Iterator[Piece]:
                 part = part[count:]
 
 
-def _fitting(text: str, room: int) -> tuple[int, int]:
-    """Return how many characters of `text` fit, and their columns: wide characters take two."""
+def _fitting(text: str, columns: int) -> tuple[int, int]:
+    """Return how many characters of `text` fit into `columns`, and their width: wide characters take two."""
     width = 0
     for n, character in enumerate(text):
         step = 2 if unicodedata.east_asian_width(character) in "WF" else 0 if unicodedata.combining(character) else 1
-        if width + step > room:
+        if width + step > columns:
             return n, width
         width += step
     return len(text), width

@@ -25,8 +25,8 @@ from specdemo.ui.run_store import RunStore
 from specdemo.worker import Stream, Worker, WorkerBusy, WorkerGroup
 
 _POLL_S = 1 / 12
-GRACE_S = 20.0  # without a listener
-_GOING_AWAY = 1001  # close code
+GRACE_S = 20.0  # a run without a listener is stopped after this time
+_GOING_AWAY = 1001  # close code of WebSockets
 LONGEST_REASON = 600  # characters; error messages can quote arbitrary input
 LaneEvents = Stream[tuple[str, Event]]
 log = logging.getLogger(__name__)
@@ -55,18 +55,18 @@ def reason(error: BaseException) -> str:
     elif isinstance(error, OSError) and error.errno in (*FULL_DISK, errno.EROFS):
         text = str(write_error("to the disk of this host", error))
     else:
-        # without the message, which can quote the text of a visitor
+        # The log omits the message, which can quote the text of a visitor.
         log.error("a run failed: %s\n%s", type(error).__name__, "".join(format_tb(error.__traceback__)))
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]} …"
 
 
 class Sockets:
-    """Advances runs and sends their frames; access requires only the unguessable id of a run."""
+    """WebSockets of runs: advance a run and send its frames. Access requires only the unguessable id of the run."""
 
     def __init__(self, runs: RunStore) -> None:
         self._runs = runs
-        self._listeners: dict[str, set[asyncio.Event]] = {}  # by run
+        self._listeners: dict[str, set[asyncio.Event]] = {}  # events by run id
 
     async def play(self, run: Run, stream: LaneEvents, worker: Worker | WorkerGroup) -> None:
         """Advance `run` to its end and notify its listeners."""

@@ -1,4 +1,4 @@
-"""Colours, Gradio theme and launch options. Colours meet WCAG contrast in both themes."""
+"""Colours, Gradio theme and launch options of the page. Colours meet WCAG contrast in both themes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DARK = {
     "bar-accepted": "#3fa873", "bar-correction": "#6f9cf2", "bar-rejected": "#e0695f",
 }  # fmt: skip
 
-# Blue and orange, distinguishable with every type of colour blindness.
+# Blue and orange are distinguishable with every type of colour blindness.
 SAFE_LIGHT = {
     "accepted": "#cfe6f7", "accepted-ink": "#0b3c5d",
     "rejected": "#fbd9b5", "rejected-ink": "#7a3300",
@@ -69,7 +69,7 @@ _FOLDER = Path(__file__).parent
 SESSION_CAPACITY = 64
 
 
-# Variables of gradio's theme: palette, or light and dark colour.
+# Variables of gradio's theme: a name in the palette, or a light and a dark colour.
 _VARIABLES: dict[str, str | tuple[str, str]] = {
     "body_background_fill": "ground",
     "body_text_color": "ink",
@@ -99,7 +99,7 @@ _VARIABLES: dict[str, str | tuple[str, str]] = {
 
 
 def theme() -> gr.themes.Base:
-    """Neutral theme: only token outcomes are coloured; system fonts avoid downloads."""
+    """Return a neutral theme. Only token outcomes are coloured, and system fonts avoid downloads."""
     colours: dict[str, Any] = {}
     for name, colour in _VARIABLES.items():
         pair = (LIGHT[colour], DARK[colour]) if isinstance(colour, str) else colour
@@ -121,7 +121,7 @@ def theme() -> gr.themes.Base:
 
 
 def launch_options(routes: list[Any], middleware: list[Any]) -> dict[str, Any]:
-    """Arguments of `Blocks.launch`: theme, styles, routes, no telemetry."""
+    """Return the arguments of `Blocks.launch`: theme, styles, routes, no telemetry."""
     return {
         "app_kwargs": {"routes": routes, "middleware": middleware},
         "favicon_path": ASSETS / "icon.png",

@@ -1,4 +1,4 @@
-"""A run in the terms of the closed forms, and the curves and texts of the Theory tab.
+"""Measurements of a run in the terms of the closed forms, with the curves and texts of the Theory tab.
 
 A curve is a list of points (x, y, series). A point of None appears only in the legend.
 """
@@ -28,7 +28,8 @@ from specdemo.ui.labels import cost_terms, escape_markdown
 from specdemo.ui.labels import lane_speedup as measured_speedup
 from specdemo.ui.lane import PLAIN, SPEC, Lane
 
-SLIDER_SERIES, SLIDER_DOT, RUN_SERIES, BASELINE_SERIES = "sliders", "slider dot", "this run", "baseline"
+SLIDER_SERIES, SLIDER_DOT = "sliders", "slider dot"
+RUN_SERIES, BASELINE_SERIES = "this run", "baseline"
 THEOREM_SERIES, SHARE_SERIES = "Theorem 3.8", "accepted / drafted"
 CURVE_GAMMAS = (1, 3, 10)
 CURVE_COSTS = (0.01, 0.05, 0.2)
@@ -50,22 +51,22 @@ CurvePoint = tuple[float | None, float | None, str]
 
 @dataclass(frozen=True)
 class TheoryPoint:
-    """Measured coefficients. Costs are in AR steps, if an AR baseline was measured."""
+    """Measured coefficients of a run. Costs are in AR steps, if an AR baseline was measured."""
 
     method: str
     temperature: float
-    alpha: float  # per tested token
+    alpha: float  # acceptance rate of tested tokens
     counted: bool  # alpha is accepted / tested, otherwise the mean of sum min(p, q)
     share: float  # accepted / drafted
     gamma: float  # mean draft tokens per step
-    tokens: float  # per target pass
+    tokens: float  # tokens per target pass
     chains: bool  # all drafts were chains, as the closed forms assume
     c: float | None
     v: float | None
     o: float | None
     speedup: float | None
-    c_hat: float | None  # operations of a draft token / of a target token; if known
-    operations: float | None  # per token, relative to AR decoding
+    c_hat: float | None  # operations of a draft token / those of a target token; None if unknown
+    operations: float | None  # operations per token, relative to AR decoding
 
     @property
     def theorem(self) -> float | None:
@@ -152,12 +153,12 @@ def point_words(point: TheoryPoint) -> str:
 
 @dataclass(frozen=True)
 class TheorySettings:
-    """Values of the sliders; costs are in baseline steps."""
+    """Values of the sliders. Costs are in baseline steps."""
 
     alpha: float = 0.8
     c: float = 0.05
     gamma: int = 5
-    v: float = 1.0  # a pass over gamma + 1 rows
+    v: float = 1.0  # cost of a pass over gamma + 1 rows
     o: float = 0.0
     c_hat: float = 0.05
 
@@ -197,7 +198,7 @@ def settings_from_run(run: TheoryPoint) -> TheorySettings:
 
 
 def token_curves(settings: TheorySettings, run: TheoryPoint | None) -> list[CurvePoint]:
-    """Expected tokens per target pass (2211.17192, Figure 2)."""
+    """Return the expected tokens per target pass (2211.17192, Figure 2)."""
     highest = max(11.0, settings.gamma + 1, run.tokens if run else 0)
     limit = [(alpha, 1 / (1 - alpha), UNBOUNDED_SERIES) for alpha in _ALPHAS[:-1] if 1 / (1 - alpha) <= highest]
     dots = _slider_curve(settings, expected_tokens, run, run.tokens if run else None)
@@ -216,7 +217,7 @@ def speed_curves(settings: TheorySettings, run: TheoryPoint | None) -> list[Curv
 
 
 def operation_curves(settings: TheorySettings, run: TheoryPoint | None) -> list[CurvePoint]:
-    """Operations per token (2211.17192, Figure 4)."""
+    """Return the operations per token (2211.17192, Figure 4)."""
     factor = partial(operations, c=settings.c_hat)
     return [*_over_alpha(factor), *_slider_curve(settings, factor, run, run.operations if run else None)]
 
@@ -263,7 +264,8 @@ def _run_dot(x: float | None, y: float | None) -> CurvePoint:
 
 
 def describe_settings(settings: TheorySettings) -> str:
-    alpha, c, gamma = settings.alpha, settings.c, settings.gamma
+    alpha, c = settings.alpha, settings.c
+    gamma = settings.gamma
     best, theorem_best = settings.best_gamma, best_gamma(alpha, c, _MAX_GAMMA)
     lines = [
         f"Expected tokens per step: **{expected_tokens(alpha, gamma):.2f} tokens**, (1 − α^(γ+1)) / (1 − α). "

@@ -1,4 +1,4 @@
-"""Status, tiles, lanes, replay and step inspector, drawn in the browser from JSON frames."""
+"""Cockpit of the page: status, tiles, lanes, replay and step inspector, drawn in the browser from JSON frames."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import gradio as gr
 from specdemo.ui.api import address_of
 
 _FOLDER = Path(__file__).parent
-# One scope, in order of dependency.
+# These files share one scope, in order of dependency.
 _SCRIPTS = ("lanes", "pace", "socket", "tiles", "tooltip", "replay", "charts", "inspector", "page_actions")
 
 

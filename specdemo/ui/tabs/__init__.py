@@ -1,4 +1,4 @@
-"""Tabs below the lanes; each is updated when it is selected."""
+"""Tabs below the lanes. Each tab is updated when it is selected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bench tab: measure a small selection of recipes on the bundled prompts."""
+"""Bench tab, which measures a small selection of recipes on the bundled prompts."""
 
 from __future__ import annotations
 

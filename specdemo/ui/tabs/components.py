@@ -1,4 +1,4 @@
-"""Parts shared by tabs: plots and measurements."""
+"""Components shared by tabs: plots, tables, and a panel that starts and shows measurements."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ progress::-webkit-progress-bar { background: var(--line) }
 progress::-webkit-progress-value { background: var(--ink) }
 progress::-moz-progress-bar { background: var(--ink) }
 p { margin: 4px 0 }"""
-ASSUMED = 100.0  # tokens per second before the first run
+ASSUMED = 100.0  # tokens per second, assumed before the first run
 
 
 def line_plot(
@@ -51,7 +51,7 @@ def _plot(kind: Any, title: str, x: str, y: str, colours: dict[str, str], elem_i
 
 
 def plot_value(plot: gr.LinePlot | gr.BarPlot, rows: Sequence[tuple[Any, Any, str]]) -> dict[str, Any]:
-    """Rows in gradio's serialized form of a data frame."""
+    """Return rows in gradio's serialized form of a data frame."""
     mark = plot.get_mark()
     return {
         "columns": ["x", "y", "part"],
@@ -63,7 +63,7 @@ def plot_value(plot: gr.LinePlot | gr.BarPlot, rows: Sequence[tuple[Any, Any, st
 
 @dataclass(frozen=True)
 class Sweep:
-    """Recipes x prompts; the first recipe is AR decoding."""
+    """Measurement of every recipe on every prompt. The first recipe is AR decoding, the baseline."""
 
     recipes: tuple[Recipe, ...]
     prompts: tuple[Prompt, ...]
@@ -97,6 +97,8 @@ def duration(seconds: float) -> str:
 
 @dataclass
 class SweepResult:
+    """Records of a sweep so far, with its current progress."""
+
     sweep: Sweep
     records: list[dict[str, Any]] = field(default_factory=list)
     turn: BenchProgress | None = None
@@ -112,7 +114,7 @@ class SweepResult:
         return self.turn is not None and self.turn.number > 0
 
     def progress(self, seconds: float, ahead: int = 0) -> str:
-        """`seconds` since the first timed run, jobs `ahead` in the queue."""
+        """Return the progress bar, `seconds` after the first timed run and with `ahead` jobs in the queue."""
         if self.turn is None:
             return _bar(0, self.sweep.runs, f"queued: {ahead} ahead" if ahead else "waiting for the device")
         over, words = max(self.turn.number - 1, 0), str(self.turn)
@@ -148,7 +150,7 @@ def _bar(over: int, total: int, words: str, attributes: str = "") -> str:
 
 
 class MeasurementPanel:
-    """Buttons, status line and hidden results column; element ids start with `name`."""
+    """Buttons, status line and hidden results column of a measurement. Element ids start with `name`."""
 
     def __init__(self, service: Service, name: str):
         self._service = service

@@ -1,4 +1,4 @@
-"""Edge-cloud tab: charts of a run over a link; comparison of modes."""
+"""Edge-cloud tab, which shows charts of a run over a link and compares the modes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def modes_sweep(settings: Mapping[str, Any], device: str, count: Any, max_tokens
     if isinstance(count, bool) or not isinstance(count, (int, float)) or not 1 <= count <= MOST_PROMPTS:
         raise UserError(f"prompts must be from 1 to {MOST_PROMPTS}, not {count!r}")
     common = {**settings, "max_tokens": max_tokens, "chat": False}
-    alone = {"provisional": False, "gates": []}  # without drafts over the link these options do not apply
+    alone = {"provisional": False, "gates": []}  # these options require drafts over the link
     varied = [{**common, "mode": mode, **({} if mode == "speculative" else alone)} for mode in MODES]
     recipes, prompts = [recipe_of(values, device) for values in varied], load_prompts(kinds=["code"])
     return Sweep(tuple(recipes), tuple(prompts[: int(count)]))
@@ -163,7 +163,7 @@ class _RunSection:
     def _move(self, shown_id: Any, first: Any, request: gr.Request) -> Any:
         try:
             return timeline_svg(steps(self._lane(shown_id, request)), int(first), _TIMELINE_STEPS)
-        except (UserError, TypeError, ValueError):  # no such run, or an incomplete number
+        except (UserError, TypeError, ValueError):  # unknown run or incomplete number
             return gr.skip()
 
 

@@ -1,4 +1,4 @@
-"""Memory tab: megabytes of a run (from its trace), of the machine now, and of each pair (planned)."""
+"""Memory tab, in megabytes: a run (from its trace), the machine now, and each pair (planned)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from specdemo.ui.lane import Lane, title
 from specdemo.ui.service import Service
 from specdemo.ui.tabs.components import UNPROCESSED
 
-CONTEXT = 1000  # tokens
+CONTEXT = 1000  # context length of the plan, in tokens
 NOTES = {
     "run": "Keys and values include all models of the run. The process includes Python, torch and every loaded model; "
     "its peak is since its start.",

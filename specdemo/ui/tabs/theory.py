@@ -1,4 +1,4 @@
-"""Theory tab: closed forms at the sliders' values, with the latest run.
+"""Theory tab, which plots the closed forms at the sliders' values, with the latest run.
 
 Only published measurements are quoted; other values are computed.
 """
@@ -147,7 +147,7 @@ def _run_label(value: object) -> str:
 
 @dataclass(frozen=True)
 class TheoryPlot:
-    """A plot of the tab; the legend lists the run, the sliders and `legend_series`."""
+    """Plot of the tab. The legend lists the run, the sliders and `legend_series`."""
 
     curves: Callable[[TheorySettings, TheoryPoint | None], list[curves.CurvePoint]]
     elem_id: str
@@ -163,7 +163,8 @@ class TheoryPlot:
         return line_plot(self.title, self.x, self.y, self.colours, series, self.elem_id, self.legend_title)
 
 
-_UNBOUNDED, _THEOREM, _SHARE = (*_GAMMAS, curves.UNBOUNDED_SERIES), (curves.THEOREM_SERIES,), (curves.SHARE_SERIES,)
+_UNBOUNDED = (*_GAMMAS, curves.UNBOUNDED_SERIES)
+_THEOREM, _SHARE = (curves.THEOREM_SERIES,), (curves.SHARE_SERIES,)
 THEORY_PLOTS = (
     TheoryPlot(curves.token_curves, "plot-tokens", "Tokens per target pass", "α", "tokens", _BY_GAMMA, _UNBOUNDED, "γ"),
     TheoryPlot(curves.speed_curves, "plot-speed", "Speed-up", "α", "speed-up", _BY_GAMMA, _GAMMAS, "γ"),

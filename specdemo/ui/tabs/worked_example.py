@@ -85,7 +85,7 @@ def describe_example(p: Sequence[float], q: Sequence[float]) -> str:
 
 
 def example_bars(p: Sequence[float], q: Sequence[float]) -> list[ProbabilityBar]:
-    """Stacked bars: p as accepted and correction, q as accepted and rejected."""
+    """Return stacked bars: p as accepted and correction, q as accepted and rejected."""
     rows = []
     for token, a, b in zip(EXAMPLE_TOKENS, p, q, strict=True):
         rows += [(f"p({token})", max(a - b, 0.0), "correction"), (f"p({token})", min(a, b), "accepted")]
@@ -106,7 +106,8 @@ def describe_trial(choice: str, result: Trial, p: Sequence[float], q: Sequence[f
     name, adjust = rule_choices()[choice]
     exact = RULES[name].exact(SamplingParams()) and adjust
     shares, count = result.shares(len(p)), len(result.tokens)
-    deviation, expected, rare = distance(shares, p), chance_distance(p, count), rare_distance(p, count)
+    deviation = distance(shares, p)
+    expected, rare = chance_distance(p, count), rare_distance(p, count)
     if exact and deviation <= rare:
         verdict = "**The output follows p** within statistical error. This rule is exact at any temperature."
     elif exact:
