@@ -28,8 +28,8 @@ def address_of(request: gr.Request) -> str:
     return request.client.host if request.client else ""
 
 
-def endpoints(service: Service, usual: Recipe, device: str) -> dict[str, Callable]:
-    defaults = api_defaults(usual)
+def endpoints(service: Service, initial: Recipe, device: str) -> dict[str, Callable]:
+    defaults = api_defaults(initial)
 
     def recipe_from(values: tuple[Any, ...]) -> Recipe:
         settings = dict(zip(defaults, values, strict=True))
@@ -71,8 +71,8 @@ def endpoints(service: Service, usual: Recipe, device: str) -> dict[str, Callabl
     return {"generate": _with_parameters(generate, defaults), "preflight": _with_parameters(preflight, defaults)}
 
 
-def api_defaults(usual: Recipe) -> dict[str, Any]:
-    values = {name: setting_of(option, getattr(usual, name, option.default)) for name, option in OPTIONS.items()}
+def api_defaults(initial: Recipe) -> dict[str, Any]:
+    values = {name: setting_of(option, getattr(initial, name, option.default)) for name, option in OPTIONS.items()}
     return {**values, **_UNRECORDED}
 
 
@@ -81,7 +81,7 @@ def _with_parameters(function: Callable, defaults: dict[str, Any]) -> Callable:
     types = {
         name: (list[str] if option.choices else str) if option.many else option.type for name, option in OPTIONS.items()
     }
-    fixed = [one for one in inspect.signature(function).parameters.values() if one.kind is not one.VAR_POSITIONAL]
+    fixed = [part for part in inspect.signature(function).parameters.values() if part.kind is not part.VAR_POSITIONAL]
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     named = [inspect.Parameter(name, kind, default=value, annotation=types[name]) for name, value in defaults.items()]
     function.__signature__ = inspect.signature(function).replace(parameters=[*fixed, *named])

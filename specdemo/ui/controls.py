@@ -34,19 +34,19 @@ _APPLY_METHOD_EXAMPLE = """(method, ...values) => {
 }"""
 
 
-def sidebar(usual: Recipe, limits: HostLimits, unload: Callable[[], Awaitable[str]]) -> Controls:
+def sidebar(initial: Recipe, limits: HostLimits, unload: Callable[[], Awaitable[str]]) -> Controls:
     """Build the sidebar and return its controls by option name.
 
     Options that the host fixes or forbids have no control. `unload` frees memory and returns a message.
     """
-    make = _Factory(usual, limits)
+    make = _Factory(initial, limits)
     shown = [option for option in RunOptions.OPTIONS.values() if not (option.host and limits.public)]
     with gr.Sidebar(width=310, elem_id="settings"):
         pair, *basic = (option for option in shown if option.basic)
         make.controls([pair])
         source = gr.Dropdown(_DRAFT_SOURCES, value=_OF_PAIR, label="Draft model", elem_id="draft-model")
         make.controls(basic)
-        _method_groups(make, usual)
+        _method_groups(make, initial)
         with gr.Accordion("Advanced settings", open=False, elem_id="advanced"):
             presets = _preset_buttons()
             for group in dict.fromkeys(option.group for option in shown if not option.basic):
@@ -114,7 +114,7 @@ def _connect_copy(controls: Controls, source: gr.Dropdown) -> None:
     models = [controls[name] for name in ("method", "pair", "target", "quantization")]
     queued = {**_ON_CHANGE, "queue": True, "concurrency_limit": None}  # shows warnings
     source.input(_settings_of_source, [source, *inputs, *models], [*inputs, models[0], source], **queued)
-    gr.on([one.change for one in inputs], None, inputs, source, js=_SHOW_SOURCE, **_ON_CHANGE)
+    gr.on([control.change for control in inputs], None, inputs, source, js=_SHOW_SOURCE, **_ON_CHANGE)
 
 
 def _settings_of_source(
@@ -143,7 +143,7 @@ def _preset_buttons() -> list[tuple[gr.Button, Mapping[str, Any]]]:
     ]
 
 
-def _method_groups(make: _Factory, usual: Recipe) -> None:
+def _method_groups(make: _Factory, initial: Recipe) -> None:
     classes = option_classes()
 
     def visible(method: Any) -> list[bool]:
@@ -151,7 +151,7 @@ def _method_groups(make: _Factory, usual: Recipe) -> None:
         return [group in used for group in classes]
 
     groups = []
-    for group, shown in zip(classes, visible(usual.method), strict=True):
+    for group, shown in zip(classes, visible(initial.method), strict=True):
         title = next(iter(group.OPTIONS.values())).group
         with gr.Accordion(title, open=False, visible=shown or "hidden") as accordion:
             make.controls(group.OPTIONS.values())
@@ -175,10 +175,10 @@ def _unload_button(unload: Callable[[], Awaitable[str]]) -> None:
 
 
 class _Factory:
-    def __init__(self, usual: Recipe, limits: HostLimits) -> None:
+    def __init__(self, initial: Recipe, limits: HostLimits) -> None:
         self.built: Controls = {}
-        self._usual, self._limits = usual, limits
-        self._device = find_device(usual.device)
+        self._initial, self._limits = initial, limits
+        self._device = find_device(initial.device)
 
     def controls(self, options: Iterable[Option]) -> None:
         for numbers, group in groupby(options, _is_number_field):
@@ -188,7 +188,7 @@ class _Factory:
                         self._build(option)
 
     def _build(self, option: Option) -> None:
-        owner = self._usual if option.name in Recipe.OPTIONS else None
+        owner = self._initial if option.name in Recipe.OPTIONS else None
         value = setting_of(option, getattr(owner, option.name) if owner else option.default)
         label = option.label + (" (lossy)" if option.lossy else "")
         about = {"value": value, "label": label, "elem_id": option.element}
@@ -217,7 +217,7 @@ class _Factory:
 
     def _choices(self, option: Option) -> list[tuple[str, str]]:
         if option.name == "pair":
-            return [(pair.label, pair.name) for pair in offers(self._usual.device) if pair.name in self._limits.pairs]
+            return [(pair.label, pair.name) for pair in offers(self._initial.device) if pair.name in self._limits.pairs]
         titles = MODES_WITH_OFF if option.name == "mode" else option.titles()
         if option.name in ("quantization", "drafter_quantization"):
             titles = {name: unavailable(name, self._device) or title for name, title in titles.items()}

@@ -15,7 +15,7 @@ from starlette.websockets import WebSocketClose
 
 from specdemo.remote.access import RouteInfo, is_foreign, is_known_host
 from specdemo.remote.server import RateLimiter
-from specdemo.ui.limits import HostLimits, household
+from specdemo.ui.limits import HostLimits, network_of
 
 _log = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class Gateway:
         if not headers.get("content-length", "0").isdecimal():
             return 400, "invalid length"
         address = scope["client"][0] if scope.get("client") else ""
-        if not self._rates.allow(household(address)):
+        if not self._rates.allow(network_of(address)):
             return 429, "too many requests: try again in a minute"
         return None
 

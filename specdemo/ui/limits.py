@@ -239,7 +239,7 @@ class Visitors:
     def admit(self, address: str) -> None:
         now, limits = self._clock(), self._limits
         self._forget(now)
-        runs = self._runs.get(household(address), ())
+        runs = self._runs.get(network_of(address), ())
         active = sum(_is_active(run) for _, run in runs)
         if limits.at_once is not None and active >= limits.at_once:
             count = "1 run" if active == 1 else f"{active} runs"
@@ -257,7 +257,7 @@ class Visitors:
         self._enter(address, weakref.ref(run))
 
     def _enter(self, address: str, run: Callable[[], Stream | None]) -> None:
-        self._runs.setdefault(household(address), []).append((self._clock(), run))
+        self._runs.setdefault(network_of(address), []).append((self._clock(), run))
 
     def _forget(self, now: float) -> None:
         recent = {
@@ -270,7 +270,7 @@ class Visitors:
         return len(self._runs)
 
 
-def household(address: str) -> str:
+def network_of(address: str) -> str:
     try:
         ip = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

@@ -106,13 +106,13 @@ def build(
     pair = pair if pair is not None else first_installed(limits.pairs)
     check_name("pair", pair, limits.pairs)
     service = Service(pool if pool is not None else ModelPool(hub=limits.hub), engine, limits, worker)
-    usual = limits.fit(Recipe(pair=pair, device=device, top=RECORDED_TOP, **PAIRS[pair].settings))
+    initial = limits.fit(Recipe(pair=pair, device=device, top=RECORDED_TOP, **PAIRS[pair].settings))
     of_api = limits.fit(Recipe(pair=scripted, device=device, **PAIRS[scripted].settings))
     prompts = json.loads(examples.read_text(encoding="utf-8")) if examples else {"ready": [], "methods": {}}
     shown_examples = available_examples(prompts, [name for name in limits.pairs if not PAIRS[name].missing])
     sockets = Sockets(service.runs)
     with gr.Blocks(title="specdemo", analytics_enabled=False, fill_width=True) as demo:
-        parts = _layout(service, usual, device, shown_examples)
+        parts = _layout(service, initial, device, shown_examples)
         handlers = _Handlers(service, sockets, device, parts.defaults)
         _connect_runs(parts, handlers)
         _connect_lanes(parts, handlers)
@@ -122,7 +122,7 @@ def build(
         demo.unload(handlers.leave)
     demo.queue(max_size=64)
     permanent = isinstance(service.worker, Worker)
-    health = Health(service, replace(usual, method="ar", max_tokens=2)) if permanent else None
+    health = Health(service, replace(initial, method="ar", max_tokens=2)) if permanent else None
     installed = permanent and Path(PAIRS[pair].target).exists()
     middleware, hosts = gateway(limits, os.environ)
     return Page(
@@ -133,7 +133,7 @@ def build(
         middleware=[middleware],
         hosts=hosts,
         health=health,
-        preload=partial(service.probe, replace(usual, max_tokens=2)) if installed else None,
+        preload=partial(service.probe, replace(initial, max_tokens=2)) if installed else None,
     )
 
 
@@ -159,16 +159,16 @@ class _Parts:
         return {name: component.value for name, component in self.settings.items()} | {"compare": False}
 
 
-def _layout(service: Service, usual: Recipe, device: str, examples: dict[str, Any]) -> _Parts:
+def _layout(service: Service, initial: Recipe, device: str, examples: dict[str, Any]) -> _Parts:
     def forget(request: gr.Request) -> None:
         service.forget(request.session_hash or "")
 
-    controls = sidebar(usual, service.limits, service.unload)
+    controls = sidebar(initial, service.limits, service.unload)
     gr.HTML(_HEADER, elem_id="masthead", apply_default_css=False)
     if CHAT_PAIR in service.limits.pairs and (command := PAIRS[CHAT_PAIR].missing):
         gr.Markdown(f"The chat model SmolLM2 is not installed (93 MB): `{command}`, then restart.", elem_id="notice")
     prompt = gr.Textbox(
-        next((example["prompt"] for example in examples["ready"] if example["pair"] == usual.pair), ""),
+        next((example["prompt"] for example in examples["ready"] if example["pair"] == initial.pair), ""),
         label="Prompt",
         lines=3,
         max_lines=8,
@@ -196,7 +196,7 @@ def _layout(service: Service, usual: Recipe, device: str, examples: dict[str, An
         kept_lanes=gr.Markdown(elem_id="kept-lanes"),
         estimate=gr.Markdown(elem_id="estimate"),
         cockpit=cockpit(service.runs.queries, service.limits.max_trace or MAX_CHARACTERS),
-        about=build_tabs(service, controls, usual, device),
+        about=build_tabs(service, controls, initial, device),
         saved=gr.BrowserState(storage_key="specdemo-settings", secret="specdemo"),
         kept=gr.BrowserState(storage_key="specdemo-lanes", secret="specdemo"),
     )
@@ -270,8 +270,8 @@ def _connect_settings(demo: gr.Blocks, parts: _Parts, handlers: _Handlers) -> No
     recorded = "(name) => window.specdemoRecorded?.[name] ?? undefined"  # undefined: unchanged
     use = f"() => {json.dumps(data['names'])}.map({recorded})"
     parts.buttons["use"].click(None, None, settings, js=use, **_PRIVATE)
-    usual = json.dumps([*defaults.values(), ""])
-    parts.buttons["reset"].click(None, None, [*settings, parts.estimate], js=f"() => {usual}", **_PRIVATE)
+    initial = json.dumps([*defaults.values(), ""])
+    parts.buttons["reset"].click(None, None, [*settings, parts.estimate], js=f"() => {initial}", **_PRIVATE)
     restorable = gr.Textbox(visible=False)
     demo.load(
         handlers.find, [parts.saved, parts.kept], [restorable, parts.kept_lanes], preprocess=False, **_QUEUED
@@ -313,7 +313,7 @@ class _Handlers:
         playing = asyncio.create_task(self._play(run, stream, visitor, settings["prompt"]))
         self._playing.add(playing)
         playing.add_done_callback(self._playing.discard)
-        async with aclosing(self._sockets.unheard(run)) as frames:
+        async with aclosing(self._sockets.polled_frames(run)) as frames:
             async for frame in frames:
                 yield frame
         if run.phase[0] == "failed":
@@ -322,7 +322,7 @@ class _Handlers:
 
     async def _play(self, run: Run, stream: LaneEvents, visitor: str, prompt: str) -> None:
         await self._sockets.play(run, stream, self._service.worker)
-        self._service.heard(visitor, prompt, run)
+        self._service.remember_turn(visitor, prompt, run)
 
     async def estimate(self, request: gr.Request, *values: Any) -> AsyncIterator[str]:
         yield "*Preflight: reading texts and timing passes …*"

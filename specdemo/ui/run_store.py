@@ -15,7 +15,7 @@ from specdemo.models.zoo import ASSETS
 from specdemo.ui import step_views
 from specdemo.ui.frames import Run, read_traces
 from specdemo.ui.lane import PLAIN, Lane
-from specdemo.ui.limits import household
+from specdemo.ui.limits import network_of
 
 RECORDED = ASSETS / "traces"
 _RUN_CHARACTERS = 4_000  # memory of a run without its text, in characters
@@ -53,7 +53,7 @@ class RunStore:
 
     def keep(self, run: Run, address: str = "") -> None:
         with self._lock:
-            self._runs[run.id], self._owners[run.id] = run, household(address)
+            self._runs[run.id], self._owners[run.id] = run, network_of(address)
             while (dropped := self._surplus(run)) is not None:
                 del self._runs[dropped], self._owners[dropped]
                 self._latest = {session: run_id for session, run_id in self._latest.items() if run_id != dropped}

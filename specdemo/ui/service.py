@@ -30,7 +30,7 @@ from specdemo.prompts import Prompt
 from specdemo.recipe import Recipe
 from specdemo.remote.local_service import LocalServices, cores_but_one
 from specdemo.ui.frames import Run
-from specdemo.ui.limits import HostLimits, TimeBudget, Visitors, household
+from specdemo.ui.limits import HostLimits, TimeBudget, Visitors, network_of
 from specdemo.ui.run_store import RunStore
 from specdemo.ui.streams import LaneEvents, drain, reason
 from specdemo.worker import Stream, Worker, WorkerBusy, WorkerGroup
@@ -60,7 +60,7 @@ class Service:
         self.last_token: float | None = None  # time of `time.monotonic`
         self.clouds = LocalServices(models.idle_s if math.isfinite(models.idle_s) else 600.0)
         self._models, self._engine = models, engine
-        self.talks: OrderedDict[str, list[ChatMessage]] = OrderedDict()  # conversations by visitor
+        self.conversations: OrderedDict[str, list[ChatMessage]] = OrderedDict()  # messages by visitor
         self._visitors, self._admission = Visitors(self.limits), threading.Lock()
         self.runs = RunStore(max_trace=self.limits.max_trace, admit=self._admit_request)
         self._stores: OrderedDict[str, dict[str, Stores]] = OrderedDict()  # n-grams by visitor and lane
@@ -74,9 +74,9 @@ class Service:
         """
         if not isinstance(prompt, str):
             raise UserError(f"the prompt must be a text, not {type(prompt).__name__}")
-        talk = [*self.talks.get(visitor, ()), {"role": "user", "content": prompt}]
+        conversation = [*self.conversations.get(visitor, ()), {"role": "user", "content": prompt}]
         chat = any(recipe.chat for _, recipe in jobs)
-        text = "".join(message["content"] for message in talk) if chat else prompt
+        text = "".join(message["content"] for message in conversation) if chat else prompt
         granted = [(lane, self.limits.grant(recipe, text)) for lane, recipe in jobs]
         keep = any(recipe.ngram_keep or recipe.chat for _, recipe in granted)
         remembered = _remembered(self._stores, visitor, {}) if keep and visitor else {}
@@ -91,7 +91,9 @@ class Service:
                     yield lane, Loading("starting a cloud process on this machine")
                 with (
                     self._with_services([recipe]) as (served,),
-                    closing(self._engine(served, talk if recipe.chat else prompt, self._models, stores)) as stream,
+                    closing(
+                        self._engine(served, conversation if recipe.chat else prompt, self._models, stores)
+                    ) as stream,
                 ):
                     event: Event | None = None
                     for event in self._noting(budget.spend(stream)):
@@ -194,13 +196,13 @@ class Service:
         self._idle.daemon = True
         self._idle.start()
 
-    def heard(self, visitor: str, prompt: str, run: Run) -> None:
+    def remember_turn(self, visitor: str, prompt: str, run: Run) -> None:
         """Add the first lane's turn to the visitor's conversation."""
         lane = run.lanes[run.plan[0]]
         if lane.recipe.get("chat") and run.phase[0] == "done":
             answer = "".join(event.text for event in lane.steps)
-            talk = _remembered(self.talks, visitor, [])
-            talk += [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+            conversation = _remembered(self.conversations, visitor, [])
+            conversation += [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
 
     def leave(self, visitor: str) -> None:
         """Release the data of a session; its run ends separately."""
@@ -210,12 +212,12 @@ class Service:
 
     def forget(self, visitor: str) -> None:
         """End the visitor's conversation."""
-        self.talks.pop(visitor, None)
+        self.conversations.pop(visitor, None)
 
     def _admit(self, job: Callable[[], Iterator[Any]], address: str, visitor: str = "") -> Stream:
         with self._admission:
             self._visitors.admit(address)
-            stream = self._submit(job, visitor or household(address))
+            stream = self._submit(job, visitor or network_of(address))
             self._visitors.entered(address, stream)
         return stream
 

@@ -80,21 +80,21 @@ class Sockets:
                     if not stream.started and (ahead := worker.ahead(stream)):
                         run.phase = ("queued", describe_queue(ahead, worker.expected_wait_s(stream)))
                     if (frame := run.frame(start)) != shown:
-                        self.tell(run)
+                        self.notify(run)
                         shown = frame
                     if self._abandoned(run):
                         break
             run.finish(reason(stream.error) if stream.error else None)
         except Exception as error:
             run.finish(reason(error))
-        self.tell(run)
+        self.notify(run)
 
     def _abandoned(self, run: Run) -> bool:
         if run.id in self._listeners:
             run.seen = time.monotonic()
         return time.monotonic() - run.seen > GRACE_S
 
-    async def unheard(self, run: Run) -> AsyncIterator[str]:
+    async def polled_frames(self, run: Run) -> AsyncIterator[str]:
         """Yield frames while no socket receives them."""
         start, shown = 0, ""
         while not run.over:
@@ -104,7 +104,7 @@ class Sockets:
                 yield frame
             await asyncio.sleep(_POLL_S)
 
-    def tell(self, run: Run) -> bool:
+    def notify(self, run: Run) -> bool:
         """Notify the listeners of `run`; return False without any. Call in the server's thread."""
         listeners = self._listeners.get(run.id, ())
         for changed in listeners:

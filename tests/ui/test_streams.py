@@ -49,7 +49,7 @@ class House:
     def _call(self, change) -> bool:
         def job() -> bool:
             change()
-            return self.sockets.tell(self.run)
+            return self.sockets.notify(self.run)
 
         async def in_turn() -> bool:
             return job()
