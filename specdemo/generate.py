@@ -222,7 +222,6 @@ def _steps(
 
 
 def _prepare(pipeline: Pipeline, recipe: Recipe, tokens: int, room: int) -> float:
-    """Return the seconds taken."""
     start = time.perf_counter()
     pipeline.prepare(recipe, tokens, tokens + min(recipe.max_tokens, room))
     return time.perf_counter() - start

@@ -176,7 +176,6 @@ class Stream(Generic[T]):
 
 
 def _release_locals(error: BaseException | None) -> None:
-    """Clear frames, which reference tensors."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

@@ -34,7 +34,7 @@ Probs: TypeAlias = "Tensor | PointMass"  # a distribution `[vocab]`
 ProbRows: TypeAlias = "Tensor | Sequence[PointMass]"  # distributions `[rows, vocab]`
 DraftRowProbs: TypeAlias = "Tensor | SparseRow | PointMass"  # a distribution `[vocab]`
 AnyProbs = TypeVar("AnyProbs", "Tensor", SparseRow, PointMass)
-Comparison = tuple[list[float], list[float]]  # lists p(token) and sum min(p, q) at the position of each node
+Comparison = tuple[list[float], list[float]]
 
 
 class DraftProbs(Protocol):

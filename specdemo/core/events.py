@@ -61,7 +61,7 @@ class StepEvent:
     step: Step
     pieces: tuple[str, ...]  # texts of the committed tokens
     draft_texts: tuple[str, ...] = ()
-    token_texts: Mapping[int, str] = field(default_factory=dict)  # texts of top tokens that occur for the first time
+    token_texts: Mapping[int, str] = field(default_factory=dict)
     pending_text: str = ""  # text of the best beam that is not yet committed
     memory: MemoryUse = MemoryUse()
     metrics: Metrics = Metrics()

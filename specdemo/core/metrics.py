@@ -36,7 +36,7 @@ class Metrics:
     draft_s: float = 0.0
     verify_s: float = 0.0
     host_s: float = 0.0
-    remote: Mapping[str, float] = field(default_factory=dict)  # sums of link measurements under their frozen keys
+    remote: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, steps: Iterable[Step]) -> Metrics:

@@ -20,7 +20,7 @@ from specdemo.core.step import Step
 class CostModel:
     """Costs in units of a one-row target pass (v and c of `theory.speedup`)."""
 
-    passes: Mapping[int, float] = field(default_factory=lambda: {1: 1.0})  # maps some row counts to v
+    passes: Mapping[int, float] = field(default_factory=lambda: {1: 1.0})
     token: float = 0.0  # c, initial estimate
 
     def verify(self, rows: int) -> float:

@@ -246,7 +246,7 @@ def _lines(text: str) -> Iterator[tuple[int, str, type[Event]]]:
 def _check_size(line: str, number: int) -> None:
     if len(line) > MAX_LINE:
         raise UserError(f"line {number} has {len(line):,} characters: at most {MAX_LINE:,} are read")
-    structure = "".join(line.replace("\\\\", "").replace('\\"', "").split('"')[::2])  # the line without texts
+    structure = "".join(line.replace("\\\\", "").replace('\\"', "").split('"')[::2])
     if sum(map(structure.count, "[{,")) > MAX_VALUES:
         raise UserError(f"line {number} has more than {MAX_VALUES:,} values: record a shorter run")
     brackets = re.sub(r"[^\[\]{}]+", "", structure)

@@ -42,7 +42,7 @@ class LookaheadDrafter:
         self._guesses = guesses
         self._rng = random.Random(seed)
         self._levels: list[list[int]] = []  # [n - 1][window] guesses; level 0 is the spine
-        self._pool: dict[int, dict[tuple[int, ...], None]] = {}  # maps first tokens to continuations, most recent last
+        self._pool: dict[int, dict[tuple[int, ...], None]] = {}
         self._comb: list[list[int]] = []  # nodes of the last draft, [level][position]
 
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
@@ -50,7 +50,7 @@ class LookaheadDrafter:
         while depth < self._window + self._n and budget.may_extend(depth, None):
             depth += 1
         forest = _Forest()
-        nodes: dict[tuple[int, int], int] = {}  # maps (parent, token) to nodes; common prefixes share nodes
+        nodes: dict[tuple[int, int], int] = {}
         for guess in list(reversed(self._pool.get(tokens[-1], {})))[: self._guesses]:
             parent = -1
             for token in guess[:depth]:

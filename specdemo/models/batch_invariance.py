@@ -116,7 +116,7 @@ def _compare(model: Model, pad: int, settings: Measurement) -> tuple[bool, int]:
 
 
 def _compare_from(start: int, sequential: CachedModel, drafted: CachedModel, budget_s: float) -> tuple[bool, int]:
-    tokens = _tokens(sequential, start + _COMPARED)[: sequential.context - MEASURED_ROWS[-1]]  # leave space for padding
+    tokens = _tokens(sequential, start + _COMPARED)[: sequential.context - MEASURED_ROWS[-1]]
     start = min(start, max(len(tokens) - _COMPARED, len(tokens) // 2))
     sequential.prepare(range(1, COMPARED_ROWS + 1), start, len(tokens) + MEASURED_ROWS[-1])
     sequential.score(tokens[:start], Draft())

@@ -213,7 +213,7 @@ def reference(
     folder = hub.weights(spec.name, spec.revision, report)
     check_weight_count(spec.name, folder, sum(weight.numel() for weight in skeleton(config).parameters()))
     logging.disable_progress_bar()
-    getLogger("bitsandbytes.autograd._functions").setLevel(ERROR)  # hide a warning per layer and pass
+    getLogger("bitsandbytes.autograd._functions").setLevel(ERROR)
     tokenizer = _tokenizer(spec, folder)
     with model_errors(spec.name, folder=folder), _weight_errors(spec), _report_weights(spec.title, report), quiet():
         model, loaded = auto_class(config).from_pretrained(
@@ -278,7 +278,7 @@ def place(spec: ModelSpec, config: PretrainedConfig) -> dict[str, Any]:
         return {"device_map": {"": find_device(spec.device)}}
     gpus = range(torch.cuda.device_count())
     capacity: dict[str | int, int] = {i: int(free_bytes(torch.device("cuda", i)) * (1 - _RESERVE)) for i in gpus}
-    if not (gpus and QUANTIZATIONS[spec.quantization].bits):  # transformers refuses this combination
+    if not (gpus and QUANTIZATIONS[spec.quantization].bits):
         capacity["cpu"] = int(free_bytes(torch.device("cpu")) * (1 - _RESERVE))
     return {"device_map": spread(spec, config, capacity)}
 

@@ -45,7 +45,7 @@ class ModelPool:
         self.idle_s, self._warm = idle_s, warm
         self._budget, self.hub = budget, hub or Hub()
         self._clock = clock
-        self._models: OrderedDict[ModelSpec, LoadedModel] = OrderedDict()  # models, least recently used first
+        self._models: OrderedDict[ModelSpec, LoadedModel] = OrderedDict()
         self._used: dict[ModelSpec, float] = {}
         self._arriving: dict[ModelSpec, Future[None]] = {}  # models being loaded
         self._loading: Future[None] | None = None

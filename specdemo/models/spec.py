@@ -148,7 +148,7 @@ def find_device(name: str) -> torch.device:
 def _has_fast_bfloat16(device: torch.device) -> bool:
     import torch
 
-    return torch.cuda.get_device_capability(device) >= (8, 0)  # these GPUs have tensor cores for bfloat16
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @cache

@@ -214,7 +214,7 @@ class Bridge:
             return []
         tail = list(tokens[-TAIL:])
         known = next(n for n in range(len(tail), -1, -1) if self._text.endswith(_decode(self._target, tail[:n])))
-        before, pending = _decode(self._target, tail[:known]), tail[known:]  # pending tokens start a character
+        before, pending = _decode(self._target, tail[:known]), tail[known:]
         # Encode with the preceding words, or separately if a token spans the boundary.
         for context, start in ((before + text, len(before)), (text, 0)):
             ids, spans = _encode(self._target, context)
@@ -231,7 +231,7 @@ class Bridge:
         A first token in mid-text may differ (added space, partial word); later tokens do not.
         """
         first = max(0, len(self._ends) - TAIL)
-        old = {end: i for i, end in enumerate(self._ends[first:], first + 1)}  # maps text positions to token counts
+        old = {end: i for i, end in enumerate(self._ends[first:], first + 1)}
         start = min(old, default=0)
         ids, spans = _encode(self._drafter, self._text[start:])
         ends = [start + end for _, end in spans]
@@ -248,7 +248,7 @@ class Bridge:
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    if getattr(type(tokenizer), "_decode", None) is TokenizersBackend._decode:  # skip its slow conversions
+    if getattr(type(tokenizer), "_decode", None) is TokenizersBackend._decode:
         return tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True)
     return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 

@@ -47,7 +47,7 @@ _SETTINGS = (
 )
 _TOKENIZERS = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.spm", "*.bpe", "model.safetensors.index.json")
 _TEMPLATES = "additional_chat_templates"
-_MAX_EXPERTS_OF_ALL_LAYERS, _MAX_POSITION_TABLE = 50_000, 1 << 26  # experts are built individually
+_MAX_EXPERTS_OF_ALL_LAYERS, _MAX_POSITION_TABLE = 50_000, 1 << 26
 _MAX_TOKEN_IDS = 1_000
 
 # Pattern of keys, smallest value and largest value.

@@ -285,7 +285,7 @@ def offers(device: str = "auto") -> list[PairOffer]:
         )
         for name, pair in PAIRS.items()
     ]
-    return sorted(pair_offers, key=lambda offer: (bool(offer.pair.missing), not offer.fits))  # the order is stable
+    return sorted(pair_offers, key=lambda offer: (bool(offer.pair.missing), not offer.fits))
 
 
 _FUSED_KINDS = ("llama", "mistral", "qwen2", "qwen3")

@@ -93,8 +93,6 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class _HeaderTimeout(H11Protocol):
-    """Close connections with incomplete headers."""
-
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

@@ -216,9 +216,7 @@ def _connect_runs(parts: _Parts, handlers: _Handlers) -> None:
     settings = list(parts.settings.values())
     # A single input: Gradio visits every input of an event for every frame.
     pressed = gr.Textbox(visible=False)
-    failed = (
-        "() => { window.dispatchEvent(new Event('specdemo:failed')) }"  # the queue is full or the server is unreachable
-    )
+    failed = "() => { window.dispatchEvent(new Event('specdemo:failed')) }"
     for name, more in (("run", ""), ("repeat", f", {REPEATS}")):
         run = (
             parts.buttons[name]
@@ -301,7 +299,7 @@ class _Handlers:
             if pairs > 1 and SPEC not in run.plan:
                 raise UserError(f"a comparison with method ar needs another method than ar: {', '.join(METHODS)}")
             lanes = lanes_of(self._recipe(settings), extra, run.plan)
-            random.shuffle(lanes)  # otherwise the same lane would always be the first on a cold machine
+            random.shuffle(lanes)
             jobs = alternating(lanes, pairs)
             stream = self._service.start(jobs, settings["prompt"], visitor, address)
         except (UserError, WorkerBusy) as error:

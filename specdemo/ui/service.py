@@ -60,11 +60,11 @@ class Service:
         self.last_token: float | None = None  # time of `time.monotonic`
         self.clouds = LocalServices(models.idle_s if math.isfinite(models.idle_s) else 600.0)
         self._models, self._engine = models, engine
-        self.conversations: OrderedDict[str, list[ChatMessage]] = OrderedDict()  # messages by visitor
+        self.conversations: OrderedDict[str, list[ChatMessage]] = OrderedDict()
         self._visitors, self._admission = Visitors(self.limits), threading.Lock()
         self.runs = RunStore(max_trace=self.limits.max_trace, admit=self._admit_request)
-        self._stores: OrderedDict[str, dict[str, Stores]] = OrderedDict()  # n-grams by visitor and lane
-        self._benches: dict[str, Stream[BenchProgress | dict[str, Any]]] = {}  # latest measurement by visitor
+        self._stores: OrderedDict[str, dict[str, Stores]] = OrderedDict()
+        self._benches: dict[str, Stream[BenchProgress | dict[str, Any]]] = {}
         self._idle: threading.Timer | None = None
 
     def start(self, jobs: list[tuple[str, Recipe]], prompt: Any, visitor: str = "", address: str = "") -> LaneEvents:

@@ -65,7 +65,7 @@ class GraphRecorder:
             current.wait_stream(self._stream)
         self._graphs.add(graph)
 
-        def replay(_recorder: GraphRecorder = self) -> Tensor:  # the reference reserves the stream
+        def replay(_recorder: GraphRecorder = self) -> Tensor:
             graph.replay()
             return out
 

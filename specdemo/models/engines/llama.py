@@ -49,7 +49,7 @@ class LlamaCache(Cache):
         self._model, self.record = model, record
         self.recordings: dict[tuple[int, int], Recording] = {}
         self.length = self.written = self.capacity = 0
-        self.kv = torch.empty(0, 0, 0, 0)  # keys and values [layers, key heads + value heads, positions, dim]
+        self.kv = torch.empty(0, 0, 0, 0)
         self.angles = torch.empty(0)
         self.masks: dict[int, tuple[Tensor, Tensor]] = {}  # causal mask of twice the capacity, aligned buffer
         self._shapes: dict[int, PassShape] = {}

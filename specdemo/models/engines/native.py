@@ -90,7 +90,7 @@ def _visible(rows: int, held: int, draft: Draft) -> tuple[Sequence[int], ...]:
     if draft.is_chain:
         return range(held, held + rows), range(held + 1, held + rows + 1), (), [0] * (rows + 1)
     text = held + rows - len(draft)  # length of the text before the draft
-    paths = [draft.path(node) for node in range(max(0, held - text), len(draft))]  # paths to the new nodes
+    paths = [draft.path(node) for node in range(max(0, held - text), len(draft))]
     extra: list[int] = []
     starts = [0] * (rows - len(paths) + 1)
     for path in paths:
@@ -110,7 +110,7 @@ class NativeEngine(Engine[NativeCache]):
     def __init__(self, model: NativeWeights) -> None:
         super().__init__()
         self._library, self._model = required_library(), model
-        self._structs: dict[torch.dtype, tuple[ModelStruct, object]] = {}  # structures by dtype of the cache
+        self._structs: dict[torch.dtype, tuple[ModelStruct, object]] = {}
         self._vocab_size: int = model.config.vocab_size
         self._scratch: list[Tensor] = []  # idle buffers of `KEPT_ROWS` rows
 
